@@ -1,0 +1,30 @@
+# Two commands do all the set-up: `make run` (the main job) and `make test`.
+# torch is installed first and by its exact pin: a plain `torch` brings gigabytes of CUDA packages.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: run test bench clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@
+
+run: $(VENV)/.installed
+	$(BIN)/rda train --ranks 2
+
+test: $(VENV)/.installed
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed
+	$(BIN)/rda bench --all
+
+clean:
+	rm -rf $(VENV) runs build dist src/*.egg-info

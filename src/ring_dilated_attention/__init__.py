@@ -1,0 +1,36 @@
+"""Exact dilated attention (LongNet) on one device, and the same call over many by ring attention.
+
+The package imports its members when they are first used, so that the pure modules (`pattern`, `sharding`,
+`plan`, `estimate`) can be used without importing torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import dilated_attention, explain
+    from .layers import MultiheadDilatedAttention
+    from .parallel import ContextParallel
+    from .pattern import DilatedPattern
+
+__version__ = "0.1.0"
+
+__all__ = ["ContextParallel", "DilatedPattern", "MultiheadDilatedAttention", "dilated_attention", "explain"]
+
+_HOME = {
+    "ContextParallel": "parallel",
+    "DilatedPattern": "pattern",
+    "MultiheadDilatedAttention": "layers",
+    "dilated_attention": "attention",
+    "explain": "attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,20 @@
+"""Partials (out, lse) as a monoid: identity (0, -inf), merge. The only log-sum-exp of the fast paths."""
+
+import torch
+from torch import Tensor
+
+
+def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> None:
+    """Merge a partial into (out, lse), in place. Shapes (..., D) and (...); `out` is in the accumulator's dtype.
+
+    Two partials over disjoint multisets of keys, naively:
+
+        lse' = log(exp(lse) + exp(partial_lse))
+        out' = out * exp(lse - lse') + partial_out * exp(partial_lse - lse')
+
+    The two weights add up to 1, so out' is a linear interpolation by sigmoid(partial_lse - lse): one pass over out.
+    """
+    # (-inf) - (-inf) is NaN; an empty partial has no weight, whatever it meets.
+    weight = torch.sigmoid(partial_lse - lse).masked_fill_(partial_lse == -torch.inf, 0)
+    out.lerp_(partial_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, partial_lse))

@@ -1,0 +1,200 @@
+"""Who attends whom: branches, phases and causality (LongNet, arXiv 2307.02486, section 2). Pure integers, no torch.
+
+A branch is a pair (w, r). Position t of a document lies in segment t // w and has phase (t mod w) mod r. Query head h
+reads one phase per branch. Query i sees key j in a branch iff both lie in the same segment and have the phase that
+h reads (and j <= i if causal). A pair that several branches contain counts once per branch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from itertools import groupby
+from operator import index
+from typing import NamedTuple
+
+PHASE_RULES = ("modulo", "blocked")
+HEAD_RULES = ("all", "split")
+
+
+class Branch(NamedTuple):
+    """One (segment_length w, dilation_rate r) pair."""
+
+    segment_length: int
+    dilation_rate: int
+
+
+class HeadGroup(NamedTuple):
+    """Query heads that one strided view can serve, with the key/value heads that they read.
+
+    The j-th query head reads phase `phase + j * phase_step` and key/value head
+    `kv_heads[j // (len(query_heads) // len(kv_heads))]`.
+    """
+
+    query_heads: range
+    kv_heads: range
+    phase: int
+    phase_step: int
+
+
+@dataclass(frozen=True)
+class DilatedPattern:
+    """The attention pattern: all branches, the phase rule and causality. Hashable.
+
+    Args:
+        segment_lengths: w of each branch, in positions. It need not divide anything.
+        dilation_rates: r of each branch.
+        is_causal: a query sees no later key.
+        phase: which phase head h of H reads. "modulo" is the paper's h mod r, "blocked" is torchscale's
+            h // ceil(H / r).
+        heads: "all" runs every branch on every head (LongNet). "split" gives branch i the i-th of near-equal
+            contiguous groups of heads (sizes as torch.tensor_split); they all read phase i mod r.
+
+    Raises:
+        ValueError: for lists that are empty or of different lengths, entries that are not positive integers, and
+            rules that do not exist.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    _: KW_ONLY
+    is_causal: bool = False
+    phase: str = "modulo"
+    heads: str = "all"
+
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates"):
+            object.__setattr__(self, name, _positive_integers(name, getattr(self, name)))
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise ValueError(
+                f"segment_lengths has {len(self.segment_lengths)} entries and dilation_rates has "
+                f"{len(self.dilation_rates)}: {self.segment_lengths} and {self.dilation_rates}. "
+                "A branch is one pair, so give as many rates as lengths."
+            )
+        if not isinstance(self.is_causal, bool):
+            raise ValueError(f"is_causal must be True or False, got {self.is_causal!r}.")
+        if self.phase not in PHASE_RULES:
+            raise ValueError(f"phase={self.phase!r} is unknown; choose one of {PHASE_RULES}.")
+        if self.heads not in HEAD_RULES:
+            raise ValueError(f"heads={self.heads!r} is unknown; choose one of {HEAD_RULES}.")
+        if self.heads == "split" and self.phase != "modulo":
+            raise ValueError(
+                f"heads='split' has its own phase rule (branch i reads phase i mod r), got phase={self.phase!r}. "
+                "Leave phase at its default."
+            )
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return tuple(map(Branch, self.segment_lengths, self.dilation_rates))
+
+    def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
+        """Raise ValueError unless the pattern can run on this many query and key/value heads."""
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"{num_heads} query heads cannot share {num_kv_heads} key/value heads: "
+                f"{num_heads} mod {num_kv_heads} is not 0. Make the first a multiple of the second."
+            )
+        if self.heads == "split" and len(self.branches) > num_heads:
+            raise ValueError(
+                f"heads='split' gives each of {len(self.branches)} branches its own heads, but there are only "
+                f"{num_heads}. Use fewer branches, more heads, or heads='all'."
+            )
+
+    def heads_of(self, branch: int, num_heads: int) -> range:
+        """The query heads that run this branch."""
+        if self.heads == "all":
+            return range(num_heads)
+        size, larger = divmod(num_heads, len(self.branches))
+        start = branch * size + min(branch, larger)
+        return range(start, start + size + (branch < larger))
+
+    def phase_of(self, branch: int, head: int, num_heads: int) -> int | None:
+        """The phase that a query head reads in a branch, or None if it does not run the branch."""
+        rate = self.dilation_rates[branch]
+        if head not in self.heads_of(branch, num_heads):
+            return None
+        if self.heads == "split":
+            return branch % rate
+        return head % rate if self.phase == "modulo" else head // _ceil_div(num_heads, rate)
+
+    def head_groups(self, branch: int, num_heads: int, num_kv_heads: int) -> tuple[HeadGroup, ...]:
+        """The heads of a branch, cut into as few strided views as possible.
+
+        Heads of equal phase form one view. So do heads of consecutive phases (a diagonal: one row further for each
+        head), unless key/value heads are shared. The cut that needs fewer views is taken.
+        """
+        rate = self.dilation_rates[branch]
+        ratio = num_heads // num_kv_heads
+        if self.heads == "split":
+            return _aligned(self.heads_of(branch, num_heads), branch % rate, ratio)
+        block = _ceil_div(num_heads, rate)  # heads of one phase under the blocked rule
+        if self.phase == "modulo":
+            equal = [range(s, num_heads, rate) for s in range(min(rate, num_heads))]
+            diagonal = [range(k, min(k + rate, num_heads)) for k in range(0, num_heads, rate)]
+        else:
+            equal = [range(h, min(h + block, num_heads)) for h in range(0, num_heads, block)]
+            diagonal = [range(k, num_heads, block) for k in range(block)]
+        if ratio == 1 and len(diagonal) < len(equal):
+            return tuple(HeadGroup(heads, heads, 0, 1) for heads in diagonal)
+        return tuple(group for s, heads in enumerate(equal) for group in _aligned(heads, s, ratio))
+
+    def explain(self, num_heads: int) -> str:
+        """Which heads read which phase of each branch, and which phases nobody reads. One line per branch."""
+        self.check_heads(num_heads, num_heads)
+        lines = []
+        for i, (length, rate) in enumerate(self.branches):
+            phases = [self.phase_of(i, h, num_heads) for h in range(num_heads)]
+            read = {p for p in phases if p is not None}
+            unread = [s for s in range(min(rate, length)) if s not in read]
+            heads = self.heads_of(i, num_heads)
+            share = f"heads {heads.start}..{heads.stop - 1}" if self.heads == "split" else f"all {num_heads} heads"
+            note = f"; phases that no head reads: {_shorten(unread)}" if unread else "; every phase is read"
+            lines.append(f"branch {i} (w={length}, r={rate}): {share} read phases {_shorten(sorted(read))}{note}")
+        return "\n".join(lines)
+
+
+def _positive_integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list of positive integers, got {values!r}.")
+    entries = tuple(values)
+    if not entries:
+        raise ValueError(
+            f"{name} is empty. Give one entry per branch; dense attention is segment_lengths=[n], rates [1]."
+        )
+    for entry in entries:
+        if isinstance(entry, bool) or not hasattr(entry, "__index__"):
+            raise ValueError(f"{name} must hold integers, got {entry!r} in {list(entries)}.")
+        if entry < 1:
+            raise ValueError(f"{name} must be at least 1, got {entry} in {list(entries)}.")
+    return tuple(index(entry) for entry in entries)
+
+
+def _aligned(heads: range, phase: int, ratio: int) -> tuple[HeadGroup, ...]:
+    """Cut heads of one phase so that, within a group, each key/value head serves equally many query heads."""
+    runs = [(kv, [h for _, h in pairs]) for kv, pairs in groupby(((h // ratio, h) for h in heads), key=lambda x: x[0])]
+    groups: list[list[tuple[int, list[int]]]] = []
+    for run in runs:
+        last = groups[-1] if groups else []
+        same_size = bool(last) and len(last[-1][1]) == len(run[1])
+        same_step = len(last) < 2 or last[1][0] - last[0][0] == run[0] - last[-1][0]
+        if same_size and same_step:
+            last.append(run)
+        else:
+            groups.append([run])
+    return tuple(
+        HeadGroup(
+            query_heads=range(group[0][1][0], group[-1][1][-1] + 1, heads.step),
+            kv_heads=range(group[0][0], group[-1][0] + 1, group[1][0] - group[0][0] if len(group) > 1 else 1),
+            phase=phase,
+            phase_step=0,
+        )
+        for group in groups
+    )
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _shorten(numbers: list[int]) -> str:
+    if len(numbers) > 8:
+        return f"{', '.join(map(str, numbers[:4]))}, ... {numbers[-1]} ({len(numbers)} of them)"
+    return ", ".join(map(str, numbers)) or "none"

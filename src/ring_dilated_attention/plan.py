@@ -1,0 +1,427 @@
+"""(pattern, shards, rank) -> local tiles, rings, hops, bytes and FLOPs. Pure integers, no torch.
+
+A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views, so a plan is only numbers.
+A segment inside one span of a shard is local: its tile has the same rows on both sides. A segment that straddles shards
+has a *ring*, the ranks that share it. Each of them packs its dilated rows of the segment, its *chunk*, into a flat
+buffer, and the chunks travel along the ring. At hop s the i-th rank of a ring of g meets chunk (i - s) mod g.
+
+A chunk goes no further than the last rank that needs it (`reach`): under causality with contiguous shards nothing wraps,
+and the ring is a line. In backward the gradient of a chunk follows it one hop behind; where the chunk stops, its
+gradient goes straight home.
+
+Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from .pattern import DilatedPattern, HeadGroup
+from .sharding import Shard, Span, shard_length
+
+
+class Rows(NamedTuple):
+    """A strided view (B, segments, heads, count, D) of a (B, N, H, D) tensor.
+
+    Row j of segment i of the k-th head is local position first + i * segment_step + k * shift + j * step.
+    """
+
+    heads: range
+    first: int
+    shift: int
+    step: int
+    count: int
+    segments: int = 1
+    segment_step: int = 0
+
+
+class Block(NamedTuple):
+    """Rows of a received chunk: keys (B, num_heads, count, D) at `offset`, the values right after; heads start..stop-1."""
+
+    offset: int
+    num_heads: int
+    count: int
+    start: int
+    stop: int
+
+
+class Tile(NamedTuple):
+    """Query rows times key rows, by one kernel call.
+
+    is_causal: both sides are the same rows of the sequence, and row j sees keys 0..j.
+    first_query, first_key: nothing was added to these rows before, so results are written, not added.
+    """
+
+    query: Rows
+    key: Rows | Block
+    is_causal: bool
+    first_query: bool
+    first_key: bool
+
+    @property
+    def pairs(self) -> int:
+        """Number of (query, key) pairs that contribute, over heads and segments (for one batch entry)."""
+        q, k = self.query.count, self.key.count
+        return (q * (q + 1) // 2 if self.is_causal else q * k) * len(self.query.heads) * self.query.segments
+
+
+class Message(NamedTuple):
+    """A slice of the flat buffer that is sent to, or received from, `peer`."""
+
+    peer: int
+    offset: int
+    size: int
+
+
+class Hop(NamedTuple):
+    """What one rank does at one hop. Peers are ranks of the group.
+
+    sends, receives: chunks, so that afterwards the received ones can be met.
+    tiles: own queries times received chunks.
+    grad_sends, grad_receives, grad_homes: gradients of chunks: those finished here or to go on, those that come along
+        for the next hop, and those that come home: this rank's own, finished.
+    """
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    tiles: tuple[Tile, ...]
+    grad_sends: tuple[Message, ...]
+    grad_receives: tuple[Message, ...]
+    grad_homes: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's work. `packs` says which rows of its own key/value go where in the buffer of its own chunks."""
+
+    rank: int
+    num_rows: int
+    num_heads: int
+    num_kv_heads: int
+    local: tuple[Tile, ...]
+    packs: tuple[tuple[Rows, Block], ...]
+    hops: tuple[Hop, ...]
+    chunk_size: int
+    query_covered: bool
+    key_covered: bool
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that this rank computes, per batch entry."""
+        return sum(tile.pairs for tile in self.local) + sum(tile.pairs for hop in self.hops for tile in hop.tiles)
+
+    def flops(self, batch: int, head_dim: int, *, backward: bool = False) -> int:
+        """Floating-point operations: 2 matrix products forward, 5 backward, 2 * D operations per pair each."""
+        return (5 if backward else 2) * 2 * head_dim * batch * self.pairs
+
+    def sent(self, *, backward: bool = False) -> tuple[int, int]:
+        """(elements of K‖V, elements of dK‖dV) that this rank sends, in units of B * D."""
+        chunks = sum(m.size for hop in self.hops for m in hop.sends)
+        grads = sum(m.size for hop in self.hops for m in hop.grad_sends) if backward else 0
+        return chunks, grads
+
+    def bytes_sent(self, batch: int, head_dim: int, itemsize: int, *, backward: bool = False) -> int:
+        """Bytes that this rank sends in one forward, or in one backward (chunks again, and their gradients).
+
+        Gradients travel in the accumulator's type: float32, or float64 for float64 inputs.
+        """
+        chunks, grads = self.sent(backward=backward)
+        return batch * head_dim * (chunks * itemsize + grads * max(itemsize, 4))
+
+
+class _Piece(NamedTuple):
+    """Positions start..stop-1 of one segment that lie in one span of a shard, from local row `row` on."""
+
+    start: int
+    stop: int
+    row: int
+
+
+class _Run(NamedTuple):
+    """Heads lo..hi-1 of a head group whose rows in a piece form one strided view."""
+
+    lo: int
+    hi: int
+    first: int
+    count: int
+
+
+class _Entry(NamedTuple):
+    """A run of a chunk and the block that holds it."""
+
+    group: int
+    piece: _Piece
+    run: _Run
+    block: Block
+
+
+class _Chunk(NamedTuple):
+    """One rank's packed rows of a straddling segment."""
+
+    size: int
+    entries: tuple[_Entry, ...]
+
+
+class _Ring(NamedTuple):
+    """A straddling segment of a branch: where it starts, and of each rank that holds rows of it, in order: the rank, its
+    pieces, its chunk, and how many hops the chunk travels."""
+
+    branch: int
+    origin: int
+    ranks: tuple[int, ...]
+    pieces: tuple[tuple[_Piece, ...], ...]
+    chunks: tuple[_Chunk, ...]
+    reach: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def make_plan(
+    pattern: DilatedPattern,
+    shards: tuple[Shard, ...],
+    rank: int,
+    num_heads: int,
+    num_kv_heads: int,
+    documents: tuple[int, ...] | None = None,
+) -> Plan:
+    """Plan one rank's work.
+
+    Args:
+        shards: the spans of every rank (`sharding.make_shards`).
+        documents: global borders (0, ..., n) of packed documents; None is one document.
+    """
+    pattern.check_heads(num_heads, num_kv_heads)
+    borders = documents if documents is not None else (0, sum(map(shard_length, shards)))
+    planner = _Planner(pattern, shards, num_heads, num_kv_heads)
+    local, rings = planner.local_and_rings(rank, borders)
+    offsets = list(accumulate((max(chunk.size for chunk in ring.chunks) for ring in rings), initial=0))
+    num_hops = max((max(ring.reach) for ring in rings), default=0)
+    first_rates = pattern.dilation_rates[:1] if pattern.heads == "all" else pattern.dilation_rates
+    covered = all(rate == 1 for rate in first_rates)
+    return Plan(
+        rank=rank,
+        num_rows=shard_length(shards[rank]),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        local=tuple(local),
+        packs=tuple(
+            pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)
+        ),
+        hops=tuple(planner.hop(s, rank, rings, offsets) for s in range(1, num_hops + 1)),
+        chunk_size=offsets[-1],
+        query_covered=covered,
+        key_covered=covered and (pattern.heads == "all" or num_heads == num_kv_heads),
+    )
+
+
+class _Planner:
+    """What the plans of all ranks share, and the steps of making one."""
+
+    def __init__(self, pattern: DilatedPattern, shards: tuple[Shard, ...], num_heads: int, num_kv_heads: int) -> None:
+        self.pattern, self.shards = pattern, shards
+        self.shares_kv = num_heads != num_kv_heads
+        self.groups = [pattern.head_groups(i, num_heads, num_kv_heads) for i in range(len(pattern.branches))]
+        self.owners = sorted((span, rank) for rank, shard in enumerate(shards) for span in shard)
+        self.starts = [span.start for span, _ in self.owners]
+        self.row_of = {s: row for shard in shards for s, row in zip(shard, _first_rows(shard), strict=False)}
+
+    def local_and_rings(self, rank: int, borders: Sequence[int]) -> tuple[list[Tile], list[_Ring]]:
+        """Tiles of all branches with own rows on both sides, and the rings of this rank."""
+        tiles: list[Tile] = []
+        rings: dict[tuple[int, int], _Ring] = {}
+        for branch, (length, _) in enumerate(self.pattern.branches):
+            for span in self.shards[rank]:
+                for piece, segments in _own_pieces(span, self.row_of[span], borders, length):
+                    origin, stop = _segment_of(piece.start, borders, length)
+                    if segments:
+                        tiles += self.own_tiles(branch, origin, piece, piece, segments)
+                    elif (branch, origin) not in rings:
+                        rings[branch, origin] = self.ring(branch, origin, stop)
+                        own = self.pieces(origin, stop)[rank]
+                        for query in own:
+                            for key in sorted(
+                                own, key=lambda piece, query=query: piece != query
+                            ):  # its own piece first
+                                tiles += self.own_tiles(branch, origin, query, key, 1)
+        shared = (ring for _, ring in sorted(rings.items()))
+        return tiles, [ring for ring in shared if rank in ring.ranks and len(ring.ranks) > 1]
+
+    def own_tiles(self, branch: int, origin: int, query: _Piece, key: _Piece, segments: int) -> Iterator[Tile]:
+        """Own queries of one piece times own keys of one piece of the same segment (and of the `segments - 1` after)."""
+        length, rate = self.pattern.branches[branch]
+        same, is_causal, split = query == key, self.pattern.is_causal, self.pattern.heads == "split"
+        if is_causal and key.start > query.start:
+            return
+        for group in self.groups[branch]:
+            for q, k in _matches(group, _runs(group, query, origin, rate), _runs(group, key, origin, rate)):
+                yield Tile(
+                    _query_rows(group, q, rate)._replace(segments=segments, segment_step=length),
+                    _kv_rows(group, k, rate)._replace(segments=segments, segment_step=length),
+                    is_causal=is_causal and same,
+                    first_query=same and (branch == 0 or split),
+                    first_key=same and (branch == 0 or (split and not self.shares_kv)),
+                )
+
+    def pieces(self, start: int, stop: int) -> dict[int, list[_Piece]]:
+        """The pieces of positions start..stop-1, by rank, in the order of ranks."""
+        found: dict[int, list[_Piece]] = {}
+        for i in range(max(bisect_right(self.starts, start) - 1, 0), bisect_left(self.starts, stop)):
+            span, rank = self.owners[i]
+            a, b = max(span.start, start), min(span.stop, stop)
+            if a < b:
+                found.setdefault(rank, []).append(_Piece(a, b, self.row_of[span] + a - span.start))
+        return dict(sorted(found.items()))
+
+    def ring(self, branch: int, origin: int, stop: int) -> _Ring:
+        """The ring of segment origin..stop-1: its ranks, and how far each chunk must travel."""
+        chunks = {
+            rank: (pieces, self.chunk(branch, origin, pieces)) for rank, pieces in self.pieces(origin, stop).items()
+        }
+        members = {rank: held for rank, held in chunks.items() if held[1].size}
+        first_key = [min(piece.start for piece in pieces) for pieces, _ in members.values()]
+        last_query = [max(piece.stop for piece in pieces) for pieces, _ in members.values()]
+        g = len(members)
+        reach = [
+            max(
+                (s for s in range(1, g) if not self.pattern.is_causal or first_key[c] < last_query[(c + s) % g]),
+                default=0,
+            )
+            for c in range(g)
+        ]
+        return _Ring(
+            branch=branch,
+            origin=origin,
+            ranks=tuple(members),
+            pieces=tuple(tuple(pieces) for pieces, _ in members.values()),
+            chunks=tuple(chunk for _, chunk in members.values()),
+            reach=tuple(reach),
+        )
+
+    def chunk(self, branch: int, origin: int, pieces: Sequence[_Piece]) -> _Chunk:
+        """The layout of one rank's rows of a segment: a block for each piece, head group and run."""
+        entries, size = [], 0
+        for piece in pieces:
+            for g, group in enumerate(self.groups[branch]):
+                for run in _runs(group, piece, origin, self.pattern.dilation_rates[branch]):
+                    num_heads = len(_kv_heads(group, run))
+                    entries.append(_Entry(g, piece, run, Block(size, num_heads, run.count, 0, num_heads)))
+                    size += 2 * num_heads * run.count
+        return _Chunk(size, tuple(entries))
+
+    def packs(self, ring: _Ring, rank: int, offset: int) -> Iterator[tuple[Rows, Block]]:
+        """Which of the rank's own key/value rows go where in the buffer."""
+        rate = self.pattern.dilation_rates[ring.branch]
+        for entry in ring.chunks[ring.ranks.index(rank)].entries:
+            rows = _kv_rows(self.groups[ring.branch][entry.group], entry.run, rate)
+            yield rows, entry.block._replace(offset=offset + entry.block.offset)
+
+    def remote_tiles(self, ring: _Ring, i: int, chunk: int, offset: int) -> Iterator[Tile]:
+        """Queries of the ring's i-th rank times another's chunk, which lies in the buffer from `offset` on."""
+        rate = self.pattern.dilation_rates[ring.branch]
+        for query in ring.pieces[i]:
+            for entry in ring.chunks[chunk].entries:
+                if self.pattern.is_causal and entry.piece.start > query.start:
+                    continue
+                group = self.groups[ring.branch][entry.group]
+                for q, k in _matches(group, _runs(group, query, ring.origin, rate), [entry.run]):
+                    start = k.lo - entry.run.lo if group.phase_step else 0
+                    block = entry.block._replace(
+                        offset=offset + entry.block.offset, start=start, stop=start + len(_kv_heads(group, k))
+                    )
+                    yield Tile(_query_rows(group, q, rate), block, is_causal=False, first_query=False, first_key=False)
+
+    def hop(self, s: int, rank: int, rings: Sequence[_Ring], offsets: Sequence[int]) -> Hop:
+        """What the rank sends, receives and computes at hop s, over all its rings, in the order of the rings."""
+        hop: dict[str, list] = {field: [] for field in Hop._fields}
+        for ring, offset in zip(rings, offsets, strict=False):
+            g, i, reach = len(ring.ranks), ring.ranks.index(rank), ring.reach
+            onward, back = ring.ranks[(i + 1) % g], ring.ranks[i - 1]
+            leaving, here, coming = (i + 1 - s) % g, (i - s) % g, (i - s - 1) % g  # chunks
+            size = [chunk.size for chunk in ring.chunks]
+            if s <= reach[leaving]:
+                hop["sends"].append(Message(onward, offset, size[leaving]))
+            if s <= reach[here]:
+                hop["receives"].append(Message(back, offset, size[here]))
+                hop["tiles"].extend(self.remote_tiles(ring, i, here, offset))
+                target = ring.ranks[here] if s == reach[here] else onward
+                hop["grad_sends"].append(Message(target, offset, size[here]))
+            if s + 1 <= reach[coming]:
+                hop["grad_receives"].append(Message(back, offset, size[coming]))
+            if s == reach[i]:
+                hop["grad_homes"].append(Message(ring.ranks[(i + s) % g], offset, size[i]))
+        return Hop(**{field: tuple(entries) for field, entries in hop.items()})
+
+
+def _first_rows(shard: Shard) -> Iterator[int]:
+    return accumulate((span.stop - span.start for span in shard), initial=0)
+
+
+def _segment_of(position: int, borders: Sequence[int], length: int) -> tuple[int, int]:
+    """Start and stop of the segment that holds a position. The last segment of a document may be shorter."""
+    i = bisect_right(borders, position) - 1
+    start = position - (position - borders[i]) % length
+    return start, min(start + length, borders[i + 1])
+
+
+def _own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Iterator[tuple[_Piece, int]]:
+    """Cut a span into pieces by segment, each with the number of whole segments from there on that are alike.
+
+    0 stands for a piece of a segment that does not lie in the span as a whole.
+    """
+
+    def piece(start: int, stop: int) -> _Piece:
+        return _Piece(start, stop, row + start - span.start)
+
+    for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
+        document, end = borders[i], borders[i + 1]
+        start, stop = max(span.start, document), min(span.stop, end)
+        whole = document - (document - start) // length * length  # first border of a segment at or after start
+        if start < whole:
+            yield piece(start, min(whole, stop)), 0
+        if whole >= stop:
+            continue
+        segments, rest = divmod(stop - whole, length)
+        if segments:
+            yield piece(whole, whole + length), segments
+        if rest:
+            yield piece(stop - rest, stop), 1 if stop == end else 0
+
+
+def _runs(group: HeadGroup, piece: _Piece, origin: int, rate: int) -> list[_Run]:
+    """Cut the heads of a group where their rows in a piece stop being one strided view. Heads without rows drop out."""
+    start, stop = piece.start - origin, piece.stop - origin
+    runs: list[_Run] = []
+    for j in range(len(group.query_heads) if group.phase_step else 1):
+        first = start + (group.phase + j * group.phase_step - start) % rate
+        count = max(0, -(-(stop - first) // rate))
+        row = piece.row + first - start
+        last = runs[-1] if runs else None
+        if count and last and last.hi == j and last.count == count and row == last.first + (j - last.lo):
+            runs[-1] = last._replace(hi=j + 1)
+        elif count:
+            runs.append(_Run(j, j + 1 if group.phase_step else len(group.query_heads), row, count))
+    return runs
+
+
+def _matches(group: HeadGroup, queries: Sequence[_Run], keys: Sequence[_Run]) -> Iterator[tuple[_Run, _Run]]:
+    """The common heads of each run of queries and each run of keys."""
+    for q in queries:
+        for k in keys:
+            lo, hi = max(q.lo, k.lo), min(q.hi, k.hi)
+            if lo < hi:
+                yield tuple(r._replace(lo=lo, hi=hi, first=r.first + (lo - r.lo) * group.phase_step) for r in (q, k))
+
+
+def _query_rows(group: HeadGroup, run: _Run, rate: int) -> Rows:
+    return Rows(group.query_heads[run.lo : run.hi], run.first, group.phase_step, rate, run.count)
+
+
+def _kv_rows(group: HeadGroup, run: _Run, rate: int) -> Rows:
+    return Rows(_kv_heads(group, run), run.first, group.phase_step, rate, run.count)
+
+
+def _kv_heads(group: HeadGroup, run: _Run) -> range:
+    """A diagonal has a key/value head for each query head; heads of one phase may share them, and are never cut."""
+    return group.kv_heads[run.lo : run.hi] if group.phase_step else group.kv_heads

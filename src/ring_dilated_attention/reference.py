@@ -1,0 +1,61 @@
+"""The definition, stated densely in any dtype. Read it first; it is never optimised.
+
+B batch, N positions, H query heads, G key/value heads, D head dim.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .pattern import DilatedPattern
+
+
+def multiplicity(
+    pattern: DilatedPattern, seq_len: int, num_heads: int, documents: Sequence[int] | None = None
+) -> Tensor:
+    """M[h, i, j]: the number of branches in which query i of head h sees key j. (H, N, N), int64."""
+    borders = torch.tensor(documents if documents is not None else (0, seq_len))
+    position = torch.arange(seq_len)
+    document = torch.bucketize(position, borders, right=True) - 1
+    t = position - borders[document]
+    count = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int64)
+    for i, (length, rate) in enumerate(pattern.branches):
+        segment, phase = t // length, (t % length) % rate
+        same = (document[:, None] == document) & (segment[:, None] == segment)
+        if pattern.is_causal:
+            same = same & (t[:, None] >= t)
+        for h in pattern.heads_of(i, num_heads):
+            reads = phase == pattern.phase_of(i, h, num_heads)
+            count[h] += same & reads[:, None] & reads
+    return count
+
+
+def dilated_attention_reference(
+    query_BNHD: Tensor,
+    key_BNGD: Tensor,
+    value_BNGD: Tensor,
+    pattern: DilatedPattern,
+    *,
+    cu_seqlens: Sequence[int] | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j and lse[i], the logsumexp of the same.
+
+    Returns:
+        out (B, N, H, D) and lse (B, N, H) in the input's dtype; 0 and -inf where no branch covers a query.
+    """
+    seq_len, num_heads, head_dim = query_BNHD.shape[1:]
+    key_BNHD = key_BNGD.repeat_interleave(num_heads // key_BNGD.shape[2], dim=2)
+    value_BNHD = value_BNGD.repeat_interleave(num_heads // value_BNGD.shape[2], dim=2)
+    count_HNN = multiplicity(pattern, seq_len, num_heads, cu_seqlens).to(query_BNHD.device)
+    score_BHNN = torch.einsum("bihd,bjhd->bhij", query_BNHD, key_BNHD) * (head_dim**-0.5 if scale is None else scale)
+    score_BHNN = score_BHNN.masked_fill(count_HNN == 0, -torch.inf)
+    largest = score_BHNN.detach().amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -torch.inf, 0)  # a row without keys
+    weight_BHNN = count_HNN * torch.exp(score_BHNN - largest)
+    total = weight_BHNN.sum(-1, keepdim=True)
+    covered = total > 0
+    out = torch.einsum("bhij,bjhd->bihd", weight_BHNN / total.where(covered, 1), value_BNHD)
+    lse = (total.where(covered, 1).log() + largest).masked_fill(~covered, -torch.inf)
+    return out, lse.squeeze(-1).transpose(1, 2)

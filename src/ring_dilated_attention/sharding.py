@@ -1,0 +1,86 @@
+"""Which rank owns which positions: global position <-> (rank, local index). Pure integers, no torch.
+
+A shard is a tuple of spans (start, stop) of global positions, in local order. Contiguous shards have one span. Zigzag
+shards have two: the sequence is cut into 2p near-equal parts and rank k holds parts k and 2p-1-k, so that under a
+causal pattern every rank has about the same work (the part that sees little and the part that sees much).
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+SHARDINGS = ("contiguous", "zigzag")
+
+
+class Span(NamedTuple):
+    """Global positions start..stop-1."""
+
+    start: int
+    stop: int
+
+
+Shard = tuple[Span, ...]
+
+
+def split_lengths(seq_len: int, num_parts: int, align: int = 1) -> tuple[int, ...]:
+    """Cut seq_len positions into near-equal parts whose borders are multiples of `align` (the last may be ragged)."""
+    units, parts = -(-seq_len // align), range(num_parts + 1)
+    size, larger = divmod(units, num_parts)
+    borders = [min((i * size + min(i, larger)) * align, seq_len) for i in parts]
+    return tuple(b - a for a, b in pairwise(borders))
+
+
+def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
+    """The shard of every rank, given every rank's number of positions.
+
+    Raises:
+        ValueError: if zigzag's lengths are not those of 2p near-equal parts.
+    """
+    if sharding == "contiguous":
+        borders = list(accumulate(lengths, initial=0))
+        return tuple(_joined([Span(a, b)]) for a, b in pairwise(borders))
+    world_size = len(lengths)
+    borders = list(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))
+    parts = [Span(a, b) for a, b in pairwise(borders)]
+    shards = tuple(_joined([parts[k], parts[2 * world_size - 1 - k]]) for k in range(world_size))
+    expected = tuple(shard_length(shard) for shard in shards)
+    if expected != tuple(lengths):
+        raise ValueError(
+            f"zigzag shards of {sum(lengths)} positions over {world_size} ranks have lengths {expected}, "
+            f"got {tuple(lengths)}. Cut the sequence with ContextParallel.shard."
+        )
+    return shards
+
+
+def shard_length(shard: Shard) -> int:
+    return sum(span.stop - span.start for span in shard)
+
+
+def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:
+    """Positions within their document of a shard's rows, as ranges in local order.
+
+    Args:
+        documents: global borders of the packed documents, (0, ..., n).
+    """
+    ranges = []
+    for start, stop in shard:
+        while start < stop:
+            i = bisect_right(documents, start) - 1
+            end = min(stop, documents[i + 1])
+            ranges.append(range(start - documents[i], end - documents[i]))
+            start = end
+    return ranges
+
+
+def _joined(spans: list[Span]) -> Shard:
+    """Drop empty spans and join neighbours, so that a segment inside a shard lies inside one span."""
+    joined: list[Span] = []
+    for span in spans:
+        if span.start == span.stop:
+            continue
+        if joined and joined[-1].stop == span.start:
+            joined[-1] = Span(joined[-1].start, span.stop)
+        else:
+            joined.append(span)
+    return tuple(joined)

@@ -1,0 +1,156 @@
+"""All ranks' plans carried out on position numbers instead of tensors: what would be computed, sent and added where.
+
+Every tile becomes the (query head, query position, key position) triples that it computes. Messages are matched as a
+transport would (in order, per pair of ranks) and must agree on their size; buffers hold what was really sent.
+"""
+
+from collections import Counter, deque
+
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan import Block, Rows, Tile, make_plan
+from ring_dilated_attention.sharding import Shard
+
+Triples = Counter[tuple[int, int, int]]
+
+
+def dense_triples(pattern: DilatedPattern, borders: tuple[int, ...], num_heads: int) -> Triples:
+    """The definition, counted: how often query i of head h sees key j."""
+    triples: Triples = Counter()
+    for start, stop in zip(borders, borders[1:], strict=False):
+        for b, (w, r) in enumerate(pattern.branches):
+            for h in pattern.heads_of(b, num_heads):
+                s = pattern.phase_of(b, h, num_heads)
+                for i in range(stop - start):
+                    for j in range(i // w * w, min(i // w * w + w, stop - start)):
+                        if (i % w) % r == s == (j % w) % r and (j <= i or not pattern.is_causal):
+                            triples[h, start + i, start + j] += 1
+    return triples
+
+
+class Simulation:
+    """Runs forward and backward of every rank, hop by hop. `computed` and `home` are what the tests compare."""
+
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        shards: tuple[Shard, ...],
+        num_heads: int,
+        num_kv_heads: int,
+        borders: tuple[int, ...],
+    ) -> None:
+        self.plans = [make_plan(pattern, shards, k, num_heads, num_kv_heads, borders) for k in range(len(shards))]
+        self.positions = [[t for span in shard for t in range(*span)] for shard in shards]
+        self.ratio = num_heads // num_kv_heads
+        self.computed: Triples = Counter()
+        self.home: list[Triples] = [Counter() for _ in shards]  # gradient contributions that reached the key's owner
+        self.owner = {t: k for k, positions in enumerate(self.positions) for t in positions}
+        self.run()
+
+    def run(self) -> None:
+        for k, plan in enumerate(self.plans):
+            for tile in plan.local:
+                triples = self.triples(k, tile, None)
+                self.computed += triples
+                self.home[k] += triples
+        held = [self.packed(k) for k in range(len(self.plans))]  # chunk buffers: {unit: (kv head, position)}
+        grads: list[dict[int, Triples]] = [{} for _ in self.plans]  # ring offset -> contributions
+        for s in range(max(len(plan.hops) for plan in self.plans)):
+            hops = [plan.hops[s] if s < len(plan.hops) else None for plan in self.plans]
+            arrived = self.deliver(
+                [hop.sends if hop else () for hop in hops],
+                [hop.receives if hop else () for hop in hops],
+                lambda k, m: {u: x for u, x in held[k].items() if m.offset <= u < m.offset + m.size},
+            )
+            held = [{u: x for _, part in parts for u, x in part.items()} for parts in arrived]
+            for k, hop in enumerate(hops):
+                for tile in hop.tiles if hop else ():
+                    triples = self.triples(k, tile, held[k])
+                    self.computed += triples
+                    (message,) = [m for m in hop.grad_sends if m.offset <= tile.key.offset < m.offset + m.size]
+                    grads[k][message.offset] = grads[k].get(message.offset, Counter()) + triples
+            sent = [hop.grad_sends if hop else () for hop in hops]
+            # What a rank receives is what goes on with the next hop and what comes home, in the order of the rings.
+            kept = [
+                tuple(sorted(hop.grad_receives + hop.grad_homes, key=lambda m: m.offset)) if hop else () for hop in hops
+            ]
+            arrived = self.deliver(sent, kept, lambda k, m: grads[k].get(m.offset, Counter()))
+            grads = [{} for _ in self.plans]
+            for k, parts in enumerate(arrived):
+                for message, part in parts:
+                    if message in hops[k].grad_homes:
+                        self.home[k] += part
+                    else:
+                        grads[k][message.offset] = part
+        assert not any(grads), "a gradient was left on the way"
+
+    def deliver(self, sends, receives, content):
+        """Match the sends of all ranks with the receives of all ranks; everything must be taken, and sizes agree."""
+        wires: dict[tuple[int, int], deque] = {}
+        for k, messages in enumerate(sends):
+            for m in messages:
+                assert m.peer != k and m.size > 0
+                wires.setdefault((k, m.peer), deque()).append((m.size, content(k, m), m.offset))
+        arrived = []
+        for k, messages in enumerate(receives):
+            parts = []
+            for m in messages:
+                size, part, offset = wires[m.peer, k].popleft()
+                assert size == m.size, f"rank {m.peer} sends {size}, rank {k} expects {m.size}"
+                is_gradient = isinstance(part, Counter)
+                parts.append((m, part if is_gradient else {u - offset + m.offset: x for u, x in part.items()}))
+            arrived.append(parts)
+        assert not any(wires.values()), "a message nobody received"
+        return arrived
+
+    def packed(self, k: int) -> dict[int, tuple[int, int]]:
+        buffer: dict[int, tuple[int, int]] = {}
+        for rows, block in self.plans[k].packs:
+            unit = block.offset
+            for head, positions in self.view(k, rows)[0]:
+                for t in positions:
+                    assert unit not in buffer
+                    buffer[unit] = (head, t)
+                    unit += 1
+            assert unit == block.offset + block.num_heads * block.count
+        return buffer
+
+    def view(self, k: int, rows: Rows) -> list[list[tuple[int, list[int]]]]:
+        """Per segment, per head: the head and the global positions of its rows."""
+        return [
+            [
+                (
+                    h,
+                    [
+                        self.positions[k][rows.first + i * rows.segment_step + j * rows.shift + m * rows.step]
+                        for m in range(rows.count)
+                    ],
+                )
+                for j, h in enumerate(rows.heads)
+            ]
+            for i in range(rows.segments)
+        ]
+
+    def triples(self, k: int, tile: Tile, buffer: dict[int, tuple[int, int]] | None) -> Triples:
+        triples: Triples = Counter()
+        queries = self.view(k, tile.query)
+        if isinstance(tile.key, Block):
+            units = [
+                range(tile.key.offset + h * tile.key.count, tile.key.offset + (h + 1) * tile.key.count)
+                for h in range(tile.key.start, tile.key.stop)
+            ]
+            keys = [[(buffer[u[0]][0], [buffer[i][1] for i in u]) for u in units]]
+            assert all(buffer[i][0] == buffer[u[0]][0] for u in units for i in u)
+        else:
+            keys = self.view(k, tile.key)
+        for q_heads, k_heads in zip(queries, keys, strict=True):
+            share = len(q_heads) // len(k_heads)
+            assert share * len(k_heads) == len(q_heads)
+            for j, (h, q_positions) in enumerate(q_heads):
+                kv, k_positions = k_heads[j // share]
+                assert kv == h // self.ratio, f"query head {h} reads key/value head {kv}"
+                for a, i in enumerate(q_positions):
+                    for b, t in enumerate(k_positions):
+                        if not tile.is_causal or b <= a:
+                            triples[h, i, t] += 1
+        assert sum(triples.values()) == tile.pairs
+        return triples

@@ -1,0 +1,162 @@
+"""The plan, without tensors or processes: together, all ranks compute the dense pattern, each pair exactly once."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.sharding import make_shards, split_lengths
+from simulation import Simulation, dense_triples
+
+
+def check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, borders):
+    shards = make_shards(sharding, lengths)
+    simulation = Simulation(pattern, shards, num_heads, num_kv_heads, borders)
+    dense = dense_triples(pattern, borders, num_heads)
+    assert simulation.computed == dense
+    for rank, home in enumerate(simulation.home):
+        expected = Counter({x: c for x, c in dense.items() if simulation.owner[x[2]] == rank})
+        assert home == expected, f"gradients of rank {rank}'s keys"
+    return simulation
+
+
+def cut(seq_len, world_size, seed):
+    """Random lengths, some of them zero, that add up to seq_len."""
+    rng = random.Random(seed)
+    borders = sorted(rng.choice([0, seq_len, rng.randint(0, seq_len)]) for _ in range(world_size - 1))
+    return tuple(b - a for a, b in zip([0, *borders], [*borders, seq_len], strict=True))
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiles_cover_the_pattern_once(world_size, sharding, is_causal):
+    """Catches a pair computed twice or never, a chunk that stops too early, a gradient that does not come home."""
+    for n, w, r, kwargs in [
+        (37, (5, 40), (1, 3), {}),
+        (48, (8, 16, 48), (1, 2, 4), {"phase": "blocked"}),
+        (41, (7, 19), (2, 4), {"heads": "split"}),
+        (13, (13,), (1,), {}),
+        (5, (9, 2), (1, 8), {}),
+    ]:
+        pattern = DilatedPattern(w, r, is_causal=is_causal, **kwargs)
+        if sharding == "zigzag":
+            parts = split_lengths(n, 2 * world_size)
+            lengths = tuple(parts[k] + parts[-1 - k] for k in range(world_size))
+        else:
+            lengths = split_lengths(n, world_size)
+        for num_kv_heads in (4, 2, 1):
+            check_plan(pattern, sharding, lengths, 4, num_kv_heads, (0, n))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_pattern_any_lengths_any_documents(data):
+    """The same for drawn patterns, head counts, uneven shards (some empty) and packed documents."""
+    num_branches = data.draw(st.integers(1, 3))
+    numbers = st.lists(st.integers(1, 24), min_size=num_branches, max_size=num_branches)
+    rates = st.lists(st.integers(1, 7), min_size=num_branches, max_size=num_branches)
+    heads = data.draw(st.sampled_from(["all", "split"]))
+    pattern = DilatedPattern(
+        data.draw(numbers),
+        data.draw(rates),
+        is_causal=data.draw(st.booleans()),
+        phase="modulo" if heads == "split" else data.draw(st.sampled_from(["modulo", "blocked"])),
+        heads=heads,
+    )
+    num_kv_heads = data.draw(st.integers(1, 4))
+    num_heads = num_kv_heads * data.draw(st.integers(1, 3))
+    if heads == "split" and num_heads < num_branches:
+        num_heads = num_kv_heads = num_branches
+    n = data.draw(st.integers(1, 40))
+    world_size = data.draw(st.integers(1, 6))
+    documents = sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=3))})
+    lengths = cut(n, world_size, data.draw(st.integers(0, 10**6)))
+    check_plan(pattern, "contiguous", lengths, num_heads, num_kv_heads, tuple(documents))
+
+
+@pytest.mark.parametrize("break_it", ["drop a tile", "repeat a tile", "forget causality"])
+def test_the_cover_test_can_fail(break_it, monkeypatch):
+    """Proof that the tests above see a wrong plan."""
+    import simulation
+
+    def broken(pattern, shards, rank, *rest):
+        plan = make_plan(pattern, shards, rank, *rest)
+        if break_it == "drop a tile":
+            return replace(plan, local=plan.local[1:])
+        if break_it == "repeat a tile":
+            return replace(plan, local=(*plan.local, plan.local[0]))
+        return replace(plan, local=tuple(tile._replace(is_causal=False) for tile in plan.local))
+
+    monkeypatch.setattr(simulation, "make_plan", broken)
+    pattern = DilatedPattern((8, 16), (1, 2), is_causal=True)
+    with pytest.raises(AssertionError):
+        check_plan(pattern, "contiguous", (8, 8, 4), 2, 2, (0, 20))
+
+
+def test_a_message_of_the_wrong_size_is_seen(monkeypatch):
+    import simulation
+
+    def broken(pattern, shards, rank, *rest):
+        plan = make_plan(pattern, shards, rank, *rest)
+        if rank == 1:
+            hop = plan.hops[0]
+            plan = replace(
+                plan, hops=(hop._replace(sends=tuple(m._replace(size=m.size + 1) for m in hop.sends)), *plan.hops[1:])
+            )
+        return plan
+
+    monkeypatch.setattr(simulation, "make_plan", broken)
+    with pytest.raises(AssertionError, match="expects"):
+        check_plan(DilatedPattern((30,), (1,)), "contiguous", (10, 10, 10), 2, 2, (0, 30))
+
+
+def test_bytes_follow_the_formula_of_the_design():
+    """(g - 1) * 2 * B * ceil((n/p)/r) * H * D * itemsize per straddling branch, non-causal, aligned; local ones send nothing."""
+    p, local, heads = 4, 64, 4
+    pattern = DilatedPattern((32, 128, 256), (1, 2, 4))
+    plan = make_plan(pattern, make_shards("contiguous", (local,) * p), 1, heads, heads)
+    expected = sum((w // local - 1) * 2 * 3 * (local // r) * heads * 8 * 4 for w, r in [(128, 2), (256, 4)])
+    assert plan.bytes_sent(3, 8, 4) == expected
+    assert plan.bytes_sent(3, 8, 4, backward=True) == 2 * expected
+
+
+def test_bytes_do_not_grow_with_n():
+    """Constant when n and p grow together (the reports' promise)."""
+    pattern = DilatedPattern((64, 256), (1, 4))
+    sent = []
+    for p in (4, 8, 16):
+        plans = [make_plan(pattern, make_shards("contiguous", (64,) * p), k, 4, 4) for k in range(p)]
+        sent.append({plan.bytes_sent(1, 8, 4) for plan in plans})
+    assert sent[0] == sent[1] == sent[2]
+    assert sent[0] != {0}
+
+
+def test_local_segments_send_nothing():
+    plan = make_plan(DilatedPattern((2048, 4096), (1, 2)), make_shards("contiguous", (8192, 8192)), 0, 12, 12)
+    assert plan.hops == ()
+    assert plan.chunk_size == 0
+
+
+def test_causal_sends_only_to_later_ranks():
+    shards = make_shards("contiguous", (8, 8, 8))
+    plans = [make_plan(DilatedPattern((24,), (1,), is_causal=True), shards, k, 1, 1) for k in range(3)]
+    for rank, plan in enumerate(plans):
+        assert all(m.peer > rank for hop in plan.hops for m in hop.sends)
+    assert [plan.sent()[0] for plan in plans] == [16, 32, 0]
+    whole = 24 * 25 // 2
+    assert sum(plan.pairs for plan in plans) == whole
+
+
+def test_zigzag_balances_dense_causal_work():
+    n, p = 64, 4
+    pattern = DilatedPattern((n,), (1,), is_causal=True)
+    zigzag = [make_plan(pattern, make_shards("zigzag", (16,) * p), k, 1, 1).pairs for k in range(p)]
+    contiguous = [make_plan(pattern, make_shards("contiguous", (16,) * p), k, 1, 1).pairs for k in range(p)]
+    assert max(zigzag) == min(zigzag)
+    assert max(contiguous) * p > 1.6 * sum(contiguous)
