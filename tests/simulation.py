@@ -69,15 +69,12 @@ class Simulation:
                     (message,) = [m for m in hop.grad_sends if m.offset <= tile.key.offset < m.offset + m.size]
                     grads[k][message.offset] = grads[k].get(message.offset, Counter()) + triples
             sent = [hop.grad_sends if hop else () for hop in hops]
-            # What a rank receives is what goes on with the next hop and what comes home, in the order of the rings.
-            kept = [
-                tuple(sorted(hop.grad_receives + hop.grad_homes, key=lambda m: m.offset)) if hop else () for hop in hops
-            ]
+            kept = [hop.grad_receives if hop else () for hop in hops]
             arrived = self.deliver(sent, kept, lambda k, m: grads[k].get(m.offset, Counter()))
             grads = [{} for _ in self.plans]
             for k, parts in enumerate(arrived):
                 for message, part in parts:
-                    if message in hops[k].grad_homes:
+                    if message.is_home:
                         self.home[k] += part
                     else:
                         grads[k][message.offset] = part
@@ -111,7 +108,7 @@ class Simulation:
                     assert unit not in buffer
                     buffer[unit] = (head, t)
                     unit += 1
-            assert unit == block.offset + block.num_heads * block.count
+            assert unit == block.offset + block.num_heads * block.num_rows
         return buffer
 
     def view(self, k: int, rows: Rows) -> list[list[tuple[int, list[int]]]]:
@@ -122,7 +119,7 @@ class Simulation:
                     h,
                     [
                         self.positions[k][rows.first + i * rows.segment_step + j * rows.shift + m * rows.step]
-                        for m in range(rows.count)
+                        for m in range(rows.num_rows)
                     ],
                 )
                 for j, h in enumerate(rows.heads)
@@ -135,7 +132,7 @@ class Simulation:
         queries = self.view(k, tile.query)
         if isinstance(tile.key, Block):
             units = [
-                range(tile.key.offset + h * tile.key.count, tile.key.offset + (h + 1) * tile.key.count)
+                range(tile.key.offset + h * tile.key.num_rows, tile.key.offset + (h + 1) * tile.key.num_rows)
                 for h in range(tile.key.start, tile.key.stop)
             ]
             keys = [[(buffer[u[0]][0], [buffer[i][1] for i in u]) for u in units]]

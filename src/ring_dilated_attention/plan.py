@@ -24,7 +24,7 @@ from .sharding import Shard, Span, shard_length
 
 
 class Rows(NamedTuple):
-    """A strided view (B, segments, heads, count, D) of a (B, N, H, D) tensor.
+    """A strided view (B, segments, heads, num_rows, D) of a (B, N, H, D) tensor.
 
     Row j of segment i of the k-th head is local position first + i * segment_step + k * shift + j * step.
     """
@@ -33,17 +33,17 @@ class Rows(NamedTuple):
     first: int
     shift: int
     step: int
-    count: int
+    num_rows: int
     segments: int = 1
     segment_step: int = 0
 
 
 class Block(NamedTuple):
-    """Rows of a received chunk: keys (B, num_heads, count, D) at `offset`, the values right after; heads start..stop-1."""
+    """Rows of a received chunk: keys (B, num_heads, num_rows, D) at `offset`, the values right after; heads start..stop-1."""
 
     offset: int
     num_heads: int
-    count: int
+    num_rows: int
     start: int
     stop: int
 
@@ -64,16 +64,17 @@ class Tile(NamedTuple):
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs that contribute, over heads and segments (for one batch entry)."""
-        q, k = self.query.count, self.key.count
+        q, k = self.query.num_rows, self.key.num_rows
         return (q * (q + 1) // 2 if self.is_causal else q * k) * len(self.query.heads) * self.query.segments
 
 
 class Message(NamedTuple):
-    """A slice of the flat buffer that is sent to, or received from, `peer`."""
+    """A slice of the flat buffer that is sent to, or received from, `peer`. is_home: a finished gradient, at its owner."""
 
     peer: int
     offset: int
     size: int
+    is_home: bool = False
 
 
 class Hop(NamedTuple):
@@ -81,8 +82,8 @@ class Hop(NamedTuple):
 
     sends, receives: chunks, so that afterwards the received ones can be met.
     tiles: own queries times received chunks.
-    grad_sends, grad_receives, grad_homes: gradients of chunks: those finished here or to go on, those that come along
-        for the next hop, and those that come home: this rank's own, finished.
+    grad_sends: gradients of chunks, to the rank of the next hop or, finished, home.
+    grad_receives: gradients that come along for the next hop, and this rank's own that come home, in the order of rings.
     """
 
     sends: tuple[Message, ...]
@@ -90,7 +91,6 @@ class Hop(NamedTuple):
     tiles: tuple[Tile, ...]
     grad_sends: tuple[Message, ...]
     grad_receives: tuple[Message, ...]
-    grad_homes: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class _Run(NamedTuple):
     lo: int
     hi: int
     first: int
-    count: int
+    num_rows: int
 
 
 class _Entry(NamedTuple):
@@ -306,8 +306,8 @@ class _Planner:
             for g, group in enumerate(self.groups[branch]):
                 for run in _runs(group, piece, origin, self.pattern.dilation_rates[branch]):
                     num_heads = len(_kv_heads(group, run))
-                    entries.append(_Entry(g, piece, run, Block(size, num_heads, run.count, 0, num_heads)))
-                    size += 2 * num_heads * run.count
+                    entries.append(_Entry(g, piece, run, Block(size, num_heads, run.num_rows, 0, num_heads)))
+                    size += 2 * num_heads * run.num_rows
         return _Chunk(size, tuple(entries))
 
     def packs(self, ring: _Ring, rank: int, offset: int) -> Iterator[tuple[Rows, Block]]:
@@ -347,10 +347,10 @@ class _Planner:
                 hop["tiles"].extend(self.remote_tiles(ring, i, here, offset))
                 target = ring.ranks[here] if s == reach[here] else onward
                 hop["grad_sends"].append(Message(target, offset, size[here]))
+            if s == reach[i]:
+                hop["grad_receives"].append(Message(ring.ranks[(i + s) % g], offset, size[i], is_home=True))
             if s + 1 <= reach[coming]:
                 hop["grad_receives"].append(Message(back, offset, size[coming]))
-            if s == reach[i]:
-                hop["grad_homes"].append(Message(ring.ranks[(i + s) % g], offset, size[i]))
         return Hop(**{field: tuple(entries) for field, entries in hop.items()})
 
 
@@ -395,13 +395,13 @@ def _runs(group: HeadGroup, piece: _Piece, origin: int, rate: int) -> list[_Run]
     runs: list[_Run] = []
     for j in range(len(group.query_heads) if group.phase_step else 1):
         first = start + (group.phase + j * group.phase_step - start) % rate
-        count = max(0, -(-(stop - first) // rate))
+        num_rows = max(0, -(-(stop - first) // rate))
         row = piece.row + first - start
         last = runs[-1] if runs else None
-        if count and last and last.hi == j and last.count == count and row == last.first + (j - last.lo):
+        if num_rows and last and last.hi == j and last.num_rows == num_rows and row == last.first + (j - last.lo):
             runs[-1] = last._replace(hi=j + 1)
-        elif count:
-            runs.append(_Run(j, j + 1 if group.phase_step else len(group.query_heads), row, count))
+        elif num_rows:
+            runs.append(_Run(j, j + 1 if group.phase_step else len(group.query_heads), row, num_rows))
     return runs
 
 
@@ -415,11 +415,11 @@ def _matches(group: HeadGroup, queries: Sequence[_Run], keys: Sequence[_Run]) ->
 
 
 def _query_rows(group: HeadGroup, run: _Run, rate: int) -> Rows:
-    return Rows(group.query_heads[run.lo : run.hi], run.first, group.phase_step, rate, run.count)
+    return Rows(group.query_heads[run.lo : run.hi], run.first, group.phase_step, rate, run.num_rows)
 
 
 def _kv_rows(group: HeadGroup, run: _Run, rate: int) -> Rows:
-    return Rows(_kv_heads(group, run), run.first, group.phase_step, rate, run.count)
+    return Rows(_kv_heads(group, run), run.first, group.phase_step, rate, run.num_rows)
 
 
 def _kv_heads(group: HeadGroup, run: _Run) -> range:

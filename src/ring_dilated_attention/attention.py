@@ -1,0 +1,342 @@
+"""dilated_attention: validate -> handshake -> plan -> execute.
+
+Forward and backward are a pair of custom ops that know the ranks by the name of their group, so that compiled graphs
+hold them whole. B batch, N positions, H query heads, G key/value heads, D head dim.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .exchange import EXCHANGES, ring
+from .exchange.comm import Link
+from .parallel import ContextParallel, context_named
+from .pattern import DilatedPattern
+from .plan import Plan, make_plan
+from .sharding import make_shards
+from .tiles import accumulator_dtype
+
+
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    *,
+    parallel: ContextParallel | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches.
+
+    out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j, where M[h, i, j] is the number of branches in which query
+    i of head h sees key j. A (query, head) that no branch covers has out = 0 and lse = -inf.
+
+    Args:
+        query: (B, N, H, D), float64, float32, bfloat16 or float16. Under `parallel` this rank's rows.
+        key, value: (B, N, G, D) of the same dtype and device; H must be a multiple of G (grouped-query attention: query
+            head h reads key/value head h // (H / G)).
+        pattern: who attends whom.
+        parallel: the ranks that share the sequence. Every rank must make the call.
+        cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
+            at each. Under `parallel` they are global and the same on every rank.
+        scale: of the scores; D ** -0.5 by default.
+        backend: "cpu", "sdpa" (CUDA), or "auto".
+        return_lse: also return the logsumexp of the scores; gradients flow through it too.
+
+    Returns:
+        out (B, N, H, D) in the input's dtype, or (out, lse) with lse (B, N, H) in float32 (float64 for float64).
+
+    Raises:
+        ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
+        ExchangeError: when a rank does not come, within the timeout of `parallel`.
+    """
+    try:
+        _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend)
+    except ValueError as error:
+        if isinstance(parallel, ContextParallel):
+            parallel.handshake(0, {}, failure=str(error))
+        raise
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
+    out, lse, _ = _forward(
+        *(x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)),
+        cu_seqlens,
+        pattern.segment_lengths,
+        pattern.dilation_rates,
+        pattern.is_causal,
+        pattern.phase,
+        pattern.heads,
+        query.shape[-1] ** -0.5 if scale is None else float(scale),
+        backend,
+        parallel.name if parallel is not None else "",
+        needs_grad if torch.is_grad_enabled() else "",
+        return_lse,
+    )
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel and exchange a call would use, and why not the others."""
+
+    kernel: str
+    exchange: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"kernel: {self.kernel}", f"exchange: {self.exchange}"]
+        return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.reasons.items()])
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    *,
+    parallel: ContextParallel | None = None,
+    backend: str = "auto",
+) -> Explanation:
+    """Say which kernel and which exchange `dilated_attention` would use on these tensors, with the reasons. Sends nothing."""
+    _validate(query, key, value, pattern, parallel, None, None, backend)
+    chosen = kernels.choose(backend, query)
+    reasons = {}
+    for name, reason in kernels.reasons(query).items():
+        if kernels.BACKENDS[name] is chosen:
+            reasons[name] = "chosen: " + (
+                "asked for" if backend != "auto" else "the first that can serve these tensors"
+            )
+        else:
+            reasons[name] = reason or "can serve these tensors, but another was chosen"
+    world_size = parallel.world_size if parallel is not None else 1
+    exchange = "none" if world_size == 1 else EXCHANGES[0]
+    reasons["exchange"] = (
+        "one rank: nothing to send" if world_size == 1 else f"{world_size} ranks; the exchanges are {EXCHANGES}"
+    )
+    name = next(name for name, module in kernels.BACKENDS.items() if module is chosen)
+    return Explanation(name, exchange, reasons)
+
+
+def _validate(
+    query: Any, key: Any, value: Any, pattern: Any, parallel: Any, cu_seqlens: Any, scale: Any, backend: Any
+) -> None:
+    """Everything that can be said before ranks talk to each other."""
+    tensors = {"query": query, "key": key, "value": value}
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor (batch, seq, heads, head_dim), got {type(x).__name__}.")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, seq, heads, head_dim), got {x.dim()} dimensions: {tuple(x.shape)}."
+            )
+    if not isinstance(pattern, DilatedPattern):
+        raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}.")
+    if parallel is not None and not isinstance(parallel, ContextParallel):
+        raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}.")
+    for name in ("dtype", "device"):
+        values = {n: getattr(x, name) for n, x in tensors.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{n} has {v}" for n, v in values.items())
+            raise ValueError(f"query, key and value must share one {name}: {listed}. Convert them with .to().")
+    batch, seq_len, num_heads, head_dim = query.shape
+    if key.shape != value.shape:
+        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} must have the same shape.")
+    if key.shape[:2] != query.shape[:2] or key.shape[3] != head_dim:
+        raise ValueError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} must agree in batch, seq and head_dim; only the "
+            "number of heads may differ (this is self-attention)."
+        )
+    if not (batch and num_heads and head_dim):
+        raise ValueError(f"query {tuple(query.shape)} has an empty batch, heads or head_dim.")
+    pattern.check_heads(num_heads, key.shape[2])
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise ValueError(f"scale must be a number or None, got {scale!r}.")
+    kernels.choose(backend, query)
+    if cu_seqlens is not None:
+        _validate_cu_seqlens(cu_seqlens, batch)
+    if num_heads > seq_len and num_heads > 256:
+        warnings.warn(
+            f"query has {num_heads} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
+            "The layout is (batch, seq, heads, head_dim).",
+            stacklevel=3,
+        )
+
+
+def _validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
+        raise ValueError(
+            f"cu_seqlens must be a 1-D int32 tensor, got {got}. Make it with torch.tensor(..., dtype=int32)."
+        )
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs documents into one sequence, so batch must be 1, got {batch}. Flatten it.")
+
+
+def _documents(cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...] | None:
+    """The borders as integers, checked against the length of the whole sequence."""
+    if cu_seqlens is None:
+        return None
+    borders = tuple(cu_seqlens.tolist())
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != seq_len:
+        raise ValueError(
+            f"cu_seqlens must start at 0 and end at the length of the sequence, {seq_len}; "
+            f"got {_quoted(borders)}, which has {len(borders)} entries."
+        )
+    for i, (a, b) in enumerate(zip(borders, borders[1:], strict=False)):
+        if a >= b:
+            raise ValueError(
+                f"cu_seqlens must increase, got {a} then {b} at entries {i} and {i + 1}. Leave out empty documents."
+            )
+    return borders
+
+
+def _quoted(numbers: Sequence[int]) -> str:
+    return str(list(numbers)) if len(numbers) <= 6 else f"[{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}]"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What an op needs beside tensors."""
+
+    pattern: DilatedPattern
+    scale: float
+    backend: str
+    parallel: str
+    needs_grad: str
+    return_lse: bool
+
+    def prepare(
+        self, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[ModuleType, Plan, Link | None]:
+        """Handshake and plan: the kernel, this rank's plan and its link."""
+        context = context_named(self.parallel)
+        batch, length, num_heads, head_dim = query.shape
+        rank, lengths, sharding = 0, (length,), "contiguous"
+        if context is not None:
+            rank, sharding = context.rank, context.sharding
+            borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+            fields = {
+                "call": f"{stage} {number}",
+                "pattern": self.pattern,
+                "shape": f"batch {batch}, {num_heads} heads, {key.shape[2]} key/value heads, head dim {head_dim}",
+                "dtype": query.dtype,
+                "device": query.device.type,
+                "scale": self.scale,
+                "sharding": sharding,
+                "exchange": context.exchange,
+                "cu_seqlens": borders if borders is None or len(borders) <= 64 else (len(borders), hash(borders)),
+                "gradients": self.needs_grad or "none",
+                "return_lse": self.return_lse,
+            }
+            lengths = context.handshake(length, fields)
+        documents = _documents(cu_seqlens, sum(lengths))
+        plan = make_plan(self.pattern, make_shards(sharding, lengths), rank, num_heads, key.shape[2], documents)
+        return kernels.choose(self.backend, query), plan, context.link if context is not None else None
+
+
+@torch.library.custom_op("ring_dilated_attention::forward", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool,
+    phase: str,
+    heads: str,
+    scale: float,
+    backend: str,
+    parallel: str,
+    needs_grad: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, and the number of the call, by which its backward is recognised."""
+    pattern = DilatedPattern(
+        tuple(segment_lengths), tuple(dilation_rates), is_causal=is_causal, phase=phase, heads=heads
+    )
+    call = _Call(pattern, scale, backend, parallel, needs_grad, return_lse)
+    context = context_named(parallel)
+    number = context.next_call() if context is not None else 0
+    kernel, plan, link = call.prepare("forward", number, query, key, cu_seqlens)
+    out, lse = ring.forward(kernel, plan, scale, query, key, value, link)
+    return out, lse, torch.tensor(number)
+
+
+@_forward.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
+    return query.new_empty(query.shape), lse, torch.empty((), dtype=torch.int64)
+
+
+@torch.library.custom_op("ring_dilated_attention::backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    number: Tensor,
+    cu_seqlens: Tensor | None,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool,
+    phase: str,
+    heads: str,
+    scale: float,
+    backend: str,
+    parallel: str,
+    needs_grad: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    pattern = DilatedPattern(
+        tuple(segment_lengths), tuple(dilation_rates), is_causal=is_causal, phase=phase, heads=heads
+    )
+    call = _Call(pattern, scale, backend, parallel, needs_grad, return_lse)
+    kernel, plan, link = call.prepare("backward", int(number), query, key, cu_seqlens)
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    return ring.backward(kernel, plan, scale, dout, dlse, query, key, value, out, lse, link)
+
+
+@_backward.register_fake
+def _(dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, key, value, cu_seqlens, *rest = inputs
+    out, lse, number = output
+    ctx.save_for_backward(query, key, value, out, lse, number, cu_seqlens)
+    ctx.rest = rest
+    ctx.mark_non_differentiable(number)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple:
+    query, key, value, out, lse, number, cu_seqlens = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = _backward(dout, dlse, query, key, value, out, lse, number, cu_seqlens, *ctx.rest)
+    return *grads, *[None] * (1 + len(ctx.rest))
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "dilated attention has no second derivative: its backward cannot be differentiated. "
+        "Call backward without create_graph=True."
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_refuse)

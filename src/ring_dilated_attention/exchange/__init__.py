@@ -1,0 +1,4 @@
+"""How chunks travel between ranks."""
+
+# Under "auto", the first.
+EXCHANGES = ("ring",)

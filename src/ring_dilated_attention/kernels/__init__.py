@@ -1,0 +1,38 @@
+"""What computes a partial. One predicate per backend both chooses it and explains why not."""
+
+from types import ModuleType
+
+from torch import Tensor
+
+from . import cpu, sdpa
+
+BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "sdpa": sdpa}
+
+
+def check_backend(backend: str) -> None:
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; choose one of {('auto', *BACKENDS)}.")
+
+
+def reasons(query: Tensor) -> dict[str, str | None]:
+    """For each backend the reason why it cannot serve the tensor, or None if it can."""
+    return {name: module.why_not(query) for name, module in BACKENDS.items()}
+
+
+def choose(backend: str, query: Tensor) -> ModuleType:
+    """The backend asked for, or under "auto" the first that can serve the tensor.
+
+    Raises:
+        ValueError: if it cannot, with the reason of each.
+    """
+    check_backend(backend)
+    against = reasons(query)
+    if backend != "auto":
+        if against[backend]:
+            raise ValueError(f"backend={backend!r} {against[backend]}. Use backend='auto', or other tensors.")
+        return BACKENDS[backend]
+    for name, reason in against.items():
+        if reason is None:
+            return BACKENDS[name]
+    listed = "; ".join(f"{name} {reason}" for name, reason in against.items())
+    raise ValueError(f"no backend can run this: {listed}.")

@@ -1,0 +1,297 @@
+"""ContextParallel: the ranks that share a sequence, how it is cut, how chunks travel, and the handshake before each call."""
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .exchange import EXCHANGES
+from .exchange.comm import ExchangeError, Link
+from .sharding import SHARDINGS, Shard, document_positions, make_shards, shard_length, split_lengths
+
+# The custom ops know a context by its name: they take no objects. An entry lives as long as its context.
+_contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
+
+
+def context_named(name: str) -> "ContextParallel | None":
+    """The context that an op was called with; "" is one device."""
+    return _contexts[name] if name else None
+
+
+class ContextParallel:
+    """Shares a sequence among the ranks of a group: each holds its shard of the positions, and all heads.
+
+    Every rank of the group must make it at the same time, and run every forward and every backward, also a rank that
+    owns no position.
+
+    Args:
+        group: a ProcessGroup, a 1-D DeviceMesh (`mesh["cp"]`), or None for all ranks (one, if torch.distributed is not
+            initialised).
+        sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k parts k and 2p-1-k of 2p.
+        exchange: "ring", or "auto".
+        timeout: how long a rank waits for another before it raises.
+        align: the borders of contiguous shards are multiples of it.
+        lengths: the lengths of contiguous shards, one for each rank, instead of near-equal ones.
+
+    Raises:
+        ValueError: for unknown names, an `align` below 1, and lengths that do not fit the group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        sharding: str = "contiguous",
+        exchange: str = "auto",
+        timeout: timedelta = timedelta(minutes=10),
+        align: int = 1,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        self.group = _resolve(group)
+        self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
+        self._check(sharding, exchange, timeout, align, lengths)
+        self.sharding, self.exchange, self.timeout = sharding, exchange, timeout
+        self.align, self.lengths = align, tuple(lengths) if lengths is not None else None
+        self.link: Link | None = None
+        self._control: Link | None = None
+        self._calls = 0
+        self.name = ""
+        if self.world_size > 1:
+            # A communicator of their own: a failed message breaks its group, and the user's must stay whole.
+            self.link = self._make_link("data", None)
+            self._control = self._make_link("control", "gloo")
+            self.name = self.link.group.group_name
+            _contexts[self.name] = self
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all."""
+        shards = make_shards(self.sharding, self._default_lengths(x.shape[dim]))
+        return _Shard.apply(x, self, shards, dim)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The full tensor, from every rank's rows. What follows is the same on every rank, so the gradient is a slice."""
+        return _Unshard.apply(x, self, make_shards(self.sharding, self.local_lengths(x.shape[dim])), dim)
+
+    def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Positions within their document of the rows that `shard` gives this rank. (N_local,), int64, on the CPU.
+
+        Args:
+            seq_len: the length of the whole sequence.
+            cu_seqlens: global borders of packed documents.
+        """
+        return self.local_positions(self._default_lengths(seq_len), cu_seqlens)
+
+    def local_lengths(self, length: int) -> tuple[int, ...]:
+        """Every rank's number of local positions. All ranks must ask."""
+        if self._control is None:
+            return (length,)
+        records = self._control.all_to_all(torch.tensor([length]), "exchanging lengths")
+        return tuple(int(record) for record in records)
+
+    def local_positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
+        """Like `positions`, given every rank's number of rows instead of the default split."""
+        shard = make_shards(self.sharding, lengths)[self.rank]
+        borders = cu_seqlens.tolist() if cu_seqlens is not None else [0, sum(lengths)]
+        ranges = document_positions(shard, borders)
+        return torch.cat([torch.arange(0), *(torch.arange(r.start, r.stop) for r in ranges)])
+
+    def shift_left(self, x: Tensor, fill: int) -> Tensor:
+        """For each local position the value at the next position of the whole sequence; `fill` after the last.
+
+        Crosses the borders of shards, also over ranks that own nothing. For labels: not differentiable.
+
+        Args:
+            x: (B, N_local), any integer dtype.
+        """
+        shards = make_shards(self.sharding, self.local_lengths(x.shape[1]))
+        firsts = self._first_columns(x, shards)
+        parts, row = [], 0
+        for span in shards[self.rank]:
+            stop = row + span.stop - span.start
+            last = firsts.get(span.stop, torch.full_like(x[:, :1], fill))
+            parts += [x[:, row + 1 : stop], last.to(x)]
+            row = stop
+        return torch.cat([x[:, :0], *parts], dim=1)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors. Not differentiable."""
+        return x.clone() if self.link is None else self.link.all_reduce(x.detach(), "all_reduce")
+
+    def next_call(self) -> int:
+        """The number of this forward, the same on every rank."""
+        self._calls += 1
+        return self._calls
+
+    def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
+        """Every rank's local length, once all ranks turn out to make the same call.
+
+        Args:
+            length: this rank's number of positions.
+            fields: what must agree, by name. Compared by fingerprint; only a mismatch is sent in words.
+            failure: why this rank refuses the call, if it does.
+
+        Raises:
+            ValueError: on every rank, if any refuses or fields differ. Nothing of the call was sent.
+        """
+        if self._control is None:
+            if failure:
+                raise ValueError(failure)
+            return (length,)
+        moment = f"handshake of {fields.get('call', 'a call that this rank refuses')}"
+        marks = [_fingerprint(value) for value in fields.values()]
+        marks += [0] * (_NUM_FIELDS - len(marks))
+        records = self._control.all_to_all(torch.tensor([length, failure is not None, *marks]), moment)
+        table = torch.stack(records).tolist()
+        if any(row[1] for row in table):
+            texts = self._texts(failure or "", moment)
+            refused = [f"rank {rank} refused the call: {text}" for rank, text in enumerate(texts) if text]
+            raise ValueError("; ".join(refused) if failure is None or len(refused) > 1 else failure)
+        for column, name in enumerate(fields, start=2):
+            if len({row[column] for row in table}) > 1:
+                texts = self._texts(str(fields[name]), moment)
+                listed = ", ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
+                raise ValueError(
+                    f"ranks disagree on {name}: {listed}. All ranks of a group must make the same call; nothing was sent."
+                )
+        return tuple(row[0] for row in table)
+
+    def _texts(self, text: str, moment: str) -> list[str]:
+        record = torch.zeros(1024, dtype=torch.uint8)
+        encoded = text.encode()[: len(record)]
+        record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+        assert self._control is not None
+        records = self._control.all_to_all(record, moment)
+        return [bytes(r[r != 0].tolist()).decode(errors="replace") for r in records]
+
+    def _first_columns(self, x: Tensor, shards: Sequence[Shard]) -> dict[int, Tensor]:
+        """The first column (B, 1) of every span of every rank, by its global position."""
+        own = torch.zeros(2, x.shape[0], dtype=torch.int64)
+        row = 0
+        for i, span in enumerate(shards[self.rank]):
+            own[i] = x[:, row].cpu()
+            row += span.stop - span.start
+        records = self._control.all_to_all(own, "exchanging labels") if self._control is not None else [own]
+        return {
+            span.start: record[i].unsqueeze(1)
+            for shard, record in zip(shards, records, strict=True)
+            for i, span in enumerate(shard)
+        }
+
+    def _default_lengths(self, seq_len: int) -> tuple[int, ...]:
+        if self.lengths is not None:
+            if sum(self.lengths) != seq_len:
+                raise ValueError(
+                    f"lengths={self.lengths} add up to {sum(self.lengths)}, but the sequence has {seq_len} positions."
+                )
+            return self.lengths
+        if self.sharding == "zigzag":
+            parts = split_lengths(seq_len, 2 * self.world_size)
+            return tuple(parts[k] + parts[-1 - k] for k in range(self.world_size))
+        return split_lengths(seq_len, self.world_size, self.align)
+
+    def _check(
+        self, sharding: str, exchange: str, timeout: timedelta, align: int, lengths: Sequence[int] | None
+    ) -> None:
+        if sharding not in SHARDINGS:
+            raise ValueError(f"sharding={sharding!r} is unknown; choose one of {SHARDINGS}.")
+        if exchange not in ("auto", *EXCHANGES):
+            raise ValueError(f"exchange={exchange!r} is unknown; choose one of {('auto', *EXCHANGES)}.")
+        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            raise ValueError(f"timeout must be a positive datetime.timedelta, got {timeout!r}.")
+        if isinstance(align, bool) or not isinstance(align, int) or align < 1:
+            raise ValueError(f"align must be an integer of at least 1, got {align!r}.")
+        if sharding == "zigzag" and (align != 1 or lengths is not None):
+            raise ValueError("zigzag shards are near-equal by definition; align and lengths are for contiguous ones.")
+        if lengths is not None:
+            if len(lengths) != self.world_size or any(length < 0 for length in lengths):
+                raise ValueError(
+                    f"lengths must hold {self.world_size} numbers of at least 0, one for each rank, got {lengths}."
+                )
+            if align != 1:
+                raise ValueError(f"give either align={align} or lengths={lengths}, not both.")
+
+    def _make_link(self, purpose: str, backend: str | None) -> Link:
+        assert self.group is not None
+        group = dist.new_group(
+            dist.get_process_group_ranks(self.group),
+            timeout=self.timeout,
+            backend=backend,
+            use_local_synchronization=dist.get_world_size() != self.world_size,
+            group_desc=f"ring_dilated_attention:{purpose}",
+        )
+        return Link(group, f"{purpose} of {self.group.group_name}")
+
+
+# Columns of the handshake's record: as many as `attention` compares.
+_NUM_FIELDS = 12
+
+
+def _fingerprint(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
+
+
+def _resolve(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"the DeviceMesh has {group.ndim} axes {group.mesh_dim_names}; name one, as in mesh['cp']."
+            )
+        group = group.get_group()
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}.")
+    return group
+
+
+def _own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
+    parts = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
+    return torch.cat(parts or [x.narrow(dim, 0, 0)], dim=dim)  # a copy: a view would keep the full tensor alive
+
+
+def _all_rows(x: Tensor, context: ContextParallel, shards: Sequence[Shard], dim: int, moment: str) -> Tensor:
+    if context.link is None:
+        return x.clone()
+    gathered = context.link.all_gather(x, [shard_length(shard) for shard in shards], dim, moment)
+    parts = []
+    for shard, rows in zip(shards, gathered, strict=True):
+        pieces = rows.split([span.stop - span.start for span in shard], dim=dim) if shard else ()
+        parts += [(span.start, piece) for span, piece in zip(shard, pieces, strict=True)]
+    return torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])] or [x], dim=dim)
+
+
+class _Shard(torch.autograd.Function):
+    """Forward on rank k: x (.., N, ..) -> its rows (.., N_k, ..). Backward: all ranks' rows of the gradient, gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextParallel, shards: tuple[Shard, ...], dim: int) -> Tensor:
+        ctx.context, ctx.shards, ctx.dim = context, shards, dim
+        return _own_rows(x, shards[context.rank], dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_rows(grads[0], ctx.context, ctx.shards, ctx.dim, "backward of shard"), None, None, None
+
+
+class _Unshard(torch.autograd.Function):
+    """Forward: all ranks' rows, gathered, (.., N, ..). Backward on rank k: its rows of the gradient, which is the same
+    on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextParallel, shards: tuple[Shard, ...], dim: int) -> Tensor:
+        ctx.context, ctx.shards, ctx.dim = context, shards, dim
+        return _all_rows(x, context, shards, dim, "unshard")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _own_rows(grads[0], ctx.shards[ctx.context.rank], ctx.dim), None, None, None
+
+
+__all__ = ["ContextParallel", "ExchangeError", "context_named"]

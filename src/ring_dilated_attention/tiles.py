@@ -1,0 +1,163 @@
+"""Carrying out tiles: strided views of tensors, and the accumulators that the results of tiles are merged into.
+
+B batch, N positions, S segments, M rows of one segment and phase, H query heads, G key/value heads, D head dim.
+"""
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .merge import merge_
+from .plan import Block, Rows, Tile
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
+    """The rows as a view (B·S, heads, M, D). No copy: the caller has cut the batch so that B·S is one stride."""
+    batch, position, head, _ = x_BNHD.stride()
+    view_BSHMD = x_BNHD.as_strided(
+        (x_BNHD.shape[0], rows.segments, len(rows.heads), rows.num_rows, x_BNHD.shape[3]),
+        (batch, rows.segment_step * position, rows.heads.step * head + rows.shift * position, rows.step * position, 1),
+        x_BNHD.storage_offset() + rows.first * position + rows.heads.start * head,
+    )
+    return view_BSHMD.flatten(0, 1)
+
+
+def block_views(buffer: Tensor, block: Block, batch: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (or their gradients) of a block of a flat buffer, each (B, heads, M, D)."""
+    unit = batch * head_dim
+    size = block.num_heads * block.num_rows * unit
+    both = buffer[block.offset * unit : block.offset * unit + 2 * size]
+    key, value = both.view(2, batch, block.num_heads, block.num_rows, head_dim)[:, :, block.start : block.stop]
+    return key, value
+
+
+def batch_slices(rows: Rows, *tensors_BNHD: Tensor) -> Iterator[slice]:
+    """The whole batch if batch and segments fold into one stride in every tensor, else one entry at a time."""
+    batch, length = tensors_BNHD[0].shape[:2]
+    folds = length == rows.segments * rows.segment_step and all(
+        x.stride(0) == length * x.stride(1) for x in tensors_BNHD
+    )
+    if batch == 1 or rows.segments == 1 or folds:
+        yield slice(None)
+    else:
+        yield from (slice(b, b + 1) for b in range(batch))
+
+
+def _is_whole(partial_BHMD: Tensor, x_BNHD: Tensor, dtype: torch.dtype) -> bool:
+    return partial_BHMD.dtype == dtype and partial_BHMD.numel() == x_BNHD.numel()
+
+
+class MergedPartial:
+    """(out, lse) of all queries, merged from tiles. A first tile that covers everything is adopted as it is."""
+
+    def __init__(self, query_BNHD: Tensor, covered: bool) -> None:
+        self.like, self.covered = query_BNHD, covered
+        self.dtype = accumulator_dtype(query_BNHD.dtype)
+        self.out_BNHD: Tensor | None = None
+        self.lse_BNH: Tensor | None = None
+
+    def add(self, rows: Rows, batch: slice, first: bool, out_BHMD: Tensor, lse_BHM: Tensor) -> None:
+        if self.out_BNHD is None and first and _is_whole(out_BHMD, self.like, self.dtype):
+            self.out_BNHD = out_BHMD.transpose(1, 2).reshape(self.like.shape)
+            self.lse_BNH = lse_BHM.transpose(1, 2).reshape(self.like.shape[:3])
+            return
+        out_BNHD, lse_BNH = self._allocated()
+        out = rows_view(out_BNHD[batch], rows)
+        lse = rows_view(lse_BNH[batch].unsqueeze(-1), rows).squeeze(-1)
+        if first:
+            out.copy_(out_BHMD)
+            lse.copy_(lse_BHM)
+        else:
+            merge_(out, lse, out_BHMD, lse_BHM)
+
+    def _allocated(self) -> tuple[Tensor, Tensor]:
+        """The accumulators: rows that no first tile writes must hold the identity (0, -inf)."""
+        if self.out_BNHD is None or self.lse_BNH is None:
+            self.out_BNHD = torch.empty(self.like.shape, dtype=self.dtype, device=self.like.device)
+            self.lse_BNH = torch.empty(self.like.shape[:3], dtype=self.dtype, device=self.like.device)
+            if not self.covered:
+                self.out_BNHD.zero_()
+                self.lse_BNH.fill_(-torch.inf)
+        return self.out_BNHD, self.lse_BNH
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """out in the input's dtype, lse in the accumulator's."""
+        out_BNHD, lse_BNH = self._allocated()
+        return out_BNHD.to(self.like.dtype), lse_BNH
+
+
+class Sum:
+    """The sum of tiles' gradients of one input. A first tile that covers everything is adopted as it is."""
+
+    def __init__(self, x_BNHD: Tensor, covered: bool) -> None:
+        self.like, self.covered = x_BNHD, covered
+        self.dtype = accumulator_dtype(x_BNHD.dtype)
+        self.sum_BNHD: Tensor | None = None
+
+    def add(self, rows: Rows, batch: slice, first: bool, grad_BHMD: Tensor) -> None:
+        if self.sum_BNHD is None and first and _is_whole(grad_BHMD, self.like, self.dtype):
+            self.sum_BNHD = grad_BHMD.transpose(1, 2).reshape(self.like.shape)
+            return
+        view = rows_view(self._allocated()[batch], rows)
+        if first:
+            view.copy_(grad_BHMD)
+        else:
+            view.add_(grad_BHMD)
+
+    def _allocated(self) -> Tensor:
+        if self.sum_BNHD is None:
+            make = torch.empty if self.covered else torch.zeros
+            self.sum_BNHD = make(self.like.shape, dtype=self.dtype, device=self.like.device)
+        return self.sum_BNHD
+
+    def result(self) -> Tensor:
+        return self._allocated().to(self.like.dtype)
+
+
+def _key_views(tile: Tile, batch: slice, source: tuple[Tensor, Tensor] | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a tile: own rows of (key, value), or a block of a buffer of chunks."""
+    if isinstance(tile.key, Block):
+        assert isinstance(source, Tensor)
+        return block_views(source, tile.key, like.shape[0], like.shape[3])
+    key, value = source
+    return rows_view(key[batch], tile.key), rows_view(value[batch], tile.key)
+
+
+def forward_tile(
+    kernel: ModuleType,
+    tile: Tile,
+    scale: float,
+    query: Tensor,
+    source: tuple[Tensor, Tensor] | Tensor,
+    to: MergedPartial,
+) -> None:
+    """Compute a tile and merge it. `source` is the own (key, value), or the flat buffer of received chunks."""
+    own = source if isinstance(source, tuple) else ()
+    for batch in batch_slices(tile.query, query, *own):
+        q = rows_view(query[batch], tile.query)
+        k, v = _key_views(tile, batch, source, query)
+        to.add(tile.query, batch, tile.first_query, *kernel.forward(q, k, v, tile.is_causal, scale))
+
+
+def backward_tile(
+    kernel: ModuleType,
+    tile: Tile,
+    scale: float,
+    query_side: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    source: tuple[Tensor, Tensor] | Tensor,
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """The batch entries of a tile and their dq, dk, dv. query_side is (dout, dlse, query, out, lse), all rows of the rank."""
+    dout, dlse, query, out, lse = query_side
+    own = source if isinstance(source, tuple) else ()
+    for batch in batch_slices(tile.query, query, dout, out, *own):
+        q, do, o = (rows_view(x[batch], tile.query) for x in (query, dout, out))
+        dl, l = (x if x is None else rows_view(x[batch].unsqueeze(-1), tile.query).squeeze(-1) for x in (dlse, lse))
+        k, v = _key_views(tile, batch, source, query)
+        yield batch, *kernel.backward(do, dl, q, k, v, o, l, tile.is_causal, scale)
