@@ -5,6 +5,7 @@ transport would (in order, per pair of ranks) and must agree on their size; buff
 """
 
 from collections import Counter, deque
+from itertools import pairwise
 
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import Block, Rows, Tile, make_plan
@@ -16,7 +17,7 @@ Triples = Counter[tuple[int, int, int]]
 def dense_triples(pattern: DilatedPattern, borders: tuple[int, ...], num_heads: int) -> Triples:
     """The definition, counted: how often query i of head h sees key j."""
     triples: Triples = Counter()
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in pairwise(borders):
         for b, (w, r) in enumerate(pattern.branches):
             for h in pattern.heads_of(b, num_heads):
                 s = pattern.phase_of(b, h, num_heads)
@@ -48,6 +49,7 @@ class Simulation:
 
     def run(self) -> None:
         for k, plan in enumerate(self.plans):
+            self.check_first_tiles(k)
             for tile in plan.local:
                 triples = self.triples(k, tile, None)
                 self.computed += triples
@@ -59,7 +61,7 @@ class Simulation:
             arrived = self.deliver(
                 [hop.sends if hop else () for hop in hops],
                 [hop.receives if hop else () for hop in hops],
-                lambda k, m: {u: x for u, x in held[k].items() if m.offset <= u < m.offset + m.size},
+                lambda k, m, held=held: {u: x for u, x in held[k].items() if m.offset <= u < m.offset + m.size},
             )
             held = [{u: x for _, part in parts for u, x in part.items()} for parts in arrived]
             for k, hop in enumerate(hops):
@@ -70,7 +72,7 @@ class Simulation:
                     grads[k][message.offset] = grads[k].get(message.offset, Counter()) + triples
             sent = [hop.grad_sends if hop else () for hop in hops]
             kept = [hop.grad_receives if hop else () for hop in hops]
-            arrived = self.deliver(sent, kept, lambda k, m: grads[k].get(m.offset, Counter()))
+            arrived = self.deliver(sent, kept, lambda k, m, grads=grads: grads[k].get(m.offset, Counter()))
             grads = [{} for _ in self.plans]
             for k, parts in enumerate(arrived):
                 for message, part in parts:
@@ -80,12 +82,31 @@ class Simulation:
                         grads[k][message.offset] = part
         assert not any(grads), "a gradient was left on the way"
 
+    def check_first_tiles(self, k: int) -> None:
+        """A first tile writes, and any other adds: to rows that were written, or, if not all are, to the identity."""
+        plan = self.plans[k]
+        for side, covered, num_heads in [
+            ("query", plan.query_covered, plan.num_heads),
+            ("key", plan.key_covered, plan.num_kv_heads),
+        ]:
+            touched: set[tuple[int, int]] = set()
+            for tile in plan.local:
+                rows = {(h, t) for heads in self.view(k, getattr(tile, side)) for h, positions in heads for t in positions}
+                if getattr(tile, f"first_{side}"):
+                    assert not rows & touched, f"a first tile writes over what is there already ({side} rows)"
+                elif covered:
+                    assert rows <= touched, f"a tile adds to uninitialised memory ({side} rows)"
+                touched |= rows
+            if covered:
+                assert len(touched) == num_heads * len(self.positions[k]), f"not all {side} rows are covered"
+
     def deliver(self, sends, receives, content):
         """Match the sends of all ranks with the receives of all ranks; everything must be taken, and sizes agree."""
         wires: dict[tuple[int, int], deque] = {}
         for k, messages in enumerate(sends):
             for m in messages:
-                assert m.peer != k and m.size > 0
+                assert m.peer != k
+                assert m.size > 0
                 wires.setdefault((k, m.peer), deque()).append((m.size, content(k, m), m.offset))
         arrived = []
         for k, messages in enumerate(receives):

@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from .pattern import DilatedPattern, HeadGroup
@@ -37,6 +37,9 @@ class Rows(NamedTuple):
     segments: int = 1
     segment_step: int = 0
 
+    def of_heads(self, lo: int, hi: int) -> "Rows":
+        return self._replace(heads=self.heads[lo:hi], first=self.first + lo * self.shift)
+
 
 class Block(NamedTuple):
     """Rows of a received chunk: keys (B, num_heads, num_rows, D) at `offset`, the values right after; heads start..stop-1."""
@@ -46,6 +49,13 @@ class Block(NamedTuple):
     num_rows: int
     start: int
     stop: int
+
+    @property
+    def heads(self) -> range:
+        return range(self.start, self.stop)
+
+    def of_heads(self, lo: int, hi: int) -> "Block":
+        return self._replace(start=self.start + lo, stop=self.start + hi)
 
 
 class Tile(NamedTuple):
@@ -205,7 +215,7 @@ def make_plan(
         num_rows=shard_length(shards[rank]),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        local=tuple(local),
+        local=tuple(part for tile in local for part in planner.cut(tile, rank)),
         packs=tuple(
             pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)
         ),
@@ -220,7 +230,7 @@ class _Planner:
     """What the plans of all ranks share, and the steps of making one."""
 
     def __init__(self, pattern: DilatedPattern, shards: tuple[Shard, ...], num_heads: int, num_kv_heads: int) -> None:
-        self.pattern, self.shards = pattern, shards
+        self.pattern, self.shards, self.num_heads = pattern, shards, num_heads
         self.shares_kv = num_heads != num_kv_heads
         self.groups = [pattern.head_groups(i, num_heads, num_kv_heads) for i in range(len(pattern.branches))]
         self.owners = sorted((span, rank) for rank, shard in enumerate(shards) for span in shard)
@@ -240,11 +250,9 @@ class _Planner:
                     elif (branch, origin) not in rings:
                         rings[branch, origin] = self.ring(branch, origin, stop)
                         own = self.pieces(origin, stop)[rank]
-                        for query in own:
-                            for key in sorted(
-                                own, key=lambda piece, query=query: piece != query
-                            ):  # its own piece first
-                                tiles += self.own_tiles(branch, origin, query, key, 1)
+                        # Each piece with itself first: these tiles write where the others add.
+                        for query, key in sorted(product(own, own), key=lambda pair: pair[0] != pair[1]):
+                            tiles += self.own_tiles(branch, origin, query, key, 1)
         shared = (ring for _, ring in sorted(rings.items()))
         return tiles, [ring for ring in shared if rank in ring.ranks and len(ring.ranks) > 1]
 
@@ -332,6 +340,24 @@ class _Planner:
                     )
                     yield Tile(_query_rows(group, q, rate), block, is_causal=False, first_query=False, first_key=False)
 
+    def cut(self, tile: Tile, rank: int) -> Iterator[Tile]:
+        """Cut a tile into head blocks, so that a kernel's results stay small beside the tensors they are added to.
+
+        A result is kept below a third of one local tensor, but no block gets fewer than 4 key/value heads, which a
+        backend's threads share. A first tile that covers everything stays whole: it becomes the accumulator.
+        """
+        local_size = shard_length(self.shards[rank]) * self.num_heads
+        size = len(tile.query.heads) * tile.query.num_rows * tile.query.segments
+        num_kv = len(tile.key.heads)
+        num_blocks = min(-(-3 * size // local_size), max(num_kv // 4, 1))
+        if num_blocks == 1 or (tile.first_query and size == local_size):
+            yield tile
+            return
+        ratio = len(tile.query.heads) // num_kv
+        for lo, hi in pairwise(num_kv * i // num_blocks for i in range(num_blocks + 1)):
+            query = tile.query.of_heads(lo * ratio, hi * ratio)
+            yield tile._replace(query=query, key=tile.key.of_heads(lo, hi))
+
     def hop(self, s: int, rank: int, rings: Sequence[_Ring], offsets: Sequence[int]) -> Hop:
         """What the rank sends, receives and computes at hop s, over all its rings, in the order of the rings."""
         hop: dict[str, list] = {field: [] for field in Hop._fields}
@@ -344,7 +370,8 @@ class _Planner:
                 hop["sends"].append(Message(onward, offset, size[leaving]))
             if s <= reach[here]:
                 hop["receives"].append(Message(back, offset, size[here]))
-                hop["tiles"].extend(self.remote_tiles(ring, i, here, offset))
+                for tile in self.remote_tiles(ring, i, here, offset):
+                    hop["tiles"].extend(self.cut(tile, rank))
                 target = ring.ranks[here] if s == reach[here] else onward
                 hop["grad_sends"].append(Message(target, offset, size[here]))
             if s == reach[i]:
