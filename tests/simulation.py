@@ -76,7 +76,7 @@ class Simulation:
             grads = [{} for _ in self.plans]
             for k, parts in enumerate(arrived):
                 for message, part in parts:
-                    if message.is_home:
+                    if message.owner == k:
                         self.home[k] += part
                     else:
                         grads[k][message.offset] = part

@@ -4,9 +4,12 @@ Forward and backward are a pair of custom ops that know the ranks by the name of
 hold them whole. B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -59,14 +62,13 @@ def dilated_attention(
         ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
         ExchangeError: when a rank does not come, within the timeout of `parallel`.
     """
+    query, key, value = map(_autocast, (query, key, value))
     try:
         _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend)
     except ValueError as error:
         if isinstance(parallel, ContextParallel):
             parallel.handshake(0, {}, failure=str(error))
         raise
-    if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
     out, lse, _ = _forward(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)),
@@ -83,6 +85,16 @@ def dilated_attention(
         return_lse,
     )
     return (out, lse) if return_lse else out
+
+
+def _autocast(x: Any) -> Any:
+    """What torch's own attention makes of an input under autocast: floating types but float64 take the autocast type."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,7 @@ def explain(
     parallel: ContextParallel | None = None,
     backend: str = "auto",
 ) -> Explanation:
-    """Say which kernel and which exchange `dilated_attention` would use on these tensors, with the reasons. Sends nothing."""
+    """Which kernel and which exchange `dilated_attention` would use on these tensors, and the reasons. Sends nothing."""
     _validate(query, key, value, pattern, parallel, None, None, backend)
     chosen = kernels.choose(backend, query)
     reasons = {}
@@ -159,8 +171,8 @@ def _validate(
     if not (batch and num_heads and head_dim):
         raise ValueError(f"query {tuple(query.shape)} has an empty batch, heads or head_dim.")
     pattern.check_heads(num_heads, key.shape[2])
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise ValueError(f"scale must be a number or None, got {scale!r}.")
+    if scale is not None and (not isinstance(scale, (int, float)) or not math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}.")
     kernels.choose(backend, query)
     if cu_seqlens is not None:
         _validate_cu_seqlens(cu_seqlens, batch)
@@ -192,7 +204,7 @@ def _documents(cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...] | Non
             f"cu_seqlens must start at 0 and end at the length of the sequence, {seq_len}; "
             f"got {_quoted(borders)}, which has {len(borders)} entries."
         )
-    for i, (a, b) in enumerate(zip(borders, borders[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(borders)):
         if a >= b:
             raise ValueError(
                 f"cu_seqlens must increase, got {a} then {b} at entries {i} and {i + 1}. Leave out empty documents."
@@ -221,7 +233,8 @@ class _Call:
         """Handshake and plan: the kernel, this rank's plan and its link."""
         context = context_named(self.parallel)
         batch, length, num_heads, head_dim = query.shape
-        rank, lengths, sharding = 0, (length,), "contiguous"
+        rank, sharding = 0, "contiguous"
+        lengths: tuple[int, ...] = (length,)
         if context is not None:
             rank, sharding = context.rank, context.sharding
             borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
@@ -267,9 +280,13 @@ def _forward(
     )
     call = _Call(pattern, scale, backend, parallel, needs_grad, return_lse)
     context = context_named(parallel)
-    number = context.next_call() if context is not None else 0
+    number = context.calls + 1 if context is not None else 0
     kernel, plan, link = call.prepare("forward", number, query, key, cu_seqlens)
-    out, lse = ring.forward(kernel, plan, scale, query, key, value, link)
+    if context is not None:
+        context.calls = number  # on all ranks or on none: a call that one rank refused has no number
+    query, scale, _ = _with_positive_scale(query, scale)
+    with _all_or_none(link):
+        out, lse = ring.forward(kernel, plan, scale, query, key, value, link)
     return out, lse, torch.tensor(number)
 
 
@@ -307,7 +324,10 @@ def _backward(
     call = _Call(pattern, scale, backend, parallel, needs_grad, return_lse)
     kernel, plan, link = call.prepare("backward", int(number), query, key, cu_seqlens)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    return ring.backward(kernel, plan, scale, dout, dlse, query, key, value, out, lse, link)
+    query, scale, sign = _with_positive_scale(query, scale)
+    with _all_or_none(link):
+        dq, dk, dv = ring.backward(kernel, plan, scale, dout, dlse, query, key, value, out, lse, link)
+    return dq if sign == 1 else sign * dq, dk, dv
 
 
 @_backward.register_fake
@@ -315,11 +335,33 @@ def _(dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tens
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 
+@contextmanager
+def _all_or_none(link: Link | None) -> Iterator[None]:
+    """Whatever fails on this rank alone (memory, say) must not leave the others waiting for it."""
+    try:
+        yield
+    except BaseException as error:
+        if link is not None:
+            link.abandon(f"group {link.name!r}, rank {link.rank} failed: {type(error).__name__}: {error}")
+        raise
+
+
+def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, int]:
+    """The same scores by a positive scale, and the sign (or 0) that went into the query. Kernels put -inf at masked
+    scores and scale afterwards, which makes NaN of 0 and +inf of negative scales."""
+    if scale > 0:
+        return query, scale, 1
+    sign = -1 if scale < 0 else 0
+    return sign * query, abs(scale) or 1.0, sign
+
+
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, cu_seqlens, *rest = inputs
     out, lse, number = output
     ctx.save_for_backward(query, key, value, out, lse, number, cu_seqlens)
     ctx.rest = rest
+    *_, parallel, _, _ = rest
+    ctx.context = context_named(parallel)  # it must live as long as the graph
     ctx.mark_non_differentiable(number)
     ctx.set_materialize_grads(False)
 

@@ -1,4 +1,4 @@
-"""ContextParallel: the ranks that share a sequence, how it is cut, how chunks travel, and the handshake before each call."""
+"""ContextParallel: the ranks that share a sequence, how it is cut, how chunks travel, the handshake before each call."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,6 +21,8 @@ _contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
 
 def context_named(name: str) -> "ContextParallel | None":
     """The context that an op was called with; "" is one device."""
+    if name and name not in _contexts:
+        raise RuntimeError(f"the ContextParallel of group {name!r} is gone. Keep it as long as it is in use.")
     return _contexts[name] if name else None
 
 
@@ -61,7 +63,7 @@ class ContextParallel:
         self.align, self.lengths = align, tuple(lengths) if lengths is not None else None
         self.link: Link | None = None
         self._control: Link | None = None
-        self._calls = 0
+        self.calls = 0  # forwards so far, the same on every rank
         self.name = ""
         if self.world_size > 1:
             # A communicator of their own: a failed message breaks its group, and the user's must stay whole.
@@ -76,8 +78,11 @@ class ContextParallel:
         return _Shard.apply(x, self, shards, dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The full tensor, from every rank's rows. What follows is the same on every rank, so the gradient is a slice."""
-        return _Unshard.apply(x, self, make_shards(self.sharding, self.local_lengths(x.shape[dim])), dim)
+        """The full tensor, from every rank's rows. What follows is the same on every rank: the gradient is a slice."""
+        others = [length for i, length in enumerate(x.shape) if i != dim % x.dim()]
+        fields: dict[str, object] = {"call": "unshard", "dim": dim, "other lengths": others, "dtype": x.dtype}
+        lengths = self.handshake(x.shape[dim], fields)
+        return _Unshard.apply(x, self, make_shards(self.sharding, lengths), dim)
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
         """Positions within their document of the rows that `shard` gives this rank. (N_local,), int64, on the CPU.
@@ -87,13 +92,6 @@ class ContextParallel:
             cu_seqlens: global borders of packed documents.
         """
         return self.local_positions(self._default_lengths(seq_len), cu_seqlens)
-
-    def local_lengths(self, length: int) -> tuple[int, ...]:
-        """Every rank's number of local positions. All ranks must ask."""
-        if self._control is None:
-            return (length,)
-        records = self._control.all_to_all(torch.tensor([length]), "exchanging lengths")
-        return tuple(int(record) for record in records)
 
     def local_positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
         """Like `positions`, given every rank's number of rows instead of the default split."""
@@ -110,7 +108,8 @@ class ContextParallel:
         Args:
             x: (B, N_local), any integer dtype.
         """
-        shards = make_shards(self.sharding, self.local_lengths(x.shape[1]))
+        lengths = self.handshake(x.shape[1], {"call": "shift_left", "batch": x.shape[0], "fill": fill})
+        shards = make_shards(self.sharding, lengths)
         firsts = self._first_columns(x, shards)
         parts, row = [], 0
         for span in shards[self.rank]:
@@ -123,11 +122,6 @@ class ContextParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors. Not differentiable."""
         return x.clone() if self.link is None else self.link.all_reduce(x.detach(), "all_reduce")
-
-    def next_call(self) -> int:
-        """The number of this forward, the same on every rank."""
-        self._calls += 1
-        return self._calls
 
     def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
         """Every rank's local length, once all ranks turn out to make the same call.
@@ -158,7 +152,8 @@ class ContextParallel:
                 texts = self._texts(str(fields[name]), moment)
                 listed = ", ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
                 raise ValueError(
-                    f"ranks disagree on {name}: {listed}. All ranks of a group must make the same call; nothing was sent."
+                    f"ranks disagree on {name}: {listed}. All ranks of a group must make the same call; "
+                    "nothing was sent."
                 )
         return tuple(row[0] for row in table)
 
@@ -281,8 +276,8 @@ class _Shard(torch.autograd.Function):
 
 
 class _Unshard(torch.autograd.Function):
-    """Forward: all ranks' rows, gathered, (.., N, ..). Backward on rank k: its rows of the gradient, which is the same
-    on every rank."""
+    """Forward: all ranks' rows, gathered, (.., N, ..). Backward on rank k: its rows of the gradient, which is the
+    same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: ContextParallel, shards: tuple[Shard, ...], dim: int) -> Tensor:

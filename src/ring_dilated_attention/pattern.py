@@ -115,16 +115,23 @@ class DilatedPattern:
             return branch % rate
         return head % rate if self.phase == "modulo" else head // _ceil_div(num_heads, rate)
 
-    def head_groups(self, branch: int, num_heads: int, num_kv_heads: int) -> tuple[HeadGroup, ...]:
+    def head_groups(
+        self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
+    ) -> tuple[HeadGroup, ...]:
         """The heads of a branch, cut into as few strided views as possible.
 
         Heads of equal phase form one view. So do heads of consecutive phases (a diagonal: one row further for each
         head), unless key/value heads are shared. The cut that needs fewer views is taken.
+
+        Args:
+            held: the query heads that the tensor holds, if not all; whole groups of shared key/value heads. The
+                groups count from held.start; phases go by the global head.
         """
+        held = held if held is not None else range(num_heads)
         rate = self.dilation_rates[branch]
         ratio = num_heads // num_kv_heads
         if self.heads == "split":
-            return _aligned(self.heads_of(branch, num_heads), branch % rate, ratio)
+            return _aligned(_within(self.heads_of(branch, num_heads), held)[1], branch % rate, ratio)
         block = _ceil_div(num_heads, rate)  # heads of one phase under the blocked rule
         if self.phase == "modulo":
             equal = [range(s, num_heads, rate) for s in range(min(rate, num_heads))]
@@ -132,9 +139,11 @@ class DilatedPattern:
         else:
             equal = [range(h, min(h + block, num_heads)) for h in range(0, num_heads, block)]
             diagonal = [range(k, num_heads, block) for k in range(block)]
-        if ratio == 1 and len(diagonal) < len(equal):
-            return tuple(HeadGroup(heads, heads, 0, 1) for heads in diagonal)
-        return tuple(group for s, heads in enumerate(equal) for group in _aligned(heads, s, ratio))
+        equal_held = [(s, _within(heads, held)[1]) for s, heads in enumerate(equal)]
+        diagonal_held = [_within(heads, held) for heads in diagonal]
+        if ratio == 1 and sum(bool(h) for _, h in diagonal_held) < sum(bool(h) for _, h in equal_held):
+            return tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in diagonal_held if heads)
+        return tuple(group for s, heads in equal_held for group in _aligned(heads, s, ratio))
 
     def explain(self, num_heads: int) -> str:
         """Which heads read which phase of each branch, and which phases nobody reads. One line per branch."""
@@ -152,19 +161,39 @@ class DilatedPattern:
 
 
 def _positive_integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+    try:
+        entries = tuple(values)
+    except TypeError:  # also a 0-dimensional array, which says that it is iterable
+        entries = None
+    if entries is None or isinstance(values, (str, bytes)):
         raise ValueError(f"{name} must be a list of positive integers, got {values!r}.")
-    entries = tuple(values)
     if not entries:
         raise ValueError(
             f"{name} is empty. Give one entry per branch; dense attention is segment_lengths=[n], rates [1]."
         )
     for entry in entries:
-        if isinstance(entry, bool) or not hasattr(entry, "__index__"):
+        if not _is_integer(entry):
             raise ValueError(f"{name} must hold integers, got {entry!r} in {list(entries)}.")
         if entry < 1:
             raise ValueError(f"{name} must be at least 1, got {entry} in {list(entries)}.")
     return tuple(index(entry) for entry in entries)
+
+
+def _is_integer(value: object) -> bool:
+    try:
+        index(value)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def _within(heads: range, held: range) -> tuple[int, range]:
+    """How many of `heads` come before `held`, and those in it, counted from its start."""
+    inside = [i for i, head in enumerate(heads) if head in held]
+    if not inside:
+        return 0, range(0)
+    part = heads[inside[0] : inside[-1] + 1]
+    return inside[0], range(part.start - held.start, part.stop - held.start, part.step)
 
 
 def _aligned(heads: range, phase: int, ratio: int) -> tuple[HeadGroup, ...]:

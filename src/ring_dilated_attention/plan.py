@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from .pattern import DilatedPattern, HeadGroup
@@ -79,12 +79,15 @@ class Tile(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A slice of the flat buffer that is sent to, or received from, `peer`. is_home: a finished gradient, at its owner."""
+    """A slice of the flat buffer that is sent to, or received from, `peer`.
+
+    owner: the rank whose chunk, or whose chunk's gradient, it is.
+    """
 
     peer: int
     offset: int
     size: int
-    is_home: bool = False
+    owner: int
 
 
 class Hop(NamedTuple):
@@ -94,6 +97,7 @@ class Hop(NamedTuple):
     tiles: own queries times received chunks.
     grad_sends: gradients of chunks, to the rank of the next hop or, finished, home.
     grad_receives: gradients that come along for the next hop, and this rank's own that come home, in the order of rings.
+    targets: own chunks, to the ranks that meet them at this hop (for exchanges that send them straight there).
     """
 
     sends: tuple[Message, ...]
@@ -101,6 +105,7 @@ class Hop(NamedTuple):
     tiles: tuple[Tile, ...]
     grad_sends: tuple[Message, ...]
     grad_receives: tuple[Message, ...]
+    targets: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
@@ -195,16 +200,18 @@ def make_plan(
     num_heads: int,
     num_kv_heads: int,
     documents: tuple[int, ...] | None = None,
+    held: range | None = None,
 ) -> Plan:
     """Plan one rank's work.
 
     Args:
         shards: the spans of every rank (`sharding.make_shards`).
         documents: global borders (0, ..., n) of packed documents; None is one document.
+        held: the query heads that the ranks of this plan hold, if not all.
     """
     pattern.check_heads(num_heads, num_kv_heads)
     borders = documents if documents is not None else (0, sum(map(shard_length, shards)))
-    planner = _Planner(pattern, shards, num_heads, num_kv_heads)
+    planner = _Planner(pattern, shards, num_heads, num_kv_heads, held)
     local, rings = planner.local_and_rings(rank, borders)
     offsets = list(accumulate((max(chunk.size for chunk in ring.chunks) for ring in rings), initial=0))
     num_hops = max((max(ring.reach) for ring in rings), default=0)
@@ -213,8 +220,8 @@ def make_plan(
     return Plan(
         rank=rank,
         num_rows=shard_length(shards[rank]),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_heads=planner.num_heads,
+        num_kv_heads=planner.num_heads * num_kv_heads // num_heads,
         local=tuple(part for tile in local for part in planner.cut(tile, rank)),
         packs=tuple(
             pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)
@@ -229,10 +236,18 @@ def make_plan(
 class _Planner:
     """What the plans of all ranks share, and the steps of making one."""
 
-    def __init__(self, pattern: DilatedPattern, shards: tuple[Shard, ...], num_heads: int, num_kv_heads: int) -> None:
-        self.pattern, self.shards, self.num_heads = pattern, shards, num_heads
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        shards: tuple[Shard, ...],
+        num_heads: int,
+        num_kv_heads: int,
+        held: range | None,
+    ) -> None:
+        self.pattern, self.shards = pattern, shards
+        self.num_heads = num_heads if held is None else len(held)
         self.shares_kv = num_heads != num_kv_heads
-        self.groups = [pattern.head_groups(i, num_heads, num_kv_heads) for i in range(len(pattern.branches))]
+        self.groups = [pattern.head_groups(i, num_heads, num_kv_heads, held) for i in range(len(pattern.branches))]
         self.owners = sorted((span, rank) for rank, shard in enumerate(shards) for span in shard)
         self.starts = [span.start for span, _ in self.owners]
         self.row_of = {s: row for shard in shards for s, row in zip(shard, _first_rows(shard), strict=False)}
@@ -365,19 +380,23 @@ class _Planner:
             g, i, reach = len(ring.ranks), ring.ranks.index(rank), ring.reach
             onward, back = ring.ranks[(i + 1) % g], ring.ranks[i - 1]
             leaving, here, coming = (i + 1 - s) % g, (i - s) % g, (i - s - 1) % g  # chunks
-            size = [chunk.size for chunk in ring.chunks]
+
+            def message(peer: int, chunk: int, ring: _Ring = ring, offset: int = offset) -> Message:
+                return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk])
+
             if s <= reach[leaving]:
-                hop["sends"].append(Message(onward, offset, size[leaving]))
+                hop["sends"].append(message(onward, leaving))
             if s <= reach[here]:
-                hop["receives"].append(Message(back, offset, size[here]))
+                hop["receives"].append(message(back, here))
                 for tile in self.remote_tiles(ring, i, here, offset):
                     hop["tiles"].extend(self.cut(tile, rank))
-                target = ring.ranks[here] if s == reach[here] else onward
-                hop["grad_sends"].append(Message(target, offset, size[here]))
+                hop["grad_sends"].append(message(ring.ranks[here] if s == reach[here] else onward, here))
+            if s <= reach[i]:
+                hop["targets"].append(message(ring.ranks[(i + s) % g], i))
             if s == reach[i]:
-                hop["grad_receives"].append(Message(ring.ranks[(i + s) % g], offset, size[i], is_home=True))
+                hop["grad_receives"].append(message(ring.ranks[(i + s) % g], i))
             if s + 1 <= reach[coming]:
-                hop["grad_receives"].append(Message(back, offset, size[coming]))
+                hop["grad_receives"].append(message(back, coming))
         return Hop(**{field: tuple(entries) for field, entries in hop.items()})
 
 

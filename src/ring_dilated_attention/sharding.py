@@ -31,6 +31,20 @@ def split_lengths(seq_len: int, num_parts: int, align: int = 1) -> tuple[int, ..
     return tuple(b - a for a, b in pairwise(borders))
 
 
+def default_lengths(sharding: str, seq_len: int, world_size: int, align: int = 1, inner: int = 1) -> tuple[int, ...]:
+    """The number of positions of every rank under the near-equal split.
+
+    Args:
+        inner: groups of so many neighbouring ranks share one shard, in near-equal slices (a 2-D mesh).
+    """
+    num_shards = world_size // inner
+    if sharding == "zigzag":
+        parts = split_lengths(seq_len, 2 * num_shards)
+        outer = tuple(parts[k] + parts[-1 - k] for k in range(num_shards))
+        return tuple(n for length in outer for n in split_lengths(length, inner))
+    return split_lengths(seq_len, world_size, align)
+
+
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
     """The shard of every rank, given every rank's number of positions.
 
@@ -38,19 +52,31 @@ def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
         ValueError: if zigzag's lengths are not those of 2p near-equal parts.
     """
     if sharding == "contiguous":
-        borders = list(accumulate(lengths, initial=0))
-        return tuple(_joined([Span(a, b)]) for a, b in pairwise(borders))
+        return tuple(_joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
     world_size = len(lengths)
-    borders = list(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))
-    parts = [Span(a, b) for a, b in pairwise(borders)]
-    shards = tuple(_joined([parts[k], parts[2 * world_size - 1 - k]]) for k in range(world_size))
-    expected = tuple(shard_length(shard) for shard in shards)
+    expected = default_lengths(sharding, sum(lengths), world_size)
     if expected != tuple(lengths):
         raise ValueError(
             f"zigzag shards of {sum(lengths)} positions over {world_size} ranks have lengths {expected}, "
             f"got {tuple(lengths)}. Cut the sequence with ContextParallel.shard."
         )
-    return shards
+    borders = list(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))
+    parts = [Span(a, b) for a, b in pairwise(borders)]
+    return tuple(_joined([parts[k], parts[2 * world_size - 1 - k]]) for k in range(world_size))
+
+
+def slice_shard(shard: Shard, lengths: Sequence[int]) -> tuple[Shard, ...]:
+    """Cut a shard, in its local order, into slices of the given lengths."""
+    slices = []
+    for a, b in pairwise(accumulate(lengths, initial=0)):
+        pieces, row = [], 0
+        for start, stop in shard:
+            lo, hi = max(a - row, 0), min(b - row, stop - start)
+            if lo < hi:
+                pieces.append(Span(start + lo, start + hi))
+            row += stop - start
+        slices.append(tuple(pieces))
+    return tuple(slices)
 
 
 def shard_length(shard: Shard) -> int:

@@ -2,12 +2,17 @@
 the group, the moment and the peer."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+_UNUSED_TAG = 1  # all messages have tag 0
 
 
 class ExchangeError(RuntimeError):
@@ -57,8 +62,26 @@ class Link:
 
     def fail(self, moment: str, deed: str, error: Exception) -> NoReturn:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self.failure = f"group {self.name!r}, rank {self.rank}, {moment}: {deed}: {reason}"
-        raise ExchangeError(self.failure) from error
+        failure = f"group {self.name!r}, rank {self.rank}, {moment}: {deed}: {reason}"
+        self.abandon(failure)
+        raise ExchangeError(failure) from error
+
+    def abandon(self, reason: str) -> None:
+        """Break the group after a failure of this rank, so that the others fail at once instead of waiting for it.
+
+        On gloo neither abort, shutdown nor destroying the group closes its connections. A receive that runs out of time
+        closes them all; its tag is one that nobody sends with, since a message that does not fit would end the process.
+        """
+        if self.failure or self.world_size == 1:
+            return
+        self.failure = reason
+        if dist.get_backend(self.group) != "gloo":
+            self.group.abort()
+            return
+        peer, nothing = (self.rank + 1) % self.world_size, torch.empty(1)
+        with suppress(RuntimeError):
+            work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_UNUSED_TAG)
+            work.wait(timedelta(milliseconds=1))
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str

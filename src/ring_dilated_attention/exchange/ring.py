@@ -82,7 +82,7 @@ def backward(
         arriving = ring.nothing()
         for message in hop.grad_receives:
             incoming = ring.receive_gradient(s, message, other)
-            if message.is_home:
+            if message.owner == plan.rank:
                 incoming.wait()
                 ring.add_home(message, other, dk, dv)
             else:
