@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 _START = multiprocessing.get_context("forkserver")
-_START.set_forkserver_preload(["torch", "torch.distributed", "ring_dilated_attention.attention", "distributed"])
+_START.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "ring_dilated_attention.attention", "distributed"]
+)
 
 
 class RankFailedError(AssertionError):

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from distributed import RankFailedError, run
+from distributed import run
+from torch.distributed.device_mesh import init_device_mesh
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, parallel
 from ring_dilated_attention.reference import dilated_attention_reference
+from ring_dilated_attention.sharding import ring_order
 
 
 def shards_equal_reference(rank, world_size, cases):
@@ -51,3 +53,77 @@ def cases_for(world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_rank_equals_the_definition(world_size):
     run(world_size, shards_equal_reference, cases_for(world_size))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_gather_equals_the_definition(world_size):
+    cases = [(*case, {**context, "exchange": "all_gather"}) for *case, context in cases_for(world_size)]
+    run(world_size, shards_equal_reference, cases)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_to_all_equals_the_definition(world_size):
+    """Heads are dealt to ranks: phases must go by the global head, and uneven lengths must find their place."""
+    cases = [
+        (37, 1, 6, 6, 8, [(10**6, 1)], {"is_causal": True}, {}),
+        (41, 2, 6, 6, 8, [(5, 1), (13, 2), (64, 7)], {}, {"lengths": {2: (0, 41), 3: (17, 0, 24)}[world_size]}),
+        (40, 1, 12, 6, 8, [(16, 2), (32, 4)], {"phase": "blocked"}, {}),
+        (43, 1, 6, 6, 8, [(11, 1), (40, 3)], {"heads": "split"}, {}),
+        (47, 2, 6, 6, 8, [(20, 1), (47, 2)], {"is_causal": True}, {"sharding": "zigzag"}),
+    ]
+    cases = [(*case, {**context, "exchange": "all_to_all"}) for *case, context in cases]
+    run(world_size, shards_equal_reference, cases)
+
+
+@pytest.mark.parametrize("simulated", [1, 2, 3, 5, 8])
+def test_simulated_ranks_equal_the_definition(simulated):
+    cases = [
+        (37, 1, 4, 4, 8, [(10**6, 1)], {"is_causal": True}, {}),
+        (41, 2, 4, 2, 24, [(5, 1), (13, 2), (64, 7)], {}, {}),
+        (47, 2, 4, 2, 8, [(20, 1), (47, 2)], {"is_causal": True}, {"sharding": "zigzag"}),
+    ]
+    cases = [(*case, {**context, "exchange": "simulated", "world_size": simulated}) for *case, context in cases]
+    shards_equal_reference(0, 1, cases)
+
+
+def mesh_equals_reference(rank, world_size, cases):
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("ring", "heads"))
+    shards_equal_reference(rank, world_size, [(*case, {"group": mesh, **context}) for *case, context in cases])
+
+
+def test_a_mesh_of_two_axes_equals_the_definition():
+    """All-to-all along the inner axis, ring along the outer."""
+    cases = [
+        (37, 1, 4, 4, 8, [(10**6, 1)], {"is_causal": True}, {}),
+        (41, 2, 4, 2, 8, [(5, 1), (13, 2), (64, 7)], {}, {"lengths": (17, 0, 4, 20)}),
+        (47, 2, 4, 2, 8, [(20, 1), (47, 2)], {"is_causal": True}, {"sharding": "zigzag", "exchange": "all_gather"}),
+    ]
+    run(4, mesh_equals_reference, cases)
+
+
+def hosts_out_of_order(rank, world_size, case):
+    parallel.host_name = lambda: "ab"[rank % 2]  # ranks 0 and 2 on one host, 1 and 3 on the other
+    cp = ContextParallel()
+    assert cp.link.members == [0, 2, 1, 3]
+    assert cp.rank == [0, 2, 1, 3].index(rank)
+    shards_equal_reference(rank, world_size, [case])
+
+
+def test_ranks_of_one_host_stand_side_by_side():
+    """Shards go by the place in the ring; sends go to the right rank."""
+    run(4, hosts_out_of_order, (41, 2, 4, 4, 24, [(5, 1), (13, 2), (64, 7)], {"is_causal": True}, {}))
+
+
+def test_ring_order_is_stable():
+    assert ring_order(["b", "a", "b", "c", "a"]) == (0, 2, 1, 4, 3)
+
+
+def heads_must_divide(rank, world_size):
+    cp = ContextParallel(exchange="all_to_all")
+    q = torch.randn(1, 5, 3, 8)
+    with pytest.raises(ValueError, match=r"3 mod 2 = 1.*exchange='ring'"):
+        dilated_attention(q, q, q, DilatedPattern((4,), (1,)), parallel=cp)
+
+
+def test_all_to_all_refuses_heads_that_do_not_divide():
+    run(2, heads_must_divide)

@@ -6,23 +6,18 @@ hold them whole. B batch, N positions, H query heads, G key/value heads, D head 
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import kernels
-from .exchange import EXCHANGES, ring
-from .exchange.comm import Link
+from . import execute, kernels
+from .exchange.choose import Choice, choose_exchange
+from .execute import Call
 from .parallel import ContextParallel, context_named
 from .pattern import DilatedPattern
-from .plan import Plan, make_plan
-from .sharding import make_shards
 from .tiles import accumulator_dtype
 
 
@@ -69,6 +64,9 @@ def dilated_attention(
         if isinstance(parallel, ContextParallel):
             parallel.handshake(0, {}, failure=str(error))
         raise
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale <= 0:  # kernels put -inf at masked scores and scale afterwards: NaN for 0, +inf for negative scales
+        query, scale = query * math.copysign(scale != 0, scale), abs(scale) or 1.0
     needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
     out, lse, _ = _forward(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)),
@@ -78,7 +76,7 @@ def dilated_attention(
         pattern.is_causal,
         pattern.phase,
         pattern.heads,
-        query.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale,
         backend,
         parallel.name if parallel is not None else "",
         needs_grad if torch.is_grad_enabled() else "",
@@ -88,7 +86,7 @@ def dilated_attention(
 
 
 def _autocast(x: Any) -> Any:
-    """What torch's own attention makes of an input under autocast: floating types but float64 take the autocast type."""
+    """As torch's own attention under autocast: floating types but float64 take the autocast type."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     device = x.device.type
@@ -119,7 +117,7 @@ def explain(
     parallel: ContextParallel | None = None,
     backend: str = "auto",
 ) -> Explanation:
-    """Which kernel and which exchange `dilated_attention` would use on these tensors, and the reasons. Sends nothing."""
+    """Which kernel and exchange `dilated_attention` would use on these tensors, and why. Sends nothing."""
     _validate(query, key, value, pattern, parallel, None, None, backend)
     chosen = kernels.choose(backend, query)
     reasons = {}
@@ -130,13 +128,22 @@ def explain(
             )
         else:
             reasons[name] = reason or "can serve these tensors, but another was chosen"
-    world_size = parallel.world_size if parallel is not None else 1
-    exchange = "none" if world_size == 1 else EXCHANGES[0]
-    reasons["exchange"] = (
-        "one rank: nothing to send" if world_size == 1 else f"{world_size} ranks; the exchanges are {EXCHANGES}"
-    )
+    exchange, reasons["exchange"] = _exchange(parallel, pattern, query, key)
     name = next(name for name, module in kernels.BACKENDS.items() if module is chosen)
     return Explanation(name, exchange, reasons)
+
+
+def _exchange(parallel: ContextParallel | None, pattern: DilatedPattern, query: Tensor, key: Tensor) -> Choice:
+    """What an exchange would be, were every rank's shard as long as this one."""
+    if parallel is None or (parallel.link is None and not parallel.num_simulated):
+        return Choice("none", "one rank: nothing to send")
+    if parallel.exchange != "auto":
+        return Choice(parallel.exchange, "asked for")
+    if parallel.inner is not None:
+        return Choice("ring", "the outer axis of a 2-D mesh; the inner one deals heads")
+    batch, length, num_heads, head_dim = query.shape
+    lengths = [length] * parallel.world_size
+    return choose_exchange(pattern, lengths, num_heads, key.shape[2], batch, head_dim, query.element_size())
 
 
 def _validate(
@@ -194,69 +201,6 @@ def _validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
         raise ValueError(f"cu_seqlens packs documents into one sequence, so batch must be 1, got {batch}. Flatten it.")
 
 
-def _documents(cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...] | None:
-    """The borders as integers, checked against the length of the whole sequence."""
-    if cu_seqlens is None:
-        return None
-    borders = tuple(cu_seqlens.tolist())
-    if len(borders) < 2 or borders[0] != 0 or borders[-1] != seq_len:
-        raise ValueError(
-            f"cu_seqlens must start at 0 and end at the length of the sequence, {seq_len}; "
-            f"got {_quoted(borders)}, which has {len(borders)} entries."
-        )
-    for i, (a, b) in enumerate(pairwise(borders)):
-        if a >= b:
-            raise ValueError(
-                f"cu_seqlens must increase, got {a} then {b} at entries {i} and {i + 1}. Leave out empty documents."
-            )
-    return borders
-
-
-def _quoted(numbers: Sequence[int]) -> str:
-    return str(list(numbers)) if len(numbers) <= 6 else f"[{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}]"
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What an op needs beside tensors."""
-
-    pattern: DilatedPattern
-    scale: float
-    backend: str
-    parallel: str
-    needs_grad: str
-    return_lse: bool
-
-    def prepare(
-        self, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[ModuleType, Plan, Link | None]:
-        """Handshake and plan: the kernel, this rank's plan and its link."""
-        context = context_named(self.parallel)
-        batch, length, num_heads, head_dim = query.shape
-        rank, sharding = 0, "contiguous"
-        lengths: tuple[int, ...] = (length,)
-        if context is not None:
-            rank, sharding = context.rank, context.sharding
-            borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-            fields = {
-                "call": f"{stage} {number}",
-                "pattern": self.pattern,
-                "shape": f"batch {batch}, {num_heads} heads, {key.shape[2]} key/value heads, head dim {head_dim}",
-                "dtype": query.dtype,
-                "device": query.device.type,
-                "scale": self.scale,
-                "sharding": sharding,
-                "exchange": context.exchange,
-                "cu_seqlens": borders if borders is None or len(borders) <= 64 else (len(borders), hash(borders)),
-                "gradients": self.needs_grad or "none",
-                "return_lse": self.return_lse,
-            }
-            lengths = context.handshake(length, fields)
-        documents = _documents(cu_seqlens, sum(lengths))
-        plan = make_plan(self.pattern, make_shards(sharding, lengths), rank, num_heads, key.shape[2], documents)
-        return kernels.choose(self.backend, query), plan, context.link if context is not None else None
-
-
 @torch.library.custom_op("ring_dilated_attention::forward", mutates_args=())
 def _forward(
     query: Tensor,
@@ -278,15 +222,8 @@ def _forward(
     pattern = DilatedPattern(
         tuple(segment_lengths), tuple(dilation_rates), is_causal=is_causal, phase=phase, heads=heads
     )
-    call = _Call(pattern, scale, backend, parallel, needs_grad, return_lse)
-    context = context_named(parallel)
-    number = context.calls + 1 if context is not None else 0
-    kernel, plan, link = call.prepare("forward", number, query, key, cu_seqlens)
-    if context is not None:
-        context.calls = number  # on all ranks or on none: a call that one rank refused has no number
-    query, scale, _ = _with_positive_scale(query, scale)
-    with _all_or_none(link):
-        out, lse = ring.forward(kernel, plan, scale, query, key, value, link)
+    call = Call(pattern, scale, backend, parallel, needs_grad, return_lse)
+    out, lse, number = execute.forward(call, query, key, value, cu_seqlens)
     return out, lse, torch.tensor(number)
 
 
@@ -321,38 +258,14 @@ def _backward(
     pattern = DilatedPattern(
         tuple(segment_lengths), tuple(dilation_rates), is_causal=is_causal, phase=phase, heads=heads
     )
-    call = _Call(pattern, scale, backend, parallel, needs_grad, return_lse)
-    kernel, plan, link = call.prepare("backward", int(number), query, key, cu_seqlens)
+    call = Call(pattern, scale, backend, parallel, needs_grad, return_lse)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    query, scale, sign = _with_positive_scale(query, scale)
-    with _all_or_none(link):
-        dq, dk, dv = ring.backward(kernel, plan, scale, dout, dlse, query, key, value, out, lse, link)
-    return dq if sign == 1 else sign * dq, dk, dv
+    return execute.backward(call, int(number), dout, dlse, query, key, value, out, lse, cu_seqlens)
 
 
 @_backward.register_fake
 def _(dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
-
-
-@contextmanager
-def _all_or_none(link: Link | None) -> Iterator[None]:
-    """Whatever fails on this rank alone (memory, say) must not leave the others waiting for it."""
-    try:
-        yield
-    except BaseException as error:
-        if link is not None:
-            link.abandon(f"group {link.name!r}, rank {link.rank} failed: {type(error).__name__}: {error}")
-        raise
-
-
-def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, int]:
-    """The same scores by a positive scale, and the sign (or 0) that went into the query. Kernels put -inf at masked
-    scores and scale afterwards, which makes NaN of 0 and +inf of negative scales."""
-    if scale > 0:
-        return query, scale, 1
-    sign = -1 if scale < 0 else 0
-    return sign * query, abs(scale) or 1.0, sign
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -1,8 +1,10 @@
-"""ContextParallel: the ranks that share a sequence, how it is cut, how chunks travel, the handshake before each call."""
+"""ContextParallel: the ranks that share a sequence, how it is cut, how chunks travel, and the handshake of a call."""
 
 import hashlib
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -13,10 +15,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import EXCHANGES
 from .exchange.comm import ExchangeError, Link
-from .sharding import SHARDINGS, Shard, document_positions, make_shards, shard_length, split_lengths
+from .sharding import (
+    SHARDINGS,
+    Shard,
+    default_lengths,
+    document_positions,
+    make_shards,
+    ring_order,
+    shard_length,
+    slice_shard,
+)
 
 # The custom ops know a context by its name: they take no objects. An entry lives as long as its context.
 _contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
+_simulated = count()
+
+
+def host_name() -> str:
+    return socket.gethostname()
 
 
 def context_named(name: str) -> "ContextParallel | None":
@@ -32,14 +48,19 @@ class ContextParallel:
     Every rank of the group must make it at the same time, and run every forward and every backward, also a rank that
     owns no position.
 
+    Ranks of one host stand side by side in the ring, whatever their numbers; `rank` is the place in the ring.
+
     Args:
-        group: a ProcessGroup, a 1-D DeviceMesh (`mesh["cp"]`), or None for all ranks (one, if torch.distributed is not
-            initialised).
+        group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
+            Over a 2-D mesh heads are dealt (all-to-all) along the last axis and chunks travel along the first.
         sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k parts k and 2p-1-k of 2p.
-        exchange: "ring", or "auto".
+        exchange: "ring", "all_gather" (one collective), "all_to_all" (heads for positions), or "auto", which chooses by
+            bytes, memory and number of messages. "simulated" runs the ring of `world_size` ranks in this process, on
+            full tensors.
         timeout: how long a rank waits for another before it raises.
         align: the borders of contiguous shards are multiples of it.
         lengths: the lengths of contiguous shards, one for each rank, instead of near-equal ones.
+        world_size: the number of simulated ranks.
 
     Raises:
         ValueError: for unknown names, an `align` below 1, and lengths that do not fit the group.
@@ -54,35 +75,71 @@ class ContextParallel:
         timeout: timedelta = timedelta(minutes=10),
         align: int = 1,
         lengths: Sequence[int] | None = None,
+        world_size: int | None = None,
     ) -> None:
-        self.group = _resolve(group)
-        self.rank = dist.get_rank(self.group) if self.group is not None else 0
-        self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
-        self._check(sharding, exchange, timeout, align, lengths)
+        mesh = group if isinstance(group, DeviceMesh) else None
+        self.group = _resolve(group) if exchange != "simulated" else None
+        members = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
+        if mesh is not None and mesh.ndim == 2:
+            members = mesh.mesh.flatten().tolist()
+        self.world_size = len(members)
+        self.num_simulated = world_size if exchange == "simulated" and world_size is not None else 0
+        self._check(mesh, sharding, exchange, timeout, align, lengths, world_size)
         self.sharding, self.exchange, self.timeout = sharding, exchange, timeout
         self.align, self.lengths = align, tuple(lengths) if lengths is not None else None
-        self.link: Link | None = None
+        self.rank, self.name, self.calls = 0, "", 0  # calls: forwards so far, the same on every rank
+        self.link: Link | None = None  # all ranks
+        self.inner: Link | None = None  # the ranks that deal heads to each other, on a 2-D mesh
+        self.outer: Link | None = None  # the ranks of the ring
         self._control: Link | None = None
-        self.calls = 0  # forwards so far, the same on every rank
-        self.name = ""
-        if self.world_size > 1:
-            # A communicator of their own: a failed message breaks its group, and the user's must stay whole.
-            self.link = self._make_link("data", None)
-            self._control = self._make_link("control", "gloo")
-            self.name = self.link.group.group_name
+        self._inner_size = mesh.shape[1] if mesh is not None and mesh.ndim == 2 else 1
+        if self.num_simulated:
+            self.name = f"simulated {next(_simulated)}"
+        elif self.world_size > 1:
+            self._connect(members, mesh)
+            self.name = self.link.group.group_name if self.link is not None else ""
+        if self.name:
             _contexts[self.name] = self
+
+    def _connect(self, members: list[int], mesh: DeviceMesh | None) -> None:
+        """Make the communicators. They are this context's own: a failed message breaks its group, and the user's must
+        stay whole."""
+        self._control = self._make_link("control", "gloo", members)
+        if self._inner_size == 1:
+            hosts = self._control.texts(host_name(), "exchanging host names")
+            members = [members[k] for k in ring_order(hosts)]
+            self._control.reorder(members)
+        self.link = self._make_link("data", None, members)
+        self.rank = self.link.rank
+        self.outer = self.link
+        if self._inner_size > 1:
+            assert mesh is not None
+            self.inner = self._make_link("heads", None, mesh.mesh[self.rank // self._inner_size].tolist())
+            column = mesh.mesh[:, self.rank % self._inner_size].tolist()
+            self.outer = self._make_link("chunks", None, column) if len(column) > 1 else None
+
+    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+        """Every rank's shard, given every rank's number of positions."""
+        inner = self._inner_size
+        if inner == 1:
+            return make_shards(self.sharding, lengths)
+        groups = [lengths[i : i + inner] for i in range(0, len(lengths), inner)]
+        outer = make_shards(self.sharding, [sum(group) for group in groups])
+        return tuple(part for shard, group in zip(outer, groups, strict=True) for part in slice_shard(shard, group))
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all."""
-        shards = make_shards(self.sharding, self._default_lengths(x.shape[dim]))
-        return _Shard.apply(x, self, shards, dim)
+        shards = self.shards(self.default_lengths(x.shape[dim]))
+        return x if self.num_simulated else _Shard.apply(x, self, shards, dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The full tensor, from every rank's rows. What follows is the same on every rank: the gradient is a slice."""
+        if self.num_simulated:
+            return x
         others = [length for i, length in enumerate(x.shape) if i != dim % x.dim()]
         fields: dict[str, object] = {"call": "unshard", "dim": dim, "other lengths": others, "dtype": x.dtype}
         lengths = self.handshake(x.shape[dim], fields)
-        return _Unshard.apply(x, self, make_shards(self.sharding, lengths), dim)
+        return _Unshard.apply(x, self, self.shards(lengths), dim)
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
         """Positions within their document of the rows that `shard` gives this rank. (N_local,), int64, on the CPU.
@@ -91,11 +148,11 @@ class ContextParallel:
             seq_len: the length of the whole sequence.
             cu_seqlens: global borders of packed documents.
         """
-        return self.local_positions(self._default_lengths(seq_len), cu_seqlens)
+        return self.local_positions((seq_len,) if self.num_simulated else self.default_lengths(seq_len), cu_seqlens)
 
     def local_positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
         """Like `positions`, given every rank's number of rows instead of the default split."""
-        shard = make_shards(self.sharding, lengths)[self.rank]
+        shard = self._own_shards(lengths)[self.rank]
         borders = cu_seqlens.tolist() if cu_seqlens is not None else [0, sum(lengths)]
         ranges = document_positions(shard, borders)
         return torch.cat([torch.arange(0), *(torch.arange(r.start, r.stop) for r in ranges)])
@@ -109,7 +166,7 @@ class ContextParallel:
             x: (B, N_local), any integer dtype.
         """
         lengths = self.handshake(x.shape[1], {"call": "shift_left", "batch": x.shape[0], "fill": fill})
-        shards = make_shards(self.sharding, lengths)
+        shards = self._own_shards(lengths)
         firsts = self._first_columns(x, shards)
         parts, row = [], 0
         for span in shards[self.rank]:
@@ -122,6 +179,12 @@ class ContextParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors. Not differentiable."""
         return x.clone() if self.link is None else self.link.all_reduce(x.detach(), "all_reduce")
+
+    def abandon(self, reason: str) -> None:
+        """Break the groups of the exchange, so that the other ranks fail at once instead of waiting for this one."""
+        for link in (self.link, self.inner, self.outer):
+            if link is not None:
+                link.abandon(reason)
 
     def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
         """Every rank's local length, once all ranks turn out to make the same call.
@@ -144,26 +207,24 @@ class ContextParallel:
         records = self._control.all_to_all(torch.tensor([length, failure is not None, *marks]), moment)
         table = torch.stack(records).tolist()
         if any(row[1] for row in table):
-            texts = self._texts(failure or "", moment)
-            refused = [f"rank {rank} refused the call: {text}" for rank, text in enumerate(texts) if text]
+            texts = self._control.texts(failure or "", moment)
+            refused = [
+                f"rank {self._control.members[place]} refused the call: {text}"
+                for place, text in enumerate(texts)
+                if text
+            ]
             raise ValueError("; ".join(refused) if failure is None or len(refused) > 1 else failure)
         for column, name in enumerate(fields, start=2):
             if len({row[column] for row in table}) > 1:
-                texts = self._texts(str(fields[name]), moment)
-                listed = ", ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
+                texts = self._control.texts(str(fields[name]), moment)
+                listed = ", ".join(
+                    f"rank {self._control.members[place]} has {text}" for place, text in enumerate(texts)
+                )
                 raise ValueError(
                     f"ranks disagree on {name}: {listed}. All ranks of a group must make the same call; "
                     "nothing was sent."
                 )
         return tuple(row[0] for row in table)
-
-    def _texts(self, text: str, moment: str) -> list[str]:
-        record = torch.zeros(1024, dtype=torch.uint8)
-        encoded = text.encode()[: len(record)]
-        record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-        assert self._control is not None
-        records = self._control.all_to_all(record, moment)
-        return [bytes(r[r != 0].tolist()).decode(errors="replace") for r in records]
 
     def _first_columns(self, x: Tensor, shards: Sequence[Shard]) -> dict[int, Tensor]:
         """The first column (B, 1) of every span of every rank, by its global position."""
@@ -179,25 +240,48 @@ class ContextParallel:
             for i, span in enumerate(shard)
         }
 
-    def _default_lengths(self, seq_len: int) -> tuple[int, ...]:
+    def _own_shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+        """The shards of processes: simulated ranks share the one of this process."""
+        return make_shards("contiguous", lengths) if self.num_simulated else self.shards(lengths)
+
+    def default_lengths(self, seq_len: int) -> tuple[int, ...]:
+        """Every rank's number of positions of a sequence that `shard` cuts."""
         if self.lengths is not None:
             if sum(self.lengths) != seq_len:
                 raise ValueError(
                     f"lengths={self.lengths} add up to {sum(self.lengths)}, but the sequence has {seq_len} positions."
                 )
             return self.lengths
-        if self.sharding == "zigzag":
-            parts = split_lengths(seq_len, 2 * self.world_size)
-            return tuple(parts[k] + parts[-1 - k] for k in range(self.world_size))
-        return split_lengths(seq_len, self.world_size, self.align)
+        return default_lengths(
+            self.sharding, seq_len, self.num_simulated or self.world_size, self.align, self._inner_size
+        )
 
     def _check(
-        self, sharding: str, exchange: str, timeout: timedelta, align: int, lengths: Sequence[int] | None
+        self,
+        mesh: DeviceMesh | None,
+        sharding: str,
+        exchange: str,
+        timeout: timedelta,
+        align: int,
+        lengths: Sequence[int] | None,
+        world_size: int | None,
     ) -> None:
         if sharding not in SHARDINGS:
             raise ValueError(f"sharding={sharding!r} is unknown; choose one of {SHARDINGS}.")
         if exchange not in ("auto", *EXCHANGES):
             raise ValueError(f"exchange={exchange!r} is unknown; choose one of {('auto', *EXCHANGES)}.")
+        if (exchange == "simulated") != (world_size is not None):
+            raise ValueError(
+                f"world_size={world_size} with exchange={exchange!r}: the number of ranks is given for "
+                "exchange='simulated', and for no other."
+            )
+        if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
+            raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}.")
+        if mesh is not None and mesh.ndim == 2 and exchange not in ("auto", "ring", "all_gather"):
+            raise ValueError(
+                f"exchange={exchange!r} cannot run on a 2-D mesh, whose last axis deals heads already; choose how "
+                "chunks travel along the first axis: 'auto', 'ring' or 'all_gather'."
+            )
         if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
             raise ValueError(f"timeout must be a positive datetime.timedelta, got {timeout!r}.")
         if isinstance(align, bool) or not isinstance(align, int) or align < 1:
@@ -205,23 +289,24 @@ class ContextParallel:
         if sharding == "zigzag" and (align != 1 or lengths is not None):
             raise ValueError("zigzag shards are near-equal by definition; align and lengths are for contiguous ones.")
         if lengths is not None:
-            if len(lengths) != self.world_size or any(length < 0 for length in lengths):
+            num_ranks = self.num_simulated or self.world_size
+            if len(lengths) != num_ranks or any(length < 0 for length in lengths):
                 raise ValueError(
-                    f"lengths must hold {self.world_size} numbers of at least 0, one for each rank, got {lengths}."
+                    f"lengths must hold {num_ranks} numbers of at least 0, one for each rank, got {lengths}."
                 )
             if align != 1:
                 raise ValueError(f"give either align={align} or lengths={lengths}, not both.")
 
-    def _make_link(self, purpose: str, backend: str | None) -> Link:
-        assert self.group is not None
+    def _make_link(self, purpose: str, backend: str | None, members: list[int]) -> Link:
+        """A communicator of these global ranks, in this order."""
         group = dist.new_group(
-            dist.get_process_group_ranks(self.group),
+            members,
             timeout=self.timeout,
             backend=backend,
-            use_local_synchronization=dist.get_world_size() != self.world_size,
+            use_local_synchronization=len(members) != dist.get_world_size(),
             group_desc=f"ring_dilated_attention:{purpose}",
         )
-        return Link(group, f"{purpose} of {self.group.group_name}")
+        return Link(group, purpose, members)
 
 
 # Columns of the handshake's record: as many as `attention` compares.
@@ -234,11 +319,11 @@ def _fingerprint(value: object) -> int:
 
 def _resolve(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
+        if group.ndim > 2:
             raise ValueError(
-                f"the DeviceMesh has {group.ndim} axes {group.mesh_dim_names}; name one, as in mesh['cp']."
+                f"the DeviceMesh has {group.ndim} axes {group.mesh_dim_names}; name one or two, as in mesh['cp']."
             )
-        group = group.get_group()
+        group = group.get_group(0)
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if not isinstance(group, dist.ProcessGroup):
@@ -263,7 +348,7 @@ def _all_rows(x: Tensor, context: ContextParallel, shards: Sequence[Shard], dim:
 
 
 class _Shard(torch.autograd.Function):
-    """Forward on rank k: x (.., N, ..) -> its rows (.., N_k, ..). Backward: all ranks' rows of the gradient, gathered."""
+    """Forward on rank k: x (.., N, ..) -> its rows (.., N_k, ..). Backward: all ranks' rows of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: ContextParallel, shards: tuple[Shard, ...], dim: int) -> Tensor:

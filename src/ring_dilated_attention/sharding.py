@@ -79,6 +79,21 @@ def slice_shard(shard: Shard, lengths: Sequence[int]) -> tuple[Shard, ...]:
     return tuple(slices)
 
 
+def join_shards(shards: Sequence[Shard]) -> Shard:
+    """One shard with the rows of several, one after the other."""
+    return _joined([span for shard in shards for span in shard])
+
+
+def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
+    """The ranks in the order in which they stand in the ring: those of one host side by side, hosts as they first come.
+
+    Args:
+        hosts: the host of every rank.
+    """
+    first_seen = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
+    return tuple(sorted(range(len(hosts)), key=lambda rank: (first_seen[hosts[rank]], rank)))
+
+
 def shard_length(shard: Shard) -> int:
     return sum(span.stop - span.start for span in shard)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .merge import merge_
-from .plan import Block, Rows, Tile
+from .plan import Block, Message, Plan, Rows, Tile
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -161,3 +161,42 @@ def backward_tile(
         dl, l = (x if x is None else rows_view(x[batch].unsqueeze(-1), tile.query).squeeze(-1) for x in (dlse, lse))
         k, v = _key_views(tile, batch, source, query)
         yield batch, *kernel.backward(do, dl, q, k, v, o, l, tile.is_causal, scale)
+
+
+def local_gradients(
+    kernel: ModuleType,
+    plan: Plan,
+    scale: float,
+    query_side: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Sum, Sum, Sum]:
+    """dq, dk, dv so far: of the tiles with own rows on both sides."""
+    dq, dk, dv = Sum(query_side[2], plan.query_covered), Sum(key, plan.key_covered), Sum(value, plan.key_covered)
+    for tile in plan.local:
+        assert isinstance(tile.key, Rows)
+        for batch, q_grad, k_grad, v_grad in backward_tile(kernel, tile, scale, query_side, (key, value)):
+            dq.add(tile.query, batch, tile.first_query, q_grad)
+            dk.add(tile.key, batch, tile.first_key, k_grad)
+            dv.add(tile.key, batch, tile.first_key, v_grad)
+    return dq, dk, dv
+
+
+def pack(plan: Plan, key: Tensor, value: Tensor) -> Tensor:
+    """A flat K‖V buffer with this rank's own chunks: the dilated rows of its straddling segments."""
+    batch, head_dim = key.shape[0], key.shape[3]
+    buffer = torch.empty(plan.chunk_size * batch * head_dim, dtype=key.dtype, device=key.device)
+    for rows, block in plan.packs:
+        for target, x in zip(block_views(buffer, block, batch, head_dim), (key, value), strict=True):
+            target.copy_(rows_view(x, rows))
+    return buffer
+
+
+def add_home(plan: Plan, message: Message, arrived: Tensor, dk: Sum, dv: Sum, at: int) -> None:
+    """Add the finished gradient of this rank's own chunk, which lies at `at` in `arrived`, where it was dilated from."""
+    batch, head_dim = dk.like.shape[0], dk.like.shape[3]
+    for rows, block in plan.packs:
+        if message.offset <= block.offset < message.offset + message.size:
+            block = block._replace(offset=block.offset - message.offset + at)
+            for total, part in zip((dk, dv), block_views(arrived, block, batch, head_dim), strict=True):
+                total.add(rows, slice(None), False, part)

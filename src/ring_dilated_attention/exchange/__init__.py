@@ -1,4 +1,3 @@
 """How chunks travel between ranks."""
 
-# Under "auto", the first.
-EXCHANGES = ("ring",)
+EXCHANGES = ("ring", "all_gather", "all_to_all", "simulated")

@@ -1,5 +1,7 @@
-"""The only file that sends. Messages between the ranks of one process group, awaited exactly once, with errors that name
-the group, the moment and the peer."""
+"""The only file that sends: messages between the ranks of one process group.
+
+Each is awaited exactly once, and errors name the group, the moment and the peer.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,7 +12,6 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
 
 _UNUSED_TAG = 1  # all messages have tag 0
 
@@ -41,28 +42,29 @@ class Pending:
                 self.link.fail(self.moment, deed, error)
         self.tensors.clear()
 
-    def join(self, other: "Pending") -> None:
-        """Wait for the other's messages too."""
-        self.link, self.moment = other.link, other.moment
-        self.handles += other.handles
-        self.tensors += other.tensors
-
 
 class Link:
-    """Messages within one process group. Peers are ranks of the group.
+    """Messages within one process group. Ranks and peers are places in the ring, in the order of `members`.
 
     Every pair of ranks must post its messages in the same order (the plan sees to it); no tags are used, because NCCL
     knows none.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, members: Sequence[int]) -> None:
         self.group, self.name = group, name
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.world_size = len(members)
+        self.reorder(members)
         self.failure: str | None = None
+
+    def reorder(self, members: Sequence[int]) -> None:
+        """Put the group's members, given by their global ranks, in this order."""
+        self.members = list(members)
+        self.order = [dist.get_group_rank(self.group, member) for member in members]  # rank in the group, by place
+        self.rank = self.order.index(dist.get_rank(self.group))
 
     def fail(self, moment: str, deed: str, error: Exception) -> NoReturn:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        failure = f"group {self.name!r}, rank {self.rank}, {moment}: {deed}: {reason}"
+        failure = f"group {self.name!r}, rank {self.members[self.rank]}, {moment}: {deed}: {reason}"
         self.abandon(failure)
         raise ExchangeError(failure) from error
 
@@ -78,26 +80,29 @@ class Link:
         if dist.get_backend(self.group) != "gloo":
             self.group.abort()
             return
-        peer, nothing = (self.rank + 1) % self.world_size, torch.empty(1)
+        peer, nothing = self.order[(self.rank + 1) % self.world_size], torch.empty(1)
         with suppress(RuntimeError):
             work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_UNUSED_TAG)
             work.wait(timedelta(milliseconds=1))
+
+    def _refuse_if_broken(self) -> None:
+        if self.failure:
+            raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str
     ) -> Pending:
         """Start sending and receiving contiguous tensors, each with its peer. `moment` is quoted in errors."""
-        if self.failure:
-            raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
-        messages = [(dist.isend, x, peer, f"sending to rank {peer}") for x, peer in sends]
-        messages += [(dist.irecv, x, peer, f"waiting for rank {peer}") for x, peer in receives]
+        self._refuse_if_broken()
+        messages = [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
+        messages += [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]
         pending = Pending(self, moment, tensors=[x for _, x, _, _ in messages])
         if not messages:
             return pending
         deeds = [deed for *_, deed in messages]
         try:
             works = dist.batch_isend_irecv(
-                [dist.P2POp(op, x, group=self.group, group_peer=peer) for op, x, peer, _ in messages]
+                [dist.P2POp(op, x, group=self.group, group_peer=self.order[peer]) for op, x, peer, _ in messages]
             )
         except RuntimeError as error:
             self.fail(moment, ", ".join(deeds), error)
@@ -114,6 +119,13 @@ class Link:
         self.exchange([(record, peer) for peer in others], [(records[peer], peer) for peer in others], moment).wait()
         return records
 
+    def texts(self, text: str, moment: str) -> list[str]:
+        """Everybody's text, up to 1,024 bytes each."""
+        record = torch.zeros(1024, dtype=torch.uint8)
+        encoded = text.encode()[: len(record)]
+        record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+        return [bytes(r[r != 0].tolist()).decode(errors="replace") for r in self.all_to_all(record, moment)]
+
     def all_gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
         """Every rank's tensor; they differ only in their length along `dim`. One collective, padded to the longest."""
         longest = max(lengths)
@@ -124,7 +136,23 @@ class Link:
             dist.all_gather(gathered, padded, group=self.group)
         except RuntimeError as error:
             self.fail(moment, "in an all-gather", error)
-        return [part[:length].movedim(0, dim) for part, length in zip(gathered, lengths, strict=True)]
+        return [gathered[rank][:length].movedim(0, dim) for rank, length in zip(self.order, lengths, strict=True)]
+
+    def all_to_all_single(
+        self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
+    ) -> list[Tensor]:
+        """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes."""
+        by_rank = sorted(range(self.world_size), key=lambda place: self.order[place])
+        sent = torch.cat([parts[place] for place in by_rank])
+        received = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
+        receive_splits = [sizes[place] for place in by_rank]
+        self._refuse_if_broken()
+        try:
+            dist.all_to_all_single(received, sent, receive_splits, [len(parts[k]) for k in by_rank], group=self.group)
+        except RuntimeError as error:
+            self.fail(moment, "in an all-to-all", error)
+        pieces = received.split(receive_splits)
+        return [pieces[by_rank.index(place)] for place in range(self.world_size)]
 
     def all_reduce(self, x: Tensor, moment: str) -> Tensor:
         """The sum of all ranks' tensors."""

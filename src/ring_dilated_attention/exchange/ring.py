@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from ..plan import Hop, Message, Plan
-from ..tiles import MergedPartial, Sum, accumulator_dtype, backward_tile, block_views, forward_tile, rows_view
+from ..tiles import (
+    MergedPartial,
+    accumulator_dtype,
+    add_home,
+    backward_tile,
+    block_views,
+    forward_tile,
+    local_gradients,
+    pack,
+)
 from .comm import Link, Pending
 
 
@@ -19,7 +28,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, N, H, D) and lse (B, N, H) of this rank's queries, given its own rows of query, key and value."""
     ring = _Ring(plan, query, link, "forward")
-    chunks = ring.pack(key, value)
+    chunks = ring.chunk_buffers(key, value)
     moving = ring.start(0, chunks[0], chunks[1])
     merged = MergedPartial(query, plan.query_covered)
     for tile in plan.local:  # while the first chunks fly
@@ -52,18 +61,12 @@ def backward(
     behind; the own part is added at home.
     """
     ring = _Ring(plan, query, link, "backward")
-    chunks = ring.pack(key, value)
+    chunks = ring.chunk_buffers(key, value)
     moving = ring.start(0, chunks[0], chunks[1])
-    dq, dk, dv = Sum(query, plan.query_covered), Sum(key, plan.key_covered), Sum(value, plan.key_covered)
     query_side = (dout, dlse, query, out, lse)
-    for tile in plan.local:  # while the first chunks fly
-        for batch, q_grad, k_grad, v_grad in backward_tile(kernel, tile, scale, query_side, (key, value)):
-            dq.add(tile.query, batch, tile.first_query, q_grad)
-            dk.add(tile.key, batch, tile.first_key, k_grad)
-            dv.add(tile.key, batch, tile.first_key, v_grad)
-
+    dq, dk, dv = local_gradients(kernel, plan, scale, query_side, key, value)  # while the first chunks fly
     grads = ring.gradient_buffers()
-    leaving, arriving = ring.nothing(), ring.nothing()
+    leaving, arriving = ring.nothing(), list[Pending]()
     for s, hop in enumerate(plan.hops):
         moving.wait()
         chunk, free = chunks[(s + 1) % 2], chunks[s % 2]
@@ -72,23 +75,28 @@ def backward(
         for tile in hop.tiles:
             for batch, q_grad, k_grad, v_grad in backward_tile(kernel, tile, scale, query_side, chunk):
                 dq.add(tile.query, batch, False, q_grad)
-                arriving.wait()  # what earlier ranks added to these chunks' gradients
+                _wait(arriving)  # what earlier ranks added to these chunks' gradients
                 k_sum, v_sum = block_views(grad, tile.key, query.shape[0], query.shape[3])
                 k_sum += k_grad
                 v_sum += v_grad
-        arriving.wait()
+        _wait(arriving)
         leaving.wait()  # `other` is free from here on
         leaving = ring.send_gradients(s, hop, grad)
-        arriving = ring.nothing()
+        arriving = []
         for message in hop.grad_receives:
             incoming = ring.receive_gradient(s, message, other)
             if message.owner == plan.rank:
                 incoming.wait()
-                ring.add_home(message, other, dk, dv)
+                add_home(plan, message, other, dk, dv, at=message.offset)
             else:
-                arriving.join(incoming)
+                arriving.append(incoming)
     leaving.wait()
     return dq.result(), dk.result(), dv.result()
+
+
+def _wait(pendings: list[Pending]) -> None:
+    for pending in pendings:
+        pending.wait()
 
 
 class _Ring:
@@ -98,16 +106,13 @@ class _Ring:
         self.plan, self.link, self.stage = plan, link, stage
         self.like, self.batch, self.head_dim = query, query.shape[0], query.shape[3]
 
-    def pack(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk_buffers(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Two flat K‖V buffers; this rank's own chunks, dilated, are in the first."""
-        own, free = (self._buffer(torch.empty, key.dtype) for _ in range(2))
-        for rows, block in self.plan.packs:
-            for target, x in zip(block_views(own, block, self.batch, self.head_dim), (key, value), strict=True):
-                target.copy_(rows_view(x, rows))
-        return own, free
+        own = pack(self.plan, key, value)
+        return own, torch.empty_like(own)
 
     def gradient_buffers(self) -> tuple[Tensor, Tensor]:
-        """Two flat dK‖dV buffers in the accumulator's dtype. The first is where gradients of chunks start, from zero."""
+        """Two flat dK‖dV buffers in the accumulator's dtype. In the first, gradients of chunks start from zero."""
         dtype = accumulator_dtype(self.like.dtype)
         return self._buffer(torch.zeros, dtype), self._buffer(torch.empty, dtype)
 
@@ -123,13 +128,6 @@ class _Ring:
 
     def receive_gradient(self, s: int, message: Message, into: Tensor) -> Pending:
         return self._exchange((), into, (message,), into, f"{self.stage}, hop {s + 1}, gradients")
-
-    def add_home(self, message: Message, arrived: Tensor, dk: Sum, dv: Sum) -> None:
-        """Add this rank's own chunks' finished gradients, where they were dilated from."""
-        for rows, block in self.plan.packs:
-            if message.offset <= block.offset < message.offset + message.size:
-                for total, part in zip((dk, dv), block_views(arrived, block, self.batch, self.head_dim), strict=True):
-                    total.add(rows, slice(None), False, part)
 
     def nothing(self) -> Pending:
         return Pending(self.link, self.stage)

@@ -1,0 +1,115 @@
+"""The ring's plan with one collective: every chunk goes straight to every rank that meets it, all at once.
+
+As many bytes as the ring, one message instead of g - 1; but a rank holds all the chunks that it meets, and their
+gradients. The right choice where chunks are small.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..plan import Hop, Message, Plan, Tile
+from ..tiles import (
+    MergedPartial,
+    Sum,
+    accumulator_dtype,
+    add_home,
+    backward_tile,
+    block_views,
+    forward_tile,
+    local_gradients,
+    pack,
+)
+from .comm import Link
+
+
+def forward(
+    kernel: ModuleType, plan: Plan, scale: float, query: Tensor, key: Tensor, value: Tensor, link: Link | None
+) -> tuple[Tensor, Tensor]:
+    """As `ring.forward`."""
+    routes = _Routes(plan, query.shape[0] * query.shape[3])
+    merged = MergedPartial(query, plan.query_covered)
+    chunks = routes.gather(key, value, link, "forward")
+    for tile in plan.local:
+        forward_tile(kernel, tile, scale, query, (key, value), merged)
+    for hop in plan.hops:
+        for tile in hop.tiles:
+            forward_tile(kernel, routes.rebased(hop, tile), scale, query, chunks, merged)
+    return merged.result()
+
+
+def backward(
+    kernel: ModuleType,
+    plan: Plan,
+    scale: float,
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    link: Link | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `ring.backward`: the chunks again, then their gradients straight home."""
+    routes = _Routes(plan, query.shape[0] * query.shape[3])
+    chunks = routes.gather(key, value, link, "backward")
+    query_side = (dout, dlse, query, out, lse)
+    dq, dk, dv = local_gradients(kernel, plan, scale, query_side, key, value)
+    grads = torch.zeros_like(chunks, dtype=accumulator_dtype(chunks.dtype))
+    for hop in plan.hops:
+        for tile in (routes.rebased(hop, tile) for tile in hop.tiles):
+            for _, q_grad, k_grad, v_grad in backward_tile(kernel, tile, scale, query_side, chunks):
+                dq.add(tile.query, slice(None), False, q_grad)
+                k_sum, v_sum = block_views(grads, tile.key, query.shape[0], query.shape[3])
+                k_sum += k_grad
+                v_sum += v_grad
+    routes.bring_home(grads, link, dk, dv)
+    return dq.result(), dk.result(), dv.result()
+
+
+class _Routes:
+    """Which rank gets what, and where a received chunk lies. Buffers are in the order of owners, then of hops."""
+
+    def __init__(self, plan: Plan, unit: int) -> None:
+        self.plan, self.unit = plan, unit  # elements per unit of the plan's sizes
+        self.receives = sorted(((m.owner, m) for hop in plan.hops for m in hop.receives), key=lambda entry: entry[0])
+        self.targets = sorted(((m.peer, m) for hop in plan.hops for m in hop.targets), key=lambda entry: entry[0])
+        self.place: dict[tuple[int, int], int] = {}
+        self.size = 0
+        for owner, message in self.receives:
+            self.place[owner, message.offset] = self.size
+            self.size += message.size
+
+    def gather(self, key: Tensor, value: Tensor, link: Link | None, stage: str) -> Tensor:
+        """All chunks that this rank meets, in one flat buffer."""
+        own = pack(self.plan, key, value)
+        if link is None:
+            return own
+        parts = [self._joined(own, [m for peer, m in self.targets if peer == k]) for k in range(link.world_size)]
+        sizes = [sum(m.size for owner, m in self.receives if owner == k) * self.unit for k in range(link.world_size)]
+        return torch.cat(link.all_to_all_single(parts, sizes, own, f"{stage}, keys and values"))
+
+    def bring_home(self, grads: Tensor, link: Link | None, dk: Sum, dv: Sum) -> None:
+        """Send the gradients of others' chunks to their owners, and add those of the own chunks."""
+        if link is None:
+            return
+        sizes = [sum(m.size for owner, m in self.receives if owner == k) * self.unit for k in range(link.world_size)]
+        homes = [sum(m.size for peer, m in self.targets if peer == k) * self.unit for k in range(link.world_size)]
+        returned = torch.cat(link.all_to_all_single(list(grads.split(sizes)), homes, grads, "backward, gradients"))
+        start = 0
+        for _, message in self.targets:
+            add_home(self.plan, message, returned, dk, dv, at=start)
+            start += message.size
+
+    def rebased(self, hop: Hop, tile: Tile) -> Tile:
+        """The tile with its keys where they lie in the gathered buffer."""
+        offset = tile.key.offset
+        message = next(m for m in hop.receives if m.offset <= offset < m.offset + m.size)
+        place = self.place[message.owner, message.offset]
+        return tile._replace(key=tile.key._replace(offset=offset - message.offset + place))
+
+    def _joined(self, own: Tensor, messages: list[Message]) -> Tensor:
+        pieces = [own[m.offset * self.unit : (m.offset + m.size) * self.unit] for m in messages]
+        return torch.cat(pieces) if pieces else own[:0]

@@ -1,0 +1,278 @@
+"""What the custom ops do: handshake -> plan -> exchange.
+
+B batch, N positions, H query heads, G key/value heads, D head dim.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .exchange import all_gather, ring
+from .exchange.all_to_all import to_heads, to_positions
+from .exchange.choose import choose_exchange
+from .exchange.comm import Link
+from .exchange.simulated import run_ranks
+from .parallel import ContextParallel, context_named
+from .pattern import DilatedPattern
+from .plan import Plan, make_plan
+from .sharding import Shard, join_shards, make_shards
+
+_LOOPS: dict[str, ModuleType] = {"ring": ring, "all_gather": all_gather, "all_to_all": ring}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call is beside its tensors. `parallel` is the name of a context, "" for one device."""
+
+    pattern: DilatedPattern
+    scale: float
+    backend: str
+    parallel: str
+    needs_grad: str
+    return_lse: bool
+
+
+class _Route(NamedTuple):
+    """How this rank carries out a call: the loop, its plan, the link of the ring, and the link that deals heads."""
+
+    kernel: ModuleType
+    loop: ModuleType
+    plan: Plan
+    link: Link | None
+    inner: Link | None
+    inner_lengths: tuple[int, ...]
+
+
+def forward(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, int]:
+    """out (B, N, H, D), lse (B, N, H), and the number of the call."""
+    context = context_named(call.parallel)
+    number = context.calls + 1 if context is not None else 0
+    if context is not None and context.num_simulated:
+        return *_simulated_forward(call, context.num_simulated, context, query, key, value, cu_seqlens), number
+    route = _route(call, context, f"forward {number}", query, key, cu_seqlens)
+    if context is not None:
+        context.calls = number  # on all ranks or on none: a call that one rank refused has no number
+    with _all_or_none(context):
+        if route.inner is not None:
+            query, key, value = (_heads(x, route, "forward") for x in (query, key, value))
+        out, lse = route.loop.forward(route.kernel, route.plan, call.scale, query, key, value, route.link)
+        if route.inner is not None:
+            out, lse = _positions(out, route, "forward"), _positions(lse.unsqueeze(-1), route, "forward")[..., 0]
+    return out, lse, number
+
+
+def backward(
+    call: Call,
+    number: int,
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (B, N, H, D), dk and dv (B, N, G, D)."""
+    context = context_named(call.parallel)
+    if context is not None and context.num_simulated:
+        tensors = (dout, dlse, query, key, value, out, lse)
+        return _simulated_backward(call, context.num_simulated, context, tensors, cu_seqlens)
+    route = _route(call, context, f"backward {number}", query, key, cu_seqlens)
+    with _all_or_none(context):
+        if route.inner is not None:
+            dout, query, key, value, out = (_heads(x, route, "backward") for x in (dout, query, key, value, out))
+            lse = _heads(lse.unsqueeze(-1), route, "backward")[..., 0]
+            dlse = None if dlse is None else _heads(dlse.unsqueeze(-1), route, "backward")[..., 0]
+        tensors = (dout, dlse, query, key, value, out, lse)
+        grads = route.loop.backward(route.kernel, route.plan, call.scale, *tensors, route.link)
+        if route.inner is not None:
+            grads = tuple(_positions(x, route, "backward") for x in grads)
+    return grads
+
+
+@contextmanager
+def _all_or_none(context: ContextParallel | None) -> Iterator[None]:
+    """Whatever fails on this rank alone (memory, say) must not leave the others waiting for it."""
+    try:
+        yield
+    except BaseException as error:
+        if context is not None:
+            context.abandon(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _heads(x: Tensor, route: _Route, stage: str) -> Tensor:
+    assert route.inner is not None
+    return to_heads(x, route.inner_lengths, route.inner, f"{stage}, heads for positions")
+
+
+def _positions(x: Tensor, route: _Route, stage: str) -> Tensor:
+    assert route.inner is not None
+    return to_positions(x, route.inner_lengths, route.inner, f"{stage}, positions for heads")
+
+
+def _route(
+    call: Call, context: ContextParallel | None, moment: str, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
+) -> _Route:
+    """Handshake, choose the exchange, plan."""
+    batch, length, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    kernel = kernels.choose(call.backend, query)
+    if context is None or context.link is None:
+        documents = documents_of(cu_seqlens, length)
+        plan = make_plan(call.pattern, make_shards("contiguous", (length,)), 0, num_heads, num_kv_heads, documents)
+        return _Route(kernel, ring, plan, None, None, ())
+    borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    lengths = context.handshake(
+        length,
+        {
+            "call": moment,
+            "pattern": call.pattern,
+            "shape": f"batch {batch}, {num_heads} heads, {num_kv_heads} key/value heads, head dim {head_dim}",
+            "dtype": query.dtype,
+            "device": query.device.type,
+            "scale": call.scale,
+            "sharding": context.sharding,
+            "exchange": context.exchange,
+            "cu_seqlens": borders if borders is None or len(borders) <= 64 else (len(borders), hash(borders)),
+            "gradients": call.needs_grad or "none",
+            "return_lse": call.return_lse,
+        },
+    )
+    documents = documents_of(cu_seqlens, sum(lengths))
+    name = context.exchange
+    if name == "auto" and context.inner is None:
+        choice = choose_exchange(call.pattern, lengths, num_heads, num_kv_heads, batch, head_dim, query.element_size())
+        name = choice.exchange
+    shards = context.shards(lengths)
+    inner, link = (context.link, None) if name == "all_to_all" else (context.inner, context.outer)
+    if inner is None:
+        plan = make_plan(call.pattern, shards, context.rank, num_heads, num_kv_heads, documents)
+        return _Route(kernel, _LOOPS[name], plan, link, None, ())
+    held = _dealt_heads(num_heads, num_kv_heads, inner)
+    size = inner.world_size
+    groups = [lengths[i : i + size] for i in range(0, len(lengths), size)]
+    plan = make_plan(
+        call.pattern,
+        tuple(join_shards(shards[i : i + size]) for i in range(0, len(lengths), size)),
+        context.rank // size,
+        num_heads,
+        num_kv_heads,
+        documents,
+        held,
+    )
+    return _Route(kernel, _LOOPS.get(name, ring), plan, link, inner, groups[context.rank // size])
+
+
+def _dealt_heads(num_heads: int, num_kv_heads: int, inner: Link) -> range:
+    """The query heads that an all-to-all deals to this rank."""
+    size = inner.world_size
+    if num_kv_heads % size:
+        raise ValueError(
+            f"all_to_all deals heads to ranks, and {num_kv_heads} key/value heads do not divide among {size} ranks: "
+            f"{num_kv_heads} mod {size} = {num_kv_heads % size}. Use exchange='ring', which takes any number."
+        )
+    share = num_heads // size
+    return range(inner.rank * share, (inner.rank + 1) * share)
+
+
+def documents_of(cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...] | None:
+    """The borders as integers, checked against the length of the whole sequence."""
+    if cu_seqlens is None:
+        return None
+    borders = tuple(cu_seqlens.tolist())
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != seq_len:
+        raise ValueError(
+            f"cu_seqlens must start at 0 and end at the length of the sequence, {seq_len}; "
+            f"got {_quoted(borders)}, which has {len(borders)} entries."
+        )
+    for i, (a, b) in enumerate(pairwise(borders)):
+        if a >= b:
+            raise ValueError(
+                f"cu_seqlens must increase, got {a} then {b} at entries {i} and {i + 1}. Leave out empty documents."
+            )
+    return borders
+
+
+def _quoted(numbers: Sequence[int]) -> str:
+    return str(list(numbers)) if len(numbers) <= 6 else f"[{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}]"
+
+
+def _rows_of(x: Tensor, shard: Shard) -> Tensor:
+    """A simulated rank's rows of a full (B, N, ...) tensor; a view if they are one span."""
+    if len(shard) == 1:
+        return x[:, shard[0].start : shard[0].stop]
+    return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in shard)], dim=1)
+
+
+def _place(full: Tensor, shard: Shard, rows: Tensor) -> None:
+    row = 0
+    for start, stop in shard:
+        full[:, start:stop] = rows[:, row : row + stop - start]
+        row += stop - start
+
+
+def _simulated_forward(
+    call: Call,
+    world_size: int,
+    context: ContextParallel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    plans, shards, kernel = _simulated_plans(call, world_size, context, query, key, cu_seqlens)
+
+    def work(rank: int, link: Link) -> tuple[Tensor, Tensor]:
+        own = (_rows_of(x, shards[rank]) for x in (query, key, value))
+        return ring.forward(kernel, plans[rank], call.scale, *own, link)
+
+    parts = run_ranks(world_size, work)
+    out, lse = torch.empty_like(query, memory_format=torch.contiguous_format), None
+    for shard, (out_k, lse_k) in zip(shards, parts, strict=True):
+        lse = lse_k.new_empty(query.shape[:3]) if lse is None else lse
+        _place(out, shard, out_k)
+        _place(lse, shard, lse_k)
+    assert lse is not None
+    return out, lse
+
+
+def _simulated_backward(
+    call: Call,
+    world_size: int,
+    context: ContextParallel,
+    tensors: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor],
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = tensors[2:5]
+    plans, shards, kernel = _simulated_plans(call, world_size, context, query, key, cu_seqlens)
+
+    def work(rank: int, link: Link) -> tuple[Tensor, Tensor, Tensor]:
+        own = (None if x is None else _rows_of(x, shards[rank]) for x in tensors)
+        return ring.backward(kernel, plans[rank], call.scale, *own, link)  # type: ignore[arg-type]
+
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    for shard, parts in zip(shards, run_ranks(world_size, work), strict=True):
+        for full, rows in zip(grads, parts, strict=True):
+            _place(full, shard, rows)
+    return grads
+
+
+def _simulated_plans(
+    call: Call, world_size: int, context: ContextParallel, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
+) -> tuple[list[Plan], tuple[Shard, ...], ModuleType]:
+    num_heads, num_kv_heads, length = query.shape[2], key.shape[2], query.shape[1]
+    documents = documents_of(cu_seqlens, length)
+    shards = context.shards(context.default_lengths(length))
+    plans = [make_plan(call.pattern, shards, k, num_heads, num_kv_heads, documents) for k in range(world_size)]
+    return plans, shards, kernels.choose(call.backend, query)
