@@ -91,7 +91,9 @@ class Simulation:
         ]:
             touched: set[tuple[int, int]] = set()
             for tile in plan.local:
-                rows = {(h, t) for heads in self.view(k, getattr(tile, side)) for h, positions in heads for t in positions}
+                rows = {
+                    (h, t) for heads in self.view(k, getattr(tile, side)) for h, positions in heads for t in positions
+                }
                 if getattr(tile, f"first_{side}"):
                     assert not rows & touched, f"a first tile writes over what is there already ({side} rows)"
                 elif covered:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulation import Simulation, dense_triples
 
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import make_plan
 from ring_dilated_attention.sharding import make_shards, split_lengths
-from simulation import Simulation, dense_triples
 
 
 def check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, borders):
@@ -117,7 +117,7 @@ def test_a_message_of_the_wrong_size_is_seen(monkeypatch):
 
 
 def test_bytes_follow_the_formula_of_the_design():
-    """(g - 1) * 2 * B * ceil((n/p)/r) * H * D * itemsize per straddling branch, non-causal, aligned; local ones send nothing."""
+    """(g - 1) * 2 * B * ceil((n/p)/r) * H * D * itemsize per straddling branch, non-causal and aligned."""
     p, local, heads = 4, 64, 4
     pattern = DilatedPattern((32, 128, 256), (1, 2, 4))
     plan = make_plan(pattern, make_shards("contiguous", (local,) * p), 1, heads, heads)

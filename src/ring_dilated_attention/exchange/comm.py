@@ -3,11 +3,12 @@
 Each is awaited exactly once, and errors name the group, the moment and the peer.
 """
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,18 @@ _UNUSED_TAG = 1  # all messages have tag 0
 
 class ExchangeError(RuntimeError):
     """A peer died, is stuck, or left the group. The group cannot be used any more; make a new ContextParallel."""
+
+
+class Wait(NamedTuple):
+    """When messages were posted, when their rank began to wait for them, and when they were there, in seconds.
+
+    end - start is *exposed* communication: time in which the rank did nothing else.
+    """
+
+    moment: str
+    posted: float
+    start: float
+    end: float
 
 
 @dataclass
@@ -31,16 +44,26 @@ class Pending:
     moment: str
     handles: list[tuple[dist.Work, str]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
+    unstaged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    posted: float = field(default_factory=time.perf_counter)
 
     def wait(self) -> None:
+        if not self.handles:
+            return
+        assert self.link is not None
+        start = time.perf_counter()
         while self.handles:
             handle, deed = self.handles.pop(0)
             try:
                 handle.wait()
             except RuntimeError as error:
-                assert self.link is not None
                 self.link.fail(self.moment, deed, error)
+        for tensor, staged in self.unstaged:
+            tensor.copy_(staged, non_blocking=True)
         self.tensors.clear()
+        self.unstaged.clear()
+        if self.link.waits is not None:
+            self.link.waits.append(Wait(self.moment, self.posted, start, time.perf_counter()))
 
 
 class Link:
@@ -55,6 +78,7 @@ class Link:
         self.world_size = len(members)
         self.reorder(members)
         self.failure: str | None = None
+        self.waits: list[Wait] | None = None  # a list while waits are recorded
 
     def reorder(self, members: Sequence[int]) -> None:
         """Put the group's members, given by their global ranks, in this order."""
@@ -96,9 +120,11 @@ class Link:
         self._refuse_if_broken()
         messages = [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
         messages += [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]
-        pending = Pending(self, moment, tensors=[x for _, x, _, _ in messages])
+        pending = Pending(self, moment)
         if not messages:
             return pending
+        messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
+        pending.tensors = [x for _, x, _, _ in messages]
         deeds = [deed for *_, deed in messages]
         try:
             works = dist.batch_isend_irecv(
@@ -110,6 +136,21 @@ class Link:
             deeds = [", ".join(deeds)] * len(works)
         pending.handles = list(zip(works, deeds, strict=True))
         return pending
+
+    def _stages(self, x: Tensor) -> bool:
+        """Whether a tensor must travel through host memory: gloo cannot send CUDA tensors."""
+        return x.is_cuda and dist.get_backend(self.group) == "gloo"
+
+    def _staged(self, x: Tensor, is_filled: bool, pending: Pending | None = None) -> Tensor:
+        """The tensor, or a pinned copy of it on the host; a received copy is brought back when it is there."""
+        if not self._stages(x):
+            return x
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=torch.cuda.is_available())
+        if is_filled:
+            host.copy_(x)  # waits for the kernels that write x
+        elif pending is not None:
+            pending.unstaged.append((x, host))
+        return host
 
     def all_to_all(self, record: Tensor, moment: str) -> list[Tensor]:
         """Everybody's record (all of one shape and dtype), in the order of ranks. Point to point, so that errors can
@@ -131,34 +172,38 @@ class Link:
         longest = max(lengths)
         padded = x.movedim(dim, 0).new_zeros(longest, *x.movedim(dim, 0).shape[1:])
         padded[: x.shape[dim]] = x.movedim(dim, 0)
+        padded = self._staged(padded, True)
         gathered = [torch.empty_like(padded) for _ in lengths]
         try:
             dist.all_gather(gathered, padded, group=self.group)
         except RuntimeError as error:
             self.fail(moment, "in an all-gather", error)
-        return [gathered[rank][:length].movedim(0, dim) for rank, length in zip(self.order, lengths, strict=True)]
+        return [
+            gathered[rank][:length].movedim(0, dim).to(x.device)
+            for rank, length in zip(self.order, lengths, strict=True)
+        ]
 
     def all_to_all_single(
         self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
         """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes."""
         by_rank = sorted(range(self.world_size), key=lambda place: self.order[place])
-        sent = torch.cat([parts[place] for place in by_rank])
-        received = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
+        sent = self._staged(torch.cat([parts[place] for place in by_rank]), True)
+        received = torch.empty(sum(sizes), dtype=like.dtype, device=sent.device)
         receive_splits = [sizes[place] for place in by_rank]
         self._refuse_if_broken()
         try:
             dist.all_to_all_single(received, sent, receive_splits, [len(parts[k]) for k in by_rank], group=self.group)
         except RuntimeError as error:
             self.fail(moment, "in an all-to-all", error)
-        pieces = received.split(receive_splits)
+        pieces = received.to(like.device).split(receive_splits)
         return [pieces[by_rank.index(place)] for place in range(self.world_size)]
 
     def all_reduce(self, x: Tensor, moment: str) -> Tensor:
         """The sum of all ranks' tensors."""
-        total = x.clone()
+        total = self._staged(x.clone(), True)
         try:
             dist.all_reduce(total, group=self.group)
         except RuntimeError as error:
             self.fail(moment, "in an all-reduce", error)
-        return total
+        return total.to(x.device)
