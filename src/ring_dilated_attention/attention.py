@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from . import execute, kernels
 from .exchange.choose import Choice, choose_exchange
@@ -93,6 +94,21 @@ def _autocast(x: Any) -> Any:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
     return x
+
+
+def save_attention() -> tuple[Any, Any]:
+    """`context_fn` for torch.utils.checkpoint: recompute everything but attention, whose out and lse are kept.
+
+        checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
+
+    Without it the recomputation would send all chunks a second time.
+    """
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op is torch.ops.ring_dilated_attention.forward.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 @dataclass(frozen=True)
@@ -183,7 +199,7 @@ def _validate(
     kernels.choose(backend, query)
     if cu_seqlens is not None:
         _validate_cu_seqlens(cu_seqlens, batch)
-    if num_heads > seq_len and num_heads > 256:
+    if parallel is None and num_heads > seq_len and num_heads > 256:  # a shard may well be that short
         warnings.warn(
             f"query has {num_heads} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
             "The layout is (batch, seq, heads, head_dim).",
