@@ -115,6 +115,21 @@ def test_ddp_over_another_axis():
     run(4, two_axes, "ddp")
 
 
+def zigzag_loss(rank, world_size):
+    cp = ContextParallel(sharding="zigzag")
+    tokens = make_tokens(1)
+    model = DistributedDataParallel(NextTokenLoss(make_model(parallel=cp)))
+    loss = model(cp.shard(tokens))
+    loss.backward()
+    torch.testing.assert_close(loss, make_model().loss(tokens), rtol=1e-12, atol=1e-12)
+    assert_gradients(model.module, plain_gradients(tokens))
+
+
+def test_labels_and_positions_under_zigzag():
+    """Every shard has two spans: rotary positions jump, and labels cross two borders."""
+    run(3, zigzag_loss)
+
+
 def accumulation(rank, world_size):
     cp = ContextParallel()
     model = DistributedDataParallel(NextTokenLoss(make_model(parallel=cp)))

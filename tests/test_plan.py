@@ -11,7 +11,7 @@ from simulation import Simulation, dense_triples
 
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import make_plan
-from ring_dilated_attention.sharding import make_shards, split_lengths
+from ring_dilated_attention.sharding import default_lengths, make_shards
 
 
 def check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, borders):
@@ -45,11 +45,7 @@ def test_tiles_cover_the_pattern_once(world_size, sharding, is_causal):
         (5, (9, 2), (1, 8), {}),
     ]:
         pattern = DilatedPattern(w, r, is_causal=is_causal, **kwargs)
-        if sharding == "zigzag":
-            parts = split_lengths(n, 2 * world_size)
-            lengths = tuple(parts[k] + parts[-1 - k] for k in range(world_size))
-        else:
-            lengths = split_lengths(n, world_size)
+        lengths = default_lengths(sharding, n, world_size)
         for num_kv_heads in (4, 2, 1):
             check_plan(pattern, sharding, lengths, 4, num_kv_heads, (0, n))
 
@@ -77,7 +73,10 @@ def test_any_pattern_any_lengths_any_documents(data):
     world_size = data.draw(st.integers(1, 6))
     documents = sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=3))})
     lengths = cut(n, world_size, data.draw(st.integers(0, 10**6)))
-    check_plan(pattern, "contiguous", lengths, num_heads, num_kv_heads, tuple(documents))
+    sharding = data.draw(st.sampled_from(["contiguous", "zigzag"]))
+    if sharding == "zigzag":
+        lengths = default_lengths("zigzag", n, world_size)
+    check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, tuple(documents))
 
 
 @pytest.mark.parametrize("break_it", ["drop a tile", "repeat a tile", "forget causality"])
@@ -151,6 +150,22 @@ def test_causal_sends_only_to_later_ranks():
     assert [plan.sent()[0] for plan in plans] == [16, 32, 0]
     whole = 24 * 25 // 2
     assert sum(plan.pairs for plan in plans) == whole
+
+
+@pytest.mark.parametrize("n", [4096, 4001, 65537])
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_zigzag_is_balanced_for_dense_causal_attention(n, p):
+    """The largest share of the work over the mean: 1 when 2p divides n, at most 1.02 otherwise; contiguous nearly 2."""
+    pattern = DilatedPattern((n,), (1,), is_causal=True)
+
+    def imbalance(sharding):
+        shards = make_shards(sharding, default_lengths(sharding, n, p))
+        pairs = [make_plan(pattern, shards, k, 1, 1).pairs for k in range(p)]
+        assert sum(pairs) == n * (n + 1) // 2
+        return max(pairs) * p / sum(pairs)
+
+    assert imbalance("zigzag") == 1 if n % (2 * p) == 0 else imbalance("zigzag") <= 1.02
+    assert imbalance("contiguous") > 2 - 1.1 / p
 
 
 def test_zigzag_balances_dense_causal_work():

@@ -46,6 +46,7 @@ def cases_for(world_size):
         (43, 1, 5, 5, 8, [(11, 3), (43, 5)], {"heads": "split", "is_causal": True}, {}),
         (43, 1, 4, 1, 8, [(11, 1), (40, 3)], {"heads": "split"}, {}),
         (47, 2, 4, 2, 8, [(20, 1), (47, 2)], {"is_causal": True}, {"sharding": "zigzag"}),
+        (47, 1, 4, 2, 8, [(9, 1), (30, 2)], {"is_causal": True}, {"sharding": "zigzag"}),
         (3, 1, 8, 8, 4, [(2, 1), (3, 8)], {}, {}),
     ]
 

@@ -1,0 +1,90 @@
+"""The local work hides the first chunks: in virtual time, on a slow link, so that no clock decides."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ring_dilated_attention.exchange import ring
+from ring_dilated_attention.exchange.comm import Link, Pending
+from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.sharding import make_shards
+
+PATTERN = DilatedPattern((8, 64), (1, 2))
+SHARDS = make_shards("contiguous", (32, 32))
+
+
+class Clock:
+    """Virtual time."""
+
+    now = 0
+
+
+class SlowPending(Pending):
+    def wait(self):
+        if self.handles:
+            arrival = self.handles.pop()
+            self.link.exposed.append(max(0, arrival - self.link.clock.now))
+            self.link.clock.now = max(self.link.clock.now, arrival)
+
+
+class SlowLink(Link):
+    """A link on which every message takes `delay`. What it brings is not looked at here."""
+
+    def __init__(self, clock, delay):
+        self.clock, self.delay, self.exposed = clock, delay, []
+
+    def exchange(self, sends, receives, moment):
+        for x, _ in receives:
+            x.zero_()
+        return SlowPending(self, moment, [self.clock.now + self.delay])
+
+
+class LateLink(SlowLink):
+    """A link that sends only when somebody waits: what a ring without overlap would see."""
+
+    def exchange(self, sends, receives, moment):
+        pending = super().exchange(sends, receives, moment)
+        pending.wait()
+        return pending
+
+
+def exposed(stage, link_type, delay):
+    clock = Clock()
+    link = link_type(clock, delay)
+
+    def timed(call, q, k):
+        """A kernel call takes as long as it has (query, key) pairs."""
+        clock.now += q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+        return call
+
+    kernel = SimpleNamespace(
+        forward=lambda q, k, *rest: timed(cpu.forward, q, k)(q, k, *rest),
+        backward=lambda dout, dlse, q, k, *rest: timed(cpu.backward, q, k)(dout, dlse, q, k, *rest),
+    )
+    plan = make_plan(PATTERN, SHARDS, 0, 2, 2)
+    assert plan.hops
+    x = torch.randn(1, 32, 2, 8)
+    if stage == "forward":
+        ring.forward(kernel, plan, 1.0, x, x, x, link)
+    else:
+        lse = torch.zeros(1, 32, 2)
+        ring.backward(kernel, plan, 1.0, x, None, x, x, x, x, lse, link)
+    return link.exposed, sum(tile.pairs for tile in plan.local)
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_local_work_hides_the_first_chunks(stage):
+    _, local_work = exposed(stage, SlowLink, 0)
+    waits, _ = exposed(stage, SlowLink, local_work)
+    assert waits[0] == 0  # as slow as the local work is long: nothing of it is seen
+    waits, _ = exposed(stage, SlowLink, local_work + 10)
+    assert waits[0] == 10  # only what is longer
+
+
+def test_the_test_sees_a_ring_without_overlap():
+    _, local_work = exposed("forward", SlowLink, 0)
+    waits, _ = exposed("forward", LateLink, local_work)
+    assert waits[0] == local_work
