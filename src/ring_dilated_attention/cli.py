@@ -1,0 +1,57 @@
+"""`rda`: one command, a module per subcommand, imported only when it is the one asked for.
+
+A subcommand's module has `add_arguments(parser)` and `run(arguments) -> exit code`. `arguments.argv` is what stood
+after the subcommand, for those that start other processes with it.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+
+class Subcommand(NamedTuple):
+    module: str
+    summary: str
+
+
+SUBCOMMANDS = {
+    "train": Subcommand(".training.command", "train a byte-level LongNet on one long document"),
+    "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
+    "bench": Subcommand(".bench.command", "measure speed, memory and scaling, each behind a correctness gate"),
+    "plan": Subcommand(".plan_command", "show what each rank would compute, send and hold"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="rda",
+        description="Exact dilated attention on one device or many.",
+        epilog="Each command explains itself: rda train --help",
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = None
+    for name, subcommand in SUBCOMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=subcommand.summary,
+            description=subcommand.summary[0].upper() + subcommand.summary[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if arguments[:1] == [name]:
+            chosen = import_module(subcommand.module, __package__)
+            chosen.add_arguments(subparser)
+    parsed = parser.parse_args(arguments)
+    parsed.argv = arguments[1:]
+    assert chosen is not None
+    try:
+        return int(chosen.run(parsed))
+    except KeyboardInterrupt:
+        print(f"\nrda {parsed.command}: interrupted", file=sys.stderr)
+        return 130  # as a shell reports SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

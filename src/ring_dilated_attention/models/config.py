@@ -1,0 +1,62 @@
+"""The shape of a LongNetLM. No torch, so that a launcher can check it before it starts any rank."""
+
+from dataclasses import KW_ONLY, asdict, dataclass
+from typing import Any
+
+from ..pattern import DilatedPattern
+
+
+@dataclass(frozen=True)
+class LongNetConfig:
+    """All that decides the parameters and the function of a `LongNetLM`; `to_dict` and `from_dict` are its JSON form.
+
+    Args:
+        segment_lengths, dilation_rates, phase, heads: as in `DilatedPattern`; a language model's pattern is causal.
+        num_kv_heads: grouped queries; None means num_heads.
+        ffn_dim: width of the feed-forward layer; None means 4 * embed_dim.
+        rotary_base: base of the rotary embeddings.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    _: KW_ONLY
+    vocab_size: int = 256
+    num_layers: int = 2
+    embed_dim: int = 128
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    ffn_dim: int | None = None
+    rotary_base: float = 10_000.0
+    phase: str = "modulo"
+    heads: str = "all"
+
+    def __post_init__(self) -> None:
+        pattern = self.pattern  # refuses bad branches; JSON gives lists, the pattern makes tuples of them
+        object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
+        object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
+        for name in ("vocab_size", "num_layers", "embed_dim", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.embed_dim % self.num_heads or (self.embed_dim // self.num_heads) % 2:
+            raise ValueError(
+                f"embed_dim={self.embed_dim} over num_heads={self.num_heads} is a head dim of "
+                f"{self.embed_dim / self.num_heads:g}: it must be an even integer (rotary embeddings rotate pairs)."
+            )
+        if self.ffn_dim is not None and self.ffn_dim < 1:
+            raise ValueError(f"ffn_dim={self.ffn_dim} must be at least 1; None means 4 * embed_dim.")
+        if not self.rotary_base > 1.0:
+            raise ValueError(f"rotary_base={self.rotary_base} must be greater than 1.")
+        pattern.check_heads(self.num_heads, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        return DilatedPattern(
+            self.segment_lengths, self.dilation_rates, is_causal=True, phase=self.phase, heads=self.heads
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "LongNetConfig":
+        return cls(**fields)

@@ -1,0 +1,219 @@
+"""LongNetLM: a decoder-only transformer over dilated attention, from tokens to logits and to the loss.
+
+Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedding, V vocabulary, T rows of B times N.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..attention import save_attention
+from ..layers import MultiheadDilatedAttention
+from ..parallel import ContextParallel
+from .config import LongNetConfig
+
+IGNORED_LABEL = -1
+# The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them.
+LOSS_CHUNK_LOGITS = 2**20
+INITIAL_STD = 0.02
+
+
+class FeedForward(nn.Module):
+    """fc2(subln(gelu(fc1(x)))): MAGNETO puts the LayerNorm before the second linear."""
+
+    def __init__(self, embed_dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(embed_dim, ffn_dim)
+        self.sub_layernorm = nn.LayerNorm(ffn_dim)
+        self.fc2 = nn.Linear(ffn_dim, embed_dim)
+
+    def reset_parameters(self, *, gain: float) -> None:
+        for linear in (self.fc1, self.fc2):
+            nn.init.xavier_normal_(linear.weight, gain=gain)
+            nn.init.zeros_(linear.bias)
+        self.sub_layernorm.reset_parameters()
+
+    def forward(self, x_BNE: Tensor) -> Tensor:
+        return self.fc2(self.sub_layernorm(F.gelu(self.fc1(x_BNE))))
+
+
+class LongNetBlock(nn.Module):
+    """x + attention(ln(x)), then x + ffn(ln(x)), each with a sub-LayerNorm inside (MAGNETO, arXiv 2210.06423)."""
+
+    def __init__(self, config: LongNetConfig, parallel: ContextParallel | None) -> None:
+        super().__init__()
+        self.attention_layernorm = nn.LayerNorm(config.embed_dim)
+        self.attention = MultiheadDilatedAttention(
+            config.embed_dim,
+            config.num_heads,
+            config.pattern,
+            num_kv_heads=config.num_kv_heads,
+            sub_layernorm=True,
+            rotary=config.rotary_base,
+            parallel=parallel,
+        )
+        self.ffn_layernorm = nn.LayerNorm(config.embed_dim)
+        self.ffn = FeedForward(config.embed_dim, config.ffn_dim or 4 * config.embed_dim)
+
+    def forward(self, x_BNE: Tensor, positions_N: Tensor) -> Tensor:
+        normed = self.attention_layernorm(x_BNE)
+        x_BNE = x_BNE + self.attention(normed, normed, normed, positions=positions_N)[0]
+        return x_BNE + self.ffn(self.ffn_layernorm(x_BNE))
+
+
+class LongNetLM(nn.Module):
+    """Tokens (B, N) to logits (B, N, V), on one device or, with `parallel`, on this rank's shard of the positions.
+
+    Args:
+        activation_checkpointing: recompute each block in backward instead of keeping what it computed.
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        *,
+        parallel: ContextParallel | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.parallel = parallel
+        self.activation_checkpointing = activation_checkpointing
+        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.blocks = nn.ModuleList(LongNetBlock(config, parallel) for _ in range(config.num_layers))
+        self.final_layernorm = nn.LayerNorm(config.embed_dim)
+        self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """MAGNETO's decoder: gain sqrt(log(2 * num_layers)) on value, output and feed-forward weights."""
+        gain = math.sqrt(math.log(2 * self.config.num_layers))
+        nn.init.normal_(self.embedding.weight, std=INITIAL_STD)
+        nn.init.normal_(self.head.weight, std=INITIAL_STD)
+        self.final_layernorm.reset_parameters()
+        for block in self.blocks:
+            assert isinstance(block, LongNetBlock)
+            block.attention_layernorm.reset_parameters()
+            block.attention.reset_parameters(gain=gain)
+            block.ffn_layernorm.reset_parameters()
+            block.ffn.reset_parameters(gain=gain)
+
+    def forward(self, tokens_BN: Tensor) -> Tensor:
+        """Integer tokens (B, N) -> logits (B, N, V) of the token after each of them."""
+        return self.head(self._hidden(tokens_BN, self._agree(tokens_BN)))
+
+    def loss(self, tokens_BN: Tensor) -> Tensor:
+        """Mean cross-entropy, in nats, of predicting every token of the sequence but the first.
+
+        Under `parallel` the label of a shard's last position is the first token of the next shard. The value is the
+        mean over all ranks, on every rank; the gradient is scaled so that the *mean* of the ranks' gradients (which
+        DDP and FSDP2 take) is the gradient of one rank. They hook `forward`: wrap the model in `NextTokenLoss` first.
+        """
+        lengths = self._agree(tokens_BN)
+        num_labels = tokens_BN.shape[0] * (sum(lengths) - 1)
+        if num_labels < 1:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens_BN.shape)} on this rank, {sum(lengths)} positions over all ranks: the "
+                "loss predicts each token from those before it and needs a batch of sequences of at least 2"
+            )
+        labels_BN = self._next_tokens(tokens_BN)
+        local_sum = self._cross_entropy_sum(self._hidden(tokens_BN, lengths), labels_BN)
+        if self.parallel is None:
+            return local_sum / num_labels
+        return _GlobalMean.apply(local_sum, num_labels, self.parallel)
+
+    def _hidden(self, tokens_BN: Tensor, lengths: Sequence[int]) -> Tensor:
+        if self.parallel is None:
+            positions_N = torch.arange(tokens_BN.shape[1], device=tokens_BN.device)
+        else:
+            positions_N = self.parallel.local_positions(lengths).to(tokens_BN.device)
+        x_BNE = self.embedding(tokens_BN.long())
+        for block in self.blocks:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x_BNE = checkpoint(
+                    block,
+                    x_BNE,
+                    positions_N,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=save_attention,  # nothing is sent twice
+                )
+            else:
+                x_BNE = block(x_BNE, positions_N)
+        return self.final_layernorm(x_BNE)
+
+    def _cross_entropy_sum(self, hidden_BNE: Tensor, labels_BN: Tensor) -> Tensor:
+        """Sum over this rank's positions; 0, but connected to every parameter, on a rank that owns none."""
+        hidden_TE, labels_T = hidden_BNE.flatten(0, 1), labels_BN.flatten()
+        rows = max(1, LOSS_CHUNK_LOGITS // self.config.vocab_size)
+        total = hidden_TE.new_zeros((), dtype=torch.float32)
+        for hidden, labels in zip(hidden_TE.split(rows), labels_T.split(rows), strict=True):
+            total = total + checkpoint(
+                self._chunk_cross_entropy_sum, hidden, labels, use_reentrant=False, preserve_rng_state=False
+            )
+        return total
+
+    def _chunk_cross_entropy_sum(self, hidden_TE: Tensor, labels_T: Tensor) -> Tensor:
+        logits_TV = self.head(hidden_TE)
+        logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+        return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
+
+    def _agree(self, tokens_BN: Tensor) -> tuple[int, ...]:
+        """Every rank's number of positions; a ValueError on every rank if one of them has tokens that cannot be."""
+        failure = None
+        if tokens_BN.dim() != 2 or tokens_BN.is_floating_point() or tokens_BN.is_complex():
+            failure = (
+                f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
+            )
+        if self.parallel is not None:
+            batch, num_positions = (0, 0) if failure else tokens_BN.shape
+            return self.parallel.handshake(num_positions, {"call": "LongNetLM", "batch": batch}, failure)
+        if failure:
+            raise ValueError(failure)
+        return (tokens_BN.shape[1],)
+
+    def _next_tokens(self, tokens_BN: Tensor) -> Tensor:
+        tokens_BN = tokens_BN.long()
+        if self.parallel is not None:
+            return self.parallel.shift_left(tokens_BN, IGNORED_LABEL)
+        return F.pad(tokens_BN[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+class NextTokenLoss(nn.Module):
+    """`LongNetLM.loss` as a `forward`, which is what DDP and FSDP2 hook.
+
+    loss_of = DistributedDataParallel(NextTokenLoss(model))
+    loss_of(tokens).backward()
+    """
+
+    def __init__(self, model: LongNetLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BN: Tensor) -> Tensor:
+        return self.model.loss(tokens_BN)
+
+
+class _GlobalMean(torch.autograd.Function):
+    """The ranks' sums s_0 ... s_{p-1} over n labels in all.
+
+    forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n
+    backward, on rank k:     ds_k = dL * p / n
+
+    Rank k's backward computes its part of the gradient of the *sum* of all s, so the ranks' gradients add up to
+    p * dL/dparameters, and their mean is the gradient of L.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local_sum: Tensor, num_labels: int, parallel: ContextParallel) -> Tensor:
+        ctx.scale = parallel.world_size / num_labels
+        return parallel.all_reduce(local_sum) / num_labels
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        return grad_loss * ctx.scale, None, None

@@ -1,0 +1,132 @@
+"""The training loop. Every rank runs all of it, also a rank whose shard is empty; only rank 0 writes."""
+
+import math
+import time
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..models.longnet import LongNetLM, NextTokenLoss
+from ..parallel import ContextParallel
+from .checkpoint import load_checkpoint, save_checkpoint
+from .data import Document
+from .memory import peak_resident_bytes, resident_bytes
+from .options import Hyperparameters
+from .progress import Progress
+from .report import make_record, planned_attention_bytes
+from .run import Run, initial_state
+
+NATS_PER_BIT = math.log(2)
+
+
+class Stop(Protocol):
+    @property
+    def requested(self) -> bool: ...
+
+
+class TrainingDiverged(ValueError):
+    """The loss is no longer a number."""
+
+
+def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
+    """Train to the last step, or to the first step boundary after a request to stop. Returns the run's record."""
+    options = run.hyperparameters
+    torch.manual_seed(options.seed)
+    model = LongNetLM(options.model_config(), parallel=parallel, activation_checkpointing=run.activation_checkpointing)
+    optimizer = make_optimizer(model, options)
+    loss_of = average_gradients(NextTokenLoss(model), parallel)
+    state = initial_state(run)
+    if run.checkpoint is not None:
+        load_checkpoint(run.checkpoint, model, optimizer)
+    resident_before, stopping = resident_bytes(), False
+    with Progress(options, state["step"], parallel.rank, planned_attention_bytes(options, parallel)) as progress:
+        while state["step"] < options.steps and not stopping:
+            began = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(options, state["step"])
+            loss = loss_of(shard(run.document.train_window(options.seed, state["step"]), parallel))
+            check_finite(loss.item(), state["step"])
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            resident, stopping = exchange_status(parallel, stop.requested)
+            state["step"] += 1
+            state["bits_per_byte"].append(loss.item() / NATS_PER_BIT)
+            state["step_seconds"].append(time.perf_counter() - began)
+            progress.update(state["bits_per_byte"][-1], state["step_seconds"][-1], resident)
+            due = state["step"] % run.save_every == 0 or state["step"] == options.steps
+            if parallel.rank == 0 and (due or stopping):
+                save_checkpoint(run.folder, state, model, optimizer)
+    complete = state["step"] == options.steps
+    held_out = held_out_bits_per_byte(model, run.document, parallel) if complete else None
+    ranks = gather_memory(options, parallel, resident_before)
+    return make_record(run.folder, state, held_out, ranks, sum(x.numel() for x in model.parameters()))
+
+
+def make_optimizer(model: nn.Module, options: Hyperparameters) -> torch.optim.AdamW:
+    matrices = [x for x in model.parameters() if x.dim() >= 2]
+    vectors = [x for x in model.parameters() if x.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
+
+
+def learning_rate(options: Hyperparameters, step: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth of the peak: a function of the step alone."""
+    if step < options.warmup_steps:
+        return options.learning_rate * (step + 1) / options.warmup_steps
+    progress = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+    return options.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.Module:
+    """DDP over the ranks that share the sequence: the loss is scaled for the mean of their gradients."""
+    wrapped: nn.Module = loss_of
+    if parallel.world_size > 1:
+        wrapped = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
+    # A rehearsal on a few bytes. DDP orders its buckets anew after the first backward, and that decides in which order
+    # gloo adds more than two ranks' gradients: with it behind, a resumed run adds as the uninterrupted one did.
+    wrapped(shard(bytearray(2 * parallel.world_size), parallel)).backward()
+    wrapped.zero_grad()
+    return wrapped
+
+
+def shard(window: bytearray, parallel: ContextParallel) -> Tensor:
+    """This rank's part of a sequence of bytes, (1, N_local) int64."""
+    return parallel.shard(torch.frombuffer(window, dtype=torch.uint8)[None]).long()
+
+
+def check_finite(loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise TrainingDiverged(f"the loss is {loss} at step {step}: start again with a smaller --learning-rate")
+
+
+def exchange_status(parallel: ContextParallel, stop_requested: bool) -> tuple[list[int], bool]:
+    """Every rank's resident bytes, and whether any rank was asked to stop, so that all stop at the same step."""
+    status = torch.zeros(parallel.world_size + 1, dtype=torch.int64)
+    status[parallel.rank] = resident_bytes()
+    status[-1] = int(stop_requested)
+    *resident, num_requests = parallel.all_reduce(status).tolist()
+    return resident, num_requests > 0
+
+
+@torch.no_grad()
+def held_out_bits_per_byte(model: LongNetLM, document: Document, parallel: ContextParallel) -> float:
+    """The mean over the windows at the document's end, which were never trained on."""
+    windows = (document.held_out_window(i) for i in range(document.num_held_out))
+    losses = [model.loss(shard(window, parallel)).item() for window in windows]
+    return sum(losses) / len(losses) / NATS_PER_BIT
+
+
+def gather_memory(options: Hyperparameters, parallel: ContextParallel, resident_before: int) -> list[dict[str, Any]]:
+    """One row per rank, on every rank."""
+    names = ("positions", "resident_before", "resident_peak", "planned_attention")
+    num_positions = len(parallel.positions(options.seq_len))
+    table = torch.zeros(parallel.world_size, len(names), dtype=torch.int64)
+    planned = planned_attention_bytes(options, parallel)
+    table[parallel.rank] = torch.tensor((num_positions, resident_before, peak_resident_bytes(), planned))
+    rows = parallel.all_reduce(table).tolist()
+    return [{"rank": rank, **dict(zip(names, row, strict=True))} for rank, row in enumerate(rows)]

@@ -1,0 +1,119 @@
+"""The hyperparameters of a run: everything that decides what it computes. No torch.
+
+They are saved with every checkpoint, and a resumed run must have the same. What may change between the two (the number
+of ranks, the exchange, how often to save) is not here.
+"""
+
+import argparse
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..models.config import LongNetConfig
+
+
+def _option(default: Any, text: str, kind: type = int) -> Any:
+    return field(default=default, metadata={"help": text, "type": kind})
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What decides the result of a run, to the bit on the same machine and number of ranks."""
+
+    data: tuple[str, ...] = _option((), "files to train on, as one document; default: Python's standard library", str)
+    seq_len: int = _option(32_768, "bytes of one sequence, over all ranks")
+    steps: int = _option(90, "optimiser steps, one sequence each")
+    num_layers: int = _option(2, "transformer blocks")
+    embed_dim: int = _option(128, "width of the model")
+    num_heads: int = _option(4, "query heads")
+    num_kv_heads: int | None = _option(None, "key/value heads (grouped queries); default: as many as query heads")
+    segment_lengths: tuple[int, ...] = _option((2_048, 32_768), "segment length of each branch")
+    dilation_rates: tuple[int, ...] = _option((1, 16), "dilation rate of each branch")
+    learning_rate: float = _option(3e-3, "peak learning rate of AdamW; cosine down to a tenth of it", float)
+    warmup_steps: int = _option(10, "steps of linear warm-up")
+    weight_decay: float = _option(0.1, "AdamW's, on matrices only", float)
+    clip_norm: float = _option(1.0, "largest norm of the gradient", float)
+    held_out_windows: int = _option(4, "sequences at the document's end that are kept for the final figure")
+    seed: int = _option(0, "seed of the initial weights and of the order of the data")
+
+    def __post_init__(self) -> None:
+        for name in ("data", "segment_lengths", "dilation_rates"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("steps", "held_out_windows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 1")
+        if self.seq_len < 2:
+            raise ValueError(
+                f"--seq-len {self.seq_len} must be at least 2: each byte is predicted from those before it"
+            )
+        if self.warmup_steps < 0:
+            raise ValueError(f"--warmup-steps {self.warmup_steps} must not be negative")
+        for name in ("learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{flag(name)} {getattr(self, name)} must be a positive number")
+        if not 0 <= self.weight_decay < float("inf"):
+            raise ValueError(f"--weight-decay {self.weight_decay} must be zero or a positive number")
+        self.model_config()  # refuses widths and branches that cannot be
+
+    def model_config(self) -> LongNetConfig:
+        return LongNetConfig(
+            self.segment_lengths,
+            self.dilation_rates,
+            num_layers=self.num_layers,
+            embed_dim=self.embed_dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON gives it back: lists for tuples."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_hyperparameters(parser: argparse._ArgumentGroup) -> None:
+    """One option per field. An option that is not given leaves no attribute, so that `resolve` can tell."""
+    for item in fields(Hyperparameters):
+        many = isinstance(item.default, tuple)
+        suffix = "" if item.default in ((), None) else f" (default {_shown(item.default)})"
+        parser.add_argument(
+            flag(item.name),
+            default=argparse.SUPPRESS,
+            type=item.metadata["type"],
+            nargs="+" if many else None,
+            metavar="FILE" if item.name == "data" else "N" if item.metadata["type"] is int else "X",
+            help=item.metadata["help"] + suffix,
+        )
+
+
+def resolve(arguments: argparse.Namespace, saved: dict[str, Any] | None) -> Hyperparameters:
+    """The hyperparameters of a new run, or of the saved one that is resumed.
+
+    Raises:
+        ValueError: for values that cannot be, and for those that differ from the saved run's.
+    """
+    given = {item.name: getattr(arguments, item.name) for item in fields(Hyperparameters) if item.name in arguments}
+    if "data" in given:
+        given["data"] = [str(Path(name).resolve()) for name in given["data"]]
+    if saved is None:
+        return Hyperparameters(**given)
+    hyperparameters = Hyperparameters(**saved)
+    wanted = Hyperparameters(**{**saved, **given})
+    changed = [
+        f"{flag(item.name)} {_shown(getattr(wanted, item.name))} was {_shown(getattr(hyperparameters, item.name))}"
+        for item in fields(Hyperparameters)
+        if getattr(wanted, item.name) != getattr(hyperparameters, item.name)
+    ]
+    if changed:
+        raise ValueError(
+            f"a resumed run keeps its hyperparameters, but {'; '.join(changed)}. Leave these options out, or start a "
+            "new run without --resume"
+        )
+    return hyperparameters
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,141 @@
+"""What a run leaves behind: record.json, loss.png and a table of memory per rank."""
+
+import json
+import os
+import platform
+import statistics
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..estimate import attention_memory
+from ..parallel import ContextParallel
+from ..plan import make_plan
+from ..sharding import make_shards, split_lengths
+from .options import Hyperparameters
+from .run import RECORD_FILE
+
+PICTURE_FILE = "loss.png"
+PACKAGES = ("torch", "numpy", "safetensors", "ring-dilated-attention")
+
+
+def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel) -> int:
+    """What the plan says one attention call holds on this rank, forward and backward."""
+    config = options.model_config()
+    shards = make_shards(parallel.sharding, split_lengths(options.seq_len, parallel.world_size))
+    num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
+    plan = make_plan(config.pattern, shards, parallel.rank, config.num_heads, num_kv_heads)
+    head_dim = config.embed_dim // config.num_heads
+    memory = attention_memory(plan, 1, head_dim, torch.float32.itemsize, num_threads=torch.get_num_threads())
+    return memory.forward_backward.num_bytes
+
+
+def make_record(
+    folder: Path, state: dict[str, Any], held_out: float | None, ranks: list[dict[str, Any]], num_parameters: int
+) -> dict[str, Any]:
+    options = state["hyperparameters"]
+    seconds = state["step_seconds"]
+    return {
+        "status": "complete" if state["step"] == options["steps"] else "interrupted",
+        "run_folder": str(folder),
+        "hardware": hardware(),
+        "versions": versions(),
+        "hyperparameters": options,
+        "document": state["document"],
+        "num_ranks": len(ranks),
+        "num_parameters": num_parameters,
+        "steps_done": state["step"],
+        "bits_per_byte": state["bits_per_byte"],
+        "held_out_bits_per_byte": held_out,
+        "step_seconds": seconds,
+        "tokens_per_second": options["seq_len"] / statistics.median(seconds) if seconds else None,
+        "ranks": ranks,
+    }
+
+
+def write_report(record: dict[str, Any]) -> None:
+    folder = Path(record["run_folder"])
+    unfinished = folder / f"unfinished-{RECORD_FILE}"
+    unfinished.write_text(json.dumps(record, indent=1) + "\n")
+    unfinished.rename(folder / RECORD_FILE)
+    draw_losses(record, folder / PICTURE_FILE)
+
+
+def draw_losses(record: dict[str, Any], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    losses = record["bits_per_byte"]
+    axes.plot(range(1, len(losses) + 1), losses, label="training")
+    if record["held_out_bits_per_byte"] is not None:
+        label = f"held out: {record['held_out_bits_per_byte']:.3f}"
+        axes.axhline(record["held_out_bits_per_byte"], color="tab:orange", linestyle="--", label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte")
+    axes.set_title(f"{record['hyperparameters']['seq_len']:,} tokens over {record['num_ranks']} ranks")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def summary(record: dict[str, Any]) -> str:
+    """What the run came to, and the memory of every rank beside the plan's figure."""
+    headers = ("rank", "positions", "before step 1", "peak resident", "attention, planned")
+    rows = [headers] + [
+        (
+            str(row["rank"]),
+            f"{row['positions']:,}",
+            megabytes(row["resident_before"]),
+            megabytes(row["resident_peak"]),
+            megabytes(row["planned_attention"]),
+        )
+        for row in record["ranks"]
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(headers))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    losses = record["bits_per_byte"]
+    if losses:
+        speed = f"{record['tokens_per_second']:,.0f} tokens/s"
+        lines.append(f"bits per byte: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}; {speed}")
+    if record["held_out_bits_per_byte"] is not None:
+        lines.append(f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte")
+    lines.append(f"record and picture: {record['run_folder']}")
+    return "\n".join(lines)
+
+
+def hardware() -> dict[str, Any]:
+    return {
+        "processor": _processor_name(),
+        "cores": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB"
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

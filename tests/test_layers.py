@@ -1,0 +1,248 @@
+"""MultiheadDilatedAttention against torch's module, against itself on single samples, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention
+from ring_dilated_attention.layers import rotary_table, rotate
+
+DILATED = DilatedPattern((8, 32), (1, 3))
+
+
+def dense(seq_len, is_causal=False):
+    return DilatedPattern((seq_len,), (1,), is_causal=is_causal)
+
+
+def make(pattern=DILATED, embed_dim=24, num_heads=4, seed=0, **options):
+    torch.manual_seed(seed)
+    module = MultiheadDilatedAttention(embed_dim, num_heads, pattern, dtype=torch.float64, **options)
+    if module.in_proj_bias is not None:  # zero biases would hide a bias that is left out
+        nn.init.normal_(module.in_proj_bias)
+        nn.init.normal_(module.out_proj.bias)
+    return module
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("same_input", [False, True])
+def test_equals_torch_with_its_weights(is_causal, bias, same_input):
+    """Parameters keep torch's names and meaning: its state_dict loads, and outputs and gradients are equal."""
+    seq_len = 13
+    theirs = nn.MultiheadAttention(24, 4, bias=bias, batch_first=True, dtype=torch.float64)
+    ours = make(dense(seq_len, is_causal), bias=bias)
+    if bias:
+        nn.init.normal_(theirs.in_proj_bias)
+        nn.init.normal_(theirs.out_proj.bias)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    inputs = [randn(2, seq_len, 24)] * 3 if same_input else [randn(2, seq_len, 24) for _ in range(3)]
+    mask = nn.Transformer.generate_square_subsequent_mask(seq_len, dtype=torch.float64) if is_causal else None
+    expected, _ = theirs(*inputs, attn_mask=mask, need_weights=False)
+    out, weights = ours(*inputs)
+    assert weights is None
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    grad = randn(2, seq_len, 24)
+    expected.backward(grad)
+    out.backward(grad)
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_grouped_queries_equal_repeated_key_value_heads():
+    """in_proj_weight holds Wq, then Wk, then Wv; key/value head g serves query heads 2g and 2g + 1."""
+    grouped, full = make(num_kv_heads=2), make()
+    queries, keys, values = grouped.in_proj_weight.detach().split((24, 12, 12))
+    q_bias, k_bias, v_bias = grouped.in_proj_bias.detach().split((24, 12, 12))
+
+    def repeat(x):
+        return x.unflatten(0, (2, 6)).repeat_interleave(2, dim=0).flatten(0, 1)
+
+    with torch.no_grad():
+        full.in_proj_weight.copy_(torch.cat((queries, repeat(keys), repeat(values))))
+        full.in_proj_bias.copy_(torch.cat((q_bias, repeat(k_bias), repeat(v_bias))))
+        full.out_proj.load_state_dict(grouped.out_proj.state_dict())
+    x = randn(2, 37, 24)
+    torch.testing.assert_close(grouped(x, x, x)[0], full(x, x, x)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_rotary_sees_only_differences_of_positions():
+    module, plain = make(dense(11), rotary=True), make(dense(11))
+    x = randn(1, 11, 24)
+    positions = torch.arange(11)
+    out = module(x, x, x, positions=positions)[0]
+    assert torch.equal(module(x, x, x)[0], out)
+    torch.testing.assert_close(module(x, x, x, positions=positions + 5000)[0], out, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(module(x, x, x, positions=2 * positions)[0], out, atol=1e-4)
+    assert not torch.allclose(plain(x, x, x)[0], out, atol=1e-4)
+
+
+def test_rotation_is_multiplication_by_a_complex_number():
+    positions, x = torch.tensor([0, 1, 977]), randn(2, 3, 4, 6)
+    rotated = rotate(x, *rotary_table(positions, 6, 500.0))
+    angles = positions[:, None] * 500.0 ** -(torch.arange(3) / 3)
+    expected = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones(3, 3), angles)[:, None]
+    torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), -1), rtol=1e-4, atol=1e-4)
+
+
+def test_rotary_tells_neighbours_apart_beyond_float32_integers():
+    """2^24 + 1 is no float32: angles of that dtype would be the same for both."""
+    cos, sin = rotary_table(torch.tensor([2**24, 2**24 + 1]), 2, 10_000.0)
+    step = torch.complex(cos, sin)[1] / torch.complex(cos, sin)[0]
+    torch.testing.assert_close(step.angle(), torch.ones(1, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+def test_rotary_in_bfloat16_keeps_the_dtype():
+    module = MultiheadDilatedAttention(24, 4, DILATED, rotary=True, sub_layernorm=True, dtype=torch.bfloat16)
+    x = torch.randn(1, 9, 24, dtype=torch.bfloat16)
+    assert module(x, x, x)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary": True, "sub_layernorm": True, "num_kv_heads": 2}])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padded_batch_equals_single_samples(options, is_causal):
+    """Padding is never read (it is NaN here), and comes out as zeros before out_proj."""
+    module = make(DilatedPattern((8, 32), (1, 3), is_causal=is_causal), **options)
+    lengths = (37, 1, 0, 20)
+    x = randn(4, 37, 24)
+    mask = torch.arange(37) >= torch.tensor(lengths)[:, None]
+    poisoned = x.masked_fill(mask[..., None], torch.nan).requires_grad_()
+    out = module(poisoned, poisoned, poisoned, key_padding_mask=mask)[0]
+    out[~mask].sum().backward()
+    for row, length in enumerate(lengths):
+        sample = x[row : row + 1, :length].clone().requires_grad_()
+        if length:
+            expected = module(sample, sample, sample)[0]
+            expected.sum().backward()
+            torch.testing.assert_close(out[row, :length], expected[0], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(poisoned.grad[row, :length], sample.grad[0], rtol=1e-10, atol=1e-10)
+        assert torch.equal(out[row, length:], module.out_proj.bias.expand(37 - length, 24))
+        assert torch.equal(poisoned.grad[row, length:], torch.zeros(37 - length, 24, dtype=torch.float64))
+
+
+def test_batch_of_nothing_but_padding():
+    module, x = make(rotary=True), randn(2, 5, 24)
+    out = module(x, x, x, key_padding_mask=torch.ones(2, 5, dtype=torch.bool))[0]
+    assert torch.equal(out, module.out_proj.bias.expand(2, 5, 24))
+
+
+def test_packed_documents_restart_rotary_positions():
+    """Position 40 of the row is position 23 of its document, for rotary as for segments: as in calls of its own."""
+    module, x = make(rotary=True, sub_layernorm=True), randn(1, 60, 24)
+    packed = module(x, x, x, cu_seqlens=torch.tensor([0, 17, 60], dtype=torch.int32))[0]
+    separate = [module(part, part, part)[0] for part in (x[:, :17], x[:, 17:])]
+    torch.testing.assert_close(packed, torch.cat(separate, 1), rtol=1e-10, atol=1e-10)
+
+
+def test_inside_torch_transformer_layer():
+    """The layer's fast path would bypass the module in eval mode; its bool mask arrives as floats."""
+    layer = nn.TransformerEncoderLayer(24, 4, 32, dropout=0.0, batch_first=True, norm_first=True, dtype=torch.float64)
+    layer.self_attn = make()
+    x, mask = randn(2, 21, 24), torch.arange(21) >= torch.tensor([[21], [12]])
+    expected = layer(x, src_key_padding_mask=mask)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x, src_key_padding_mask=mask), expected, rtol=0, atol=0)
+    dilated, _ = layer.self_attn(layer.norm1(x), layer.norm1(x), layer.norm1(x), key_padding_mask=mask)
+    after = x + dilated
+    after = after + layer.linear2(layer.linear1(layer.norm2(after)).relu())
+    torch.testing.assert_close(expected, after, rtol=1e-12, atol=1e-12)
+
+
+def test_sub_layernorm_stands_before_the_output_projection():
+    module, plain = make(sub_layernorm=True), make()
+    nn.init.normal_(module.sub_layernorm.weight)
+    nn.init.eye_(plain.out_proj.weight)
+    nn.init.zeros_(plain.out_proj.bias)
+    x = randn(2, 19, 24)
+    before = plain(x, x, x)[0]
+    torch.testing.assert_close(module(x, x, x)[0], module.out_proj(module.sub_layernorm(before)))
+
+
+def test_gain_scales_value_and_output_only():
+    """MAGNETO's initialisation leaves query and key alone."""
+    module = make(embed_dim=64, num_kv_heads=2)
+    torch.manual_seed(1)
+    module.reset_parameters()
+    ones = [*module.in_proj_weight.detach().clone().split((64, 32, 32)), module.out_proj.weight.detach().clone()]
+    torch.manual_seed(1)
+    module.reset_parameters(gain=3.0)
+    threes = [*module.in_proj_weight.split((64, 32, 32)), module.out_proj.weight]
+    for before, after, factor in zip(ones, threes, (1, 1, 3, 3), strict=True):
+        torch.testing.assert_close(after.detach(), factor * before)
+
+
+def test_empty_sequence_keeps_the_graph():
+    module = make(rotary=True, sub_layernorm=True)
+    x = randn(2, 0, 24)
+    out = module(x, x, x)[0]
+    assert out.shape == (2, 0, 24)
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout": 0.1}, "dropout=0.1: attention dropout is not supported"),
+        ({"batch_first": False}, "batch_first=False: inputs are"),
+        ({"embed_dim": 25}, "embed_dim=25 is not a multiple of num_heads=4 .remainder 1."),
+        ({"num_heads": 0}, "num_heads=0 must be at least 1"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
+        ({"embed_dim": 12, "rotary": True}, "rotary with head_dim=3"),
+        ({"rotary": 0.5}, "rotary=0.5: the base must be greater than 1"),
+    ],
+)
+def test_constructor_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"need_weights": True}, "need_weights=True: the attention weights are never formed"),
+        ({"attn_mask": torch.zeros(6, 6)}, r"attn_mask of shape \(6, 6\): who attends whom"),
+        ({"is_causal": True}, "is_causal=True, but the pattern has is_causal=False"),
+        ({"positions": torch.arange(6)}, "construct with rotary=True"),
+        ({"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}, r"shape \(2, 5\), the inputs need \(2, 6\)"),
+        ({"key_padding_mask": torch.zeros(2, 6, dtype=torch.int64)}, "dtype torch.int64: pass a bool mask"),
+        ({"key_padding_mask": torch.full((2, 6), 0.5)}, "values other than 0 and -inf"),
+        (
+            {"key_padding_mask": torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 1, 0, 0, 1]]).bool()},
+            r"row 1 has padding at position 2 and valid positions after it \(4 valid in all\)",
+        ),
+        (
+            {"key_padding_mask": torch.zeros(2, 6).bool(), "cu_seqlens": torch.tensor([0, 6], dtype=torch.int32)},
+            "pass one of them",
+        ),
+    ],
+)
+def test_forward_refusals(options, message):
+    module, x = make(), randn(2, 6, 24)
+    with pytest.raises(ValueError, match=message):
+        module(x, x, x, **options)
+
+
+def test_masks_and_parallel_are_refused():
+    from ring_dilated_attention import ContextParallel
+
+    module, x = make(parallel=ContextParallel()), randn(2, 6, 24)
+    with pytest.raises(ValueError, match="a padded batch cannot be sharded"):
+        module(x, x, x, key_padding_mask=torch.zeros(2, 6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 6, 23), (2, 6, 23), (2, 6, 23)), r"query has shape \(2, 6, 23\), not \(batch, positions, embed_dim=24\)"),
+        (((6, 24), (6, 24), (6, 24)), r"query has shape \(6, 24\).*unsqueeze"),
+        (((2, 6, 24), (2, 7, 24), (2, 7, 24)), r"\(2, 7, 24\): dilated attention is self-attention"),
+        (((2, 6, 24), (2, 6, 24), (1, 6, 24)), "must have the same batch and positions"),
+    ],
+)
+def test_shape_refusals(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        make()(*(randn(*shape) for shape in shapes))

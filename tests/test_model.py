@@ -1,0 +1,175 @@
+"""LongNetLM: nothing leaks from the future, and 1 and p ranks have the same loss and gradients."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss, longnet
+
+CONFIG = LongNetConfig((8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2)
+
+
+def make(config=CONFIG, seed=0, **options):
+    torch.manual_seed(seed)
+    model = LongNetLM(config, **options).double()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def make_tokens(batch, seq_len, seed=1):
+    return torch.randint(0, CONFIG.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("t", [0, 7, 8, 30, 36])
+def test_no_logit_sees_a_later_token(t):
+    model, tokens = make(), make_tokens(2, 37)
+    changed = tokens.clone()
+    changed[:, t] = (changed[:, t] + 1) % CONFIG.vocab_size
+    before, after = model(tokens), model(changed)
+    assert before.shape == (2, 37, 50)
+    assert torch.equal(before[:, :t], after[:, :t])
+    assert not torch.allclose(before[:, t], after[:, t], atol=1e-3)
+
+
+def test_loss_is_the_mean_over_next_tokens(monkeypatch):
+    """In chunks of positions (the last one ragged) as in one piece, gradients included."""
+    model, tokens = make(), make_tokens(2, 37)
+    logits = model(tokens)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    expected.backward()
+    gradients = [x.grad for x in model.parameters()]
+    for rows in (5, 1000):
+        monkeypatch.setattr(longnet, "LOSS_CHUNK_LOGITS", rows * CONFIG.vocab_size)
+        model.zero_grad()
+        loss = model.loss(tokens)
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_loss_never_holds_all_logits():
+    """Forward and backward of the loss stay below one (N, V) tensor."""
+    config = LongNetConfig((64,), (1,), vocab_size=4096, num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8)
+    model, tokens = LongNetLM(config), make_tokens(1, 4096)
+
+    def peak(function):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
+            function()
+        events = [e for e in p.profiler.kineto_results.events() if e.name() == "[memory]"]
+        held = largest = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            held += event.nbytes()
+            largest = max(largest, held)
+        return largest
+
+    all_logits = tokens.numel() * config.vocab_size * 4
+    assert peak(lambda: model.loss(tokens).backward()) < all_logits / 2
+    assert peak(lambda: model(tokens)) > all_logits
+
+
+def test_first_loss_is_that_of_a_uniform_guess():
+    loss = make().loss(make_tokens(4, 64)).item()
+    assert abs(loss - math.log(CONFIG.vocab_size)) < 0.1
+
+
+def test_activation_checkpointing_changes_nothing_but_memory():
+    tokens, results = make_tokens(2, 37), []
+    for checkpointing in (False, True):
+        model = make(activation_checkpointing=checkpointing)
+        loss = model.loss(tokens)
+        loss.backward()
+        results.append([loss.detach(), *(x.grad for x in model.parameters())])
+    for plain, recomputed in zip(*results, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_magneto_gain():
+    """Value, output and feed-forward weights grow with depth, sqrt(log(2 * layers)); query and key do not."""
+    shallow, deep = (LongNetLM(LongNetConfig((8,), (1,), num_layers=layers)) for layers in (1, 8))
+
+    def std(x):
+        return x.detach().std().item()
+
+    def ratio(part):
+        return std(part(deep.blocks[0])) / std(part(shallow.blocks[0]))
+
+    gain = math.sqrt(math.log(16) / math.log(2))
+    assert ratio(lambda block: block.attention.in_proj_weight[:256]) == pytest.approx(1, abs=0.05)
+    assert ratio(lambda block: block.attention.in_proj_weight[256:]) == pytest.approx(gain, rel=0.05)
+    for part in (lambda b: b.attention.out_proj.weight, lambda b: b.ffn.fc1.weight, lambda b: b.ffn.fc2.weight):
+        assert ratio(part) == pytest.approx(gain, rel=0.05)
+
+
+def test_config_survives_json():
+    assert LongNetConfig.from_dict(json.loads(json.dumps(CONFIG.to_dict()))) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embed_dim": 25}, "embed_dim=25 over num_heads=4 is a head dim of 6.25"),
+        ({"embed_dim": 12}, "is a head dim of 3: it must be an even integer"),
+        ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"rotary_base": 1.0}, "rotary_base=1.0 must be greater than 1"),
+        ({"ffn_dim": 0}, "ffn_dim=0 must be at least 1"),
+        ({"num_kv_heads": 3}, "4 query heads cannot share 3"),
+    ],
+)
+def test_config_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        LongNetConfig((8,), (1,), **options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.zeros(1, 1, dtype=torch.int64), "1 positions over all ranks"),
+        (torch.zeros(0, 5, dtype=torch.int64), "5 positions over all ranks"),
+        (torch.zeros(5, dtype=torch.int64), r"shape \(5,\) and dtype torch.int64"),
+        (torch.zeros(1, 5), "dtype torch.float32: pass integers"),
+    ],
+)
+def test_loss_refusals(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        make().loss(tokens)
+
+
+def compare_with_one_rank(rank, world_size, lengths, checkpointing):
+    tokens = make_tokens(2, sum(lengths))
+    alone = make()
+    expected = alone.loss(tokens)
+    expected.backward()
+    start = sum(lengths[:rank])
+    local = tokens[:, start : start + lengths[rank]]
+    model = make(parallel=ContextParallel(), activation_checkpointing=checkpointing)
+    loss_of = DistributedDataParallel(NextTokenLoss(model))
+    loss = loss_of(local)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    losses = [torch.empty_like(loss) for _ in range(world_size)]
+    torch.distributed.all_gather(losses, loss.detach())
+    assert all(torch.equal(loss, other) for other in losses)
+    for name, parameter in alone.named_parameters():
+        gradient = model.get_parameter(name).grad
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: n + text)
+    with torch.no_grad():
+        torch.testing.assert_close(model(local), alone(tokens)[:, start : start + lengths[rank]], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "checkpointing"), [((20, 21), False), ((20, 21), True), ((17, 0, 24), False), ((0, 30, 1), True)]
+)
+def test_loss_and_gradients_on_p_ranks_are_those_on_one(lengths, checkpointing):
+    """Labels cross the borders (also over a rank that owns nothing), segments straddle them, DDP takes the mean."""
+    run(len(lengths), compare_with_one_rank, lengths, checkpointing)

@@ -1,0 +1,379 @@
+"""The main job: which bytes a step reads, what a checkpoint survives, and how the command ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path, PurePosixPath
+
+import pytest
+import torch
+from distributed import run as run_ranks
+from torch import nn
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.cli import main
+from ring_dilated_attention.training import checkpoint as checkpoints
+from ring_dilated_attention.training.checkpoint import find_checkpoint, load_checkpoint, read_state, save_checkpoint
+from ring_dilated_attention.training.data import Document, load_document, source_files, strip_fasta
+from ring_dilated_attention.training.interrupt import StopRequest
+from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, make_optimizer, train
+from ring_dilated_attention.training.memory import peak_resident_bytes, resident_bytes
+from ring_dilated_attention.training.options import Hyperparameters
+from ring_dilated_attention.training.report import summary, write_report
+from ring_dilated_attention.training.run import Run
+
+TINY = {
+    "seq_len": 48,
+    "steps": 5,
+    "embed_dim": 16,
+    "num_heads": 2,
+    "segment_lengths": (8, 48),
+    "dilation_rates": (1, 3),
+    "warmup_steps": 2,
+    "held_out_windows": 2,
+}
+TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
+
+
+def tiny_arguments(**changes):
+    words = []
+    for name, value in {**TINY, **changes}.items():
+        words += ["--" + name.replace("_", "-"), *map(str, value if isinstance(value, tuple) else [value])]
+    return words
+
+
+class StopAfter:
+    """Asks to stop during the given step, counted from the start of the call."""
+
+    def __init__(self, step):
+        self.left = step
+
+    @property
+    def requested(self):
+        self.left -= 1
+        return self.left <= 0
+
+
+NEVER = StopAfter(10**9)
+
+
+def tiny_run(folder, text=TEXT, resume=False, **changes):
+    options = Hyperparameters(**{**TINY, **changes})
+    document = Document(text, "text", options.seq_len, options.held_out_windows)
+    return Run(options, document, folder, find_checkpoint(folder) if resume else None, save_every=2)
+
+
+def saved_bytes(folder):
+    checkpoint = find_checkpoint(folder)
+    assert checkpoint.name == "checkpoint-000005"
+    return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+
+
+class TestDocument:
+    def test_window_is_a_function_of_seed_and_step(self):
+        document, again = (Document(TEXT, "text", 48, 2) for _ in range(2))
+        windows = [bytes(document.train_window(0, step)) for step in range(50)]
+        assert windows == [bytes(again.train_window(0, step)) for step in reversed(range(50))][::-1]
+        assert len(set(windows)) > 40
+        assert windows[:5] != [bytes(document.train_window(1, step)) for step in range(5)]
+        # The bytes themselves: another order of the data would break every resumed run.
+        assert windows[0] == TEXT[96:144]
+
+    def test_held_out_windows_are_the_end_and_never_trained_on(self):
+        content = bytes(range(200))
+        document = Document(content, "text", 32, 3)
+        held_out = b"".join(bytes(document.held_out_window(i)) for i in range(3))
+        assert held_out == content[-96:]
+        trained = {byte for step in range(500) for byte in document.train_window(0, step)}
+        assert trained == set(content[:-96])
+
+    def test_shortest_document(self):
+        document = Document(bytes(8), "text", 4, 1)
+        assert document.num_train == 4
+        assert len(document.train_window(0, 3)) == 4
+        with pytest.raises(ValueError, match=r"text has 7 bytes.* 2 \* 4 = 8: pass more --data.* at most 3"):
+            Document(bytes(7), "text", 4, 1)
+        with pytest.raises(ValueError, match="text is empty"):
+            Document(b"", "text", 4, 1)
+
+    def test_fasta_keeps_the_letters(self, tmp_path):
+        content = b">chr1 some > header\nACGT\r\nAC\n;comment\n>chr2\nGG>T\n\nTT"
+        assert strip_fasta(content) == b"ACGTACGG>TTT"
+        for name in ("a.fa", "b.FASTA", "c.txt"):
+            (tmp_path / name).write_bytes(content)
+        document = load_document([str(tmp_path / name) for name in ("c.txt", "a.fa", "b.FASTA")], 4, 1)
+        assert document.content == content + 2 * b"ACGTACGG>TTT"
+
+    def test_source_files_are_sorted_and_skip_what_is_not_source(self):
+        names = ["b.py", "a/z.py", "a-b.py", "site-packages/x.py", "json/tests/y.py", "test/x.py", "a/__pycache__/q.py"]
+        assert source_files(map(PurePosixPath, names)) == [PurePosixPath(x) for x in ("a-b.py", "a/z.py", "b.py")]
+
+    def test_default_is_megabytes_of_the_standard_library(self):
+        document = load_document([], 32_768, 4)
+        assert len(document.content) > 3e6
+        assert Path(json.__file__).read_bytes() in document.content
+
+
+class TestCheckpoint:
+    @pytest.fixture
+    def trained(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+        optimizer = make_optimizer(model, Hyperparameters())
+        for _ in range(3):
+            model(torch.randn(5, 3)).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    def test_restores_every_tensor(self, trained, tmp_path):
+        model, optimizer = trained
+        state = {"step": 3, "bits_per_byte": [8.1, 1 / 3]}
+        checkpoint = save_checkpoint(tmp_path, state, model, optimizer)
+        assert read_state(checkpoint) == state
+        other = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+        other_optimizer = make_optimizer(other, Hyperparameters())
+        load_checkpoint(checkpoint, other, other_optimizer)
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b)
+            assert optimizer.state[a].keys() == other_optimizer.state[b].keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert all(
+                torch.equal(optimizer.state[a][key], other_optimizer.state[b][key]) for key in optimizer.state[a]
+            )
+
+    def test_holds_no_pickle_and_only_the_newest_stays(self, trained, tmp_path):
+        for step in (3, 10, 9):
+            save_checkpoint(tmp_path, {"step": step}, *trained)
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000009"]
+        names = {path.name for path in find_checkpoint(tmp_path).iterdir()}
+        assert names == {"model.safetensors", "optimizer.safetensors", "state.json"}
+
+    @pytest.mark.parametrize("failing", ["save_file", "_flush", "rename"])
+    def test_failure_while_writing_leaves_the_last_one_whole(self, trained, tmp_path, monkeypatch, failing):
+        before = save_checkpoint(tmp_path, {"step": 3}, *trained)
+
+        def fail(*_):
+            raise OSError("disk full")
+
+        with monkeypatch.context() as patch:
+            if failing == "save_file":
+                patch.setattr("safetensors.torch.save_file", fail)
+            elif failing == "_flush":
+                patch.setattr(checkpoints, "_flush", fail)
+            else:
+                patch.setattr(Path, "rename", fail)
+            with pytest.raises(OSError, match="disk full"):
+                save_checkpoint(tmp_path, {"step": 6}, *trained)
+        assert find_checkpoint(tmp_path) == before
+        load_checkpoint(before, *trained)
+        after = save_checkpoint(tmp_path, {"step": 6}, *trained)
+        assert list(tmp_path.iterdir()) == [after]
+
+    def test_damaged_file_is_named(self, trained, tmp_path):
+        checkpoint = save_checkpoint(tmp_path, {"step": 3}, *trained)
+        (checkpoint / "state.json").write_text("{")
+        with pytest.raises(ValueError, match=r"state\.json cannot be read"):
+            read_state(checkpoint)
+        (checkpoint / "model.safetensors").write_bytes(b"\0" * 20)
+        with pytest.raises(ValueError, match="checkpoint-000003 cannot be loaded"):
+            load_checkpoint(checkpoint, *trained)
+
+
+class TestLoop:
+    @pytest.mark.parametrize("stop_after", [1, 2, 4])
+    def test_resumed_run_equals_uninterrupted_to_the_bit(self, tmp_path, stop_after):
+        whole = train(tiny_run(tmp_path / "whole"), ContextParallel(), NEVER)
+        first = train(tiny_run(tmp_path / "parts"), ContextParallel(), StopAfter(stop_after))
+        assert (first["status"], first["steps_done"]) == ("interrupted", stop_after)
+        assert first["held_out_bits_per_byte"] is None
+        second = train(tiny_run(tmp_path / "parts", resume=True), ContextParallel(), NEVER)
+        assert second["status"] == "complete"
+        assert second["bits_per_byte"] == whole["bits_per_byte"]
+        assert second["held_out_bits_per_byte"] == whole["held_out_bits_per_byte"]
+        assert saved_bytes(tmp_path / "parts") == saved_bytes(tmp_path / "whole")
+
+    def test_seed_decides_the_result(self, tmp_path):
+        runs = [train(tiny_run(tmp_path / str(i), seed=i), ContextParallel(), NEVER) for i in range(2)]
+        assert runs[0]["bits_per_byte"] != runs[1]["bits_per_byte"]
+
+    def test_loss_falls_below_that_of_byte_frequencies(self, tmp_path):
+        """Byte frequencies alone give 4.1 bits on this text; what is less was learned from context."""
+        record = train(tiny_run(tmp_path, steps=60, seq_len=96, learning_rate=2e-2), ContextParallel(), NEVER)
+        assert abs(record["bits_per_byte"][0] - 8) < 0.2
+        assert record["held_out_bits_per_byte"] < 2
+
+    def test_diverged_loss_stops_the_run(self, tmp_path):
+        with pytest.raises(TrainingDiverged, match=r"the loss is nan at step \d: start again with a smaller"):
+            train(tiny_run(tmp_path, learning_rate=1e30, warmup_steps=0), ContextParallel(), NEVER)
+
+    def test_learning_rate(self):
+        options = Hyperparameters(**{**TINY, "steps": 12, "warmup_steps": 2, "learning_rate": 1.0})
+        rates = [learning_rate(options, step) for step in range(12)]
+        assert rates[:3] == [0.5, 1.0, 1.0]
+        assert rates[2:] == sorted(rates[2:], reverse=True)
+        assert 0.1 < rates[-1] < 0.15
+
+    def test_report(self, tmp_path):
+        record = train(tiny_run(tmp_path), ContextParallel(), NEVER)
+        write_report(record)
+        assert json.loads((tmp_path / "record.json").read_text()) == record
+        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert len(record["bits_per_byte"]) == len(record["step_seconds"]) == 5
+        assert record["ranks"][0]["resident_peak"] >= record["ranks"][0]["resident_before"] > 0
+        text = summary(record)
+        assert re.search(r"rank +positions.*\n +0 +48 ", text)
+        assert f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte" in text
+
+
+def train_twice(rank, world_size, folder):
+    """One run in one go, one interrupted on the last rank's request and resumed."""
+    whole = train(tiny_run(folder / "whole"), ContextParallel(), NEVER)
+    stop = StopAfter(3) if rank == world_size - 1 else NEVER
+    first = train(tiny_run(folder / "parts"), ContextParallel(), stop)
+    assert first["steps_done"] == 3
+    torch.distributed.barrier()
+    second = train(tiny_run(folder / "parts", resume=True), ContextParallel(), NEVER)
+    assert second["bits_per_byte"] == whole["bits_per_byte"]
+    torch.distributed.barrier()
+    assert saved_bytes(folder / "parts") == saved_bytes(folder / "whole")
+    return whole["bits_per_byte"], [row["positions"] for row in whole["ranks"]]
+
+
+def test_three_ranks_resume_to_the_bit_and_agree_with_one(tmp_path):
+    """Three, since gloo's sum of two is the same in any order. On one rank the losses differ by rounding only."""
+    results = run_ranks(3, train_twice, tmp_path)
+    losses, positions = results[0]
+    assert all(result == results[0] for result in results)
+    assert positions == [16, 16, 16]
+    alone = train(tiny_run(tmp_path / "alone"), ContextParallel(), NEVER)
+    assert losses == pytest.approx(alone["bits_per_byte"], abs=1e-4)
+
+
+def test_signals_are_requests_inside_the_context_only():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_memory_figures():
+    assert 0 < resident_bytes() <= peak_resident_bytes()
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def in_tmp_path(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        Path("text.txt").write_bytes(TEXT)
+        Path("empty.txt").touch()
+        Path("short.txt").write_bytes(b"x" * 100)
+
+    @pytest.mark.parametrize("form", [(), ("--ranks", "2"), "torchrun"])
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            ("missing.txt", r"cannot read .*missing\.txt: No such file or directory"),
+            (".", "cannot read .*: Is a directory"),
+            ("empty.txt", r".*empty\.txt is empty"),
+            ("short.txt", r".*short\.txt has 100 bytes.*3 \* 48 = 144"),
+        ],
+    )
+    def test_bad_data_is_exit_code_2(self, form, data, message, capsys, monkeypatch):
+        if form == "torchrun":  # as one of its ranks
+            monkeypatch.setenv("RANK", "0")
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            form = ()
+        assert main(["train", *tiny_arguments(data=data), *form]) == 2
+        error = capsys.readouterr().err
+        assert re.fullmatch(f"rda train: {message}.*\n", error)
+        assert not Path("runs").exists()
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"ranks": 0}, "--ranks 0 must be at least 1"),
+            ({"steps": 0}, "--steps 0 must be at least 1"),
+            ({"seq_len": 1}, "--seq-len 1 must be at least 2"),
+            ({"learning_rate": "nan"}, "--learning-rate nan must be a positive number"),
+            ({"save_every": 0}, "--save-every 0 must be at least 1"),
+            ({"embed_dim": 15}, "embed_dim=15 over num_heads=2"),
+            ({"dilation_rates": 1}, "segment_lengths has 2 entries and dilation_rates has 1"),
+            ({"resume": "."}, "--resume .: there is no checkpoint in this folder"),
+        ],
+    )
+    def test_bad_options_are_exit_code_2(self, changes, message, capsys):
+        assert main(["train", *tiny_arguments(data="text.txt", **changes)]) == 2
+        assert message in capsys.readouterr().err
+
+    def test_ranks_must_be_those_of_torchrun(self, monkeypatch, capsys):
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert main(["train", "--ranks", "3"]) == 2
+        assert capsys.readouterr().err == ""  # rank 0 says it
+        monkeypatch.setenv("RANK", "0")
+        assert main(["train", "--ranks", "3"]) == 2
+        assert "--ranks 3, but torchrun started WORLD_SIZE=2 ranks" in capsys.readouterr().err
+
+    def test_json_and_what_a_resumed_run_refuses(self, capsys):
+        arguments = tiny_arguments(data="text.txt")
+        assert main(["train", *arguments, "--run-folder", "run", "--json"]) == 0
+        out, error = capsys.readouterr()
+        assert json.loads(out)["status"] == "complete"
+        assert "held out:" in error
+        assert main(["train", *arguments, "--run-folder", "run"]) == 2
+        assert "--run-folder run holds a run already" in capsys.readouterr().err
+        assert main(["train", "--resume", "run", "--steps", "6", "--seed", "0", "--segment-lengths", "8", "16"]) == 2
+        assert "but --steps 6 was 5; --segment-lengths 8 16 was 8 48. Leave" in capsys.readouterr().err
+        assert main(["train", "--resume", "run"]) == 0  # nothing left to do but the report
+        Path("text.txt").write_bytes(TEXT[1:])
+        capsys.readouterr()
+        assert main(["train", "--resume", "run"]) == 2
+        assert "the document changed since the run began" in capsys.readouterr().err
+
+    def test_interrupted_ranks_save_and_go_on(self):
+        """Ctrl-C reaches the launcher alone; both ranks stop at the same step, and no traceback is seen."""
+        words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
+        process = start(*words)
+        wait_for(lambda: find_checkpoint(Path("run")), process)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert "Traceback" not in error
+        steps = int(find_checkpoint(Path("run")).name.split("-")[1])
+        assert error.endswith(f"saved at step {steps}; go on with: rda train --resume run --ranks 2\n")
+        assert json.loads(Path("run/record.json").read_text())["steps_done"] == steps
+
+    def test_ranks_end_when_their_launcher_is_killed(self):
+        words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
+        process = start(*words, output=subprocess.DEVNULL)
+        wait_for(lambda: find_checkpoint(Path("run")), process)
+        process.kill()
+        process.wait()
+        wait_for(lambda: Path("run/record.json").exists(), None)
+        assert json.loads(Path("run/record.json").read_text())["status"] == "interrupted"
+
+    @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+    def test_help_needs_no_torch(self, arguments):
+        code = (
+            f"import sys; from ring_dilated_attention.cli import main; sys.modules['torch'] = None; main({arguments})"
+        )
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert "rda train" in result.stdout
+
+
+def start(*arguments, output=subprocess.PIPE):
+    command = [sys.executable, "-m", "ring_dilated_attention.cli", "train", "--save-every", "5", *arguments]
+    return subprocess.Popen(command, stdout=output, stderr=output, text=True)
+
+
+def wait_for(condition, process, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.05)
