@@ -1,0 +1,121 @@
+"""`rda check`: that it passes here, and that it can fail."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from ring_dilated_attention import check, cli, compare, kernels
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.processes import Launch, RankFailedError, run_ranks
+
+CASE = compare.Case("small", DilatedPattern((8, 19), (1, 3), is_causal=True), 19, 1, 3, 3, 8)
+
+
+def result_of(dtype=torch.float32):
+    return compare.worst([CASE], dtype, [[compare.measure(CASE, dtype, "auto", "cpu", None)]])
+
+
+@pytest.mark.parametrize("dtype", compare.DTYPES)
+def test_one_device_passes(dtype):
+    assert result_of(dtype).passed
+
+
+@pytest.mark.parametrize("factor", [1.01, math.nan, math.inf])
+def test_a_wrong_forward_fails(monkeypatch, factor):
+    """1 % is far above float32's tolerance; NaN and inf must not slip through a comparison."""
+    right = kernels.cpu.forward
+
+    def wrong(*args):
+        out, lse = right(*args)
+        return out * factor, lse
+
+    monkeypatch.setattr(kernels.cpu, "forward", wrong)
+    assert not result_of().passed
+
+
+def test_a_wrong_gradient_fails(monkeypatch):
+    right = kernels.cpu.backward
+
+    def wrong(*args):
+        dq, dk, dv = right(*args)
+        return dq, dk, dv * 1.01
+
+    monkeypatch.setattr(kernels.cpu, "backward", wrong)
+    result = result_of()
+    assert not result.passed
+    assert result.where.startswith("dv")
+
+
+def test_a_query_without_keys_must_have_no_weight():
+    """-inf is met exactly or the error is infinite."""
+    expected = torch.tensor([0.0, -torch.inf], dtype=torch.float64)
+    assert compare.relative(compare.squares(torch.tensor([0.0, -1e30]), expected)) == math.inf
+    assert compare.relative(compare.squares(expected, expected)) == 0
+
+
+def test_tolerances_follow_the_dtype():
+    double, single, half = (compare.tolerances(CASE, x)["out"] for x in (torch.float64, torch.float32, torch.bfloat16))
+    assert double < 1e-14 < single < 1e-6 < half < 0.02
+
+
+def test_every_row_of_one_and_two_ranks_passes(capsys):
+    """The command as a user runs it; on this machine what needs a GPU says so."""
+    assert cli.main(["check", "--ranks", "1", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    passed = [row for row in rows if row["verdict"] == "passed"]
+    assert {row["dtype"] for row in passed} == {"float64", "float32", "bfloat16", "float16"}
+    assert {row["num_ranks"] for row in passed} == {1, 2}
+    assert all(row["error"] <= row["tolerance"] for row in passed)
+    assert {row["exchange"] for row in passed} == {"none", *check.EXCHANGES}
+    if not torch.cuda.is_available():
+        reasons = {row["reason"] for row in rows if row["backend"] == "sdpa"}
+        assert reasons == {"serves CUDA tensors, got cpu"}
+
+
+def die(worker, *args):
+    if worker.rank == worker.world_size - 1:
+        os._exit(3)
+    return []
+
+
+def test_a_crash_is_a_failed_row(monkeypatch, capsys):
+    monkeypatch.setattr(check, "_measure_all", die)
+    assert cli.main(["check", "--ranks", "1"]) == 1
+    assert "died without a word" in capsys.readouterr().out
+
+
+def sleep(worker, seconds):
+    import time
+
+    time.sleep(seconds)
+
+
+def test_a_hang_ends():
+    with pytest.raises(RankFailedError, match="rank 0: no answer within 1 s\nrank 1: no answer"):
+        run_ranks(Launch(2, seconds=1), sleep, 60)
+
+
+def raise_it(worker):
+    raise ValueError(f"no luck on rank {worker.rank}")
+
+
+def test_a_failing_rank_is_quoted():
+    with pytest.raises(RankFailedError, match="ValueError: no luck on rank 0"):
+        run_ranks(Launch(1), raise_it)
+
+
+def test_the_table_says_once_what_cannot_run():
+    passed = check.Row("cpu", "none", "float32", 1, "passed", 6, 1e-7, 2e-7, "out of 'x'")
+    cannot = [check.Row("sdpa", "none", dtype, 1, "cannot run", reason="no GPU") for dtype in ("float32", "float16")]
+    lines = check.table([passed, *cannot]).splitlines()
+    assert len(lines) == 3
+    assert "float32, float16" in lines[2] or "any" in lines[2]
+    assert lines[2].endswith("no GPU")
+
+
+def test_ranks_below_one_are_refused(capsys):
+    assert cli.main(["check", "--ranks", "0"]) == 2
+    assert "at least 1, got [0]" in capsys.readouterr().err
