@@ -1,0 +1,248 @@
+"""Memory of one attention call on one rank, from its plan: the ring loop once more, with sizes instead of tensors.
+
+Pure integers, no torch. `_forward` and `_backward` below follow `exchange/ring.py` line by line and hold and release
+what it does, so the figure is a sum over named items and not a formula. Bytes sent and FLOPs are the plan's own
+(`Plan.bytes_sent`, `Plan.flops`).
+
+What is counted is what torch's allocator gives out for the composed kernels (out, lse and gradients of one tile at a
+time). Not counted: the column that a gradient of lse needs, the float32 copies of one tile that the float16 backward
+makes on CPUs, and what the transport allocates by itself.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from .plan import Plan, Tile
+
+
+class Item(NamedTuple):
+    """Something that is alive at the peak."""
+
+    name: str
+    num_bytes: int
+
+
+class Peak(NamedTuple):
+    """What is alive at the moment when most is, the largest first."""
+
+    items: tuple[Item, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(item.num_bytes for item in self.items)
+
+
+class AttentionMemory(NamedTuple):
+    """The peak of a forward alone, and of a forward with its backward. Both include the rank's query, key and value."""
+
+    forward: Peak
+    forward_backward: Peak
+
+
+def attention_memory(plan: Plan, batch: int, head_dim: int, itemsize: int, *, num_threads: int = 1) -> AttentionMemory:
+    """The memory of one call on the plan's rank.
+
+    Args:
+        itemsize: bytes of an element of query, key and value. Accumulators have at least 4.
+        num_threads: threads of the CPU kernel; each has scratch of a fixed size.
+    """
+    sizes = _Sizes(plan, batch, head_dim, itemsize, num_threads)
+    ledger = _Ledger()
+    ledger.hold("query", sizes.query)
+    ledger.hold("key and value", 2 * sizes.key)
+    _forward(sizes, ledger)
+    forward = ledger.peak
+    ledger.hold("dout", sizes.query)
+    _backward(sizes, ledger)
+    return AttentionMemory(forward, ledger.peak)
+
+
+class _Ledger:
+    """What is held now, by name, and what was held when it was most."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, int] = {}
+        self._largest = 0
+        self.peak = Peak(())
+
+    def hold(self, name: str, num_bytes: int) -> None:
+        self._held[name] = num_bytes
+        total = sum(self._held.values())
+        if total > self._largest:
+            self._largest = total
+            items = sorted((Item(*item) for item in self._held.items() if item[1]), key=lambda item: -item.num_bytes)
+            self.peak = Peak(tuple(items))
+
+    def release(self, *names: str) -> None:
+        for name in names:
+            self._held.pop(name, None)
+
+    @contextmanager
+    def holding(self, **num_bytes: int) -> Iterator[None]:
+        """Hold items (underscores are spaces in their names) until the block ends."""
+        names = {name.replace("_", " "): size for name, size in num_bytes.items()}
+        for name, size in names.items():
+            self.hold(name, size)
+        yield
+        self.release(*names)
+
+
+class _Sizes:
+    """Sizes in bytes, of whole tensors and of one tile."""
+
+    def __init__(self, plan: Plan, batch: int, head_dim: int, itemsize: int, num_threads: int) -> None:
+        self.plan, self.batch, self.head_dim, self.num_threads = plan, batch, head_dim, num_threads
+        self.itemsize, self.sum_itemsize = itemsize, max(itemsize, 4)
+        rows = batch * plan.num_rows
+        self.query = rows * plan.num_heads * head_dim * itemsize
+        self.key = rows * plan.num_kv_heads * head_dim * itemsize
+        self.lse = rows * plan.num_heads * self.sum_itemsize
+        self.chunk = plan.chunk_size * batch * head_dim * itemsize
+        self.is_cast = itemsize < self.sum_itemsize
+
+    def summed(self, num_bytes: int) -> int:
+        """The same elements in the accumulator's dtype."""
+        return num_bytes // self.itemsize * self.sum_itemsize
+
+    def cast(self, num_bytes: int) -> int:
+        """The copy in the accumulator's dtype that adding or merging makes of a 16-bit partial."""
+        return self.summed(num_bytes) if self.is_cast else 0
+
+    def num_calls(self, tile: Tile) -> int:
+        """Kernel calls that the tile takes: one, or one per batch entry (`tiles.batch_slices`)."""
+        rows = tile.query
+        folds = self.plan.num_rows == rows.segments * rows.segment_step
+        return 1 if rows.segments == 1 or folds else self.batch
+
+    def query_rows(self, tile: Tile) -> int:
+        """Query rows of one kernel call, over heads, segments and batch entries."""
+        rows = tile.query
+        return self.batch // self.num_calls(tile) * rows.segments * len(rows.heads) * rows.num_rows
+
+    def tile_query(self, tile: Tile) -> int:
+        return self.query_rows(tile) * self.head_dim * self.itemsize
+
+    def tile_lse(self, tile: Tile) -> int:
+        return self.query_rows(tile) * self.sum_itemsize
+
+    def tile_key(self, tile: Tile) -> int:
+        entries = self.batch // self.num_calls(tile) * tile.query.segments
+        return entries * len(tile.key.heads) * tile.key.num_rows * self.head_dim * self.itemsize
+
+    def is_adopted(self, num_bytes: int, whole: int, is_first: bool) -> bool:
+        """Whether a tile's result becomes the accumulator (`tiles._is_whole`)."""
+        return is_first and not self.is_cast and num_bytes == whole
+
+    def dout_copy(self, tile: Tile) -> int:
+        """The op makes dout contiguous, unless the tile is a whole stretch of rows with all heads."""
+        rows = tile.query
+        in_one_piece = rows.step == 1 and rows.shift == 0 and len(rows.heads) == self.plan.num_heads
+        follows_on = rows.segments == 1 or rows.segment_step == rows.num_rows
+        return 0 if in_one_piece and follows_on else self.tile_query(tile)
+
+    def scratch(self, tile: Tile, *, backward: bool) -> int:
+        """Blocks of scores per thread in torch's CPU flash attention; backward has their gradients too."""
+        queries = min(query_block(tile.query.num_rows), tile.query.num_rows)
+        scores = queries * min(KEY_BLOCK, tile.key.num_rows)
+        copies = (2 if backward else 1) * self.sum_itemsize + (self.itemsize if self.is_cast else 0)
+        rows = 0 if backward else queries * (self.head_dim + 2) * self.sum_itemsize
+        return self.num_threads * (scores * copies + rows)
+
+
+KEY_BLOCK = 512
+
+
+def query_block(num_rows: int) -> int:
+    """Query rows that torch's CPU flash attention takes at a time."""
+    return 256 if num_rows >= 768 else 64 if num_rows >= 192 else 32
+
+
+def _tiles(plan: Plan) -> list[Tile]:
+    return [*plan.local, *(tile for hop in plan.hops for tile in hop.tiles)]
+
+
+def _forward(sizes: _Sizes, ledger: _Ledger) -> None:
+    ledger.hold("two K‖V chunks", 2 * sizes.chunk)
+    has_accumulators = False
+
+    def allocate() -> None:
+        ledger.hold("out", sizes.summed(sizes.query))
+        ledger.hold("lse", sizes.lse)
+
+    for tile in _tiles(sizes.plan):
+        out, lse = sizes.tile_query(tile), sizes.tile_lse(tile)
+        with ledger.holding(partial_of_one_tile=out + lse, kernel_scratch=sizes.scratch(tile, backward=False)):
+            pass
+        adopted = not has_accumulators and sizes.is_adopted(out, sizes.query, tile.first_query)
+        with ledger.holding(partial_of_one_tile=0 if adopted else out + lse):
+            if not has_accumulators:
+                allocate()
+                has_accumulators = True
+            if not tile.first_query:
+                ledger.hold("merging", lse + max(lse, sizes.cast(out)))
+                ledger.release("merging")
+    if not has_accumulators:
+        allocate()
+    if sizes.is_cast:
+        with ledger.holding(copy_in_the_input_dtype=sizes.query):
+            pass
+    ledger.hold("out", sizes.query)
+    ledger.release("two K‖V chunks")
+
+
+def _backward(sizes: _Sizes, ledger: _Ledger) -> None:
+    plan = sizes.plan
+    ledger.hold("two K‖V chunks", 2 * sizes.chunk)
+    gradients = _Gradients(sizes, ledger)
+    for tile in plan.local:
+        gradients.add_tile(tile, is_own=True)
+    ledger.release("gradients of the last tile")
+    ledger.hold("two dK‖dV chunks", 2 * sizes.summed(sizes.chunk))
+    for hop in plan.hops:
+        for tile in hop.tiles:
+            gradients.add_tile(tile, is_own=False)
+    gradients.finish()
+
+
+class _Gradients:
+    """dq, dk and dv as they grow, and the gradients of single tiles that are added to them."""
+
+    def __init__(self, sizes: _Sizes, ledger: _Ledger) -> None:
+        self.sizes, self.ledger = sizes, ledger
+        self.wholes = {"dq": sizes.query, "dk": sizes.key, "dv": sizes.key}
+        self.started: set[str] = set()
+
+    def add_tile(self, tile: Tile, *, is_own: bool) -> None:
+        """The kernel runs while the last tile's gradients are still referred to; then each part is added or adopted."""
+        sizes, ledger = self.sizes, self.ledger
+        parts = {"dq": sizes.tile_query(tile)} | dict.fromkeys(("dk", "dv"), sizes.tile_key(tile))
+        firsts = {"dq": tile.first_query, "dk": tile.first_key, "dv": tile.first_key}
+        for _ in range(sizes.num_calls(tile)):
+            scratch = sizes.scratch(tile, backward=True) + sizes.dout_copy(tile)
+            with ledger.holding(kernel_scratch=scratch, gradients_of_one_tile=sum(parts.values())):
+                pass
+            ledger.hold("gradients of the last tile", sum(parts.values()))
+            for name, part in parts.items():
+                if name == "dq" or is_own:
+                    self._add(name, part, firsts[name], parts)
+                else:
+                    with ledger.holding(adding=sizes.cast(part)):  # to the gradient of a chunk
+                        pass
+
+    def _add(self, name: str, part: int, is_first: bool, parts: dict[str, int]) -> None:
+        sizes, ledger = self.sizes, self.ledger
+        if name not in self.started and sizes.is_adopted(part, self.wholes[name], is_first):
+            parts[name] = 0
+            ledger.hold("gradients of the last tile", sum(parts.values()))
+        self.started.add(name)
+        ledger.hold(name, sizes.summed(self.wholes[name]))
+        if not is_first:
+            with ledger.holding(adding=sizes.cast(part)):
+                pass
+
+    def finish(self) -> None:
+        for name, whole in self.wholes.items():
+            self.ledger.hold(name, self.sizes.summed(whole))
+        if self.sizes.is_cast:
+            self.ledger.hold("gradients in the input's dtype", sum(self.wholes.values()))

@@ -1,0 +1,103 @@
+"""The estimate of memory against torch's allocator, and that it is a sum of what the plan lists."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.bench.measure import allocated
+from ring_dilated_attention.estimate import attention_memory
+from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.processes import Launch, run_ranks
+from ring_dilated_attention.sharding import make_shards, split_lengths
+
+# n, batch, heads, key/value heads, head dim, dtype, pattern
+CASES = [
+    (2048, 1, 4, 4, 64, torch.float32, DilatedPattern((256, 512), (1, 2))),
+    (2048, 2, 4, 4, 64, torch.float32, DilatedPattern((256, 512), (1, 2), is_causal=True)),
+    (2048, 1, 4, 2, 64, torch.float32, DilatedPattern((256, 2048), (1, 4))),
+    (2048, 1, 4, 4, 64, torch.bfloat16, DilatedPattern((256, 2048), (1, 4))),
+    (2049, 2, 4, 4, 48, torch.float32, DilatedPattern((256, 2048), (2, 4))),
+    (2048, 1, 4, 4, 64, torch.float64, DilatedPattern((256, 2048), (1, 4), heads="split")),
+    (2048, 1, 4, 1, 64, torch.float32, DilatedPattern((2048,), (1,), is_causal=True)),
+]
+
+
+def peaks(worker, cases):
+    """For each case the measured and the estimated peak, of a forward and of a forward with its backward."""
+    parallel = ContextParallel(exchange="ring") if worker.world_size > 1 else None
+    return [case_peaks(worker, parallel, *case) for case in cases]
+
+
+def case_peaks(worker, parallel, n, batch, heads, kv_heads, dim, dtype, pattern):
+    lengths = split_lengths(n, worker.world_size)
+    inputs = [
+        torch.randn(batch, lengths[worker.rank], h, dim, dtype=dtype, requires_grad=True)
+        for h in (heads, kv_heads, kv_heads)
+    ]
+
+    def forward():
+        return dilated_attention(*inputs, pattern, parallel=parallel)
+
+    def both():
+        out = forward()
+        torch.autograd.grad(out, inputs, torch.empty_like(out))
+
+    forward()  # what only the first call makes is not the call's
+    given = sum(x.nbytes for x in inputs)
+    plan = make_plan(pattern, make_shards("contiguous", lengths), worker.rank, heads, kv_heads)
+    estimate = attention_memory(plan, batch, dim, dtype.itemsize)
+    return [
+        (given + allocated(forward).peak_bytes, estimate.forward.num_bytes),
+        (given + allocated(both).peak_bytes, estimate.forward_backward.num_bytes),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_estimate_is_what_the_allocator_sees(world_size):
+    """Within 5 %, on every rank. Catches a buffer that nobody planned, and one that lives longer than it should."""
+    for rank, found in enumerate(run_ranks(Launch(world_size), peaks, CASES)):
+        for case, pairs in zip(CASES, found, strict=True):
+            for measured, estimated in pairs:
+                assert abs(estimated / measured - 1) < 0.05, (rank, case, measured, estimated)
+
+
+def estimate(n=8192, ranks=1, itemsize=4, pattern=None, **kwargs):
+    pattern = pattern or DilatedPattern((1024, 8192), (1, 8))
+    plan = make_plan(pattern, make_shards("contiguous", split_lengths(n, ranks)), 0, 4, 4)
+    return attention_memory(plan, 1, 64, itemsize, **kwargs)
+
+
+def test_memory_grows_with_the_local_length_only():
+    pattern = DilatedPattern((1024, 8192), (1, 8))
+    one, doubled = (estimate(n, ranks, pattern=pattern) for n, ranks in ((8192, 4), (16384, 8)))
+    assert one == doubled
+
+
+def test_items_are_named_and_add_up():
+    peak = estimate(ranks=2).forward_backward
+    assert peak.num_bytes == sum(item.num_bytes for item in peak.items)
+    names = {item.name for item in peak.items}
+    assert {"query", "key and value", "out", "dout", "dq", "dk", "dv", "lse", "two K‖V chunks"} <= names
+
+
+def test_one_rank_holds_no_chunks():
+    assert not any("chunks" in item.name for peak in estimate() for item in peak.items)
+
+
+def test_accumulators_of_16_bit_types_are_float32():
+    half, single = (dict(estimate(itemsize=size).forward_backward.items) for size in (2, 4))
+    assert half["dq"] == single["dq"]
+    assert half["query"] * 2 == single["query"]
+
+
+def test_scratch_grows_with_threads():
+    few, many = (estimate(num_threads=count).forward.num_bytes for count in (1, 4))
+    assert few < many
+
+
+def test_estimate_does_not_import_torch():
+    code = "import sys, ring_dilated_attention.estimate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
