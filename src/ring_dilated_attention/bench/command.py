@@ -1,0 +1,97 @@
+"""`rda bench`: run cases, write their records, make the page."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from . import crossover, flops, linear, memory, million, overlap, ranks, scaling, sent, torch_ring
+from .gate import GateError
+from .record import make_record, write_page, write_record
+
+CASES: dict[str, ModuleType] = {
+    "flops": flops,
+    "linear": linear,
+    "memory": memory,
+    "scaling": scaling,
+    "ranks": ranks,
+    "sent": sent,
+    "overlap": overlap,
+    "torch_ring": torch_ring,
+    "million": million,
+    "crossover": crossover,
+}
+RESULTS = Path("benchmarks/results")
+
+EXAMPLES = f"""cases:
+{chr(10).join(f"  {name:<11} {module.SUMMARY}" for name, module in CASES.items())}
+
+examples:
+  rda bench flops            one case; its record goes to benchmarks/results/flops.json
+  rda bench --all            all of them, one after the other (about 20 minutes on two cores)
+  rda bench --all --quick    tiny sizes, only to see that they run; nothing is written
+  rda bench --page           make benchmarks/README.md from the records again
+
+Leave the machine alone while a case runs. No row is timed before the same call passed against the definition in
+float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="which cases to run")
+    parser.add_argument("--all", action="store_true", help="run every case")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; writes nothing unless --results is given")
+    parser.add_argument("--page", action="store_true", help="only make the page from the records")
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help=f"where records go; the page goes beside it (default {RESULTS})"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    names = list(CASES) if arguments.all else arguments.cases
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        print(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}", file=sys.stderr)
+        return 2
+    if not names and not arguments.page:
+        print(f"name a case ({', '.join(CASES)}), or --all, or --page; rda bench --help says more", file=sys.stderr)
+        return 2
+    folder = arguments.results or RESULTS
+    is_kept = arguments.results is not None or not arguments.quick
+    for name in names:
+        try:
+            rows = run_case(CASES[name], is_quick=arguments.quick)
+        except GateError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+        print(f"{name}: {CASES[name].table(rows)}\n")
+        if is_kept:
+            print(f"record: {write_record(make_record(name, rows, is_quick=arguments.quick), folder)}")
+    if is_kept:
+        print(f"page: {write_page(folder, {name: module.table for name, module in CASES.items()})}")
+    return 0
+
+
+def run_case(case: ModuleType, *, is_quick: bool) -> list[dict]:
+    from tqdm import tqdm
+
+    settings = case.QUICK if is_quick else case.FULL
+    with tqdm(total=case.num_steps(settings), unit="call", file=sys.stderr, dynamic_ncols=True) as bar:
+        return case.run(settings, _stepper(bar))
+
+
+def _stepper(bar: Any) -> Callable[[str], None]:
+    """Called before each step with its name; the bar counts those that are done."""
+    started = False
+
+    def step(text: str) -> None:
+        nonlocal started
+        if started:
+            bar.update()
+        started = True
+        bar.set_postfix_str(text)
+
+    return step

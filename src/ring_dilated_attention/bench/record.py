@@ -1,0 +1,101 @@
+"""Records: what a case found, on which hardware with which versions, as JSON, and the page made from all of them."""
+
+import datetime
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..training.report import hardware, versions
+
+Record = dict[str, Any]
+
+
+def make_record(name: str, rows: list[dict[str, Any]], *, is_quick: bool) -> Record:
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {
+        "case": name,
+        "command": f"rda bench {name}" + (" --quick" if is_quick else ""),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "hardware": hardware() | {"load_average_at_the_end": load},
+        "versions": versions(),
+        "rows": rows,
+    }
+
+
+def write_record(record: Record, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record['case']}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def write_page(folder: Path, render: Mapping[str, Callable[[list[dict[str, Any]]], str]]) -> Path:
+    """README.md beside the folder of records: a table for each."""
+    parts = [
+        "# Benchmarks",
+        "",
+        "Made by `rda bench --page` from the records in `results/`. Each row passed a correctness gate first: the same",
+        "branches, heads and dtype at a small size against the definition in float64.",
+    ]
+    for name, table in render.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            record = json.loads(path.read_text())
+            parts += ["", f"## {name}", "", table(record["rows"]), "", provenance(record)]
+    page = folder.parent / "README.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join(parts) + "\n")
+    return page
+
+
+def provenance(record: Record) -> str:
+    machine, found = record["hardware"], record["versions"]
+    return (
+        f"`{record['command']}`, {record['date'][:10]}, commit {record['commit'] or 'unknown'}: "
+        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"torch {found['torch']}, Python {found['python']}."
+    )
+
+
+def markdown(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table, aligned in the source too; all columns but the first to the right."""
+    lines = [headers, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
+    rule = ["-" * (widths[0] + 2)] + ["-" * (width + 1) + ":" for width in widths[1:]]
+
+    def joined(cells: tuple[str, ...]) -> str:
+        first, *others = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "| " + " | ".join([first, *others]) + " |"
+
+    return "\n".join([joined(headers), f"|{'|'.join(rule)}|", *map(joined, rows)])
+
+
+def branches(row: dict[str, Any]) -> str:
+    """A row's pattern in words."""
+    pairs = f"({', '.join(map(str, row['segment_lengths']))})/({', '.join(map(str, row['dilation_rates']))})"
+    return pairs + (" causal" if row.get("is_causal") else "")
+
+
+def tensors(row: dict[str, Any]) -> str:
+    """Heads and dtype of a row in words."""
+    return f"{row['num_heads']} heads of {row['head_dim']}, {row['dtype']}"
+
+
+def seconds(found: dict[str, float]) -> str:
+    """Median with the spread, as a table shows it."""
+    return f"{found['median']:.3g} ({found['min']:.3g} to {found['max']:.3g})"
+
+
+def _commit() -> str | None:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

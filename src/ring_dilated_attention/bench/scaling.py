@@ -1,0 +1,160 @@
+"""Two ranks of one thread against one rank of one thread, and what this machine allows at most.
+
+Parallel efficiency is T1 / (2 T2). The ceiling is the same figure for two processes that share nothing: each computes
+half of the heads on one device. All three are timed in turn, in the same two processes, each on a core of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..compare import Squares
+from ..parallel import ContextParallel
+from ..pattern import DilatedPattern
+from ..plan import make_plan
+from ..processes import Launch, Worker, run_ranks
+from ..sharding import default_lengths, make_shards
+from .gate import gate, gate_squares
+from .measure import Sizes, dilated_call, quantiles
+from .record import branches, markdown, seconds, tensors
+
+SUMMARY = "parallel efficiency of two ranks, beside the machine's ceiling"
+NUM_RANKS = 2
+SETUPS = ("one rank", "two ranks", "two processes, half of the heads each")
+
+
+class Settings(NamedTuple):
+    sizes: Sizes = Sizes(32_768, 4, 64)
+    patterns: tuple[tuple[DilatedPattern, str, int], ...] = (  # with the sharding and the number of repeats
+        (DilatedPattern((2048, 32_768), (1, 16)), "contiguous", 9),
+        (DilatedPattern((32_768,), (1,)), "contiguous", 3),
+        (DilatedPattern((32_768,), (1,), is_causal=True), "zigzag", 3),
+    )
+    seconds: float = 1800
+
+
+FULL = Settings()
+QUICK = Settings(
+    Sizes(2048, 2, 32),
+    (
+        (DilatedPattern((256, 2048), (1, 16)), "contiguous", 2),
+        (DilatedPattern((2048,), (1,), is_causal=True), "zigzag", 1),
+    ),
+    120,
+)
+
+
+def num_steps(settings: Settings) -> int:
+    return sum(len(SETUPS) * (1 + repeats) for *_, repeats in settings.patterns)
+
+
+def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
+    launch = Launch(NUM_RANKS, num_threads=1, is_pinned=True, seconds=settings.seconds)
+    ranks = run_ranks(launch, _rank, settings, on_report=lambda rank, message: step(message))
+    rows = []
+    for i, (pattern, sharding, _) in enumerate(settings.patterns):
+        passed = gate(settings.sizes, pattern, [found[i][0] for found in ranks])
+        rows.append(_row(settings.sizes, pattern, sharding, passed, [found[i][1] for found in ranks]))
+    return rows
+
+
+def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, list[float]]]]:
+    """Of each pattern: this rank's part of the gate, and its seconds in each setup."""
+    results = []
+    for pattern, sharding, repeats in settings.patterns:
+        parallel = ContextParallel(exchange="ring", sharding=sharding)
+        squares = gate_squares(settings.sizes, pattern, parallel)
+        calls = _calls(worker, settings.sizes, pattern, parallel)
+        times: dict[str, list[float]] = {setup: [] for setup in SETUPS}
+        for repeat in range(1 + repeats):
+            for setup, call in calls.items():
+                if worker.rank == 0:
+                    worker.report(f"{branches(_pattern_json(pattern))}, {setup}")
+                parallel.all_reduce(torch.zeros(1))  # start together, and leave the core to whoever is alone
+                found = call() if call is not None else None
+                if repeat and found is not None:
+                    times[setup].append(found.both)
+        results.append((squares, times))
+    return results
+
+
+def _calls(
+    worker: Worker, sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel
+) -> dict[str, Callable[[], Any] | None]:
+    half = sizes._replace(num_heads=sizes.num_heads // NUM_RANKS)
+    return {
+        SETUPS[0]: dilated_call(sizes, pattern) if worker.rank == 0 else None,
+        SETUPS[1]: dilated_call(sizes, pattern, parallel),
+        SETUPS[2]: dilated_call(half, pattern),
+    }
+
+
+def _row(
+    sizes: Sizes, pattern: DilatedPattern, sharding: str, passed: dict[str, Any], ranks: list[dict[str, list[float]]]
+) -> dict[str, Any]:
+    one, two, apart = ([max(found) for found in _by_repeat(ranks, setup)] for setup in SETUPS)
+    efficiency = quantiles(a / (NUM_RANKS * b) for a, b in zip(one, two, strict=True))
+    ceiling = quantiles(a / (NUM_RANKS * b) for a, b in zip(one, apart, strict=True))
+    shards = make_shards(sharding, default_lengths(sharding, sizes.seq_len, NUM_RANKS))
+    plans = [make_plan(pattern, shards, rank, sizes.num_heads, sizes.num_heads) for rank in range(NUM_RANKS)]
+    arguments = (sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
+    sent = [sum(plan.bytes_sent(*arguments, backward=backward) for backward in (False, True)) for plan in plans]
+    assert all(sent), "two ranks that send nothing measure no exchange"
+    return {
+        **_pattern_json(pattern),
+        **sizes.as_json(),
+        "exchange": "ring",
+        "sharding": sharding,
+        "threads_per_rank": 1,
+        "one_rank_seconds": quantiles(one),
+        "two_ranks_seconds": quantiles(two),
+        "two_processes_seconds": quantiles(apart),
+        "sent_bytes": max(sent),
+        "efficiency": efficiency,
+        "ceiling": ceiling,
+        "ratio": efficiency["median"] / ceiling["median"],
+        "gate": passed,
+    }
+
+
+def _by_repeat(ranks: list[dict[str, list[float]]], setup: str) -> list[tuple[float, ...]]:
+    """The seconds of all ranks that took part, repeat by repeat: the slower one counts."""
+    return list(zip(*(found[setup] for found in ranks if found[setup]), strict=True))
+
+
+def _pattern_json(pattern: DilatedPattern) -> dict[str, Any]:
+    return {
+        "segment_lengths": pattern.segment_lengths,
+        "dilation_rates": pattern.dilation_rates,
+        "is_causal": pattern.is_causal,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    headers = (
+        "pattern",
+        "one rank, s",
+        "two ranks, s",
+        "two processes apart, s",
+        "efficiency",
+        "ceiling",
+        "of the ceiling",
+    )
+    lines = [
+        (
+            branches(row) + (", zigzag" if row["sharding"] == "zigzag" else ""),
+            seconds(row["one_rank_seconds"]),
+            seconds(row["two_ranks_seconds"]),
+            seconds(row["two_processes_seconds"]),
+            f"{row['efficiency']['median']:.1%}",
+            f"{row['ceiling']['median']:.1%}",
+            f"{row['ratio']:.1%}",
+        )
+        for row in rows
+    ]
+    first = rows[0]
+    return (
+        f"{first['seq_len']:,} positions, {tensors(first)}, forward and backward, one thread per rank. The ceiling is "
+        f"that of two processes that exchange nothing and compute half of the heads each.\n\n{markdown(headers, lines)}"
+    )

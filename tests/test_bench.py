@@ -1,0 +1,112 @@
+"""`rda bench` at tiny sizes: that every case runs, passes its gate first, and leaves a record that makes a page."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from ring_dilated_attention import cli, kernels
+from ring_dilated_attention.bench import crossover, flops, gate, linear, measure, record
+from ring_dilated_attention.bench.command import CASES
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.sharding import make_shards
+
+SIZES = measure.Sizes(512, 2, 16)
+PATTERN = DilatedPattern((128, 512), (1, 4))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_leaves_a_record(name, tmp_path, capsys):
+    folder = tmp_path / "results"
+    assert cli.main(["bench", name, "--quick", "--results", str(folder)]) == 0
+    found = json.loads((folder / f"{name}.json").read_text())
+    assert found["command"] == f"rda bench {name} --quick"
+    assert found["hardware"]["cores"] >= 1
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["rows"]
+    for row in found["rows"]:
+        assert row["gate"]["passed"]
+        assert row["gate"]["error"] <= row["gate"]["tolerance"]
+        assert {"segment_lengths", "dilation_rates", "seq_len", "num_heads", "head_dim", "dtype"} <= row.keys()
+    page = (tmp_path / "README.md").read_text()
+    assert f"## {name}" in page
+    assert found["hardware"]["processor"] in page
+    assert f"{name}: " in capsys.readouterr().out
+
+
+def test_no_speed_without_a_green_gate(monkeypatch, tmp_path, capsys):
+    """A kernel that is 1 % off is not timed, and nothing is written."""
+    right = kernels.cpu.forward
+
+    def wrong(*args):
+        out, lse = right(*args)
+        return out * 1.01, lse
+
+    monkeypatch.setattr(kernels.cpu, "forward", wrong)
+    assert cli.main(["bench", "linear", "--quick", "--results", str(tmp_path)]) == 1
+    assert "exceeds" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_gate_keeps_branches_and_dtype():
+    case = gate.small_case(measure.Sizes(32_768, 4, 64), DilatedPattern((2048, 32_768), (1, 16), is_causal=True))
+    assert case.seq_len == 256
+    assert case.pattern == DilatedPattern((16, 256), (1, 16), is_causal=True)
+
+
+def test_unknown_case_is_refused(capsys):
+    assert cli.main(["bench", "speed"]) == 2
+    assert "unknown case 'speed'; choose from flops" in capsys.readouterr().err
+    assert cli.main(["bench"]) == 2
+
+
+@pytest.mark.parametrize("num_rows", [1, 31, 64, 200, 512, 700, 1024, 2048, 2500])
+def test_rounded_causal_pairs(num_rows):
+    """Query by query: the keys up to the end of its block of queries, rounded up to blocks of 512."""
+    block = 256 if num_rows >= 768 else 64 if num_rows >= 192 else 32
+    expected = 0
+    for query in range(num_rows):
+        end = min((query // block + 1) * block, num_rows)
+        expected += min(math.ceil(end / 512) * 512, num_rows)
+    assert flops.causal_pairs(num_rows) == expected
+    assert flops.causal_pairs(num_rows) >= num_rows * (num_rows + 1) // 2
+
+
+def test_rounding_is_of_causal_tiles_only():
+    for is_causal in (False, True):
+        pattern = DilatedPattern((2048,), (1,), is_causal=is_causal)
+        plan = make_plan(pattern, make_shards("contiguous", (4096,)), 0, 3, 3)
+        assert (flops.computed_pairs(plan) > plan.pairs) == is_causal
+
+
+def test_exponent_of_a_power_law():
+    assert linear.exponent({n: 3e-6 * n**1.5 for n in (10, 100, 1000)}) == pytest.approx(1.5)
+
+
+def test_first_faster_stays_faster():
+    assert crossover.first_faster({1: 0.5, 2: 1.5, 4: 0.9, 8: 1.1, 16: 3}) == 8
+    assert crossover.first_faster({1: 0.5, 2: 0.9}) is None
+
+
+def test_allocator_events_are_exact():
+    """The profiler's own interface is private: this pins what is read from it."""
+
+    def function():
+        x = torch.empty(1000, dtype=torch.float32)
+        y = torch.empty(1500, dtype=torch.float32)
+        del x
+        return y, torch.empty(10, dtype=torch.float32)
+
+    assert measure.allocated(function) == measure.Allocated(10_000, 0)
+
+
+def test_quantiles():
+    assert measure.quantiles([3.0, 1.0, 2.0]) == {"min": 1.0, "median": 2.0, "max": 3.0, "repeats": 3}
+
+
+def test_markdown_is_aligned():
+    lines = record.markdown(("a", "number"), [("long name", "1"), ("b", "22")]).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[1].endswith(":|")
