@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from distributed import run
 from torch import nn
 
-from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention
+from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention
 from ring_dilated_attention.layers import rotary_table, rotate
 
 DILATED = DilatedPattern((8, 32), (1, 3))
@@ -137,6 +138,31 @@ def test_packed_documents_restart_rotary_positions():
     torch.testing.assert_close(packed, torch.cat(separate, 1), rtol=1e-10, atol=1e-10)
 
 
+def test_positions_restart_with_documents():
+    """Attention cannot tell (rotary sees differences only), but small angles stay accurate."""
+    module, x = make(rotary=True), randn(1, 9, 24)
+    positions = module._positions(x, torch.tensor([0, 4, 5, 9], dtype=torch.int32))
+    assert positions.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3]
+
+
+def compare_with_one_rank(rank, world_size, documents):
+    """Without `positions`, the layer asks the other ranks how long their shards are."""
+    cp = ContextParallel(lengths=(23, 37))
+    options = {"rotary": True, "sub_layernorm": True, "num_kv_heads": 2}
+    x = randn(1, 60, 24)
+    torch.distributed.broadcast(x, 0)
+    local = cp.shard(x)
+    cu_seqlens = torch.tensor([0, 17, 60], dtype=torch.int32) if documents else None
+    expected = make(**options)(x, x, x, cu_seqlens=cu_seqlens)[0]
+    out = make(parallel=cp, **options)(local, local, local, cu_seqlens=cu_seqlens)[0]
+    torch.testing.assert_close(out, cp.shard(expected), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_rotary_positions_are_global(documents):
+    run(2, compare_with_one_rank, documents)
+
+
 def test_inside_torch_transformer_layer():
     """The layer's fast path would bypass the module in eval mode; its bool mask arrives as floats."""
     layer = nn.TransformerEncoderLayer(24, 4, 32, dropout=0.0, batch_first=True, norm_first=True, dtype=torch.float64)
@@ -227,8 +253,6 @@ def test_forward_refusals(options, message):
 
 
 def test_masks_and_parallel_are_refused():
-    from ring_dilated_attention import ContextParallel
-
     module, x = make(parallel=ContextParallel()), randn(2, 6, 24)
     with pytest.raises(ValueError, match="a padded batch cannot be sharded"):
         module(x, x, x, key_padding_mask=torch.zeros(2, 6, dtype=torch.bool))

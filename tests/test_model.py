@@ -30,6 +30,18 @@ def make_tokens(batch, seq_len, seed=1):
     return torch.randint(0, CONFIG.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
 
 
+def peak(function):
+    """The most bytes that torch's allocator had given out at once, beyond those at the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
+        function()
+    events = [e for e in p.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = largest = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        largest = max(largest, held)
+    return largest
+
+
 @pytest.mark.parametrize("t", [0, 7, 8, 30, 36])
 def test_no_logit_sees_a_later_token(t):
     model, tokens = make(), make_tokens(2, 37)
@@ -62,16 +74,6 @@ def test_loss_never_holds_all_logits():
     """Forward and backward of the loss stay below one (N, V) tensor."""
     config = LongNetConfig((64,), (1,), vocab_size=4096, num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8)
     model, tokens = LongNetLM(config), make_tokens(1, 4096)
-
-    def peak(function):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
-            function()
-        events = [e for e in p.profiler.kineto_results.events() if e.name() == "[memory]"]
-        held = largest = 0
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            held += event.nbytes()
-            largest = max(largest, held)
-        return largest
 
     all_logits = tokens.numel() * config.vocab_size * 4
     assert peak(lambda: model.loss(tokens).backward()) < all_logits / 2
@@ -143,6 +145,30 @@ def test_config_refusals(options, message):
 def test_loss_refusals(tokens, message):
     with pytest.raises(ValueError, match=message):
         make().loss(tokens)
+
+
+def test_activation_checkpointing_holds_less():
+    tokens = make_tokens(1, 2048)
+    plain, recomputed = (make(activation_checkpointing=checkpointing) for checkpointing in (False, True))
+    assert peak(lambda: recomputed.loss(tokens).backward()) < 0.8 * peak(lambda: plain.loss(tokens).backward())
+
+
+def refuse_on_every_rank(rank, world_size):
+    model = make(parallel=ContextParallel())
+    tokens = make_tokens(1, 8)
+    with pytest.raises(ValueError, match="rank 1 refused the call: tokens have shape" if rank != 1 else "tokens have"):
+        model.loss(tokens if rank != 1 else tokens.double())
+    with pytest.raises(ValueError, match="ranks disagree on batch: rank 0 has 1, rank 1 has 2"):
+        model.loss(make_tokens(1 + rank, 8))
+    x = torch.zeros(1, 8, 24, dtype=torch.float64)
+    layer = model.blocks[0].attention
+    with pytest.raises(ValueError, match="attn_mask of shape"):
+        layer(x, x, x, attn_mask=torch.zeros(8, 8) if rank == 1 else None)
+    model.loss(tokens)  # nothing was left over on the wire
+
+
+def test_bad_input_of_one_rank_is_an_error_on_all():
+    run(2, refuse_on_every_rank)
 
 
 def compare_with_one_rank(rank, world_size, lengths, checkpointing):

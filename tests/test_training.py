@@ -341,7 +341,7 @@ class TestCommand:
         process = start(*words)
         wait_for(lambda: find_checkpoint(Path("run")), process)
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=120)
         assert process.returncode == 130
         assert "Traceback" not in error
         steps = int(find_checkpoint(Path("run")).name.split("-")[1])
@@ -371,7 +371,7 @@ def start(*arguments, output=subprocess.PIPE):
     return subprocess.Popen(command, stdout=output, stderr=output, text=True)
 
 
-def wait_for(condition, process, seconds=60):
+def wait_for(condition, process, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

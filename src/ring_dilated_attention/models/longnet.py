@@ -20,7 +20,8 @@ from .config import LongNetConfig
 IGNORED_LABEL = -1
 # The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them.
 LOSS_CHUNK_LOGITS = 2**20
-INITIAL_STD = 0.02
+# Small, so that the first guess is near uniform.
+HEAD_STD = 0.02
 
 
 class FeedForward(nn.Module):
@@ -93,8 +94,8 @@ class LongNetLM(nn.Module):
     def reset_parameters(self) -> None:
         """MAGNETO's decoder: gain sqrt(log(2 * num_layers)) on value, output and feed-forward weights."""
         gain = math.sqrt(math.log(2 * self.config.num_layers))
-        nn.init.normal_(self.embedding.weight, std=INITIAL_STD)
-        nn.init.normal_(self.head.weight, std=INITIAL_STD)
+        nn.init.normal_(self.embedding.weight)
+        nn.init.normal_(self.head.weight, std=HEAD_STD)
         self.final_layernorm.reset_parameters()
         for block in self.blocks:
             assert isinstance(block, LongNetBlock)
