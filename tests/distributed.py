@@ -1,15 +1,20 @@
-"""Runs a function on several gloo ranks, each a process of its own, and fails unless every rank succeeds."""
+"""Runs a function on several gloo ranks, each a process of its own, and fails unless every rank succeeds.
 
+This process hosts the store, on a port that the system chooses, so that no rank is missed by the others as its host.
+"""
+
+import fcntl
 import multiprocessing
 import os
-import tempfile
+import signal
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -19,9 +24,18 @@ _START.set_forkserver_preload(
     ["torch", "torch.distributed", "torch._dynamo", "ring_dilated_attention.attention", "distributed"]
 )
 
+store: dist.Store  # in a rank: the one that the test hosts
+
 
 class RankFailedError(AssertionError):
     """What the ranks reported, with their tracebacks."""
+
+
+class Outcome(NamedTuple):
+    """What became of a rank: what it returned, or the story of its failure."""
+
+    succeeded: bool
+    value: Any
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any, seconds: float = 60) -> list[Any]:
@@ -29,50 +43,89 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, seconds: floa
 
     `function` must be importable (a module's own). Ends every process, also when a rank fails or time is up.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        processes, pipes = [], []
-        for rank in range(world_size):
-            ours, theirs = _START.Pipe(duplex=False)
-            process = _START.Process(target=_rank, args=(theirs, rank, world_size, folder, function, args), daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
+    with Ranks(world_size, function, *args) as ranks:
+        outcomes = ranks.collect(range(world_size), seconds)
+    failures = {rank: value for rank, (succeeded, value) in sorted(outcomes.items()) if not succeeded}
+    if failures:
+        raise RankFailedError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+    return [outcomes[rank].value for rank in range(world_size)]
+
+
+class Ranks:
+    """The processes of a group, for as long as the context lasts: whatever happens, none is left behind."""
+
+    def __init__(self, world_size: int, function: Callable[..., Any], *args: Any, stay: bool = False) -> None:
+        """stay: a rank that is done stays alive, so that the others are not told of it by its connections."""
+        self.world_size, self.task = world_size, (function, args, stay)
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def __enter__(self) -> Self:
         try:
-            return _collect(pipes, time.monotonic() + seconds)
-        finally:
-            for process in processes:
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            for rank in range(self.world_size):
+                ours, theirs = _START.Pipe(duplex=False)
+                args = (theirs, rank, self.world_size, self.store.port, *self.task)
+                self.processes.append(_START.Process(target=_rank, args=args, daemon=True))
+                self.pipes.append(ours)
+                self.processes[-1].start()
+                theirs.close()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.pid is not None:
                 process.kill()
                 process.join()
+        for pipe in self.pipes:
+            pipe.close()
+
+    def collect(self, ranks: Collection[int], seconds: float) -> dict[int, Outcome]:
+        """The outcomes of these ranks, after at most this time."""
+        deadline = time.monotonic() + seconds
+        outcomes: dict[int, Outcome] = {}
+        while missing := {self.pipes[rank]: rank for rank in ranks if rank not in outcomes}:
+            ready = wait(list(missing), timeout=max(0, deadline - time.monotonic()))
+            if not ready:
+                outcomes.update({rank: Outcome(False, "no answer in time") for rank in missing.values()})
+            for pipe in ready:
+                try:
+                    outcomes[missing[pipe]] = Outcome(*pipe.recv())
+                except EOFError:
+                    outcomes[missing[pipe]] = Outcome(False, "died without a word")
+        return outcomes
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
-    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while open_pipes:
-        ready = wait(list(open_pipes), timeout=max(0, deadline - time.monotonic()))
-        if not ready:
-            failures.update({rank: "no answer in time" for rank in open_pipes.values()})
-            break
-        for pipe in ready:
-            rank = open_pipes.pop(pipe)
-            try:
-                succeeded, value = pipe.recv()
-            except EOFError:
-                succeeded, value = False, "died without a word"
-            (results if succeeded else failures)[rank] = value
-    if failures:
-        raise RankFailedError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
-    return [results[rank] for rank in range(len(pipes))]
-
-
-def _rank(pipe: Connection, rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> None:
+def _rank(
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    function: Callable[..., Any],
+    args: tuple,
+    stay: bool,
+) -> None:
+    global store
     try:
+        _end_with_the_test()
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.FileStore(str(Path(folder) / "store"), world_size)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
         pipe.send((True, function(rank, world_size, *args)))
     except BaseException:  # noqa: BLE001  whatever it was, the parent reports it
         pipe.send((False, traceback.format_exc()))
+    if stay:
+        threading.Event().wait()
+
+
+def _end_with_the_test() -> None:
+    """Should the test be killed, its end of a pipe closes, and Linux kills this process, be it stopped or stuck."""
+    parent = multiprocessing.parent_process()
+    if sys.platform == "linux" and parent is not None:
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)

@@ -38,8 +38,9 @@ class Simulation:
         num_heads: int,
         num_kv_heads: int,
         borders: tuple[int, ...],
+        held: range | None = None,
     ) -> None:
-        self.plans = [make_plan(pattern, shards, k, num_heads, num_kv_heads, borders) for k in range(len(shards))]
+        self.plans = [make_plan(pattern, shards, k, num_heads, num_kv_heads, borders, held) for k in range(len(shards))]
         self.positions = [[t for span in shard for t in range(*span)] for shard in shards]
         self.ratio = num_heads // num_kv_heads
         self.computed: Triples = Counter()

@@ -14,10 +14,13 @@ from ring_dilated_attention.plan import make_plan
 from ring_dilated_attention.sharding import default_lengths, make_shards
 
 
-def check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, borders):
+def check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, borders, held=None):
+    """held: the query heads that the ranks hold, if not all; plans count from the first of them."""
     shards = make_shards(sharding, lengths)
-    simulation = Simulation(pattern, shards, num_heads, num_kv_heads, borders)
+    simulation = Simulation(pattern, shards, num_heads, num_kv_heads, borders, held)
     dense = dense_triples(pattern, borders, num_heads)
+    if held is not None:
+        dense = Counter({(h - held.start, i, j): c for (h, i, j), c in dense.items() if h in held})
     assert simulation.computed == dense
     for rank, home in enumerate(simulation.home):
         expected = Counter({x: c for x, c in dense.items() if simulation.owner[x[2]] == rank})
@@ -53,7 +56,8 @@ def test_tiles_cover_the_pattern_once(world_size, sharding, is_causal):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_pattern_any_lengths_any_documents(data):
-    """The same for drawn patterns, head counts, uneven shards (some empty) and packed documents."""
+    """The same for drawn patterns, head counts, uneven shards (some empty), packed documents, and heads that are dealt
+    to ranks (an all-to-all): phases go by the global head."""
     num_branches = data.draw(st.integers(1, 3))
     numbers = st.lists(st.integers(1, 24), min_size=num_branches, max_size=num_branches)
     rates = st.lists(st.integers(1, 7), min_size=num_branches, max_size=num_branches)
@@ -77,6 +81,11 @@ def test_any_pattern_any_lengths_any_documents(data):
     if sharding == "zigzag":
         lengths = default_lengths("zigzag", n, world_size)
     check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, tuple(documents))
+    dealt_to = data.draw(st.sampled_from([k for k in range(2, 5) if num_kv_heads % k == 0] or [1]))
+    share = num_heads // dealt_to
+    for start in range(0, num_heads, share):
+        held = range(start, start + share)
+        check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, tuple(documents), held)
 
 
 @pytest.mark.parametrize("break_it", ["drop a tile", "repeat a tile", "forget causality"])

@@ -61,9 +61,9 @@ def dilated_attention(
     query, key, value = map(_autocast, (query, key, value))
     try:
         _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend)
-    except ValueError as error:
+    except Exception as error:
         if isinstance(parallel, ContextParallel):
-            parallel.handshake(0, {}, failure=str(error))
+            parallel.handshake(0, {}, failure=str(error) or type(error).__name__)
         raise
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if scale <= 0:  # kernels put -inf at masked scores and scale afterwards: NaN for 0, +inf for negative scales
@@ -240,13 +240,13 @@ def _forward(
     )
     call = Call(pattern, scale, backend, parallel, needs_grad, return_lse)
     out, lse, number = execute.forward(call, query, key, value, cu_seqlens)
-    return out, lse, torch.tensor(number)
+    return out, lse, torch.tensor(number, device="cpu")
 
 
 @_forward.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
-    return query.new_empty(query.shape), lse, torch.empty((), dtype=torch.int64)
+    return query.new_empty(query.shape), lse, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("ring_dilated_attention::backward", mutates_args=())

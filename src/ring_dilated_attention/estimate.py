@@ -105,6 +105,10 @@ class _Sizes:
         """The same elements in the accumulator's dtype."""
         return num_bytes // self.itemsize * self.sum_itemsize
 
+    def wide(self, lse_bytes: int) -> int:
+        """The same lse in float64, in which it is merged."""
+        return lse_bytes // self.sum_itemsize * 8
+
     def cast(self, num_bytes: int) -> int:
         """The copy in the accumulator's dtype that adding or merging makes of a 16-bit partial."""
         return self.summed(num_bytes) if self.is_cast else 0
@@ -168,7 +172,7 @@ def _forward(sizes: _Sizes, ledger: _Ledger) -> None:
 
     def allocate() -> None:
         ledger.hold("out", sizes.summed(sizes.query))
-        ledger.hold("lse", sizes.lse)
+        ledger.hold("lse", sizes.wide(sizes.lse))
 
     for tile in _tiles(sizes.plan):
         out, lse = sizes.tile_query(tile), sizes.tile_lse(tile)
@@ -180,14 +184,18 @@ def _forward(sizes: _Sizes, ledger: _Ledger) -> None:
                 allocate()
                 has_accumulators = True
             if not tile.first_query:
-                ledger.hold("merging", lse + max(lse, sizes.cast(out)))
-                ledger.release("merging")
+                wide = sizes.wide(lse)  # of the weight; then its cast, or what becomes the new lse
+                copy = 0 if wide == lse else lse
+                with ledger.holding(merging=wide + max(copy + sizes.cast(out), wide + 2 * copy)):
+                    pass
     if not has_accumulators:
         allocate()
     if sizes.is_cast:
         with ledger.holding(copy_in_the_input_dtype=sizes.query):
             pass
     ledger.hold("out", sizes.query)
+    with ledger.holding(lse_in_float64=sizes.wide(sizes.lse)):
+        ledger.hold("lse", sizes.lse)
     ledger.release("two K‖V chunks")
 
 
@@ -197,7 +205,6 @@ def _backward(sizes: _Sizes, ledger: _Ledger) -> None:
     gradients = _Gradients(sizes, ledger)
     for tile in plan.local:
         gradients.add_tile(tile, is_own=True)
-    ledger.release("gradients of the last tile")
     ledger.hold("two dK‖dV chunks", 2 * sizes.summed(sizes.chunk))
     for hop in plan.hops:
         for tile in hop.tiles:
@@ -214,7 +221,7 @@ class _Gradients:
         self.started: set[str] = set()
 
     def add_tile(self, tile: Tile, *, is_own: bool) -> None:
-        """The kernel runs while the last tile's gradients are still referred to; then each part is added or adopted."""
+        """The kernel runs; then each part is added or adopted."""
         sizes, ledger = self.sizes, self.ledger
         parts = {"dq": sizes.tile_query(tile)} | dict.fromkeys(("dk", "dv"), sizes.tile_key(tile))
         firsts = {"dq": tile.first_query, "dk": tile.first_key, "dv": tile.first_key}
@@ -222,19 +229,20 @@ class _Gradients:
             scratch = sizes.scratch(tile, backward=True) + sizes.dout_copy(tile)
             with ledger.holding(kernel_scratch=scratch, gradients_of_one_tile=sum(parts.values())):
                 pass
-            ledger.hold("gradients of the last tile", sum(parts.values()))
+            ledger.hold("gradients of one tile", sum(parts.values()))
             for name, part in parts.items():
                 if name == "dq" or is_own:
                     self._add(name, part, firsts[name], parts)
                 else:
                     with ledger.holding(adding=sizes.cast(part)):  # to the gradient of a chunk
                         pass
+            ledger.release("gradients of one tile")
 
     def _add(self, name: str, part: int, is_first: bool, parts: dict[str, int]) -> None:
         sizes, ledger = self.sizes, self.ledger
         if name not in self.started and sizes.is_adopted(part, self.wholes[name], is_first):
             parts[name] = 0
-            ledger.hold("gradients of the last tile", sum(parts.values()))
+            ledger.hold("gradients of one tile", sum(parts.values()))
         self.started.add(name)
         ledger.hold(name, sizes.summed(self.wholes[name]))
         if not is_first:
@@ -242,7 +250,10 @@ class _Gradients:
                 pass
 
     def finish(self) -> None:
+        """Each sum is cast to the input's dtype, and goes."""
         for name, whole in self.wholes.items():
             self.ledger.hold(name, self.sizes.summed(whole))
-        if self.sizes.is_cast:
-            self.ledger.hold("gradients in the input's dtype", sum(self.wholes.values()))
+        for name, whole in self.wholes.items():
+            with self.ledger.holding(gradient_in_the_input_dtype=whole if self.sizes.is_cast else 0):
+                pass
+            self.ledger.hold(name, whole)

@@ -3,10 +3,9 @@
 B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
 
@@ -18,13 +17,14 @@ from .exchange import all_gather, ring
 from .exchange.all_to_all import to_heads, to_positions
 from .exchange.choose import choose_exchange
 from .exchange.comm import Link
+from .exchange.one_rank import OneRankLink
 from .exchange.simulated import run_ranks
 from .parallel import ContextParallel, context_named
 from .pattern import DilatedPattern
-from .plan import Plan, make_plan
-from .sharding import Shard, join_shards, make_shards
+from .plan import Plan, chunk_finder, make_plan
+from .sharding import Shard, check_documents, join_shards, make_shards
 
-_LOOPS: dict[str, ModuleType] = {"ring": ring, "all_gather": all_gather, "all_to_all": ring}
+_LOOPS: dict[str, ModuleType] = {"ring": ring, "all_gather": all_gather, "all_to_all": ring, "simulated": ring}
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,10 @@ def forward(
     """out (B, N, H, D), lse (B, N, H), and the number of the call."""
     context = context_named(call.parallel)
     number = context.calls + 1 if context is not None else 0
-    if context is not None and context.num_simulated:
+    if context is not None and context.runs_all:
         return *_simulated_forward(call, context.num_simulated, context, query, key, value, cu_seqlens), number
-    route = _route(call, context, f"forward {number}", query, key, cu_seqlens)
+    with _all_or_none(context, ValueError):
+        route = _route(call, context, f"forward {number}", query, key, cu_seqlens)
     if context is not None:
         context.calls = number  # on all ranks or on none: a call that one rank refused has no number
     with _all_or_none(context):
@@ -84,10 +85,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, N, H, D), dk and dv (B, N, G, D)."""
     context = context_named(call.parallel)
-    if context is not None and context.num_simulated:
+    if context is not None and context.runs_all:
         tensors = (dout, dlse, query, key, value, out, lse)
         return _simulated_backward(call, context.num_simulated, context, tensors, cu_seqlens)
-    route = _route(call, context, f"backward {number}", query, key, cu_seqlens)
+    with _all_or_none(context, ValueError):
+        route = _route(call, context, f"backward {number}", query, key, cu_seqlens)
     with _all_or_none(context):
         if route.inner is not None:
             dout, query, key, value, out = (_heads(x, route, "backward") for x in (dout, query, key, value, out))
@@ -101,10 +103,15 @@ def backward(
 
 
 @contextmanager
-def _all_or_none(context: ContextParallel | None) -> Iterator[None]:
-    """Whatever fails on this rank alone (memory, say) must not leave the others waiting for it."""
+def _all_or_none(context: ContextParallel | None, *agreed: type[Exception]) -> Iterator[None]:
+    """Whatever fails on this rank alone (memory, say) must not leave the others waiting for it.
+
+    `agreed` are the errors that all ranks raise alike: a call that all refuse breaks nothing.
+    """
     try:
         yield
+    except agreed:
+        raise
     except BaseException as error:
         if context is not None:
             context.abandon(f"{type(error).__name__}: {error}")
@@ -128,7 +135,7 @@ def _route(
     batch, length, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
     kernel = kernels.choose(call.backend, query)
-    if context is None or context.link is None:
+    if context is None or (context.link is None and context.others is None):
         documents = documents_of(cu_seqlens, length)
         plan = make_plan(call.pattern, make_shards("contiguous", (length,)), 0, num_heads, num_kv_heads, documents)
         return _Route(kernel, ring, plan, None, None, ())
@@ -158,6 +165,9 @@ def _route(
     inner, link = (context.link, None) if name == "all_to_all" else (context.inner, context.outer)
     if inner is None:
         plan = make_plan(call.pattern, shards, context.rank, num_heads, num_kv_heads, documents)
+        if context.others is not None:
+            finder = chunk_finder(call.pattern, shards, context.rank, num_heads, num_kv_heads, documents)
+            link = OneRankLink(context.rank, context.others, finder)
         return _Route(kernel, _LOOPS[name], plan, link, None, ())
     held = _dealt_heads(num_heads, num_kv_heads, inner)
     size = inner.world_size
@@ -191,21 +201,8 @@ def documents_of(cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...] | N
     if cu_seqlens is None:
         return None
     borders = tuple(cu_seqlens.tolist())
-    if len(borders) < 2 or borders[0] != 0 or borders[-1] != seq_len:
-        raise ValueError(
-            f"cu_seqlens must start at 0 and end at the length of the sequence, {seq_len}; "
-            f"got {_quoted(borders)}, which has {len(borders)} entries."
-        )
-    for i, (a, b) in enumerate(pairwise(borders)):
-        if a >= b:
-            raise ValueError(
-                f"cu_seqlens must increase, got {a} then {b} at entries {i} and {i + 1}. Leave out empty documents."
-            )
+    check_documents(borders, seq_len)
     return borders
-
-
-def _quoted(numbers: Sequence[int]) -> str:
-    return str(list(numbers)) if len(numbers) <= 6 else f"[{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}]"
 
 
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:
@@ -234,8 +231,8 @@ def _simulated_forward(
     plans, shards, kernel = _simulated_plans(call, world_size, context, query, key, cu_seqlens)
 
     def work(rank: int, link: Link) -> tuple[Tensor, Tensor]:
-        own = (_rows_of(x, shards[rank]) for x in (query, key, value))
-        return ring.forward(kernel, plans[rank], call.scale, *own, link)
+        q, k, v = (_rows_of(x, shards[rank]) for x in (query, key, value))
+        return ring.forward(kernel, plans[rank], call.scale, q, k, v, link)
 
     parts = run_ranks(world_size, work)
     out, lse = torch.empty_like(query, memory_format=torch.contiguous_format), None
@@ -258,14 +255,15 @@ def _simulated_backward(
     plans, shards, kernel = _simulated_plans(call, world_size, context, query, key, cu_seqlens)
 
     def work(rank: int, link: Link) -> tuple[Tensor, Tensor, Tensor]:
-        own = (None if x is None else _rows_of(x, shards[rank]) for x in tensors)
-        return ring.backward(kernel, plans[rank], call.scale, *own, link)  # type: ignore[arg-type]
+        dout, q, k, v, out, lse = (_rows_of(x, shards[rank]) for x in (tensors[0], *tensors[2:]))
+        dlse = None if tensors[1] is None else _rows_of(tensors[1], shards[rank])
+        return ring.backward(kernel, plans[rank], call.scale, dout, dlse, q, k, v, out, lse, link)
 
-    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     for shard, parts in zip(shards, run_ranks(world_size, work), strict=True):
-        for full, rows in zip(grads, parts, strict=True):
+        for full, rows in zip((dq, dk, dv), parts, strict=True):
             _place(full, shard, rows)
-    return grads
+    return dq, dk, dv
 
 
 def _simulated_plans(

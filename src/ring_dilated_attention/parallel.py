@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import EXCHANGES
 from .exchange.comm import ExchangeError, Link
+from .exchange.one_rank import OtherRanks
 from .sharding import (
     SHARDINGS,
     Shard,
+    check_documents,
     default_lengths,
     document_positions,
     make_shards,
@@ -54,13 +56,16 @@ class ContextParallel:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
             Over a 2-D mesh heads are dealt (all-to-all) along the last axis and chunks travel along the first.
         sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k parts k and 2p-1-k of 2p.
-        exchange: "ring", "all_gather" (one collective), "all_to_all" (heads for positions), or "auto", which chooses by
+        exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
             bytes, memory and number of messages. "simulated" runs the ring of `world_size` ranks in this process, on
-            full tensors.
+            full tensors; or, given `rank` and `others`, that rank alone, on its own rows, in a job of any size.
         timeout: how long a rank waits for another before it raises.
         align: the borders of contiguous shards are multiples of it.
         lengths: the lengths of contiguous shards, one for each rank, instead of near-equal ones.
         world_size: the number of simulated ranks.
+        rank: the one simulated rank to run. All ranks have as many positions as this one, unless `lengths` says else.
+        others: what the other ranks send to it, made on demand, and what takes what it sends
+            (`exchange.one_rank.OtherRanks`).
 
     Raises:
         ValueError: for unknown names, an `align` below 1, and lengths that do not fit the group.
@@ -76,6 +81,8 @@ class ContextParallel:
         align: int = 1,
         lengths: Sequence[int] | None = None,
         world_size: int | None = None,
+        rank: int | None = None,
+        others: OtherRanks | None = None,
     ) -> None:
         mesh = group if isinstance(group, DeviceMesh) else None
         self.group = _resolve(group) if exchange != "simulated" else None
@@ -85,13 +92,16 @@ class ContextParallel:
         self.world_size = len(members)
         self.num_simulated = world_size if exchange == "simulated" and world_size is not None else 0
         self._check(mesh, sharding, exchange, timeout, align, lengths, world_size)
+        _check_one_rank(world_size, rank, others)
         self.sharding, self.exchange, self.timeout = sharding, exchange, timeout
         self.align, self.lengths = align, tuple(lengths) if lengths is not None else None
-        self.rank, self.name, self.calls = 0, "", 0  # calls: forwards so far, the same on every rank
+        self.others = others
+        self.rank, self.name, self.calls = rank or 0, "", 0  # calls: forwards so far, the same on every rank
         self.link: Link | None = None  # all ranks
         self.inner: Link | None = None  # the ranks that deal heads to each other, on a 2-D mesh
         self.outer: Link | None = None  # the ranks of the ring
         self._control: Link | None = None
+        self._links: list[Link] = []  # all of these; they break together
         self._inner_size = mesh.shape[1] if mesh is not None and mesh.ndim == 2 else 1
         if self.num_simulated:
             self.name = f"simulated {next(_simulated)}"
@@ -106,7 +116,7 @@ class ContextParallel:
         stay whole."""
         self._control = self._make_link("control", "gloo", members)
         if self._inner_size == 1:
-            hosts = self._control.texts(host_name(), "exchanging host names")
+            hosts = self._control.texts(host_name(), "the exchange of host names")
             members = [members[k] for k in ring_order(hosts)]
             self._control.reorder(members)
         self.link = self._make_link("data", None, members)
@@ -117,6 +127,11 @@ class ContextParallel:
             self.inner = self._make_link("heads", None, mesh.mesh[self.rank // self._inner_size].tolist())
             column = mesh.mesh[:, self.rank % self._inner_size].tolist()
             self.outer = self._make_link("chunks", None, column) if len(column) > 1 else None
+
+    @property
+    def runs_all(self) -> bool:
+        """All ranks are simulated, on full tensors."""
+        return self.num_simulated > 0 and self.others is None
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
         """Every rank's shard, given every rank's number of positions."""
@@ -129,11 +144,13 @@ class ContextParallel:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all."""
+        self._refuse_one_rank("shard")
         shards = self.shards(self.default_lengths(x.shape[dim]))
         return x if self.num_simulated else _Shard.apply(x, self, shards, dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The full tensor, from every rank's rows. What follows is the same on every rank: the gradient is a slice."""
+        self._refuse_one_rank("unshard")
         if self.num_simulated:
             return x
         others = [length for i, length in enumerate(x.shape) if i != dim % x.dim()]
@@ -148,14 +165,17 @@ class ContextParallel:
             seq_len: the length of the whole sequence.
             cu_seqlens: global borders of packed documents.
         """
-        return self.local_positions((seq_len,) if self.num_simulated else self.default_lengths(seq_len), cu_seqlens)
+        return self.local_positions((seq_len,) if self.runs_all else self.default_lengths(seq_len), cu_seqlens)
 
     def local_positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
         """Like `positions`, given every rank's number of rows instead of the default split."""
         shard = self._own_shards(lengths)[self.rank]
-        borders = cu_seqlens.tolist() if cu_seqlens is not None else [0, sum(lengths)]
+        borders = [0, sum(lengths)]
+        if cu_seqlens is not None:
+            borders = cu_seqlens.tolist()
+            check_documents(borders, sum(lengths))
         ranges = document_positions(shard, borders)
-        return torch.cat([torch.arange(0), *(torch.arange(r.start, r.stop) for r in ranges)])
+        return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in (range(0), *ranges)])
 
     def shift_left(self, x: Tensor, fill: int) -> Tensor:
         """For each local position the value at the next position of the whole sequence; `fill` after the last.
@@ -165,6 +185,7 @@ class ContextParallel:
         Args:
             x: (B, N_local), any integer dtype.
         """
+        self._refuse_one_rank("shift_left")
         lengths = self.handshake(x.shape[1], {"call": "shift_left", "batch": x.shape[0], "fill": fill})
         shards = self._own_shards(lengths)
         firsts = self._first_columns(x, shards)
@@ -178,13 +199,16 @@ class ContextParallel:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors. Not differentiable."""
+        self._refuse_one_rank("all_reduce")
         return x.clone() if self.link is None else self.link.all_reduce(x.detach(), "all_reduce")
 
     def abandon(self, reason: str) -> None:
-        """Break the groups of the exchange, so that the other ranks fail at once instead of waiting for this one."""
-        for link in (self.link, self.inner, self.outer):
-            if link is not None:
-                link.abandon(reason)
+        """Break this context's groups, so that the other ranks fail at once instead of waiting for this one.
+
+        A call that fails does so by itself. For errors between calls, in a program that goes on after them.
+        """
+        for link in self._links:
+            link.abandon(reason)
 
     def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
         """Every rank's local length, once all ranks turn out to make the same call.
@@ -200,11 +224,11 @@ class ContextParallel:
         if self._control is None:
             if failure:
                 raise ValueError(failure)
-            return (length,)
-        moment = f"handshake of {fields.get('call', 'a call that this rank refuses')}"
+            return (length,) if self.others is None else self._assumed_lengths(length)
+        moment = str(fields.get("call", "the call that this rank refuses"))
         marks = [_fingerprint(value) for value in fields.values()]
         marks += [0] * (_NUM_FIELDS - len(marks))
-        records = self._control.all_to_all(torch.tensor([length, failure is not None, *marks]), moment)
+        records = self._control.all_to_all(torch.tensor([length, failure is not None, *marks], device="cpu"), moment)
         table = torch.stack(records).tolist()
         if any(row[1] for row in table):
             texts = self._control.texts(failure or "", moment)
@@ -228,12 +252,12 @@ class ContextParallel:
 
     def _first_columns(self, x: Tensor, shards: Sequence[Shard]) -> dict[int, Tensor]:
         """The first column (B, 1) of every span of every rank, by its global position."""
-        own = torch.zeros(2, x.shape[0], dtype=torch.int64)
+        own = torch.zeros(2, x.shape[0], dtype=torch.int64, device="cpu")
         row = 0
         for i, span in enumerate(shards[self.rank]):
             own[i] = x[:, row].cpu()
             row += span.stop - span.start
-        records = self._control.all_to_all(own, "exchanging labels") if self._control is not None else [own]
+        records = self._control.all_to_all(own, "the exchange of labels") if self._control is not None else [own]
         return {
             span.start: record[i].unsqueeze(1)
             for shard, record in zip(shards, records, strict=True)
@@ -242,7 +266,21 @@ class ContextParallel:
 
     def _own_shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
         """The shards of processes: simulated ranks share the one of this process."""
-        return make_shards("contiguous", lengths) if self.num_simulated else self.shards(lengths)
+        return make_shards("contiguous", lengths) if self.runs_all else self.shards(lengths)
+
+    def _assumed_lengths(self, length: int) -> tuple[int, ...]:
+        """The lengths of all ranks of a job of which one is run, with `length` positions."""
+        lengths = self.lengths if self.lengths is not None else (length,) * self.num_simulated
+        if lengths[self.rank] != length:
+            raise ValueError(f"rank {self.rank} has {length} positions, but lengths gives it {lengths[self.rank]}.")
+        return lengths
+
+    def _refuse_one_rank(self, method: str) -> None:
+        if self.others is not None:
+            raise ValueError(
+                f"{method} needs the tensors of all ranks, and only rank {self.rank} of {self.num_simulated} is run. "
+                "Make its rows where they are needed, at the positions that `positions` tells."
+            )
 
     def default_lengths(self, seq_len: int) -> tuple[int, ...]:
         """Every rank's number of positions of a sequence that `shard` cuts."""
@@ -290,27 +328,44 @@ class ContextParallel:
             raise ValueError("zigzag shards are near-equal by definition; align and lengths are for contiguous ones.")
         if lengths is not None:
             num_ranks = self.num_simulated or self.world_size
-            if len(lengths) != num_ranks or any(length < 0 for length in lengths):
+            if len(lengths) != num_ranks or any(not isinstance(n, int) or n < 0 for n in lengths):
                 raise ValueError(
-                    f"lengths must hold {num_ranks} numbers of at least 0, one for each rank, got {lengths}."
+                    f"lengths must hold {num_ranks} integers of at least 0, one for each rank, got {lengths}."
                 )
             if align != 1:
                 raise ValueError(f"give either align={align} or lengths={lengths}, not both.")
 
     def _make_link(self, purpose: str, backend: str | None, members: list[int]) -> Link:
         """A communicator of these global ranks, in this order."""
-        group = dist.new_group(
-            members,
-            timeout=self.timeout,
-            backend=backend,
-            use_local_synchronization=len(members) != dist.get_world_size(),
-            group_desc=f"ring_dilated_attention:{purpose}",
-        )
-        return Link(group, purpose, members)
+        try:
+            group = dist.new_group(
+                members,
+                timeout=self.timeout,
+                backend=backend,
+                use_local_synchronization=len(members) != dist.get_world_size(),
+                group_desc=f"ring_dilated_attention:{purpose}",
+            )
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"making a ContextParallel: not all of the ranks {members} did (group {purpose!r}, "
+                f"rank {dist.get_rank()}): {error}"
+            ) from error
+        return Link(group, purpose, members, self._links)
 
 
 # Columns of the handshake's record: as many as `attention` compares.
 _NUM_FIELDS = 12
+
+
+def _check_one_rank(world_size: int | None, rank: int | None, others: OtherRanks | None) -> None:
+    if (rank is None) != (others is None):
+        raise ValueError(f"rank={rank} with others={others}: to run one rank alone takes both, to run all neither.")
+    if rank is None:
+        return
+    if world_size is None:
+        raise ValueError(f"rank={rank}: only a simulated rank is chosen; give exchange='simulated' and world_size.")
+    if not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ValueError(f"rank must be an integer from 0 to {world_size - 1}, got {rank!r}.")
 
 
 def _fingerprint(value: object) -> int:
@@ -357,6 +412,9 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        others = [length for i, length in enumerate(grads[0].shape) if i != ctx.dim % grads[0].dim()]
+        fields = {"call": "backward of shard", "dim": ctx.dim, "other lengths": others, "dtype": grads[0].dtype}
+        ctx.context.handshake(grads[0].shape[ctx.dim], fields)
         return _all_rows(grads[0], ctx.context, ctx.shards, ctx.dim, "backward of shard"), None, None, None
 
 

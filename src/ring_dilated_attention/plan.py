@@ -1,19 +1,21 @@
 """(pattern, shards, rank) -> local tiles, rings, hops, bytes and FLOPs. Pure integers, no torch.
 
-A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views, so a plan is only numbers.
+A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views, so a plan is numbers.
 A segment inside one span of a shard is local: its tile has the same rows on both sides. A segment that straddles shards
 has a *ring*, the ranks that share it. Each of them packs its dilated rows of the segment, its *chunk*, into a flat
 buffer, and the chunks travel along the ring. At hop s the i-th rank of a ring of g meets chunk (i - s) mod g.
 
-A chunk goes no further than the last rank that needs it (`reach`): under causality with contiguous shards nothing wraps,
+A chunk goes no further than the last rank that needs it (`reach`): under causality with contiguous shards none wraps,
 and the ring is a line. In backward the gradient of a chunk follows it one hop behind; where the chunk stops, its
 gradient goes straight home.
 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
+
+Planning one rank costs as much as its rings have members with rows, not as many as there are ranks.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
@@ -42,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows of a received chunk: keys (B, num_heads, num_rows, D) at `offset`, the values right after; heads start..stop-1."""
+    """Rows of a received chunk: keys (B, num_heads, num_rows, D) at `offset`, values after; heads start to stop."""
 
     offset: int
     num_heads: int
@@ -88,6 +90,7 @@ class Message(NamedTuple):
     offset: int
     size: int
     owner: int
+    is_gradient: bool = False
 
 
 class Hop(NamedTuple):
@@ -96,7 +99,7 @@ class Hop(NamedTuple):
     sends, receives: chunks, so that afterwards the received ones can be met.
     tiles: own queries times received chunks.
     grad_sends: gradients of chunks, to the rank of the next hop or, finished, home.
-    grad_receives: gradients that come along for the next hop, and this rank's own that come home, in the order of rings.
+    grad_receives: gradients that come along for the next hop, and this rank's own that come home, by ring.
     targets: own chunks, to the ranks that meet them at this hop (for exchanges that send them straight there).
     """
 
@@ -147,6 +150,21 @@ class Plan:
         return batch * head_dim * (chunks * itemsize + grads * max(itemsize, 4))
 
 
+class Chunk(NamedTuple):
+    """What a message carries: rows of a segment of a branch that one rank owns.
+
+    origin: the first position of the segment.
+    rows: where the key/value rows lie in the message. Unlike elsewhere, they are rows of the whole sequence: global
+        positions take the place of local ones.
+    """
+
+    owner: int
+    branch: int
+    origin: int
+    size: int
+    rows: tuple[tuple[Rows, Block], ...]
+
+
 class _Piece(NamedTuple):
     """Positions start..stop-1 of one segment that lie in one span of a shard, from local row `row` on."""
 
@@ -181,8 +199,8 @@ class _Chunk(NamedTuple):
 
 
 class _Ring(NamedTuple):
-    """A straddling segment of a branch: where it starts, and of each rank that holds rows of it, in order: the rank, its
-    pieces, its chunk, and how many hops the chunk travels."""
+    """A straddling segment of a branch: where it starts, and of each rank that holds rows of it, in order: the rank,
+    its pieces, its chunk, and how many hops the chunk travels."""
 
     branch: int
     origin: int
@@ -190,6 +208,9 @@ class _Ring(NamedTuple):
     pieces: tuple[tuple[_Piece, ...], ...]
     chunks: tuple[_Chunk, ...]
     reach: tuple[int, ...]
+
+    def place_of(self, rank: int) -> int:
+        return bisect_left(self.ranks, rank)
 
 
 @lru_cache(maxsize=256)
@@ -210,11 +231,12 @@ def make_plan(
         held: the query heads that the ranks of this plan hold, if not all.
     """
     pattern.check_heads(num_heads, num_kv_heads)
-    borders = documents if documents is not None else (0, sum(map(shard_length, shards)))
-    planner = _Planner(pattern, shards, num_heads, num_kv_heads, held)
-    local, rings = planner.local_and_rings(rank, borders)
-    offsets = list(accumulate((max(chunk.size for chunk in ring.chunks) for ring in rings), initial=0))
-    num_hops = max((max(ring.reach) for ring in rings), default=0)
+    planner = _planner(pattern, shards, num_heads, num_kv_heads, documents, held)
+    local, rings = planner.local_and_rings(rank)
+    offsets = _offsets(rings)
+    hops = [planner.hop(s, rank, rings, offsets) for s in range(1, max((max(r.reach) for r in rings), default=0) + 1)]
+    while hops and not any(hops[-1]):
+        hops.pop()
     first_rates = pattern.dilation_rates[:1] if pattern.heads == "all" else pattern.dilation_rates
     covered = all(rate == 1 for rate in first_rates)
     return Plan(
@@ -226,11 +248,46 @@ def make_plan(
         packs=tuple(
             pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)
         ),
-        hops=tuple(planner.hop(s, rank, rings, offsets) for s in range(1, num_hops + 1)),
+        hops=tuple(hops),
         chunk_size=offsets[-1],
         query_covered=covered,
         key_covered=covered and (pattern.heads == "all" or num_heads == num_kv_heads),
     )
+
+
+def chunk_finder(
+    pattern: DilatedPattern,
+    shards: tuple[Shard, ...],
+    rank: int,
+    num_heads: int,
+    num_kv_heads: int,
+    documents: tuple[int, ...] | None = None,
+    held: range | None = None,
+) -> Callable[[Message], Chunk]:
+    """What the messages of a rank's plan carry. Takes the arguments of `make_plan`."""
+    planner = _planner(pattern, shards, num_heads, num_kv_heads, documents, held)
+    _, rings = planner.local_and_rings(rank)
+    ring_at = dict(zip(_offsets(rings), rings, strict=False))
+
+    def find(message: Message) -> Chunk:
+        ring = ring_at[message.offset]
+        chunk = ring.chunks[ring.place_of(message.owner)]
+        return Chunk(message.owner, ring.branch, ring.origin, chunk.size, tuple(planner.global_rows(ring, chunk)))
+
+    return find
+
+
+@lru_cache(maxsize=4)
+def _planner(
+    pattern: DilatedPattern,
+    shards: tuple[Shard, ...],
+    num_heads: int,
+    num_kv_heads: int,
+    documents: tuple[int, ...] | None,
+    held: range | None,
+) -> "_Planner":
+    borders = documents if documents is not None else (0, sum(map(shard_length, shards)))
+    return _Planner(pattern, shards, num_heads, num_kv_heads, borders, held)
 
 
 class _Planner:
@@ -242,29 +299,31 @@ class _Planner:
         shards: tuple[Shard, ...],
         num_heads: int,
         num_kv_heads: int,
+        borders: Sequence[int],
         held: range | None,
     ) -> None:
-        self.pattern, self.shards = pattern, shards
+        self.pattern, self.shards, self.borders = pattern, shards, borders
         self.num_heads = num_heads if held is None else len(held)
         self.shares_kv = num_heads != num_kv_heads
         self.groups = [pattern.head_groups(i, num_heads, num_kv_heads, held) for i in range(len(pattern.branches))]
         self.owners = sorted((span, rank) for rank, shard in enumerate(shards) for span in shard)
         self.starts = [span.start for span, _ in self.owners]
         self.row_of = {s: row for shard in shards for s, row in zip(shard, _first_rows(shard), strict=False)}
+        self.rings: dict[tuple[int, int], _Ring] = {}  # made so far; all their ranks share them
 
-    def local_and_rings(self, rank: int, borders: Sequence[int]) -> tuple[list[Tile], list[_Ring]]:
+    def local_and_rings(self, rank: int) -> tuple[list[Tile], list[_Ring]]:
         """Tiles of all branches with own rows on both sides, and the rings of this rank."""
         tiles: list[Tile] = []
         rings: dict[tuple[int, int], _Ring] = {}
         for branch, (length, _) in enumerate(self.pattern.branches):
             for span in self.shards[rank]:
-                for piece, segments in _own_pieces(span, self.row_of[span], borders, length):
-                    origin, stop = _segment_of(piece.start, borders, length)
+                for piece, segments in _own_pieces(span, self.row_of[span], self.borders, length):
+                    origin, stop = _segment_of(piece.start, self.borders, length)
                     if segments:
                         tiles += self.own_tiles(branch, origin, piece, piece, segments)
                     elif (branch, origin) not in rings:
                         rings[branch, origin] = self.ring(branch, origin, stop)
-                        own = self.pieces(origin, stop)[rank]
+                        own = self.pieces(rank, origin, stop)
                         # Each piece with itself first: these tiles write where the others add.
                         for query, key in sorted(product(own, own), key=lambda pair: pair[0] != pair[1]):
                             tiles += self.own_tiles(branch, origin, query, key, 1)
@@ -272,7 +331,7 @@ class _Planner:
         return tiles, [ring for ring in shared if rank in ring.ranks and len(ring.ranks) > 1]
 
     def own_tiles(self, branch: int, origin: int, query: _Piece, key: _Piece, segments: int) -> Iterator[Tile]:
-        """Own queries of one piece times own keys of one piece of the same segment (and of the `segments - 1` after)."""
+        """Own queries of one piece times own keys of one piece of the same segment (and the `segments - 1` after)."""
         length, rate = self.pattern.branches[branch]
         same, is_causal, split = query == key, self.pattern.is_causal, self.pattern.heads == "split"
         if is_causal and key.start > query.start:
@@ -287,40 +346,50 @@ class _Planner:
                     first_key=same and (branch == 0 or (split and not self.shares_kv)),
                 )
 
-    def pieces(self, start: int, stop: int) -> dict[int, list[_Piece]]:
-        """The pieces of positions start..stop-1, by rank, in the order of ranks."""
-        found: dict[int, list[_Piece]] = {}
-        for i in range(max(bisect_right(self.starts, start) - 1, 0), bisect_left(self.starts, stop)):
-            span, rank = self.owners[i]
-            a, b = max(span.start, start), min(span.stop, stop)
-            if a < b:
-                found.setdefault(rank, []).append(_Piece(a, b, self.row_of[span] + a - span.start))
-        return dict(sorted(found.items()))
+    def pieces(self, rank: int, start: int, stop: int) -> list[_Piece]:
+        """A rank's pieces of positions start..stop-1, in the order of positions."""
+        clipped = ((span, max(span.start, start), min(span.stop, stop)) for span in sorted(self.shards[rank]))
+        return [_Piece(a, b, self.row_of[span] + a - span.start) for span, a, b in clipped if a < b]
 
     def ring(self, branch: int, origin: int, stop: int) -> _Ring:
         """The ring of segment origin..stop-1: its ranks, and how far each chunk must travel."""
-        chunks = {
-            rank: (pieces, self.chunk(branch, origin, pieces)) for rank, pieces in self.pieces(origin, stop).items()
-        }
-        members = {rank: held for rank, held in chunks.items() if held[1].size}
+        if (branch, origin) not in self.rings:
+            self.rings[branch, origin] = self.make_ring(branch, origin, stop)
+        return self.rings[branch, origin]
+
+    def make_ring(self, branch: int, origin: int, stop: int) -> _Ring:
+        members: dict[int, tuple[list[_Piece], _Chunk]] = {}
+        for rank in self.candidates(branch, origin, stop):
+            pieces = self.pieces(rank, origin, stop)
+            chunk = self.chunk(branch, origin, pieces)
+            if chunk.size:
+                members[rank] = pieces, chunk
         first_key = [min(piece.start for piece in pieces) for pieces, _ in members.values()]
         last_query = [max(piece.stop for piece in pieces) for pieces, _ in members.values()]
-        g = len(members)
-        reach = [
-            max(
-                (s for s in range(1, g) if not self.pattern.is_causal or first_key[c] < last_query[(c + s) % g]),
-                default=0,
-            )
-            for c in range(g)
-        ]
+        everyone = [len(members) - 1] * len(members)
         return _Ring(
             branch=branch,
             origin=origin,
             ranks=tuple(members),
             pieces=tuple(tuple(pieces) for pieces, _ in members.values()),
             chunks=tuple(chunk for _, chunk in members.values()),
-            reach=tuple(reach),
+            reach=tuple(_causal_reach(first_key, last_query) if self.pattern.is_causal else everyone),
         )
+
+    def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
+        """The ranks that may hold rows of a segment. Goes from row to row: few ranks have any where rates are high."""
+        rate = self.pattern.dilation_rates[branch]
+        groups = self.groups[branch]
+        lowest = min((group.phase for group in groups), default=0)
+        highest = max((g.phase + (len(g.query_heads) - 1) * g.phase_step for g in groups), default=0)
+        ranks: set[int] = set()
+        position = origin + lowest
+        while position < stop:
+            span, rank = self.owners[bisect_right(self.starts, position) - 1]
+            ranks.add(rank)
+            phase = (span.stop - origin) % rate
+            position = span.stop + (max(lowest - phase, 0) if phase <= highest else rate - phase + lowest)
+        return sorted(ranks)
 
     def chunk(self, branch: int, origin: int, pieces: Sequence[_Piece]) -> _Chunk:
         """The layout of one rank's rows of a segment: a block for each piece, head group and run."""
@@ -336,9 +405,16 @@ class _Planner:
     def packs(self, ring: _Ring, rank: int, offset: int) -> Iterator[tuple[Rows, Block]]:
         """Which of the rank's own key/value rows go where in the buffer."""
         rate = self.pattern.dilation_rates[ring.branch]
-        for entry in ring.chunks[ring.ranks.index(rank)].entries:
+        for entry in ring.chunks[ring.place_of(rank)].entries:
             rows = _kv_rows(self.groups[ring.branch][entry.group], entry.run, rate)
             yield rows, entry.block._replace(offset=offset + entry.block.offset)
+
+    def global_rows(self, ring: _Ring, chunk: _Chunk) -> Iterator[tuple[Rows, Block]]:
+        """Which key/value rows of the whole sequence go where in a chunk."""
+        rate = self.pattern.dilation_rates[ring.branch]
+        for group, piece, run, block in chunk.entries:
+            rows = _kv_rows(self.groups[ring.branch][group], run, rate)
+            yield rows._replace(first=rows.first + piece.start - piece.row), block
 
     def remote_tiles(self, ring: _Ring, i: int, chunk: int, offset: int) -> Iterator[Tile]:
         """Queries of the ring's i-th rank times another's chunk, which lies in the buffer from `offset` on."""
@@ -377,12 +453,15 @@ class _Planner:
         """What the rank sends, receives and computes at hop s, over all its rings, in the order of the rings."""
         hop: dict[str, list] = {field: [] for field in Hop._fields}
         for ring, offset in zip(rings, offsets, strict=False):
-            g, i, reach = len(ring.ranks), ring.ranks.index(rank), ring.reach
+            g, i, reach = len(ring.ranks), ring.place_of(rank), ring.reach
             onward, back = ring.ranks[(i + 1) % g], ring.ranks[i - 1]
             leaving, here, coming = (i + 1 - s) % g, (i - s) % g, (i - s - 1) % g  # chunks
 
             def message(peer: int, chunk: int, ring: _Ring = ring, offset: int = offset) -> Message:
                 return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk])
+
+            def gradient(peer: int, chunk: int, ring: _Ring = ring, offset: int = offset) -> Message:
+                return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk], is_gradient=True)
 
             if s <= reach[leaving]:
                 hop["sends"].append(message(onward, leaving))
@@ -390,14 +469,47 @@ class _Planner:
                 hop["receives"].append(message(back, here))
                 for tile in self.remote_tiles(ring, i, here, offset):
                     hop["tiles"].extend(self.cut(tile, rank))
-                hop["grad_sends"].append(message(ring.ranks[here] if s == reach[here] else onward, here))
+                hop["grad_sends"].append(gradient(ring.ranks[here] if s == reach[here] else onward, here))
             if s <= reach[i]:
                 hop["targets"].append(message(ring.ranks[(i + s) % g], i))
             if s == reach[i]:
-                hop["grad_receives"].append(message(ring.ranks[(i + s) % g], i))
+                hop["grad_receives"].append(gradient(ring.ranks[(i + s) % g], i))
             if s + 1 <= reach[coming]:
-                hop["grad_receives"].append(message(back, coming))
+                hop["grad_receives"].append(gradient(back, coming))
         return Hop(**{field: tuple(entries) for field, entries in hop.items()})
+
+
+def _causal_reach(first_key: Sequence[int], last_query: Sequence[int]) -> list[int]:
+    """For each place c of a ring the last hop s at which a query of place (c + s) mod g comes after the first key of c.
+
+    That is the last such place before c or, if there is none (contiguous shards), the last one of all.
+    """
+    g = len(first_key)
+    # Places that may be the last with a query after some position: whoever comes later in the ring has earlier queries.
+    last: list[tuple[int, int]] = []
+    wrapped: list[int | None] = []
+    for c in range(g):
+        wrapped.append(_last_after(last, first_key[c]))
+        while last and -last[-1][0] <= last_query[c]:
+            last.pop()
+        last.append((-last_query[c], c))
+    reach = []
+    for c in range(g):
+        before, latest = wrapped[c], _last_after(last, first_key[c])
+        assert latest is not None  # c itself, if nobody else
+        reach.append(before - c + g if before is not None else latest - c)
+    return reach
+
+
+def _last_after(places: Sequence[tuple[int, int]], position: int) -> int | None:
+    """The last place with a query after a position, of (minus its last query, place) in ascending order."""
+    i = bisect_left(places, (-position, -1))
+    return places[i - 1][1] if i else None
+
+
+def _offsets(rings: Sequence[_Ring]) -> list[int]:
+    """Where each ring's chunks lie in a rank's buffer, and the size of the buffer."""
+    return list(accumulate((max(chunk.size for chunk in ring.chunks) for ring in rings), initial=0))
 
 
 def _first_rows(shard: Shard) -> Iterator[int]:
@@ -457,7 +569,8 @@ def _matches(group: HeadGroup, queries: Sequence[_Run], keys: Sequence[_Run]) ->
         for k in keys:
             lo, hi = max(q.lo, k.lo), min(q.hi, k.hi)
             if lo < hi:
-                yield tuple(r._replace(lo=lo, hi=hi, first=r.first + (lo - r.lo) * group.phase_step) for r in (q, k))
+                a, b = (r._replace(lo=lo, hi=hi, first=r.first + (lo - r.lo) * group.phase_step) for r in (q, k))
+                yield a, b
 
 
 def _query_rows(group: HeadGroup, run: _Run, rate: int) -> Rows:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-_PRELOADED = ["torch", "torch.distributed", "ring_dilated_attention.attention"]
+# torch._dynamo is what the first call of a custom op imports, for a second or two.
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "ring_dilated_attention.attention"]
 
 
 class RankFailedError(RuntimeError):

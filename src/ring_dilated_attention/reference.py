@@ -26,7 +26,9 @@ def multiplicity(
         if pattern.is_causal:
             same = same & (t[:, None] >= t)
         for h in pattern.heads_of(i, num_heads):
-            reads = phase == pattern.phase_of(i, h, num_heads)
+            own_phase = pattern.phase_of(i, h, num_heads)
+            assert own_phase is not None
+            reads = phase == own_phase
             count[h] += same & reads[:, None] & reads
     return count
 

@@ -7,6 +7,7 @@ causal pattern every rank has about the same work (the part that sees little and
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ class Span(NamedTuple):
 Shard = tuple[Span, ...]
 
 
+@lru_cache(maxsize=64)
 def split_lengths(seq_len: int, num_parts: int, align: int = 1) -> tuple[int, ...]:
     """Cut seq_len positions into near-equal parts whose borders are multiples of `align` (the last may be ragged)."""
     units, parts = -(-seq_len // align), range(num_parts + 1)
@@ -51,14 +53,19 @@ def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
     Raises:
         ValueError: if zigzag's lengths are not those of 2p near-equal parts.
     """
+    return _make_shards(sharding, tuple(lengths))
+
+
+@lru_cache(maxsize=64)
+def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
     if sharding == "contiguous":
         return tuple(_joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
     world_size = len(lengths)
     expected = default_lengths(sharding, sum(lengths), world_size)
-    if expected != tuple(lengths):
+    if expected != lengths:
         raise ValueError(
             f"zigzag shards of {sum(lengths)} positions over {world_size} ranks have lengths {expected}, "
-            f"got {tuple(lengths)}. Cut the sequence with ContextParallel.shard."
+            f"got {lengths}. Cut the sequence with ContextParallel.shard."
         )
     borders = list(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))
     parts = [Span(a, b) for a, b in pairwise(borders)]
@@ -96,6 +103,21 @@ def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
 
 def shard_length(shard: Shard) -> int:
     return sum(span.stop - span.start for span in shard)
+
+
+def check_documents(borders: Sequence[int], seq_len: int) -> None:
+    """Raise ValueError unless borders of packed documents lead from 0 to seq_len, upwards."""
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != seq_len:
+        quoted = list(borders) if len(borders) <= 6 else f"[{borders[0]}, {borders[1]}, ..., {borders[-1]}]"
+        raise ValueError(
+            f"cu_seqlens must start at 0 and end at the length of the sequence, {seq_len}; "
+            f"got {quoted}, which has {len(borders)} entries."
+        )
+    for i, (a, b) in enumerate(pairwise(borders)):
+        if a >= b:
+            raise ValueError(
+                f"cu_seqlens must increase, got {a} then {b} at entries {i} and {i + 1}. Leave out empty documents."
+            )
 
 
 def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:

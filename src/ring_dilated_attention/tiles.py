@@ -29,6 +29,11 @@ def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
     return view_BSHMD.flatten(0, 1)
 
 
+def _row_numbers(x_BNH: Tensor, rows: Rows) -> Tensor:
+    """The same of a tensor with one number per row and head: (B·S, heads, M)."""
+    return rows_view(x_BNH.unsqueeze(-1), rows).squeeze(-1)
+
+
 def block_views(buffer: Tensor, block: Block, batch: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Keys and values (or their gradients) of a block of a flat buffer, each (B, heads, M, D)."""
     unit = batch * head_dim
@@ -50,12 +55,20 @@ def batch_slices(rows: Rows, *tensors_BNHD: Tensor) -> Iterator[slice]:
         yield from (slice(b, b + 1) for b in range(batch))
 
 
-def _is_whole(partial_BHMD: Tensor, x_BNHD: Tensor, dtype: torch.dtype) -> bool:
-    return partial_BHMD.dtype == dtype and partial_BHMD.numel() == x_BNHD.numel()
+def _adopted(partial_BHMD: Tensor, x_BNHD: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A partial of all rows as an accumulator (B, N, H, D), if that is how it lies in memory: contiguous, so that later
+    tiles' views are no copies and the custom ops return what their fakes say."""
+    whole_BMHD = partial_BHMD.transpose(1, 2)
+    if partial_BHMD.dtype != dtype or partial_BHMD.numel() != x_BNHD.numel() or not whole_BMHD.is_contiguous():
+        return None
+    return whole_BMHD.view(x_BNHD.shape)
 
 
 class MergedPartial:
-    """(out, lse) of all queries, merged from tiles. A first tile that covers everything is adopted as it is."""
+    """(out, lse) of all queries, merged from tiles. A first tile that covers everything is adopted as it is.
+
+    lse is float64 until the end: rounded to float32 at each of 700 merges it made gradients wrong by 7e-6.
+    """
 
     def __init__(self, query_BNHD: Tensor, covered: bool) -> None:
         self.like, self.covered = query_BNHD, covered
@@ -64,13 +77,14 @@ class MergedPartial:
         self.lse_BNH: Tensor | None = None
 
     def add(self, rows: Rows, batch: slice, first: bool, out_BHMD: Tensor, lse_BHM: Tensor) -> None:
-        if self.out_BNHD is None and first and _is_whole(out_BHMD, self.like, self.dtype):
-            self.out_BNHD = out_BHMD.transpose(1, 2).reshape(self.like.shape)
-            self.lse_BNH = lse_BHM.transpose(1, 2).reshape(self.like.shape[:3])
-            return
+        if self.out_BNHD is None and first:
+            self.out_BNHD = _adopted(out_BHMD, self.like, self.dtype)
+            if self.out_BNHD is not None:
+                self.lse_BNH = lse_BHM.transpose(1, 2).double().contiguous().view(self.like.shape[:3])
+                return
         out_BNHD, lse_BNH = self._allocated()
         out = rows_view(out_BNHD[batch], rows)
-        lse = rows_view(lse_BNH[batch].unsqueeze(-1), rows).squeeze(-1)
+        lse = _row_numbers(lse_BNH[batch], rows)
         if first:
             out.copy_(out_BHMD)
             lse.copy_(lse_BHM)
@@ -81,7 +95,7 @@ class MergedPartial:
         """The accumulators: rows that no first tile writes must hold the identity (0, -inf)."""
         if self.out_BNHD is None or self.lse_BNH is None:
             self.out_BNHD = torch.empty(self.like.shape, dtype=self.dtype, device=self.like.device)
-            self.lse_BNH = torch.empty(self.like.shape[:3], dtype=self.dtype, device=self.like.device)
+            self.lse_BNH = torch.empty(self.like.shape[:3], dtype=torch.float64, device=self.like.device)
             if not self.covered:
                 self.out_BNHD.zero_()
                 self.lse_BNH.fill_(-torch.inf)
@@ -90,7 +104,7 @@ class MergedPartial:
     def result(self) -> tuple[Tensor, Tensor]:
         """out in the input's dtype, lse in the accumulator's."""
         out_BNHD, lse_BNH = self._allocated()
-        return out_BNHD.to(self.like.dtype), lse_BNH
+        return out_BNHD.to(self.like.dtype), lse_BNH.to(self.dtype)
 
 
 class Sum:
@@ -102,9 +116,10 @@ class Sum:
         self.sum_BNHD: Tensor | None = None
 
     def add(self, rows: Rows, batch: slice, first: bool, grad_BHMD: Tensor) -> None:
-        if self.sum_BNHD is None and first and _is_whole(grad_BHMD, self.like, self.dtype):
-            self.sum_BNHD = grad_BHMD.transpose(1, 2).reshape(self.like.shape)
-            return
+        if self.sum_BNHD is None and first:
+            self.sum_BNHD = _adopted(grad_BHMD, self.like, self.dtype)
+            if self.sum_BNHD is not None:
+                return
         view = rows_view(self._allocated()[batch], rows)
         if first:
             view.copy_(grad_BHMD)
@@ -118,7 +133,9 @@ class Sum:
         return self.sum_BNHD
 
     def result(self) -> Tensor:
-        return self._allocated().to(self.like.dtype)
+        """The sum in the input's dtype. To be asked for once: the accumulator goes."""
+        total, self.sum_BNHD = self._allocated(), None
+        return total.to(self.like.dtype)
 
 
 def _key_views(tile: Tile, batch: slice, source: tuple[Tensor, Tensor] | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,14 +170,17 @@ def backward_tile(
     query_side: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
     source: tuple[Tensor, Tensor] | Tensor,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """The batch entries of a tile and their dq, dk, dv. query_side is (dout, dlse, query, out, lse), all rows of the rank."""
+    """The batch entries of a tile and their dq, dk, dv. query_side is the rank's (dout, dlse, query, out, lse)."""
     dout, dlse, query, out, lse = query_side
     own = source if isinstance(source, tuple) else ()
     for batch in batch_slices(tile.query, query, dout, out, *own):
-        q, do, o = (rows_view(x[batch], tile.query) for x in (query, dout, out))
-        dl, l = (x if x is None else rows_view(x[batch].unsqueeze(-1), tile.query).squeeze(-1) for x in (dlse, lse))
+        dout_rows, query_rows, out_rows = (rows_view(x[batch], tile.query) for x in (dout, query, out))
+        lse_rows, dlse_rows = (None if x is None else _row_numbers(x[batch], tile.query) for x in (lse, dlse))
         k, v = _key_views(tile, batch, source, query)
-        yield batch, *kernel.backward(do, dl, q, k, v, o, l, tile.is_causal, scale)
+        yield (
+            batch,
+            *kernel.backward(dout_rows, dlse_rows, query_rows, k, v, out_rows, lse_rows, tile.is_causal, scale),
+        )
 
 
 def local_gradients(
@@ -179,6 +199,7 @@ def local_gradients(
             dq.add(tile.query, batch, tile.first_query, q_grad)
             dk.add(tile.key, batch, tile.first_key, k_grad)
             dv.add(tile.key, batch, tile.first_key, v_grad)
+            del q_grad, k_grad, v_grad  # before the next tile makes its own
     return dq, dk, dv
 
 
@@ -193,7 +214,7 @@ def pack(plan: Plan, key: Tensor, value: Tensor) -> Tensor:
 
 
 def add_home(plan: Plan, message: Message, arrived: Tensor, dk: Sum, dv: Sum, at: int) -> None:
-    """Add the finished gradient of this rank's own chunk, which lies at `at` in `arrived`, where it was dilated from."""
+    """Add the finished gradient of an own chunk, which lies at `at` in `arrived`, where it was dilated from."""
     batch, head_dim = dk.like.shape[0], dk.like.shape[3]
     for rows, block in plan.packs:
         if message.offset <= block.offset < message.offset + message.size:

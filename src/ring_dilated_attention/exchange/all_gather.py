@@ -1,6 +1,6 @@
-"""The ring's plan with one collective: every chunk goes straight to every rank that meets it, all at once.
+"""The ring's plan in one round: every chunk goes straight to every rank that meets it, all at once.
 
-As many bytes as the ring, one message instead of g - 1; but a rank holds all the chunks that it meets, and their
+As many bytes as the ring, waiting once instead of g - 1 times; but a rank holds all the chunks that it meets, and their
 gradients. The right choice where chunks are small.
 """
 
@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..plan import Hop, Message, Plan, Tile
+from ..plan import Block, Hop, Message, Plan, Tile
 from ..tiles import (
     MergedPartial,
     Sum,
@@ -62,9 +62,11 @@ def backward(
         for tile in (routes.rebased(hop, tile) for tile in hop.tiles):
             for _, q_grad, k_grad, v_grad in backward_tile(kernel, tile, scale, query_side, chunks):
                 dq.add(tile.query, slice(None), False, q_grad)
+                assert isinstance(tile.key, Block)
                 k_sum, v_sum = block_views(grads, tile.key, query.shape[0], query.shape[3])
                 k_sum += k_grad
                 v_sum += v_grad
+                del q_grad, k_grad, v_grad
     routes.bring_home(grads, link, dk, dv)
     return dq.result(), dk.result(), dv.result()
 
@@ -105,6 +107,7 @@ class _Routes:
 
     def rebased(self, hop: Hop, tile: Tile) -> Tile:
         """The tile with its keys where they lie in the gathered buffer."""
+        assert isinstance(tile.key, Block)
         offset = tile.key.offset
         message = next(m for m in hop.receives if m.offset <= offset < m.offset + m.size)
         place = self.place[message.owner, message.offset]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 
-# One collective of small chunks costs less than several messages of them.
+# One round of small chunks costs less than several hops of them.
 SMALL_CHUNK_BYTES = 64 * 1024
 # The ring's bytes hide behind its computation, those of an all-to-all do not: it must save this factor.
 ALL_TO_ALL_SAVING = 4
@@ -41,7 +41,7 @@ def choose_exchange(
     if hops == 0:
         return Choice("ring", "shards and segments align: next to nothing is sent")
     if hops > 1 and chunk_bytes <= SMALL_CHUNK_BYTES:
-        return Choice("all_gather", f"chunks of {chunk_bytes:,} bytes are small: one collective instead of {hops} hops")
+        return Choice("all_gather", f"chunks of {chunk_bytes:,} bytes are small: one round instead of {hops} hops")
     moved = (num_heads + num_kv_heads) * element * local * (world_size - 1) // world_size
     if num_kv_heads % world_size == 0 and moved * ALL_TO_ALL_SAVING <= ring_bytes:
         return Choice(

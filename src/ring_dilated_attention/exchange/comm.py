@@ -3,22 +3,30 @@
 Each is awaited exactly once, and errors name the group, the moment and the peer.
 """
 
+import re
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..plan import Message
+
 _UNUSED_TAG = 1  # all messages have tag 0
+_WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
+_Message = tuple[Callable[..., dist.Work | None], Tensor, int, str]  # isend or irecv, what, peer, what an error says
 
 
 class ExchangeError(RuntimeError):
-    """A peer died, is stuck, or left the group. The group cannot be used any more; make a new ContextParallel."""
+    """A rank died, is stuck, or gave up. The context is broken for good: make a new ContextParallel of those left."""
 
 
 class Wait(NamedTuple):
@@ -33,6 +41,14 @@ class Wait(NamedTuple):
     end: float
 
 
+class Handle(NamedTuple):
+    """A message to wait for, what an error says of it, and its peer."""
+
+    work: dist.Work
+    deed: str
+    peer: int
+
+
 @dataclass
 class Pending:
     """Messages in flight. `wait` returns when they have been sent and received; waiting again returns at once.
@@ -42,7 +58,7 @@ class Pending:
 
     link: "Link | None"
     moment: str
-    handles: list[tuple[dist.Work, str]] = field(default_factory=list)
+    handles: list["Handle"] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     unstaged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     posted: float = field(default_factory=time.perf_counter)
@@ -52,12 +68,8 @@ class Pending:
             return
         assert self.link is not None
         start = time.perf_counter()
-        while self.handles:
-            handle, deed = self.handles.pop(0)
-            try:
-                handle.wait()
-            except RuntimeError as error:
-                self.link.fail(self.moment, deed, error)
+        handles, self.handles = self.handles, []
+        self.link.wait_for(handles, self.moment)
         for tensor, staged in self.unstaged:
             tensor.copy_(staged, non_blocking=True)
         self.tensors.clear()
@@ -73,11 +85,17 @@ class Link:
     knows none.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str, members: Sequence[int]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[Link] | None" = None
+    ) -> None:
         self.group, self.name = group, name
         self.world_size = len(members)
         self.reorder(members)
         self.failure: str | None = None
+        self.links = [] if links is None else links  # those that break when one of them does
+        self.links.append(self)
+        self.is_gloo = dist.get_backend(group) == "gloo"
+        self._waiter: _Waiter | None = None
         self.waits: list[Wait] | None = None  # a list while waits are recorded
 
     def reorder(self, members: Sequence[int]) -> None:
@@ -86,10 +104,43 @@ class Link:
         self.order = [dist.get_group_rank(self.group, member) for member in members]  # rank in the group, by place
         self.rank = self.order.index(dist.get_rank(self.group))
 
+    def wait_for(self, handles: Sequence[Handle], moment: str) -> None:
+        """Wait for messages, one after the other.
+
+        On gloo in a thread, to watch the peer meanwhile. When a connection breaks, gloo ends the waits for messages
+        that have not begun, but not for one that is partly through (signalException in gloo/transport/tcp/pair.cc):
+        that one lasts until its timeout. Posting on a broken connection, however, fails at once.
+        """
+        progress = _Progress()
+        if not self.is_gloo:
+            _wait_for_each(handles, progress)
+        else:
+            if self._waiter is None:
+                self._waiter = _Waiter()
+            self._waiter.queue.put((handles, progress))
+            while not progress.ended.wait(_WATCH_SECONDS):
+                self._watch(handles, progress, moment)
+        if progress.error is not None:
+            self.fail(moment, handles[progress.num_done].deed, progress.error)
+
+    def _watch(self, handles: Sequence[Handle], progress: "_Progress", moment: str) -> None:
+        """Fail if the peer that is waited for has gone."""
+        num_done = progress.num_done
+        if num_done == len(handles):
+            return
+        try:
+            peer = self.order[handles[num_done].peer]
+            dist.irecv(torch.empty(1, device="cpu"), group=self.group, group_src=peer, tag=_UNUSED_TAG)
+        except RuntimeError as error:
+            # A rank that is done with everything may leave when its last message has come through.
+            if not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
+                self.fail(moment, handles[num_done].deed, error)
+
     def fail(self, moment: str, deed: str, error: Exception) -> NoReturn:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        failure = f"group {self.name!r}, rank {self.members[self.rank]}, {moment}: {deed}: {reason}"
-        self.abandon(failure)
+        failure = f"{moment}: {deed} (group {self.name!r}, rank {self.members[self.rank]}): {_reason(error)}"
+        # The others may be in another group of this context by now, waiting for this rank.
+        for link in self.links:
+            link.abandon(failure)
         raise ExchangeError(failure) from error
 
     def abandon(self, reason: str) -> None:
@@ -97,17 +148,21 @@ class Link:
 
         On gloo neither abort, shutdown nor destroying the group closes its connections. A receive that runs out of time
         closes them all; its tag is one that nobody sends with, since a message that does not fit would end the process.
+        Where the connection is broken already a receive fails without running out of time, so every peer is tried.
         """
         if self.failure or self.world_size == 1:
             return
         self.failure = reason
-        if dist.get_backend(self.group) != "gloo":
+        if not self.is_gloo:
             self.group.abort()
             return
-        peer, nothing = self.order[(self.rank + 1) % self.world_size], torch.empty(1)
-        with suppress(RuntimeError):
-            work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_UNUSED_TAG)
-            work.wait(timedelta(milliseconds=1))
+        nothing = torch.empty(1, device="cpu")
+        for peer in self.order:
+            if peer != self.order[self.rank]:
+                with suppress(RuntimeError):
+                    work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_UNUSED_TAG)
+                    if work is not None:
+                        work.wait(timedelta(milliseconds=1))
 
     def _refuse_if_broken(self) -> None:
         if self.failure:
@@ -118,23 +173,36 @@ class Link:
     ) -> Pending:
         """Start sending and receiving contiguous tensors, each with its peer. `moment` is quoted in errors."""
         self._refuse_if_broken()
-        messages = [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
+        messages: list[_Message] = []
+        messages += [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
         messages += [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]
+        return self._post(messages, moment)
+
+    def carry(
+        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+    ) -> Pending:
+        """`exchange`, for messages of a plan."""
+        return self.exchange([(x, m.peer) for x, m in sends], [(x, m.peer) for x, m in receives], moment)
+
+    def _post(self, messages: Sequence[_Message], moment: str) -> Pending:
+        """Post messages, together where the transport can."""
+        self._refuse_if_broken()
         pending = Pending(self, moment)
-        if not messages:
-            return pending
         messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
         pending.tensors = [x for _, x, _, _ in messages]
-        deeds = [deed for *_, deed in messages]
-        try:
-            works = dist.batch_isend_irecv(
-                [dist.P2POp(op, x, group=self.group, group_peer=self.order[peer]) for op, x, peer, _ in messages]
-            )
-        except RuntimeError as error:
-            self.fail(moment, ", ".join(deeds), error)
-        if len(works) != len(messages):  # a transport that answers for all of them at once
-            deeds = [", ".join(deeds)] * len(works)
-        pending.handles = list(zip(works, deeds, strict=True))
+        # On gloo one by one, so that an error has one deed.
+        for batch in [[message] for message in messages] if self.is_gloo else [messages] if messages else []:
+            deeds = [deed for *_, deed in batch]
+            peers = [peer for *_, peer, _ in batch]
+            try:
+                works = dist.batch_isend_irecv(
+                    [dist.P2POp(op, x, group=self.group, group_peer=self.order[peer]) for op, x, peer, _ in batch]
+                )
+            except RuntimeError as error:
+                self.fail(moment, ", ".join(deeds), error)
+            if len(works) != len(batch):  # a transport that answers for all of them at once
+                deeds = [", ".join(deeds)] * len(works)
+            pending.handles += map(Handle, works, deeds, peers)
         return pending
 
     def _stages(self, x: Tensor) -> bool:
@@ -145,7 +213,7 @@ class Link:
         """The tensor, or a pinned copy of it on the host; a received copy is brought back when it is there."""
         if not self._stages(x):
             return x
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=torch.cuda.is_available())
+        host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=torch.cuda.is_available())
         if is_filled:
             host.copy_(x)  # waits for the kernels that write x
         elif pending is not None:
@@ -153,57 +221,92 @@ class Link:
         return host
 
     def all_to_all(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Everybody's record (all of one shape and dtype), in the order of ranks. Point to point, so that errors can
-        name the rank that did not come."""
+        """Everybody's record (all of one shape and dtype), in the order of ranks. Nobody returns before all have come.
+
+        Point to point, like all that follows, so that an error can name the rank that did not come.
+        """
         records = [record if peer == self.rank else torch.empty_like(record) for peer in range(self.world_size)]
-        others = [peer for peer in range(self.world_size) if peer != self.rank]
-        self.exchange([(record, peer) for peer in others], [(records[peer], peer) for peer in others], moment).wait()
+        others = [(peer, f"rank {self.members[peer]} did not enter {moment}") for peer in self._others()]
+        messages: list[_Message] = [(dist.isend, record, peer, deed) for peer, deed in others]
+        messages += [(dist.irecv, records[peer], peer, deed) for peer, deed in others]
+        self._post(messages, "handshake").wait()
         return records
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.world_size) if peer != self.rank]
 
     def texts(self, text: str, moment: str) -> list[str]:
         """Everybody's text, up to 1,024 bytes each."""
-        record = torch.zeros(1024, dtype=torch.uint8)
+        record = torch.zeros(1024, dtype=torch.uint8, device="cpu")
         encoded = text.encode()[: len(record)]
-        record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+        record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
         return [bytes(r[r != 0].tolist()).decode(errors="replace") for r in self.all_to_all(record, moment)]
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
-        """Every rank's tensor; they differ only in their length along `dim`. One collective, padded to the longest."""
-        longest = max(lengths)
-        padded = x.movedim(dim, 0).new_zeros(longest, *x.movedim(dim, 0).shape[1:])
-        padded[: x.shape[dim]] = x.movedim(dim, 0)
-        padded = self._staged(padded, True)
-        gathered = [torch.empty_like(padded) for _ in lengths]
-        try:
-            dist.all_gather(gathered, padded, group=self.group)
-        except RuntimeError as error:
-            self.fail(moment, "in an all-gather", error)
-        return [
-            gathered[rank][:length].movedim(0, dim).to(x.device)
-            for rank, length in zip(self.order, lengths, strict=True)
-        ]
+        """Every rank's tensor; they differ only in their length along `dim`."""
+        x = x.contiguous()
+        shapes = [(*x.shape[:dim], length, *x.shape[dim:][1:]) for length in lengths]
+        gathered = [x if peer == self.rank else x.new_empty(shape) for peer, shape in enumerate(shapes)]
+        sends = [(x, peer) for peer in self._others() if x.numel()]
+        self.exchange(sends, [(gathered[k], k) for k in self._others() if gathered[k].numel()], moment).wait()
+        return gathered
 
     def all_to_all_single(
         self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
         """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes."""
-        by_rank = sorted(range(self.world_size), key=lambda place: self.order[place])
-        sent = self._staged(torch.cat([parts[place] for place in by_rank]), True)
-        received = torch.empty(sum(sizes), dtype=like.dtype, device=sent.device)
-        receive_splits = [sizes[place] for place in by_rank]
-        self._refuse_if_broken()
-        try:
-            dist.all_to_all_single(received, sent, receive_splits, [len(parts[k]) for k in by_rank], group=self.group)
-        except RuntimeError as error:
-            self.fail(moment, "in an all-to-all", error)
-        pieces = received.to(like.device).split(receive_splits)
-        return [pieces[by_rank.index(place)] for place in range(self.world_size)]
+        pieces = list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
+        pieces[self.rank].copy_(parts[self.rank])
+        sends = [(parts[peer].contiguous(), peer) for peer in self._others() if len(parts[peer])]
+        self.exchange(sends, [(pieces[peer], peer) for peer in self._others() if sizes[peer]], moment).wait()
+        return pieces
 
     def all_reduce(self, x: Tensor, moment: str) -> Tensor:
-        """The sum of all ranks' tensors."""
-        total = self._staged(x.clone(), True)
-        try:
-            dist.all_reduce(total, group=self.group)
-        except RuntimeError as error:
-            self.fail(moment, "in an all-reduce", error)
-        return total.to(x.device)
+        """The sum of all ranks' tensors, which are small: each is sent to every rank."""
+        return torch.stack(self.all_to_all(x.contiguous(), moment)).sum(0, dtype=x.dtype)
+
+
+class _Progress:
+    """Of the waits for some messages."""
+
+    def __init__(self) -> None:
+        self.num_done = 0
+        self.error: RuntimeError | None = None
+        self.ended = Event()
+
+
+_Queue = SimpleQueue[tuple[Sequence[Handle], _Progress] | None]
+
+
+class _Waiter:
+    """Waits for messages in a thread of its own, for as long as it lives."""
+
+    def __init__(self) -> None:
+        self.queue: _Queue = SimpleQueue()
+        Thread(target=_serve, args=(self.queue,), daemon=True).start()
+        weakref.finalize(self, self.queue.put, None)
+
+
+def _serve(queue: _Queue) -> None:
+    while (entry := queue.get()) is not None:
+        _wait_for_each(*entry)
+        del entry  # and with it the messages' memory
+
+
+def _wait_for_each(handles: Sequence[Handle], progress: _Progress) -> None:
+    try:
+        for handle in handles:
+            handle.work.wait()
+            progress.num_done += 1
+    except RuntimeError as error:
+        progress.error = error
+    progress.ended.set()
+
+
+def _reason(error: Exception) -> str:
+    """What a transport says, without its source line and its advice."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    reason = re.sub(r"^\[\S+:\d+\] ", "", first).split(". This is typically")[0].rstrip(".")
+    if "onnection closed" in reason or "onnection reset" in reason:
+        reason += ": that rank died, or gave up after an error of its own"
+    return reason + "."

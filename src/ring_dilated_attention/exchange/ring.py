@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..plan import Hop, Message, Plan
+from ..plan import Block, Hop, Message, Plan
 from ..tiles import (
     MergedPartial,
     accumulator_dtype,
@@ -27,7 +27,7 @@ def forward(
     kernel: ModuleType, plan: Plan, scale: float, query: Tensor, key: Tensor, value: Tensor, link: Link | None
 ) -> tuple[Tensor, Tensor]:
     """out (B, N, H, D) and lse (B, N, H) of this rank's queries, given its own rows of query, key and value."""
-    ring = _Ring(plan, query, link, "forward")
+    ring = RingCall(plan, query, link, "forward")
     chunks = ring.chunk_buffers(key, value)
     moving = ring.start(0, chunks[0], chunks[1])
     merged = MergedPartial(query, plan.query_covered)
@@ -60,7 +60,7 @@ def backward(
     The chunks make their way again. The gradient of a chunk starts at the first rank that met it and follows one hop
     behind; the own part is added at home.
     """
-    ring = _Ring(plan, query, link, "backward")
+    ring = RingCall(plan, query, link, "backward")
     chunks = ring.chunk_buffers(key, value)
     moving = ring.start(0, chunks[0], chunks[1])
     query_side = (dout, dlse, query, out, lse)
@@ -76,9 +76,11 @@ def backward(
             for batch, q_grad, k_grad, v_grad in backward_tile(kernel, tile, scale, query_side, chunk):
                 dq.add(tile.query, batch, False, q_grad)
                 _wait(arriving)  # what earlier ranks added to these chunks' gradients
+                assert isinstance(tile.key, Block)
                 k_sum, v_sum = block_views(grad, tile.key, query.shape[0], query.shape[3])
                 k_sum += k_grad
                 v_sum += v_grad
+                del q_grad, k_grad, v_grad  # before the next tile makes its own
         _wait(arriving)
         leaving.wait()  # `other` is free from here on
         leaving = ring.send_gradients(s, hop, grad)
@@ -99,7 +101,7 @@ def _wait(pendings: list[Pending]) -> None:
         pending.wait()
 
 
-class _Ring:
+class RingCall:
     """The buffers and messages of one call. Sizes in the plan are in units of B * D elements."""
 
     def __init__(self, plan: Plan, query: Tensor, link: Link | None, stage: str) -> None:
@@ -143,7 +145,7 @@ class _Ring:
         assert self.link is not None
         unit = self.batch * self.head_dim
 
-        def cut(buffer: Tensor, messages: Sequence[Message]) -> list[tuple[Tensor, int]]:
-            return [(buffer[m.offset * unit : (m.offset + m.size) * unit], m.peer) for m in messages]
+        def cut(buffer: Tensor, messages: Sequence[Message]) -> list[tuple[Tensor, Message]]:
+            return [(buffer[m.offset * unit : (m.offset + m.size) * unit], m) for m in messages]
 
-        return self.link.exchange(cut(source, sends), cut(into, receives), moment)
+        return self.link.carry(cut(source, sends), cut(into, receives), moment)

@@ -10,7 +10,7 @@ BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "sdpa": sdpa}
 
 
 def check_backend(backend: str) -> None:
-    if backend != "auto" and backend not in BACKENDS:
+    if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
         raise ValueError(f"backend={backend!r} is unknown; choose one of {('auto', *BACKENDS)}.")
 
 

@@ -1,7 +1,7 @@
 """The gradient through lse, for backward ops that take none.
 
-The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gradient of lse adds p * dlse to ds. One more
-column, in which q, k and v are 0, out is -dlse and dout is 1, changes nothing but delta, which becomes delta - dlse.
+The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gradient of lse adds p * dlse to ds. One
+more column, in which q, k and v are 0, out is -dlse and dout is 1, changes nothing but delta: it becomes delta - dlse.
 """
 
 import torch
@@ -17,5 +17,5 @@ def with_dlse_column(
     out, dout = pad(out, zeros), pad(dout, zeros)
     head_dim = q.shape[-1]
     out[..., head_dim] = -dlse.to(out.dtype)
-    dout[..., head_dim] = torch.ones((), dtype=dout.dtype)
+    dout[..., head_dim].fill_(1)
     return dout, pad(q, zeros), pad(k, zeros), pad(v, zeros), out

@@ -72,9 +72,9 @@ def backward(
     """dq, dk, dv of these rows. `out` and `lse` are the merged ones: p = exp(s - lse) is then the global weight."""
     num_heads, num_rows, head_dim = q_BHMD.shape[1:]
     num_kv_heads, num_keys = k_BGLD.shape[1:3]
-    inputs = (dout_BHMD, q_BHMD, k_BGLD, v_BGLD, out_BHMD)
+    inputs: tuple[Tensor, ...] = (dout_BHMD, q_BHMD, k_BGLD, v_BGLD, out_BHMD)
     if dlse_BHM is not None:
-        inputs = with_dlse_column(*inputs, dlse_BHM)
+        inputs = with_dlse_column(dout_BHMD, q_BHMD, k_BGLD, v_BGLD, out_BHMD, dlse_BHM)
     dout, q, k, v, out = map(_padded, inputs)
     k, v = _expanded(k, num_heads), _expanded(v, num_heads)
     lse = lse_BHM.contiguous()

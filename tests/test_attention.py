@@ -1,0 +1,609 @@
+"""dilated_attention on one device against the definition: value, log-sum-exp, every gradient, and what may not leak.
+
+All tests run with uninitialised memory filled with NaN.
+"""
+
+import math
+from collections import Counter
+from itertools import chain, combinations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.merge import merge_
+from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _poisoned_memory():
+    """torch.empty gives NaN: whatever is read before it is written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_the_poison_works():
+    """Proof that the fixture does something: without it, most of these tests would not see uninitialised memory."""
+    assert torch.empty(1000).isnan().all()
+    assert torch.empty(7, dtype=torch.bfloat16).isnan().all()
+
+
+# Layouts of a (B, N, H, D) tensor with the same content; the name says what differs from a contiguous one.
+LAYOUTS = {
+    "contiguous": lambda x: x.contiguous(),
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "positions first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "slice of packed qkv": lambda x: torch.cat([x + 1, x, x - 1], dim=2)[:, :, x.shape[2] : 2 * x.shape[2]],
+    "slice of positions": lambda x: torch.cat([x[:, :1], x, x[:, :1]], dim=1)[:, 1:-1],
+    "slice of head dim": lambda x: torch.cat([x, x], dim=3)[..., x.shape[3] :],
+    "strided head dim": lambda x: torch.stack([x, x + 1], dim=-1)[..., 0],
+    "head dim before heads": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
+def arranged(x: Tensor, layout: str) -> Tensor:
+    y = LAYOUTS[layout](x).detach()
+    assert torch.equal(x, y)
+    return y
+
+
+def compare(inputs, pattern, *, outputs="both", needs_grad="qkv", dout=None, dlse=None, cu_seqlens=None, scale=None):
+    """Value, lse and gradients of the inputs that need one equal the definition's, in float64."""
+    batch, seq_len, num_heads, _ = inputs[0].shape
+    dout = torch.randn_like(inputs[0]) if dout is None else dout
+    dlse = torch.randn(batch, seq_len, num_heads, dtype=torch.float64) if dlse is None else dlse
+    borders = torch.tensor(cu_seqlens, dtype=torch.int32) if cu_seqlens is not None else None
+
+    zeros = torch.zeros_like
+
+    def run(function, **kwargs):
+        leaves = [
+            x.detach().requires_grad_(name in needs_grad) for name, x in zip("qkv", inputs, strict=True)
+        ]  # detach keeps the strides
+        results = function(*leaves, pattern, scale=scale, **kwargs)
+        used = {"both": (0, 1), "out": (0,), "lse": (1,)}[outputs]
+        used = [i for i in used if results[i].requires_grad]  # the definition's lse does not depend on the values
+        wanted = [x for x in leaves if x.requires_grad]
+        roots, root_grads = [results[i] for i in used], [(dout, dlse)[i] for i in used]
+        grads = torch.autograd.grad(roots, wanted, root_grads, materialize_grads=True) if roots else map(zeros, wanted)
+        return [*(x.detach() for x in results), *grads]
+
+    expected = run(dilated_attention_reference, cu_seqlens=cu_seqlens)
+    actual = run(dilated_attention, cu_seqlens=borders, return_lse=True)
+    names = ("out", "lse", "grad", "grad", "grad")
+    for name, x, y in zip(names, actual, expected, strict=False):
+        # float64 rounds at 2e-16; scores here are below 100 and sums have below 1,000 terms
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+    return actual
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@st.composite
+def patterns(draw, num_heads, longest=80):
+    heads = draw(st.sampled_from(["all", "all", "split"]))
+    num_branches = draw(st.integers(1, min(3, num_heads) if heads == "split" else 3))
+    lengths = st.lists(st.integers(1, longest), min_size=num_branches, max_size=num_branches)
+    rates = st.lists(st.integers(1, 9), min_size=num_branches, max_size=num_branches)
+    return DilatedPattern(
+        draw(lengths),
+        draw(rates),
+        is_causal=draw(st.booleans()),
+        phase="modulo" if heads == "split" else draw(st.sampled_from(["modulo", "blocked"])),
+        heads=heads,
+    )
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data())
+def test_any_call_equals_the_definition(data):
+    """Catches what no chosen case thought of: any pattern, length, heads, layout, scale, documents, use of results."""
+    num_kv_heads = data.draw(st.integers(1, 3))
+    num_heads = num_kv_heads * data.draw(st.integers(1, 3))
+    pattern = data.draw(patterns(num_heads))
+    seq_len = data.draw(st.one_of(st.integers(1, 40), st.sampled_from([1, 63, 64, 111])))
+    batch = data.draw(st.integers(1, 3))
+    head_dim = data.draw(st.sampled_from([1, 3, 8, 24]))
+    documents = None
+    if batch == 1 and data.draw(st.booleans()):
+        inner = data.draw(st.sets(st.integers(1, seq_len - 1), max_size=3)) if seq_len > 1 else set()
+        documents = [0, *sorted(inner), seq_len]
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
+    layouts = [data.draw(st.sampled_from(sorted(LAYOUTS))) for _ in range(4)]
+    shapes = [(batch, seq_len, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+    *inputs, dout = (arranged(randn(*shape), layout) for shape, layout in zip(shapes, layouts, strict=True))
+    compare(
+        inputs,
+        pattern,
+        outputs=data.draw(st.sampled_from(["both", "out", "lse"])),
+        needs_grad=data.draw(st.sampled_from(["qkv", "qkv", "q", "k", "v", "qk", "qv", "kv", ""])),
+        dout=dout,
+        cu_seqlens=documents,
+        scale=data.draw(st.sampled_from([None, 0.3, 1, 0.0, -0.7])),
+    )
+
+
+@pytest.mark.parametrize("head_dim", [1, 24, 48, 96])
+@pytest.mark.parametrize("seq_len", [1, 63, 111, 127])
+def test_awkward_sizes(seq_len, head_dim):
+    """Catches assumptions of even lengths and of head dims that are powers of two."""
+    inputs = [randn(2, seq_len, 4, head_dim) for _ in range(3)]
+    compare(inputs, DilatedPattern((16, 50, 128), (1, 3, 5), is_causal=True))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_segments_longer_than_a_block_of_the_kernel(is_causal):
+    """Catches errors that only show when the kernel works in several blocks of keys (512 on CPU)."""
+    inputs = [randn(1, 1201, 2, 8) for _ in range(3)]
+    compare(inputs, DilatedPattern((600, 1201), (1, 2), is_causal=is_causal))
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("seq_len", [40, 41])
+def test_layouts(layout, seq_len):
+    """Catches views that are wrong where strides are not those of a contiguous tensor; 41 is no number of segments."""
+    inputs = [arranged(randn(2, seq_len, 4, 8), layout) for _ in range(3)]
+    compare(inputs, DilatedPattern((8, 20), (1, 2), is_causal=True), dout=arranged(randn(2, seq_len, 4, 8), layout))
+
+
+def test_a_branch_over_everything_before_a_branch_of_many_segments():
+    """Catches a first partial that is adopted in a layout whose later views are copies, so that additions get lost."""
+    for num_kv_heads in (4, 2, 1):
+        inputs = [randn(3, 24, h, 8) for h in (4, num_kv_heads, num_kv_heads)]
+        compare(inputs, DilatedPattern((24, 4), (1, 2)))
+        compare(inputs, DilatedPattern((24, 4, 2), (1, 1, 1), is_causal=True))
+
+
+def test_expanded_inputs_and_gradients():
+    """Catches strides of 0: one query for the whole batch, a key that all positions share, the gradient of a sum."""
+    query = randn(1, 20, 2, 8).expand(3, -1, -1, -1)
+    key, value = randn(3, 1, 2, 8).expand(-1, 20, -1, -1), randn(3, 20, 1, 8).expand(-1, -1, 2, -1)
+    pattern = DilatedPattern((5, 10), (1, 2))
+    one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    compare([query, key, value], pattern, dout=one.expand(3, 20, 2, 8), dlse=one[0].expand(3, 20, 2))
+
+
+@pytest.mark.parametrize("names", ["".join(c) for k in range(1, 4) for c in combinations("qkv", k)])
+def test_inputs_that_need_no_gradient(names):
+    """Catches a gradient that is missing, or goes to the wrong input, when others need none."""
+    inputs = [randn(2, 13, 4, 8), randn(2, 13, 2, 8), randn(2, 13, 2, 8)]
+    compare(inputs, DilatedPattern((4, 13), (1, 2), is_causal=True), needs_grad=names)
+
+
+@pytest.mark.parametrize("outputs", ["out", "lse", "both"])
+@pytest.mark.parametrize("head_dim", [1, 24, 48])
+def test_only_some_results_are_used(outputs, head_dim):
+    """Catches a loss through lse that is dropped (torch's own op drops it), or one that needs a gradient of out."""
+    inputs = [randn(2, 21, 4, head_dim) for _ in range(3)]
+    compare(inputs, DilatedPattern((8, 21), (1, 3)), outputs=outputs)
+
+
+@pytest.mark.parametrize("scale", [-1.5, -1e-3, 0, 0.0, 1e-3, 2, None])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_scale(scale, is_causal):
+    """Catches a mask that is multiplied by the scale: -inf times 0 is NaN, and times a negative number +inf."""
+    inputs = [randn(2, 21, 2, 8) for _ in range(3)]
+    compare(inputs, DilatedPattern((8, 21), (1, 2), is_causal=is_causal), scale=scale)
+
+
+@pytest.mark.parametrize("phase", ["modulo", "blocked"])
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("rate", [1, 2, 3, 7, 12])
+def test_more_phases_than_heads_and_more_heads_than_phases(phase, num_heads, rate):
+    """Catches a phase rule that is right only where the rate divides the heads; w = 25 is not always a multiple."""
+    inputs = [randn(1, 31, num_heads, 4) for _ in range(3)]
+    compare(inputs, DilatedPattern((25,), (rate,), phase=phase))
+
+
+@pytest.mark.parametrize("heads", ["all", "split"])
+def test_uncovered_rows(heads):
+    """Catches NaN, and 0 taken for -inf, where no branch covers a query. What comes in there must not get out."""
+    pattern = DilatedPattern((9, 20), (3, 4), is_causal=True, heads=heads)
+    inputs = [randn(2, 29, 2, 8) for _ in range(3)]
+    out, lse, *grads = compare(inputs, pattern)
+    covered = (multiplicity(pattern, 29, 2).sum(-1) > 0).T.expand(2, 29, 2)
+    assert not covered.all()
+    assert torch.equal(lse == -torch.inf, ~covered)
+    assert (out[~covered] == 0).all()
+    dout, dlse = randn(2, 29, 2, 8), randn(2, 29, 2)
+    clean = compare(inputs, pattern, dout=dout, dlse=dlse)
+    assert all((grad[~covered] == 0).all() for grad in grads)
+    poisoned = [x.clone() for x in (*inputs, dout, dlse)]
+    for x in poisoned:
+        x[~covered] = torch.nan
+    leaves = [x.requires_grad_() for x in poisoned[:3]]
+    results = dilated_attention(*leaves, pattern, return_lse=True)
+    grads = torch.autograd.grad(results, leaves, poisoned[3:])
+    for x, y in zip((*results, *grads), clean, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_no_position():
+    """Catches a kernel call without rows, which kills the process (a rank may own nothing)."""
+    inputs = [torch.empty(2, 0, h, 8, requires_grad=True) for h in (4, 2, 2)]
+    out, lse = dilated_attention(*inputs, DilatedPattern((4,), (2,)), return_lse=True)
+    assert out.shape == (2, 0, 4, 8)
+    assert lse.shape == (2, 0, 4)
+    grads = torch.autograd.grad(out.sum() + lse.sum(), inputs)
+    assert [grad.shape for grad in grads] == [x.shape for x in inputs]
+
+
+def test_large_scores():
+    """Catches exponentials without a maximum subtracted, in the kernel or in the merge: scores reach 1e5."""
+    inputs = [randn(1, 40, 2, 8) * gain for gain in (300, 300, 1)]
+    pattern = DilatedPattern((10, 40), (1, 2))
+    out, lse = dilated_attention(*inputs, pattern, return_lse=True)
+    assert lse.abs().max() > 1e4
+    torch.testing.assert_close((out, lse), dilated_attention_reference(*inputs, pattern), rtol=1e-9, atol=1e-9)
+    out, lse = dilated_attention(*(x.float() for x in inputs), pattern, return_lse=True)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+
+
+# Precision below float64.
+
+# The exact result rounded once to the dtype is off by eps / 4 in relative L2 (a uniform error of at most eps / 2 times
+# 2**-k for values in [1, 2) * 2**-k has root mean square eps / (2 * sqrt(3)) = 0.29 eps of values of mean 1.4). A case
+# where SDPA happens to be exact (a single key) can ask for no less.
+FLOORS = {dtype: torch.finfo(dtype).eps / 4 for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+PRECISION_CASES = [
+    (63, 4, 4, 48, [(1000, 1)], {}),
+    (111, 6, 2, 24, [(32, 1), (111, 3)], {"is_causal": True}),
+    (257, 4, 4, 96, [(64, 1), (128, 2), (257, 4)], {"is_causal": True}),
+    (101, 4, 1, 48, [(20, 2), (101, 4)], {}),
+    (127, 5, 5, 24, [(16, 1), (50, 2), (127, 7)], {"heads": "split"}),
+    (127, 8, 8, 24, [(16, 1), (50, 2), (127, 8)], {"phase": "blocked"}),
+    (31, 2, 2, 8, [(1, 1), (1, 1), (31, 1)], {}),
+]
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("case", PRECISION_CASES, ids=str)
+@pytest.mark.parametrize("gain", [1, 4])
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+def test_precision(dtype, gain, case):
+    """Catches a sum or a weight kept in 16 bits. Against float64 on the rounded inputs, at most twice the error of
+    torch's own attention in the same dtype under the same mask, plus the floor. Scores have a standard deviation of
+    gain ** 2. lse is float32 in all of them, and held to float32's floor."""
+    seq_len, num_heads, num_kv_heads, head_dim, branches, rules = case
+    pattern = DilatedPattern(*zip(*branches, strict=True), **rules)
+    torch.manual_seed(0)
+    inputs = [(torch.randn(3, seq_len, h, head_dim) * gain).to(dtype) for h in (num_heads, num_kv_heads, num_kv_heads)]
+    count = multiplicity(pattern, seq_len, num_heads)
+    covered = (count.sum(-1) > 0).T.expand(3, -1, -1)
+    dout = torch.randn(3, seq_len, num_heads, head_dim).to(dtype) * covered.unsqueeze(-1)
+
+    leaves = [x.double().requires_grad_() for x in inputs]
+    exact_out, exact_lse = dilated_attention_reference(*leaves, pattern)
+    exact = [exact_out[covered], exact_lse[covered], *torch.autograd.grad(exact_out, leaves, dout.double())]
+
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out, lse = dilated_attention(*leaves, pattern, return_lse=True)
+    ours = [out[covered], lse[covered], *torch.autograd.grad(out, leaves, dout)]
+
+    bias = count.double().log().float()  # an uncovered row sees itself, which keeps torch from NaN, and is left out
+    bias = bias.masked_fill((count.sum(-1, keepdim=True) == 0) & torch.eye(seq_len, dtype=torch.bool), 0)
+    bias = bias.expand(3, -1, -1, -1)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    heads_first = [x.transpose(1, 2) for x in leaves]
+    is_grouped = num_heads != num_kv_heads
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=bias, enable_gqa=is_grouped).transpose(1, 2)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    lse = flash(*(x.detach() for x in heads_first), attn_mask=bias)[1].transpose(1, 2)
+    torchs = [out[covered], lse[covered], *torch.autograd.grad(out, leaves, dout)]
+
+    for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), ours, torchs, exact, strict=True):
+        floor = FLOORS[torch.float32 if name == "lse" else dtype]
+        error, allowed = relative_error(x, z), 2 * relative_error(y, z) + floor
+        assert error <= allowed, f"{name}: {error:.2e} against {allowed:.2e}"
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+def test_precision_of_the_gradient_through_lse(dtype):
+    """Catches an lse gradient that is lost in rounding. torch has none to compare with; dq of lse is an attention over
+    the keys, so that attention with value = key gives the error that the dtype allows."""
+    torch.manual_seed(0)
+    query, key = (torch.randn(2, 111, 4, 48).to(dtype) for _ in range(2))
+    pattern = DilatedPattern((32, 111), (1, 2))
+    leaf = query.double().requires_grad_()
+    _, lse = dilated_attention_reference(leaf, key.double(), key.double(), pattern)
+    (exact,) = torch.autograd.grad(lse.sum(), leaf)
+    leaf = query.clone().requires_grad_()
+    _, lse = dilated_attention(leaf, key, key, pattern, return_lse=True)
+    (ours,) = torch.autograd.grad(lse.sum(), leaf)
+    bias = multiplicity(pattern, 111, 4).double().log().float()
+    weights_times_key = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, key)), attn_mask=bias)
+    torchs = weights_times_key.transpose(1, 2) * 48**-0.5
+    assert relative_error(ours, exact) <= 2 * relative_error(torchs, exact) + FLOORS[dtype]
+
+
+# What may influence what, from the definition alone.
+
+
+def keys_seen(pattern: DilatedPattern, borders: list[int], num_heads: int, is_causal: bool) -> list[list[Counter]]:
+    """[head][query position] -> how often it sees each key position. Written from the definition, not from the code."""
+    seen = [[Counter() for _ in range(borders[-1])] for _ in range(num_heads)]
+    for b, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
+        for h in range(num_heads):
+            if pattern.heads == "split":
+                sizes = [len(part) for part in torch.arange(num_heads).tensor_split(len(pattern.segment_lengths))]
+                if not sum(sizes[:b]) <= h < sum(sizes[: b + 1]):
+                    continue
+                phase = b % r
+            else:
+                phase = h % r if pattern.phase == "modulo" else h // math.ceil(num_heads / r)
+            for start, stop in zip(borders, borders[1:], strict=False):  # noqa: RUF007  reads as the definition does
+                for i in range(stop - start):
+                    for j in range(stop - start):
+                        if i // w == j // w and i % w % r == j % w % r == phase and (j <= i or not is_causal):
+                            seen[h][start + i][start + j] += 1
+    return seen
+
+
+INFLUENCE_CASES = [
+    (23, [0, 23], 4, 4, DilatedPattern((4, 12), (1, 3))),
+    (23, [0, 23], 4, 2, DilatedPattern((5, 23), (2, 3), is_causal=True)),
+    (24, [0, 7, 8, 24], 6, 2, DilatedPattern((4, 10), (1, 4), is_causal=True, phase="blocked")),
+    (19, [0, 19], 5, 1, DilatedPattern((3, 8, 19), (1, 2, 4), heads="split")),
+]
+
+
+@pytest.mark.parametrize("case", INFLUENCE_CASES, ids=str)
+def test_a_token_moves_exactly_what_it_should(case):
+    """Catches any key that is seen or missed wrongly, by another way than comparing numbers with the reference: every
+    key/value row of every head is changed alone, and the outputs that move are those that the definition names."""
+    seq_len, borders, num_heads, num_kv_heads, pattern = case
+    ratio = num_heads // num_kv_heads
+    seen = keys_seen(pattern, borders, num_heads, pattern.is_causal)
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32) if len(borders) > 2 else None
+    query, key, value = (randn(1, seq_len, h, 8) for h in (num_heads, num_kv_heads, num_kv_heads))
+    out, lse = dilated_attention(query, key, value, pattern, cu_seqlens=cu_seqlens, return_lse=True)
+    for g in range(num_kv_heads):
+        for t in range(seq_len):
+            changed_key, changed_value, changed_query = key.clone(), value.clone(), query.clone()
+            changed_key[0, t, g] += 1
+            changed_value[0, t, g] += 1
+            changed_query[0, t, g * ratio] += 1
+            expected = torch.tensor(
+                [[h // ratio == g and t in seen[h][i] for h in range(num_heads)] for i in range(seq_len)]
+            )
+            by_value = dilated_attention(query, key, changed_value, pattern, cu_seqlens=cu_seqlens)
+            assert torch.equal((by_value != out)[0].any(-1), expected)
+            _, by_key = dilated_attention(query, changed_key, value, pattern, cu_seqlens=cu_seqlens, return_lse=True)
+            assert torch.equal((by_key != lse)[0], expected)
+            _, by_query = dilated_attention(changed_query, key, value, pattern, cu_seqlens=cu_seqlens, return_lse=True)
+            moved = [(t, g * ratio)] if seen[g * ratio][t] else []
+            assert [tuple(x) for x in (by_query != lse)[0].nonzero().tolist()] == moved
+
+
+@pytest.mark.parametrize("phase", ["modulo", "blocked"])
+@pytest.mark.parametrize("cut", [1, 7, 16, 30])
+def test_the_future_does_not_leak(phase, cut):
+    """Catches a causal mask that is off by one, or that counts rows of a dilated segment and not positions."""
+    pattern = DilatedPattern((8, 16, 31), (1, 2, 5), is_causal=True, phase=phase)
+    first, second = ([randn(2, 31, h, 8) for h in (6, 3, 3)] for _ in range(2))
+    second = [torch.cat([x[:, :cut], y[:, cut:]], dim=1) for x, y in zip(first, second, strict=True)]
+    results = [dilated_attention(*inputs, pattern, return_lse=True) for inputs in (first, second)]
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x[:, :cut], y[:, :cut])
+        assert (x[:, cut:] != y[:, cut:]).any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("case", INFLUENCE_CASES, ids=str)
+def test_nan_and_inf_stay_in_their_segments(case, which, bad):
+    """Catches 0 * NaN: one bad row of query, key or value may spoil the segments that read it, in its batch entry and
+    the query heads that share it, and nothing else, to the bit; the same for gradients. (Within a segment also earlier
+    rows: the kernel multiplies masked weights, which are 0, with the values.)"""
+    seq_len, borders, num_heads, num_kv_heads, pattern = case
+    batch = 1 if len(borders) > 2 else 2
+    ratio = num_heads // num_kv_heads
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32) if len(borders) > 2 else None
+    inputs = [randn(batch, seq_len, h, 8) for h in (num_heads, num_kv_heads, num_kv_heads)]
+    dout, dlse = randn(batch, seq_len, num_heads, 8), randn(batch, seq_len, num_heads)
+    head = inputs[which].shape[2] - 1
+    shared = range(head * ratio, (head + 1) * ratio) if which else [head]
+    together = keys_seen(pattern, borders, num_heads, is_causal=False)
+    t = next(t for t in range(seq_len // 2, seq_len) if together[shared[0]][t])
+
+    spoilt_rows = torch.zeros(batch, seq_len, num_heads, dtype=torch.bool)
+    spoilt_keys = torch.zeros(batch, seq_len, num_kv_heads, dtype=torch.bool)
+    for h in shared:
+        for i in range(seq_len):
+            if t in together[h][i]:
+                spoilt_rows[0, i, h] = True
+                for j in together[h][i]:
+                    spoilt_keys[0, j, h // ratio] = True
+    assert spoilt_rows.any()
+    assert not spoilt_rows.all()
+
+    def run(tensors):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        results = dilated_attention(*leaves, pattern, cu_seqlens=cu_seqlens, return_lse=True)
+        return [*results, *torch.autograd.grad(results, leaves, [dout, dlse])]
+
+    clean = run(inputs)
+    inputs[which][0, t, head, 3] = bad
+    spoilt = run(inputs)
+    for x, y, where in zip(spoilt, clean, (*[spoilt_rows] * 3, *[spoilt_keys] * 2), strict=True):
+        assert torch.equal(x[~where], y[~where])
+    # There was something to stop. (Not always NaN: torch's kernel makes 0 of a row of few NaN scores.)
+    assert not torch.equal(spoilt[0][0, t, shared[0]], clean[0][0, t, shared[0]])
+
+
+# Autograd, autocast, repeatability.
+
+
+@pytest.mark.parametrize("outputs", [[0], [1], [0, 1]])
+def test_a_second_derivative_is_refused(outputs):
+    """Catches a silent zero (or a crash in another library) where somebody differentiates twice."""
+    inputs = [randn(1, 6, 2, 4).requires_grad_() for _ in range(3)]
+    results = dilated_attention(*inputs, DilatedPattern((3,), (1,)), return_lse=True)
+    loss = sum(results[i].square().sum() for i in outputs)
+    (grad,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"no second derivative.*without create_graph"):
+        torch.autograd.grad(grad.square().sum(), inputs[1])
+
+
+def test_run_to_run_equal_to_the_bit(request):
+    """Catches results that depend on the order in which threads finish, or on their number."""
+    before = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+    pattern = DilatedPattern((50, 211), (1, 2), is_causal=True)
+    inputs = [torch.randn(2, 211, 6, 24, requires_grad=True) for _ in range(3)]
+    runs = []
+    for num_threads in (1, 2, 2):
+        torch.set_num_threads(num_threads)
+        results = dilated_attention(*inputs, pattern, return_lse=True)
+        runs.append([*results, *torch.autograd.grad([x.sin().sum() for x in results], inputs)])
+    for other in runs[1:]:
+        assert all(map(torch.equal, runs[0], other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_shapes_and_dtypes_that_the_docstring_promises(dtype):
+    """Catches a docstring that lies: out (B, N, H, D) in the input's dtype, lse (B, N, H) in float32 or float64."""
+    inputs = [torch.randn(2, 5, h, 8, dtype=dtype, requires_grad=True) for h in (4, 2, 2)]
+    for pattern in (DilatedPattern((8,), (1,)), DilatedPattern((2, 4), (2, 2))):
+        out, lse = dilated_attention(*inputs, pattern, return_lse=True)
+        assert (out.shape, out.dtype) == ((2, 5, 4, 8), dtype)
+        assert (lse.shape, lse.dtype) == ((2, 5, 4), torch.float64 if dtype == torch.float64 else torch.float32)
+        assert torch.equal(dilated_attention(*inputs, pattern), out)
+        for grad, x in zip(torch.autograd.grad(out.sum() + lse.sum(), inputs), inputs, strict=True):
+            assert (grad.shape, grad.dtype) == (x.shape, dtype)
+
+
+def test_inputs_are_not_changed_and_not_shared():
+    """Catches an in-place merge into an input, and an output that is a view of one."""
+    for pattern in (DilatedPattern((8,), (1,)), DilatedPattern((1,), (1,)), DilatedPattern((3, 8), (1, 2))):
+        inputs = [randn(2, 8, 2, 4) for _ in range(3)]
+        before = [x.clone() for x in inputs]
+        results = dilated_attention(*inputs, pattern, return_lse=True)
+        for x in results:
+            x.fill_(7)
+        assert all(map(torch.equal, inputs, before))
+
+
+def test_without_gradients():
+    """Catches a graph that is kept, or a different result, under no_grad and inference_mode."""
+    pattern = DilatedPattern((3, 8), (1, 2))
+    inputs = [randn(2, 8, 2, 4).requires_grad_() for _ in range(3)]
+    expected = dilated_attention(*inputs, pattern)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out = dilated_attention(*inputs, pattern)
+        assert not out.requires_grad
+        assert torch.equal(out, expected)
+
+
+def test_autocast_is_that_of_torch():
+    """Catches a cast that torch's own attention would not make (float64 stays), and mixed types that it takes."""
+    pattern = DilatedPattern((3, 8), (1, 2))
+    inputs = [torch.randn(2, 8, 2, 4, requires_grad=True) for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = dilated_attention(*inputs, pattern)
+        mixed = dilated_attention(inputs[0], inputs[1], inputs[2].bfloat16(), pattern)
+        double = dilated_attention(*(x.double() for x in inputs), pattern)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, dilated_attention(*(x.bfloat16() for x in inputs), pattern))
+    assert torch.equal(out, mixed)
+    assert double.dtype == torch.float64
+    grads = torch.autograd.grad(out.float().sum(), inputs)
+    assert all(grad.dtype == torch.float32 for grad in grads)
+
+
+def test_a_wrong_kernel_is_seen(monkeypatch):
+    """Proof that the comparisons above can fail: a kernel that is a little wrong in one place does not pass."""
+    forward, backward = cpu.forward, cpu.backward
+    inputs = [randn(1, 9, 2, 4) for _ in range(3)]
+    pattern = DilatedPattern((3, 9), (1, 2))
+    compare(inputs, pattern)
+    monkeypatch.setattr(
+        cpu, "forward", lambda q, k, v, c, s: (forward(q, k, v, c, s)[0], forward(q, k, v, c, s)[1] + 1e-9)
+    )
+    with pytest.raises(AssertionError, match=r"out|lse"):
+        compare(inputs, pattern)
+    monkeypatch.setattr(cpu, "forward", forward)
+    monkeypatch.setattr(cpu, "backward", lambda *args: [x * (1 + 1e-9) for x in backward(*args)])
+    with pytest.raises(AssertionError, match="grad"):
+        compare(inputs, pattern)
+
+
+# merge.py: (out, lse) is a commutative monoid.
+
+
+def merged(*partials: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The merge of partials from left to right. Merging is in place, so that the first is copied."""
+    out, lse = (x.clone() for x in partials[0])
+    for partial in partials[1:]:
+        merge_(out, lse, *partial)
+    return out, lse
+
+
+IDENTITY = (torch.zeros(2, 5, 3, dtype=torch.float64), torch.full((2, 5), -torch.inf, dtype=torch.float64))
+
+
+@st.composite
+def partials(draw):
+    """Some rows are empty: (0, -inf)."""
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    lse = randn(2, 5) * draw(st.sampled_from([1, 30, 1000]))
+    empty = torch.rand(2, 5) < draw(st.sampled_from([0, 0.5, 1]))
+    return randn(2, 5, 3).masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, -torch.inf)
+
+
+@settings(max_examples=100, deadline=None)
+@given(partials(), partials(), partials())
+def test_merge_is_a_commutative_monoid(a, b, c):
+    """Catches NaN from (-inf) - (-inf), a bias towards one side, and overflow where the lse are far apart."""
+
+    def assert_equal(x, y):
+        assert not x[0].isnan().any()
+        assert not x[1].isnan().any()
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+    assert_equal(merged(a, b), merged(b, a))
+    assert_equal(merged(merged(a, b), c), merged(a, merged(b, c)))
+    for x in (a, b, c):
+        for y in (merged(IDENTITY, x), merged(x, IDENTITY)):
+            assert torch.equal(y[0], x[0])
+            assert torch.equal(y[1], x[1])
+
+
+def test_merge_is_that_of_the_definition():
+    """Catches weights that are not softmax denominators: attention over two halves of the keys, merged, is attention
+    over all of them. Also in place on views, and with partials in 16 bits."""
+    query, key, value = (randn(1, 12, 1, 4) for _ in range(3))
+
+    def attend(keys):
+        score = torch.einsum("bihd,bjhd->bhij", query, key[:, keys])[0, 0]
+        return score.softmax(-1) @ value[0, keys, 0], score.logsumexp(-1)
+
+    whole = attend(slice(None))
+    torch.testing.assert_close(merged(attend(slice(0, 5)), attend(slice(5, 12))), whole, rtol=1e-13, atol=1e-13)
+    out, lse = torch.zeros(12, 2, 4).transpose(0, 1), torch.full((12, 2), -torch.inf).T
+    for keys in (slice(0, 5), slice(5, 12)):
+        partial_out, partial_lse = attend(keys)
+        merge_(out[1], lse[1], partial_out.bfloat16(), partial_lse.float())
+    torch.testing.assert_close(out[1].double(), whole[0], rtol=0, atol=2**-7)
+    torch.testing.assert_close(lse[1].double(), whole[1], rtol=1e-6, atol=1e-6)
+    assert (out[0] == 0).all()
+    assert (lse[0] == -torch.inf).all()
+
+
+def test_every_error_dtype_has_a_floor():
+    """Catches a dtype that the kernel serves and the precision test forgets."""
+    assert set(chain(FLOORS, [torch.float64])) == set(cpu.DTYPES)

@@ -1,0 +1,236 @@
+"""Rules of the import graph, read from the source: who may import torch, triton, the reference; who may send."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ring_dilated_attention
+
+PACKAGE = Path(ring_dilated_attention.__file__).parent
+NAME = "ring_dilated_attention"
+
+# Modules without torch, for people who plan on a laptop.
+PURE = ("pattern", "sharding", "plan", "estimate", "totals")
+# What any file may use of torch.distributed: it makes and describes groups, and moves no data. All else is for comm.py.
+HARMLESS = {"ProcessGroup", "FileStore", "group", "new_group", "init_process_group", "destroy_process_group"}
+HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}
+
+
+MAY_SEND = ("exchange.comm", "bench.torch_ring")  # the second runs torch's own ring, a peer to compare with
+
+
+class Module:
+    """What one source file imports: at once (when it is imported) and in all (inside functions and for types too)."""
+
+    def __init__(self, name: str, is_package: bool, tree: ast.Module, names: set[str]) -> None:
+        self.name, self.tree = name, tree
+        self.folder = name if is_package else name.rpartition(".")[0]
+        self.names = names
+        self.at_once = set(self._imports(tree.body))
+        self.all = set(self._imports(ast.walk(tree)))
+
+    def _imports(self, nodes):
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from self._from(node)
+            elif isinstance(node, (ast.Try, ast.If)) and not _is_for_types(node):
+                yield from self._imports(ast.iter_child_nodes(node))
+
+    def _from(self, node: ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            folder = self.folder
+            for _ in range(node.level - 1):
+                folder = folder.rpartition(".")[0]
+            base = f"{folder}.{base}".rstrip(".")
+        for alias in node.names:  # a submodule, or a member
+            yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in self.names else base
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def read(package: Path) -> dict[str, Module]:
+    """All modules of a package by their dotted name, without that of the package ("" is its __init__)."""
+    files = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        files[".".join([NAME, *parts]).removesuffix(".__init__")] = path
+    return {
+        name.removeprefix(NAME).removeprefix("."): Module(
+            name, path.name == "__init__.py", ast.parse(path.read_text()), set(files)
+        )
+        for name, path in files.items()
+    }
+
+
+def inside(imports: set[str], modules: dict[str, Module]) -> set[str]:
+    """The modules of the package among imports. Importing a.b also imports a."""
+    found = set()
+    for name in imports:
+        if name == NAME or name.startswith(NAME + "."):
+            parts = name.removeprefix(NAME).removeprefix(".").split(".")
+            found |= {".".join(parts[: i + 1]) for i in range(len(parts))}
+    return found & set(modules)
+
+
+def reachable(start: str, modules: dict[str, Module]) -> set[str]:
+    """All that importing a module imports at once, directly or not, by full name."""
+    seen, todo, found = {start}, [start], set()
+    while todo:
+        found |= modules[todo[-1]].at_once
+        for name in inside(modules[todo.pop()].at_once, modules) - seen:
+            seen.add(name)
+            todo.append(name)
+    return found
+
+
+def top(imports: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in imports}
+
+
+def pure_modules_with_torch(modules):
+    return {name for name in PURE if name in modules and {"torch", "numpy", "triton"} & top(reachable(name, modules))}
+
+
+def modules_with_triton(modules):
+    return {n for n, m in modules.items() if "triton" in top(m.all) and not n.startswith("kernels.triton")}
+
+
+def modules_with_the_reference(modules):
+    """Also through what compares with it: no fast path may import that either."""
+
+    def compares(name: str) -> bool:
+        return name in ("reference", "compare", "check") or name.split(".")[0] == "bench"
+
+    found = set()
+    for name, module in modules.items():
+        if name != "cli" and not compares(name):
+            found |= {name for other in inside(module.all, modules) if compares(other)}
+    return found
+
+
+def modules_that_send(modules):
+    """Modules that use more of torch.distributed than groups and meshes, under whatever name they import it."""
+    found = set()
+    for name, module in modules.items():
+        if name in MAY_SEND:
+            continue
+        aliases = {"torch.distributed"}
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Import):
+                aliases |= {a.asname for a in node.names if a.name.startswith("torch.distributed") and a.asname}
+            elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+                aliases |= {a.asname or a.name for a in node.names if a.name == "distributed"}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+                is_harmless = {a.name for a in node.names} <= HARMLESS or node.module.endswith(".device_mesh")
+                found |= set() if is_harmless else {name}
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in aliases and node.attr not in HARMLESS:
+                found.add(name)
+    return found
+
+
+def cycles(modules):
+    """Modules that import themselves, directly or not. A member may import from its package what that does not import
+    from it; imports inside functions are not followed."""
+
+    def direct(name: str) -> set[str]:
+        return {other.removeprefix(NAME).removeprefix(".") for other in modules[name].at_once} & set(modules) - {""}
+
+    found = set()
+    for name in modules:
+        seen: set[str] = set()
+        todo = [name]
+        while todo:
+            new = direct(todo.pop()) - seen
+            seen |= new
+            todo += new
+        if name in seen:
+            found.add(name)
+    return found
+
+
+RULES = [
+    pure_modules_with_torch,
+    modules_with_triton,
+    modules_with_the_reference,
+    modules_that_send,
+    cycles,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule(rule):
+    """Catches an import that makes planning need torch, the fast path the reference, or a second file that sends."""
+    assert rule(read(PACKAGE)) == set()
+
+
+BREACHES = {
+    pure_modules_with_torch: {"plan.py": "from .pattern import x", "pattern.py": "import torch.nn"},
+    modules_with_triton: {"attention.py": "def f():\n    import triton.language as tl"},
+    modules_with_the_reference: {"layers.py": "def f():\n    from . import reference"},
+    modules_that_send: {"models/longnet.py": "import torch.distributed as dist\ndist.all_reduce(x)"},
+    cycles: {"a.py": "from . import b", "b.py": "from .c import x", "c.py": "from .a import y"},
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_can_fail(rule, tmp_path):
+    """Proof that each rule sees a breach, in a package that is made for it; and that the package is fine without."""
+    tree = {"__init__.py": "", "reference.py": "", "models/__init__.py": "", "exchange/comm.py": "", **BREACHES[rule]}
+    for name, text in tree.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert rule(read(tmp_path)) != set()
+    for name in BREACHES[rule]:
+        (tmp_path / name).write_text("")
+    assert rule(read(tmp_path)) == set()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from torch.distributed import all_reduce",
+        "import torch.distributed\ntorch.distributed.barrier()",
+        "from torch import distributed as d\nd.isend(x)",
+        "from torch.distributed._functional_collectives import permute_tensor",
+    ],
+)
+def test_sending_is_seen_however_it_is_written(statement, tmp_path):
+    """Catches a reading of calls that misses one way of writing them."""
+    (tmp_path / "models.py").write_text(statement)
+    assert modules_that_send(read(tmp_path)) == {"models"}
+
+
+@pytest.mark.parametrize("statement", ["import torch", "from torch import Tensor", "import torch.nn as t"])
+def test_torch_is_seen_however_it_is_imported(statement, tmp_path):
+    """Catches a reading of imports that misses one way of writing them; types alone are free."""
+    (tmp_path / "plan.py").write_text(f"try:\n    {statement}\nexcept ImportError:\n    pass")
+    assert pure_modules_with_torch(read(tmp_path)) == {"plan"}
+    (tmp_path / "plan.py").write_text(f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {statement}")
+    assert pure_modules_with_torch(read(tmp_path)) == set()
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_modules_leave_torch_alone(name):
+    """The same rule, asked of Python itself."""
+    if name not in read(PACKAGE):
+        pytest.fail(f"{name} is missing")
+    code = f"import {NAME}.{name}, sys; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_the_public_face():
+    """Catches a name in __all__ that does not exist, and one that is missing from dir()."""
+    assert dir(ring_dilated_attention) == sorted(ring_dilated_attention.__all__)
+    for name in ring_dilated_attention.__all__:
+        assert getattr(ring_dilated_attention, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'dilated_atention'"):
+        _ = ring_dilated_attention.dilated_atention

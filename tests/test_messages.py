@@ -1,0 +1,294 @@
+"""Bad input is a ValueError that quotes the value, shows the arithmetic and names the remedy."""
+
+import inspect
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain
+from ring_dilated_attention.exchange import EXCHANGES
+from ring_dilated_attention.kernels import BACKENDS
+from ring_dilated_attention.pattern import PHASE_RULES
+from ring_dilated_attention.sharding import SHARDINGS
+
+DENSE = DilatedPattern((8,), (1,))
+
+
+def refused(call, *fragments: str) -> None:
+    """The call raises ValueError, and its message holds every fragment and is a sentence or more."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    message = str(caught.value)
+    assert all(fragment in message for fragment in fragments), f"{message!r} lacks one of {fragments}"
+    assert message.endswith(".")
+
+
+def tensors(query=(1, 8, 4, 16), key=None, value=None, **kwargs):
+    return [torch.randn(shape, **kwargs) for shape in (query, key or query, value or key or query)]
+
+
+def integers(*numbers, dtype=torch.int32):
+    return torch.tensor(numbers, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("segment_lengths", "dilation_rates", "fragments"),
+    [
+        ((8, 16), (1,), ("segment_lengths has 2", "dilation_rates has 1", "(8, 16) and (1,)", "as many")),
+        ((8,), (1, 2), ("segment_lengths has 1 entries", "dilation_rates has 2", "(8,) and (1, 2)")),
+        ((), (), ("segment_lengths is empty", "segment_lengths=[n]")),
+        ((8,), [], ("dilation_rates is empty", "one entry per branch")),
+        ((8, 0), (1, 2), ("segment_lengths must be at least 1", "got 0", "[8, 0]")),
+        ((-8,), (1,), ("segment_lengths must be at least 1", "got -8", "[-8]")),
+        ((8, 16), (1, -2), ("dilation_rates must be at least 1", "got -2", "[1, -2]")),
+        ((8.0,), (1,), ("segment_lengths must hold integers", "got 8.0", "[8.0]")),
+        (("8",), (1,), ("segment_lengths must hold integers", "got '8'")),
+        ((8,), (True,), ("dilation_rates must hold integers", "got True")),
+        ((8,), (None,), ("dilation_rates must hold integers", "got None")),
+        (((8,),), (1,), ("segment_lengths must hold integers", "got (8,)")),
+        (torch.tensor([8.5]), (1,), ("segment_lengths must hold integers", "8.5")),
+        ("8", (1,), ("segment_lengths must be a list of positive integers", "got '8'")),
+        (8, (1,), ("segment_lengths must be a list of positive integers", "got 8")),
+        ((8,), None, ("dilation_rates must be a list of positive integers", "got None")),
+        (torch.tensor(8), (1,), ("segment_lengths must be a list of positive integers", "got tensor(8)")),
+    ],
+)
+def test_segment_lengths_and_dilation_rates(segment_lengths, dilation_rates, fragments):
+    """Catches an entry that is taken for another (True for 1, "8" for 8), and a zip that drops the longer's rest."""
+    refused(lambda: DilatedPattern(segment_lengths, dilation_rates), *fragments)
+
+
+def test_what_is_an_integer():
+    """Catches a check that refuses the integers of arrays and tensors."""
+    numpy = pytest.importorskip("numpy")
+    expected = DilatedPattern((8, 16), (1, 2))
+    assert DilatedPattern([8, 16], numpy.array([1, 2])) == expected
+    assert DilatedPattern(torch.tensor([8, 16]), range(1, 3)) == expected
+    assert hash(DilatedPattern(iter([8, 16]), (1, 2))) == hash(expected)
+
+
+@pytest.mark.parametrize(
+    ("rules", "fragments"),
+    [
+        ({"is_causal": 1}, ("is_causal must be True or False", "got 1")),
+        ({"is_causal": None}, ("is_causal must be True or False", "got None")),
+        ({"phase": "shifted"}, ("phase='shifted' is unknown", *PHASE_RULES)),
+        ({"heads": "some"}, ("heads='some' is unknown", "all", "split")),
+        ({"heads": "split", "phase": "blocked"}, ("heads='split' has its own phase rule", "phase='blocked'", "Leave")),
+    ],
+)
+def test_rules_of_the_pattern(rules, fragments):
+    """Catches a name that is accepted and ignored."""
+    refused(lambda: DilatedPattern((8,), (1,), **rules), *fragments)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "fragments"),
+    [
+        (lambda: [torch.randn(8, 4, 16)] * 3, ("query must be (batch, seq, heads, head_dim)", "3 dim", "(8, 4, 16)")),
+        (
+            lambda: [torch.randn(1, 8, 4, 16), torch.randn(1, 8, 64), torch.randn(1, 8, 64)],
+            ("key must be (batch, seq, heads, head_dim)", "(1, 8, 64)"),
+        ),
+        (
+            lambda: [*tensors()[:2], torch.randn(2, 1, 8, 4, 16)],
+            ("value must be (batch, seq, heads, head_dim)", "5 dimensions", "(2, 1, 8, 4, 16)"),
+        ),
+        (lambda: [[[1.0]]] * 3, ("query must be a tensor", "got list")),
+        (lambda: [*tensors()[:2], None], ("value must be a tensor", "got NoneType")),
+        (lambda: tensors(key=(2, 8, 4, 16)), ("query (1, 8, 4, 16)", "key (2, 8, 4, 16)", "agree in batch")),
+        (lambda: tensors(key=(1, 9, 4, 16)), ("query (1, 8, 4, 16)", "key (1, 9, 4, 16)", "self-attention")),
+        (lambda: tensors(key=(1, 8, 4, 8)), ("query (1, 8, 4, 16)", "key (1, 8, 4, 8)", "head_dim")),
+        (
+            lambda: tensors(value=(1, 8, 4, 8)),
+            ("key (1, 8, 4, 16)", "value (1, 8, 4, 8)", "must have the same shape"),
+        ),
+        (lambda: tensors(value=(1, 8, 2, 16)), ("key (1, 8, 4, 16)", "value (1, 8, 2, 16)")),
+        (
+            lambda: tensors(key=(1, 8, 3, 16)),
+            ("4 query heads cannot share 3 key/value heads", "4 mod 3 is not 0", "multiple"),
+        ),
+        (lambda: tensors(key=(1, 8, 8, 16)), ("4 query heads cannot share 8 key/value heads", "4 mod 8")),
+        (lambda: tensors(key=(1, 8, 0, 16)), ("4 query heads cannot share 0 key/value heads",)),
+        (lambda: tensors(query=(0, 8, 4, 16)), ("query (0, 8, 4, 16) has an empty batch",)),
+        (lambda: tensors(query=(1, 8, 0, 16)), ("query (1, 8, 0, 16) has an empty", "heads")),
+        (lambda: tensors(query=(1, 8, 4, 0)), ("query (1, 8, 4, 0) has an empty", "head_dim")),
+        (
+            lambda: [tensors()[0], *tensors(dtype=torch.float64)[1:]],
+            ("share one dtype", "query has torch.float32", "key has torch.float64", ".to()"),
+        ),
+        (
+            lambda: [*tensors()[:2], tensors(dtype=torch.bfloat16)[2]],
+            ("share one dtype", "value has torch.bfloat16"),
+        ),
+        (
+            lambda: [tensors()[0], *tensors(device="meta")[1:]],
+            ("share one device", "query has cpu", "key has meta", ".to()"),
+        ),
+        (lambda: tensors(device="meta"), ("no backend can run this", "cpu serves CPU tensors, got meta", "sdpa")),
+        (
+            lambda: [x.long() for x in tensors()],
+            ("no backend can run this", "float32", "bfloat16", "got torch.int64"),
+        ),
+    ],
+)
+def test_query_key_value(inputs, fragments):
+    """Catches a shape, dtype or device that torch would broadcast, cast, or refuse in words of its own."""
+    made = inputs()
+    refused(lambda: dilated_attention(*made, DENSE), *fragments)
+    refused(lambda: explain(*made, DENSE), *fragments)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "batch", "fragments"),
+    [
+        (integers(0, 5, 5, 8), 1, ("must increase", "got 5 then 5", "entries 1 and 2", "Leave out empty documents")),
+        (integers(0, 6, 3, 8), 1, ("must increase", "got 6 then 3", "entries 1 and 2")),
+        (integers(1, 5, 8), 1, ("must start at 0", "[1, 5, 8]")),
+        (integers(0, 5, 7), 1, ("end at the length of the sequence, 8", "[0, 5, 7]")),
+        (integers(0, 5, 9), 1, ("end at the length of the sequence, 8", "[0, 5, 9]")),
+        (integers(0), 1, ("must start at 0", "1 entries")),
+        (integers(0, 1, 2, 3, 4, 5, 6, 7), 1, ("[0, 1, ..., 7]", "8 entries")),
+        (integers(), 1, ("must start at 0", "0 entries")),
+        (integers(0, 8, dtype=torch.int64), 1, ("1-D int32 tensor", "got torch.int64 (2,)", "dtype=int32")),
+        (integers(0, 8).float(), 1, ("1-D int32 tensor", "got torch.float32 (2,)")),
+        (integers(0, 8)[None], 1, ("1-D int32 tensor", "got torch.int32 (1, 2)")),
+        ([0, 8], 1, ("1-D int32 tensor", "got [0, 8]", "torch.tensor(")),
+        (integers(0, 8), 2, ("batch must be 1, got 2", "Flatten it")),
+    ],
+)
+def test_cu_seqlens(cu_seqlens, batch, fragments):
+    """Catches borders that would silently drop tokens, mix documents, or belong to a padded batch."""
+    inputs = tensors((batch, 8, 4, 16))
+    refused(lambda: dilated_attention(*inputs, DENSE, cu_seqlens=cu_seqlens), *fragments)
+
+
+@pytest.mark.parametrize("cu_seqlens", [(0, 5, 7), (0, 5, 9), (1, 8), (0, 5, 5, 8), (0, 6, 3, 8), (0,)])
+def test_cu_seqlens_of_positions(cu_seqlens):
+    """Catches positions that are made up where the borders do not fit the sequence."""
+    refused(lambda: ContextParallel().positions(8, integers(*cu_seqlens)), "cu_seqlens must")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ({"scale": "1"}, ("scale must be a finite number", "got '1'")),
+        ({"scale": torch.tensor(1.0)}, ("scale must be a finite number", "got tensor(1.)")),
+        ({"scale": float("nan")}, ("scale must be a finite number", "got nan")),
+        ({"scale": float("inf")}, ("scale must be a finite number", "got inf")),
+        ({"backend": "flash"}, ("backend='flash' is unknown", "auto", *BACKENDS)),
+        ({"backend": None}, ("backend=None is unknown", *BACKENDS)),
+        ({"backend": ["cpu"]}, ("backend=['cpu'] is unknown", *BACKENDS)),
+        ({"backend": "sdpa"}, ("backend='sdpa' serves CUDA tensors, got cpu", "backend='auto'")),
+        ({"pattern": (8, 1)}, ("pattern must be a DilatedPattern", "got (8, 1)")),
+        ({"pattern": None}, ("pattern must be a DilatedPattern", "got None")),
+        ({"parallel": "cp"}, ("parallel must be a ContextParallel or None", "got 'cp'")),
+        (
+            {"pattern": DilatedPattern((8,) * 5, (1,) * 5, heads="split")},
+            ("5 branches its own heads", "only 4", "fewer branches, more heads, or heads='all'"),
+        ),
+    ],
+)
+def test_other_arguments(arguments, fragments):
+    """Catches a name without its list, a backend that falls back in silence, and a pattern that cannot be dealt."""
+    arguments = {"pattern": DENSE, **arguments}
+    refused(lambda: dilated_attention(*tensors(), **arguments), *fragments)
+
+
+def test_a_backend_asked_for_by_name_says_why_it_cannot_run():
+    """Catches a fallback: float64 has no CUDA kernel here, integers have none at all."""
+    for name, backend in BACKENDS.items():
+        assert backend.why_not(torch.zeros(1, 1, 1, 1, dtype=torch.int8)), name
+        assert "meta" in backend.why_not(torch.zeros(1, 1, 1, 1, device="meta"))
+    refused(lambda: dilated_attention(*tensors(device="meta"), DENSE, backend="cpu"), "serves CPU tensors, got meta")
+
+
+def test_there_is_no_attention_dropout():
+    """Catches an argument that is accepted and ignored."""
+    with pytest.raises(TypeError, match="dropout_p"):
+        dilated_attention(*tensors(), DENSE, dropout_p=0.1)
+    assert not any("drop" in name or name == "kwargs" for name in inspect.signature(dilated_attention).parameters)
+
+
+def warnings_of(call) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+def test_heads_and_positions_that_look_swapped():
+    """Catches (batch, heads, seq, head_dim), which would attend over heads. One warning, at the caller's line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dilated_attention(*tensors((1, 12, 257, 4)), DENSE)
+    (warning,) = caught
+    assert warning.filename == __file__
+    message = str(warning.message)
+    for fragment in ("257 heads", "12 positions", "(batch, heads, seq, head_dim)", "(batch, seq, heads, head_dim)"):
+        assert fragment in message
+    assert warnings_of(lambda: dilated_attention(*tensors((1, 12, 256, 4)), DENSE)) == []
+    assert warnings_of(lambda: dilated_attention(*tensors((1, 257, 257, 4)), DENSE)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ({"sharding": "striped"}, ("sharding='striped' is unknown", *SHARDINGS)),
+        ({"exchange": "broadcast"}, ("exchange='broadcast' is unknown", "auto", *EXCHANGES)),
+        ({"exchange": None}, ("exchange=None is unknown", *EXCHANGES)),
+        ({"timeout": 3}, ("timeout must be a positive datetime.timedelta", "got 3")),
+        ({"timeout": timedelta(0)}, ("timeout must be a positive datetime.timedelta", "timedelta(0)")),
+        ({"align": 0}, ("align must be an integer of at least 1", "got 0")),
+        ({"align": 2.0}, ("align must be an integer of at least 1", "got 2.0")),
+        ({"align": True}, ("align must be an integer of at least 1", "got True")),
+        ({"sharding": "zigzag", "align": 2}, ("zigzag", "align and lengths are for contiguous")),
+        ({"sharding": "zigzag", "lengths": (8,)}, ("zigzag", "align and lengths are for contiguous")),
+        ({"lengths": (4, 4)}, ("lengths must hold 1 integers", "one for each rank", "got (4, 4)")),
+        ({"lengths": (-4,)}, ("lengths must hold 1 integers of at least 0", "got (-4,)")),
+        ({"lengths": (8.5,)}, ("lengths must hold 1", "got (8.5,)")),
+        ({"lengths": (8,), "align": 2}, ("align=2 or lengths=(8,), not both",)),
+        ({"group": "world"}, ("group must be a ProcessGroup", "DeviceMesh", "got 'world'")),
+        ({"exchange": "simulated"}, ("world_size=None with exchange='simulated'",)),
+        ({"world_size": 4}, ("world_size=4 with exchange='auto'", "exchange='simulated'")),
+        ({"exchange": "simulated", "world_size": 0}, ("world_size must be an integer of at least 1", "got 0")),
+        ({"exchange": "simulated", "world_size": 2.0}, ("world_size must be an integer of at least 1", "got 2.0")),
+    ],
+)
+def test_context_parallel(arguments, fragments):
+    """Catches an argument that is accepted and ignored, and a name without its list."""
+    refused(lambda: ContextParallel(**arguments), *fragments)
+
+
+def test_lengths_that_do_not_add_up():
+    """Catches a shard that drops the end of a sequence."""
+    cp = ContextParallel(lengths=(8,))
+    refused(lambda: cp.shard(torch.zeros(1, 9)), "lengths=(8,) add up to 8", "9 positions")
+    assert cp.shard(torch.zeros(1, 8)).shape == (1, 8)
+
+
+def test_explain_names_the_choice_and_why_not_the_others():
+    """Catches an explanation that does not say why a backend cannot run, or that names what the call would not use."""
+    explanation = explain(*tensors(), DENSE)
+    assert explanation.kernel == "cpu"
+    assert explanation.reasons["cpu"].startswith("chosen")
+    assert explanation.reasons["sdpa"] == "serves CUDA tensors, got cpu"
+    assert "one rank" in explanation.reasons["exchange"]
+    assert "asked for" in explain(*tensors(), DENSE, backend="cpu").reasons["cpu"]
+    text = str(explanation)
+    assert "kernel: cpu" in text
+    assert all(f"{name}: " in text for name in BACKENDS)
+
+
+def test_explain_of_a_pattern_says_which_phases_nobody_reads():
+    """Catches phases that are lost in silence: fewer heads than phases, or blocked heads that do not divide."""
+    text = DilatedPattern((64, 8), (12, 1)).explain(8)
+    assert "branch 0 (w=64, r=12): all 8 heads" in text
+    assert "phases that no head reads: 8, 9, 10, 11" in text
+    assert "branch 1 (w=8, r=1)" in text
+    assert "every phase is read" in text
+    blocked = DilatedPattern((64,), (4,), phase="blocked").explain(5)  # ceil(5 / 4) = 2 heads of each phase
+    assert "phases that no head reads: 3" in blocked
+    refused(lambda: DilatedPattern((8, 8), (1, 1), heads="split").explain(1), "2 branches", "only 1")

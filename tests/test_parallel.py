@@ -1,0 +1,739 @@
+"""Several ranks: what they refuse, how they fail, what they send, and ContextParallel's own functions.
+
+Every function whose name starts with `rank` runs on every rank, and every rank asserts.
+"""
+
+import gc
+import os
+import random
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import RankFailedError, run
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention
+from ring_dilated_attention.exchange import all_gather, ring
+from ring_dilated_attention.exchange.comm import ExchangeError
+from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.reference import dilated_attention_reference
+
+PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
+
+
+def strict() -> None:
+    """What pytest does in its own process: warnings are errors. And uninitialised memory is NaN."""
+    warnings.simplefilter("error")
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(9).isnan().all()
+
+
+def message_of(call: Callable, error: type[Exception] = ValueError) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def assert_works(cp: ContextParallel, exchange_only: bool = False) -> None:
+    """The ranks of a context compute together what the definition says, forward and backward."""
+    generator = torch.Generator().manual_seed(3)
+    full = [torch.randn(1, 21, 4, 8, dtype=torch.float64, generator=generator) for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in full]
+    expected, _ = dilated_attention_reference(*leaves, PATTERN)
+    grads = torch.autograd.grad(expected.sin().sum(), leaves)
+    local = [cp.shard(x).requires_grad_() for x in full]
+    out = dilated_attention(*local, PATTERN, parallel=cp)
+    torch.testing.assert_close(out, cp.shard(expected), rtol=1e-11, atol=1e-11)
+    for x, y in zip(torch.autograd.grad(out.sin().sum(), local), grads, strict=True):
+        torch.testing.assert_close(x, cp.shard(y), rtol=1e-11, atol=1e-11)
+
+
+# Ranks that do not make the same call.
+
+
+def call_with(cp, *, pattern=PATTERN, shape=(1, 5, 4, 8), kv_heads=4, dtype=torch.float32, needs_grad="", **kwargs):
+    batch, length, _, head_dim = shape
+    shapes = (shape, (batch, length, kv_heads, head_dim), (batch, length, kv_heads, head_dim))
+    tensors = [torch.ones(s, dtype=dtype, requires_grad=n in needs_grad) for n, s in zip("qkv", shapes, strict=True)]
+    return dilated_attention(*tensors, pattern, parallel=cp, **kwargs)
+
+
+DISAGREEMENTS = [
+    ("pattern", {"pattern": DilatedPattern((4, 8), (1, 2), is_causal=True)}, "segment_lengths=(4, 8)"),
+    ("pattern", {"pattern": DilatedPattern((4, 16), (1, 4), is_causal=True)}, "dilation_rates=(1, 4)"),
+    ("pattern", {"pattern": DilatedPattern((4, 16), (1, 2))}, "is_causal=False"),
+    ("pattern", {"pattern": DilatedPattern((4, 16), (1, 2), is_causal=True, phase="blocked")}, "phase='blocked'"),
+    ("pattern", {"pattern": DilatedPattern((4, 16), (1, 2), is_causal=True, heads="split")}, "heads='split'"),
+    ("shape", {"shape": (1, 5, 8, 8)}, "8 heads"),
+    ("shape", {"kv_heads": 2}, "2 key/value heads"),
+    ("shape", {"shape": (1, 5, 4, 16)}, "head dim 16"),
+    ("shape", {"shape": (2, 5, 4, 8)}, "batch 2"),
+    ("dtype", {"dtype": torch.bfloat16}, "torch.bfloat16"),
+    ("scale", {"scale": 0.5}, "0.5"),
+    ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 3, 10], dtype=torch.int32)}, "(0, 3, 10)"),
+    ("gradients", {"needs_grad": "kv"}, "kv"),
+    ("return_lse", {"return_lse": True}, "True"),
+]
+
+
+def rank_disagrees(rank, world_size):
+    strict()
+    cp = ContextParallel(timeout=timedelta(seconds=20))
+    for odd in range(world_size):
+        for field, deviation, quoted in DISAGREEMENTS:
+            message = message_of(lambda d=deviation, odd=odd: call_with(cp, **(d if rank == odd else {})))
+            assert message.startswith(f"ranks disagree on {field}: rank 0 has "), message
+            assert all(f"rank {k} has" in message for k in range(world_size)), message
+            assert quoted in message.split(f"rank {odd} has")[1].split(", rank")[0], message
+            assert "nothing was sent" in message
+    assert_works(cp)
+    assert cp.calls == 1  # a call that was refused has no number
+    for name, values in {"sharding": ("contiguous", "zigzag"), "exchange": ("ring", "all_gather")}.items():
+        other = ContextParallel(**{name: values[rank == world_size - 1]}, timeout=timedelta(seconds=20))
+        message = message_of(lambda other=other: call_with(other))
+        assert message.startswith(f"ranks disagree on {name}: rank 0 has {values[0]}"), message
+        assert f"rank {world_size - 1} has {values[1]}" in message
+    with torch.no_grad() if rank == 0 else nullcontext():
+        message = message_of(lambda: call_with(cp, needs_grad="q"))
+    assert "ranks disagree on gradients: rank 0 has none, rank 1 has q" in message
+    assert_works(cp)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_disagree(world_size):
+    """Catches a hang, a wrong answer, or an error on some ranks only; and a group that is of no use afterwards."""
+    run(world_size, rank_disagrees)
+
+
+def rank_fails_validation(rank, world_size):
+    strict()
+    cp = ContextParallel(timeout=timedelta(seconds=20))
+    bad = [{"shape": (0, 5, 4, 8)}, {"kv_heads": 3}, {"backend": "sdpa"}, {"scale": float("nan")}]
+    bad.append({"cu_seqlens": torch.tensor([0, 10])})
+    for odd in range(world_size):
+        for arguments in bad:
+            message = message_of(lambda a=arguments, odd=odd: call_with(cp, **(a if rank == odd else {})))
+            own = message.removeprefix(f"rank {odd} refused the call: ")
+            assert (own == message) == (rank == odd), message
+            assert own == message_of(lambda a=arguments: call_with(None, **a)), message
+        assert_works(cp)
+    message = message_of(lambda: call_with(cp, scale=f"bad on {rank}"))  # all at once
+    assert all(f"rank {k} refused the call: " in message and f"'bad on {k}'" in message for k in range(world_size))
+    assert_works(cp)
+    # What only shows when the ranks' lengths are known is refused by all, and nothing was sent.
+    message = message_of(lambda: call_with(cp, cu_seqlens=torch.tensor([0, 3], dtype=torch.int32)))
+    assert f"the length of the sequence, {5 * world_size}" in message
+    zigzag = ContextParallel(sharding="zigzag", timeout=timedelta(seconds=20))
+    message = message_of(lambda: call_with(zigzag, shape=(1, 5 + 9 * (rank == 0), 4, 8)))
+    assert "zigzag shards of" in message
+    assert "ContextParallel.shard" in message
+    assert_works(zigzag)
+    assert_works(cp)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_rank_that_fails_its_validation(world_size):
+    """Catches ranks that wait for one that has long raised, and a count of calls that is out of step afterwards."""
+    run(world_size, rank_fails_validation)
+
+
+def rank_goes_another_way(rank, world_size):
+    strict()
+    cp = ContextParallel(timeout=timedelta(seconds=20))
+    first, second = (call_with(cp, needs_grad="qkv").sum() for _ in range(2))
+    first.backward(retain_graph=True)
+    again = (lambda: first.backward(retain_graph=True)) if rank == 0 else (lambda: call_with(cp, needs_grad="qkv"))
+    message = message_of(again)
+    assert "ranks disagree on call: rank 0 has backward 1, rank 1 has forward 3" in message
+    message = message_of((first if rank == 1 else second).backward)
+    assert "ranks disagree on call: rank 0 has backward 2, rank 1 has backward 1" in message
+    message = message_of((lambda: cp.unshard(torch.ones(1, 5))) if rank == 1 else lambda: call_with(cp))
+    assert "ranks disagree on call: rank 0 has forward 3, rank 1 has unshard" in message
+    message = message_of(lambda: cp.unshard(torch.ones(1, 5), dim=rank % 2))
+    assert "ranks disagree on dim: rank 0 has 0, rank 1 has 1" in message
+    message = message_of(lambda: cp.unshard(torch.ones(1, 5, dtype=(torch.int32, torch.int64)[rank == 1])))
+    assert "ranks disagree on dtype: rank 0 has torch.int32, rank 1 has torch.int64" in message
+    message = message_of(lambda: cp.shift_left(torch.ones(1 + rank, 5, dtype=torch.int64), fill=0))
+    assert "ranks disagree on batch: rank 0 has 1, rank 1 has 2" in message
+    assert_works(cp)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_go_different_ways(world_size):
+    """Catches the message of one call that is taken for that of another: of a wrong size it would end the process."""
+    run(world_size, rank_goes_another_way)
+
+
+# Ranks that fail.
+
+
+def dense_call(cp, backward=False, length=5):
+    """Sends something at every hop."""
+    x = torch.ones(1, length, 4, 8, requires_grad=True)
+    out = dilated_attention(x, x, x, DilatedPattern((10**6,), (1,)), parallel=cp)
+    if backward:
+        out.sum().backward()
+
+
+def rank_dies(rank, world_size, stage, exchange):
+    """Rank 1 dies in a kernel, when the first chunks are on their way."""
+    strict()
+    cp = ContextParallel(timeout=timedelta(seconds=20), exchange=exchange)
+    dense_call(cp, backward=True)
+    start = time.monotonic()
+    if rank == 1:
+        setattr(cpu, stage, lambda *_: os._exit(3))
+    message = message_of(lambda: dense_call(cp, backward=True), ExchangeError)
+    assert time.monotonic() - start < 15
+    assert "group '" in message
+    assert f", rank {rank})" in message
+    assert stage in message or "backward" in message  # the last hop of a forward may be over when the rank dies
+    message = message_of(lambda: dense_call(cp), ExchangeError)
+    assert "failed before" in message or "Connection" in message
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
+def test_a_rank_that_dies(stage, exchange):
+    """Catches survivors that wait for a dead rank until the timeout, or forever. Only rank 1 is missed."""
+    with pytest.raises(RankFailedError) as caught:
+        run(3, rank_dies, stage, exchange)
+    assert str(caught.value) == "rank 1: died without a word"
+
+
+def rank_runs_out_of_memory(rank, world_size, stage):
+    strict()
+    cp = ContextParallel(timeout=timedelta(seconds=60))
+    dense_call(cp, backward=True)
+    whole = getattr(cpu, stage)
+    if rank == 1:
+
+        def fail(*_):
+            raise MemoryError("no memory left")
+
+        setattr(cpu, stage, fail)
+    start = time.monotonic()
+    message = message_of(lambda: dense_call(cp, backward=True), MemoryError if rank == 1 else ExchangeError)
+    assert time.monotonic() - start < 20
+    assert rank == 1 or f", rank {rank})" in message, message
+    # The messages of a forward may be over when a kernel fails.
+    assert rank == 1 or stage == "forward" or "backward, " in message, message
+    assert "no memory left" in message or rank != 1
+    setattr(cpu, stage, whole)
+    message = message_of(lambda: dense_call(cp), ExchangeError)
+    assert "Make a new ContextParallel" in message
+    dist.barrier()
+    assert_works(ContextParallel())  # which is what the message says
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_a_rank_that_fails_alone(stage):
+    """Catches a rank whose error leaves the others waiting: they must fail at once. The user's groups stay whole."""
+    run(3, rank_runs_out_of_memory, stage)
+
+
+def rank_is_late(rank, world_size, backward):
+    strict()
+    cp = ContextParallel(timeout=timedelta(seconds=3))
+    x = torch.ones(1, 5, 4, 8, requires_grad=True)
+    out = dilated_attention(x, x, x, PATTERN, parallel=cp) if backward else None
+    dist.barrier()
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(5)
+    message = message_of((lambda: out.sum().backward()) if backward else (lambda: call_with(cp)), ExchangeError)
+    assert f" did not enter {'backward' if backward else 'forward'} 1 (group 'control', rank {rank})" in message
+    if rank != 1:
+        assert 2.5 < time.monotonic() - start < 15  # 3 seconds, and a busy machine
+        assert "rank 1 did not" in message
+        assert "Timed out" in message or "closed" in message
+    dist.barrier()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rank_that_does_not_come(backward):
+    """Catches a hang where one rank skips a call. The error says who was waited for, and in what."""
+    run(3, rank_is_late, backward)
+
+
+# ContextParallel's own functions.
+
+SPLITS = [
+    (23, {}),
+    (23, {"sharding": "zigzag"}),
+    (2, {"sharding": "zigzag"}),
+    (1, {}),
+    (23, {"align": 8}),
+    (23, {"lengths": "uneven"}),
+    (23, {"lengths": "one has all"}),
+]
+
+
+def contexts(rank, world_size):
+    """A context of each kind, with the length of its sequence and the global positions of this rank's rows."""
+    for n, options in SPLITS:
+        options = dict(options)
+        if options.get("lengths") == "uneven":
+            options["lengths"] = (5, 0, 18, *[0] * world_size)[:world_size]
+            n = sum(options["lengths"])
+        elif "lengths" in options:
+            options["lengths"] = (*[0] * (world_size - 1), n)
+        cp = ContextParallel(**options)
+        mine = expected_rows(n, world_size, rank, options)
+        yield cp, n, mine
+
+
+def expected_rows(n, world_size, rank, options):
+    """The global positions of a rank's rows, written down apart from the code."""
+
+    def cuts(parts, unit=1):
+        units = -(-n // unit)
+        sizes = [units // parts + (i < units % parts) for i in range(parts)]
+        borders = [min(sum(sizes[:i]) * unit, n) for i in range(parts + 1)]
+        return [list(range(a, b)) for a, b in zip(borders, borders[1:], strict=False)]  # noqa: RUF007
+
+    if options.get("sharding") == "zigzag":
+        parts = cuts(2 * world_size)
+        return parts[rank] + parts[-1 - rank]
+    if "lengths" in options:
+        start = sum(options["lengths"][:rank])
+        return list(range(start, start + options["lengths"][rank]))
+    return cuts(world_size, options.get("align", 1))[rank]
+
+
+def rank_shards(rank, world_size):
+    strict()
+    for cp, n, mine in contexts(rank, world_size):
+        for dim, shape in [(1, (2, n, 3)), (0, (n,)), (-1, (2, 1, n)), (-2, (n, 2)), (2, (1, 2, n, 2))]:
+            for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool):
+                full = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(3).to(dtype)
+                local = cp.shard(full, dim=dim)
+                assert torch.equal(local, full.index_select(dim, torch.tensor(mine, dtype=torch.int64)))
+                assert torch.equal(cp.unshard(local, dim=dim), full)
+            full, weight = (torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+            leaf = full.requires_grad_()
+            (cp.shard(leaf, dim=dim) * cp.shard(weight, dim=dim)).sum().backward()
+            assert torch.equal(leaf.grad, weight)  # all of it, on every rank
+            leaf = cp.shard(full.detach(), dim=dim).requires_grad_()
+            (cp.unshard(leaf, dim=dim) * weight).sum().backward()
+            assert torch.equal(leaf.grad, cp.shard(weight, dim=dim))
+        not_contiguous = torch.randn(3, n, generator=torch.Generator().manual_seed(1)).T.requires_grad_()
+        assert torch.equal(cp.unshard(cp.shard(not_contiguous, dim=0), dim=0), not_contiguous)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shard_and_unshard(world_size):
+    """Catches a gradient that is a rank's own part, or p times too large; rows in the wrong order; an empty rank."""
+    run(world_size, rank_shards)
+
+
+def rank_knows_positions(rank, world_size):
+    strict()
+    for cp, n, mine in contexts(rank, world_size):
+        assert cp.positions(n).tolist() == mine
+        assert cp.positions(n).dtype == torch.int64
+        for documents in ([0, n], [0, n // 3, n // 3 + 1, n], [0, *range(1, n), n]):
+            borders = sorted(set(documents))
+            expected = [t - max(b for b in borders if b <= t) for t in mine]
+            assert cp.positions(n, torch.tensor(borders, dtype=torch.int32)).tolist() == expected
+        for dtype in (torch.int64, torch.int32, torch.uint8):
+            full = torch.randint(0, 200, (2, n), generator=torch.Generator().manual_seed(1)).to(dtype)
+            following = torch.cat([full[:, 1:], torch.full_like(full[:, :1], 77)], dim=1)
+            assert torch.equal(cp.shift_left(cp.shard(full), fill=77), cp.shard(following))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_positions_and_labels(world_size):
+    """Catches rotary positions that start anew on every rank, and labels that stop at the border of a shard."""
+    run(world_size, rank_knows_positions)
+
+
+def rank_of_a_group(rank, world_size):
+    strict()
+    pair = [0, 1] if rank < 2 else [2, 3]
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    cp = ContextParallel(groups[rank // 2])
+    assert (cp.world_size, cp.rank) == (2, pair.index(rank))
+    assert_works(cp)
+    message = message_of(lambda: call_with(cp, scale=1.0 + rank))
+    assert f"rank {pair[0]} has {1.0 + pair[0]}, rank {pair[1]} has {1.0 + pair[1]}" in message  # ranks of the job
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
+    across = ContextParallel(mesh["cp"])  # ranks 0 and 2, 1 and 3
+    everyone, twin = ContextParallel(), ContextParallel(groups[rank // 2])
+    for context in (across, everyone, twin, cp):
+        assert_works(context)
+    if rank < 2:  # the other group does something else meanwhile
+        for _ in range(3):
+            call_with(cp, shape=(2, 7, 2, 4), kv_heads=1, pattern=DilatedPattern((100,), (3,)))
+    else:
+        assert_works(cp)
+    if rank != 3:
+        trio = dist.new_group([0, 1, 2], use_local_synchronization=True)
+        assert_works(ContextParallel(trio))  # rank 3 knows nothing of it
+    message = message_of(lambda: ContextParallel(DeviceMesh("cpu", torch.arange(4).view(1, 2, 2))))
+    assert "3 axes" in message
+    assert "mesh['cp']" in message
+    dist.barrier()
+
+
+def test_groups_of_some_ranks():
+    """Catches ranks of the job that are taken for ranks of the group, groups that disturb each other, and a group whose
+    making waits for ranks that are not in it."""
+    run(4, rank_of_a_group)
+
+
+def rank_forgets_its_context(rank, world_size):
+    strict()
+    x = torch.ones(1, 5, 4, 8, requires_grad=True)
+
+    def output():
+        return dilated_attention(x, x, x, DilatedPattern((100,), (1,)), parallel=ContextParallel())
+
+    out = output()
+    gc.collect()
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+    x = torch.ones(1, 5 * (rank == 0), 300, 8)  # 300 heads: no warning where a rank owns little
+    assert dilated_attention(x, x, x, PATTERN, parallel=ContextParallel()).shape == x.shape
+
+
+def test_a_context_lives_as_long_as_its_graph():
+    """Catches a backward that no longer finds its group, and a warning about short sequences for a short shard."""
+    run(2, rank_forgets_its_context)
+
+
+# The numbers.
+
+
+def random_case(rng: random.Random, world_size: int):
+    num_kv_heads = rng.choice([1, 2, 3])
+    num_heads = num_kv_heads * rng.choice([1, 1, 2, 3])
+    heads = rng.choice(["all", "all", "split"])
+    num_branches = rng.randint(1, min(3, num_heads))
+    pattern = DilatedPattern(
+        [rng.choice([rng.randint(1, 30), rng.randint(20, 100)]) for _ in range(num_branches)],
+        [rng.choice([1, 1, 2, 3, 5, 8]) for _ in range(num_branches)],
+        is_causal=rng.random() < 0.5,
+        phase=rng.choice(["modulo", "blocked"]) if heads == "all" else "modulo",
+        heads=heads,
+    )
+    n = rng.choice([1, 7, 31, 63, 64])
+    options: dict = {"exchange": rng.choice(["ring", "ring", "all_gather", "auto", "all_to_all"])}
+    if options["exchange"] == "all_to_all":
+        num_kv_heads *= world_size
+        num_heads *= world_size
+    if rng.random() < 0.4:
+        options["sharding"] = "zigzag"
+    elif rng.random() < 0.5:
+        cuts = sorted(rng.choice([0, n, rng.randint(0, n)]) for _ in range(world_size - 1))
+        options["lengths"] = [b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
+    batch = rng.choice([1, 1, 2])
+    documents = sorted({0, n, *rng.choices(range(n + 1), k=2)}) if batch == 1 and rng.random() < 0.5 else None
+    scale = rng.choice([None, None, 0.4, -0.3])
+    return pattern, (batch, n, num_heads, num_kv_heads, rng.choice([1, 8, 24])), options, documents, scale
+
+
+def rank_equals_the_definition(rank, world_size, seed, num_cases, kind=""):
+    strict()
+    rng = random.Random(seed)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "heads")) if kind == "mesh" else None
+    for case in (random_case(rng, world_size) for _ in range(num_cases)):
+        pattern, (batch, n, num_heads, num_kv_heads, head_dim), options, documents, scale = case
+        torch.manual_seed(n)
+        if mesh is not None:
+            options = {**options, "group": mesh, "exchange": rng.choice(["ring", "all_gather", "auto"])}
+            num_heads, num_kv_heads = 2 * num_heads, 2 * num_kv_heads
+        elif kind == "simulated":
+            options = {**options, "exchange": "simulated", "world_size": world_size}
+        cp = ContextParallel(**options)
+        cu_seqlens = torch.tensor(documents, dtype=torch.int32) if documents else None
+        shapes = [(batch, n, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+        *full, dout = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        dlse = torch.randn(batch, n, num_heads, dtype=torch.float64)
+        leaves = [x.clone().requires_grad_() for x in full]
+        expected = dilated_attention_reference(*leaves, pattern, cu_seqlens=documents, scale=scale)
+        expected += torch.autograd.grad(expected, leaves, [dout, dlse])
+        local = [cp.shard(x).requires_grad_() for x in full]
+        actual = dilated_attention(*local, pattern, parallel=cp, cu_seqlens=cu_seqlens, scale=scale, return_lse=True)
+        actual += torch.autograd.grad(actual, local, [cp.shard(dout), cp.shard(dlse)])
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+            told = f"{name} of {case}: "
+            torch.testing.assert_close(x, cp.shard(y), rtol=1e-11, atol=1e-11, msg=lambda text, told=told: told + text)
+
+
+@pytest.mark.parametrize(("world_size", "num_cases", "kind"), [(2, 40, ""), (3, 30, ""), (4, 20, ""), (4, 20, "mesh")])
+def test_random_calls_equal_the_definition(world_size, num_cases, kind):
+    """Catches what no chosen case thought of, with uninitialised buffers full of NaN."""
+    run(world_size, rank_equals_the_definition, 20 + world_size, num_cases, kind)
+
+
+def rank_simulates(rank, world_size):
+    strict()
+    for simulated in (2, 5, 8):
+        rank_equals_the_definition(0, simulated, simulated, 8, "simulated")
+    cp = ContextParallel(exchange="simulated", world_size=4)
+    whole, countdown = cpu.forward, iter([False] * 5 + [True])
+
+    def fail(*arguments):
+        if next(countdown, False):
+            raise MemoryError("no memory left")
+        return whole(*arguments)
+
+    cpu.forward = fail
+    assert "no memory left" in message_of(lambda: dense_call(cp, length=20), MemoryError)
+    cpu.forward = whole
+    dense_call(cp, length=20, backward=True)
+
+
+def test_simulated_ranks():
+    """Catches ranks of one process that differ from real ones, and one that fails and leaves the others waiting."""
+    run(1, rank_simulates)
+
+
+class BytesSent(TorchDispatchMode):
+    """Counts what this rank hands to torch.distributed for others, below everything that the library counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func.name().split("::")[1].split(".")[0]
+            if name == "send":
+                self.total += sum(x.nbytes for x in args[0])
+            elif name == "alltoall_base_":
+                source, splits = args[1], args[4]
+                assert splits[dist.get_rank()] == 0, "a rank sends to itself"
+                self.total += source.nbytes
+            else:
+                assert name == "recv_", f"{name} sends something that is not counted"
+        return func(*args, **(kwargs or {}))
+
+
+def counted(loop, name, report):
+    whole = getattr(loop, name)
+
+    def wrapped(*args, **kwargs):
+        with BytesSent() as mode:
+            result = whole(*args, **kwargs)
+        report(mode.total)
+        return result
+
+    setattr(loop, name, wrapped)
+
+
+def rank_counts_bytes(rank, world_size):
+    strict()
+    counts: list[int] = []
+    for loop in (ring, all_gather):
+        for name in ("forward", "backward"):
+            counted(loop, name, lambda total: counts.append(total))
+    seen = 0
+    for exchange in ("ring", "all_gather"):
+        for pattern, heads, kv_heads, dtype, options in [
+            (DilatedPattern((8, 32, 64), (1, 2, 4)), 4, 4, torch.float32, {}),
+            (DilatedPattern((20, 64), (1, 3), is_causal=True), 4, 2, torch.bfloat16, {}),
+            (DilatedPattern((64,), (1,), is_causal=True), 2, 1, torch.float64, {"sharding": "zigzag"}),
+            (DilatedPattern((9, 30), (2, 5), phase="blocked"), 6, 3, torch.float16, {"lengths": "uneven"}),
+            (DilatedPattern((9, 30), (1, 2), heads="split"), 5, 5, torch.float32, {"align": 16}),
+            (DilatedPattern((4, 8), (1, 2)), 4, 4, torch.float32, {"lengths": "aligned"}),
+        ]:
+            lengths = {"uneven": (17, 0, 3, 44), "aligned": (8, 16, 16, 24)}.get(options.get("lengths"))
+            if lengths:
+                options = {"lengths": (*lengths[: world_size - 1], 64 - sum(lengths[: world_size - 1]))}
+            cp = ContextParallel(exchange=exchange, **options)
+            local = [
+                cp.shard(torch.ones(3, 64, h, 8, dtype=dtype)).requires_grad_() for h in (heads, kv_heads, kv_heads)
+            ]
+            dilated_attention(*local, pattern, parallel=cp).sum().backward()
+            plan = make_plan(pattern, cp.shards(cp.default_lengths(64)), cp.rank, heads, kv_heads)
+            expected = [plan.bytes_sent(3, 8, dtype.itemsize, backward=backward) for backward in (False, True)]
+            if exchange == "all_gather":  # as many in all, but nobody passes on what is not his
+                totals = torch.tensor([counts, expected])
+                dist.all_reduce(totals)
+                counts, expected = totals.tolist()
+            assert counts == expected, (exchange, pattern, counts, expected)
+            assert lengths is None or lengths[0] != 8 or sum(counts) == 0  # segments that lie in shards send nothing
+            seen += sum(counts)
+            counts = []
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_sent_are_those_of_the_plan(world_size):
+    """Catches a plan that promises less than is sent, forward and backward, to the byte."""
+    assert all(seen > 0 for seen in run(world_size, rank_counts_bytes))
+
+
+def rank_in_float32(rank, world_size):
+    strict()
+    pattern = DilatedPattern((32, 128, 211), (1, 2, 3), is_causal=True)
+    generator = torch.Generator().manual_seed(5)
+    full = [torch.randn(2, 211, h, 24, generator=generator) for h in (6, 3, 3)]
+    dout, dlse = (torch.randn(shape, generator=generator) for shape in ((2, 211, 6, 24), (2, 211, 6)))
+    leaves = [x.double().requires_grad_() for x in full]
+    exact = dilated_attention_reference(*leaves, pattern)
+    exact += torch.autograd.grad(exact, leaves, [dout.double(), dlse.double()])
+    leaves = [x.clone().requires_grad_() for x in full]
+    alone = dilated_attention(*leaves, pattern, return_lse=True)
+    alone += torch.autograd.grad(alone, leaves, [dout, dlse])
+    for options in ({}, {"sharding": "zigzag"}, {"exchange": "all_gather"}):
+        cp = ContextParallel(**options)
+        runs = []
+        for _ in range(2):
+            local = [cp.shard(x).requires_grad_() for x in full]
+            results = dilated_attention(*local, pattern, parallel=cp, return_lse=True)
+            results += torch.autograd.grad(results, local, [cp.shard(dout), cp.shard(dlse)])
+            runs.append(results)
+        assert all(map(torch.equal, *runs))
+        for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), runs[0], alone, exact, strict=True):
+            errors = [((r.double() - z).norm() / z.norm()).item() for r in (cp.unshard(x), y)]
+            # One device holds the tolerance against torch (test_attention.py); so does half of twice its error.
+            assert errors[0] <= 1.5 * errors[1] + torch.finfo(torch.float32).eps / 4, (name, options, errors)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_float32_on_many_ranks_is_as_good_as_on_one(world_size):
+    """Catches partials that lose bits on their way, and results that differ from run to run."""
+    run(world_size, rank_in_float32)
+
+
+def rank_holds_nan(rank, world_size, exchange):
+    """Segments of 16 straddle ranks of 10 positions; chunks of two segments, and of four heads, share a buffer."""
+    strict()
+    pattern = DilatedPattern((4, 16), (1, 2))
+    cp = ContextParallel(exchange=exchange)
+    generator = torch.Generator().manual_seed(5)
+    full = [torch.randn(2, 30, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2)]
+
+    def results(tensors):
+        local = [cp.shard(x).requires_grad_() for x in tensors]
+        out = dilated_attention(*local, pattern, parallel=cp, return_lse=True)
+        grads = torch.autograd.grad([x.sin().sum() for x in out], local)
+        return [cp.unshard(x.detach()) for x in (*out, *grads)]
+
+    clean = results(full)
+    for which in range(3):
+        for bad in (torch.nan, torch.inf):
+            tensors = [x.clone() for x in full]
+            tensors[which][1, 9, -1, 0] = bad  # batch entry 1, segment 0..15, the last head
+            spoilt = results(tensors)
+            for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), spoilt, clean, strict=True):
+                assert torch.equal(x[0], y[0]), (name, which)
+                assert torch.equal(x[1, 16:], y[1, 16:]), (name, which)
+                assert torch.equal(x[1, :, 0], y[1, :, 0]), (name, which)
+            assert not torch.equal(spoilt[0], clean[0])
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
+def test_nan_and_inf_stay_in_their_segments_on_many_ranks(exchange):
+    """Catches 0 * NaN in merging, and a buffer whose other chunks are touched."""
+    run(3, rank_holds_nan, exchange)
+
+
+def rank_has_other_defaults(rank, world_size):
+    """torch.set_default_device("cuda") is common; "meta" shows even where there is no GPU."""
+    cp = ContextParallel()
+    torch.set_default_dtype(torch.float64)
+    assert_works(cp)
+    x = torch.randn(1, 5, 4, 8, requires_grad=True)
+    labels = torch.arange(5)[None]
+    borders = torch.tensor([0, 3, 5 * world_size], dtype=torch.int32)
+    dout = torch.ones_like(x)
+    with torch.device("meta"):
+        out, lse = dilated_attention(x, x, x, PATTERN, parallel=cp, cu_seqlens=borders, return_lse=True)
+        (grad,) = torch.autograd.grad([out, lse], x, [dout, lse.detach()])
+        assert grad.isfinite().all()
+        assert cp.positions(10, borders).device == torch.device("cpu")
+        assert cp.shift_left(labels, fill=-1).tolist() == [[1, 2, 3, 4, -1 if rank == world_size - 1 else 0]]
+        assert cp.unshard(cp.shard(labels)).tolist() == labels.tolist()
+        message = message_of(lambda: dilated_attention(x, x, x, PATTERN, parallel=cp, scale=1.0 + rank))
+        assert "ranks disagree on scale" in message
+
+
+def test_other_defaults_of_torch():
+    """Catches a record or an index that is made on the default device, where the control group cannot send it."""
+    run(2, rank_has_other_defaults)
+
+
+# Compilation.
+
+
+def eager_and_compiled(cp=None, backend="aot_eager"):
+    generator = torch.Generator().manual_seed(5)
+    full = [torch.randn(2, 21, h, 8, generator=generator) for h in (4, 2, 2)]
+    results = []
+
+    def function(query, key, value):
+        out, lse = dilated_attention(query * 2, key, value, PATTERN, parallel=cp, return_lse=True)
+        return out.sin().sum() + lse.square().sum()
+
+    def without_lse(query, key, value):
+        return dilated_attention(query, key, value, PATTERN, parallel=cp).cos().sum()
+
+    for f in (function, without_lse):
+        for run_it in (f, torch.compile(f, fullgraph=True, backend=backend)):
+            local = [x.clone() if cp is None else cp.shard(x) for x in full]
+            local = [x.requires_grad_() for x in local]
+            loss = run_it(*local)
+            results.append([loss.detach(), *torch.autograd.grad(loss, local)])
+    for eager, compiled in (results[:2], results[2:]):
+        for x, y in zip(eager, compiled, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_compiled_equals_eager():
+    """Catches a graph break, and a fake that lies about shapes or dtypes."""
+    eager_and_compiled()
+
+
+def rank_compiles(rank, world_size):
+    torch.use_deterministic_algorithms(True)
+    cp = ContextParallel()
+    eager_and_compiled(cp)
+    assert cp.calls == 4
+
+
+def test_compiled_equals_eager_on_two_ranks():
+    """Catches an exchange that is compiled away, reordered, or done once where it was twice."""
+    run(2, rank_compiles)
+
+
+@pytest.mark.filterwarnings("default")  # torch's own checks warn of their own internals
+@pytest.mark.parametrize(
+    ("dtype", "layout", "kv_heads"),
+    [
+        (torch.float32, "contiguous", 4),
+        (torch.float32, "heads first", 2),
+        (torch.bfloat16, "heads first", 4),
+    ],
+    ids=str,
+)
+def test_operators_pass_the_checks_of_torch(dtype, layout, kv_heads):
+    """Catches wrong fakes (strides too), aliased outputs and inputs that are changed, on one device."""
+
+    def make(heads, *sizes):
+        x = torch.randn(2, heads, 12, *sizes, dtype=dtype if sizes else torch.float32)
+        x = x.transpose(1, 2)
+        return (x.contiguous() if layout == "contiguous" else x).requires_grad_(bool(sizes))
+
+    tensors = [make(h, 8) for h in (4, kv_heads, kv_heads)]
+    for pattern in (DilatedPattern((4, 12), (1, 2)), DilatedPattern((12,), (1,)), DilatedPattern((6,), (2,))):
+        rules = (pattern.segment_lengths, pattern.dilation_rates, False, "modulo", "all", 0.3, "auto", "", "qkv", True)
+        rules = tuple(list(x) if isinstance(x, tuple) else x for x in rules)
+        torch.library.opcheck(attention._forward, (*tensors, None, *rules))
+        out, lse, number = attention._forward(*tensors, None, *rules)
+        for dlse in (None, make(4)):
+            arguments = (make(4, 8), dlse, *tensors, out, lse, number, None, *rules)
+            arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+            tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")  # it refuses derivatives
+            torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)

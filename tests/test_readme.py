@@ -1,0 +1,83 @@
+"""The README's examples run as they are written, and its links and commands exist."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ring_dilated_attention.cli import SUBCOMMANDS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+ONE_DEVICE, MANY = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_example_for_one_device():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ONE_DEVICE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "torch.Size([1, 4096, 8, 64]) torch.Size([1, 4096, 8, 64])\n"
+
+
+def test_the_example_for_many(tmp_path):
+    """As written, under torchrun with the README's number of processes."""
+    [num_ranks] = re.findall(r"torchrun --nproc-per-node (\d+) ring\.py", README)
+    (tmp_path / "ring.py").write_text(MANY)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
+    done = subprocess.run(
+        [*torchrun, "ring.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"rank {rank}: (1, 2048, 8, 64), (1, 2048, 8, 64)" for rank in range(int(num_ranks))
+    ]
+
+
+def test_examples_are_short():
+    """Ten lines, not counting imports and the message at the end."""
+    for example in (ONE_DEVICE, MANY):
+        lines = [line for line in example.splitlines() if line and not line.startswith(("import", "from", "print"))]
+        assert len(lines) <= 10
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", README))
+def test_links_lead_somewhere(link):
+    assert (ROOT / link).exists()
+
+
+def test_commands_exist():
+    assert set(re.findall(r"`rda (\w+)`", README)) <= set(SUBCOMMANDS)
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^    make (\w+)", README, flags=re.MULTILINE):
+        assert f"\n{target}:" in makefile
+
+
+def test_files_to_read_exist():
+    package = ROOT / "src" / "ring_dilated_attention"
+    order = README.partition("## Read the code in this order")[2]
+    names = re.findall(r"`([\w/]+\.py)`", order)
+    assert len(names) > 5
+    assert all((package / name).exists() for name in names)
+
+
+def test_the_pictures_are_those_of_the_code(tmp_path):
+    """docs/*.png is what `python -m ring_dilated_attention.figures docs` makes: the same size, almost all pixels."""
+    import numpy as np
+    from matplotlib.image import imread
+
+    from ring_dilated_attention.figures import draw_readme
+
+    for made in draw_readme(tmp_path):
+        kept = imread(ROOT / "docs" / made.name)
+        assert kept.shape == imread(made).shape
+        assert np.abs(kept - imread(made)).mean() < 0.01  # fonts may differ between machines
