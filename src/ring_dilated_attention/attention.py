@@ -48,7 +48,7 @@ def dilated_attention(
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
             at each. Under `parallel` they are global and the same on every rank.
         scale: of the scores; D ** -0.5 by default.
-        backend: "cpu", "sdpa" (CUDA), or "auto".
+        backend: "cpu", "sdpa" (CUDA), "triton" (by name only, until it has run on a GPU), or "auto".
         return_lse: also return the logsumexp of the scores; gradients flow through it too.
 
     Returns:
@@ -143,7 +143,8 @@ def explain(
                 "asked for" if backend != "auto" else "the first that can serve these tensors"
             )
         else:
-            reasons[name] = reason or "can serve these tensors, but another was chosen"
+            only_by_name = getattr(kernels.BACKENDS[name], "ONLY_BY_NAME", None)
+            reasons[name] = reason or only_by_name or "can serve these tensors, but another was chosen"
     exchange, reasons["exchange"] = _exchange(parallel, pattern, query, key)
     name = next(name for name, module in kernels.BACKENDS.items() if module is chosen)
     return Explanation(name, exchange, reasons)

@@ -5,7 +5,7 @@ reads one phase per branch. Query i sees key j in a branch iff both lie in the s
 h reads (and j <= i if causal). A pair that several branches contain counts once per branch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from operator import index
@@ -53,8 +53,8 @@ class DilatedPattern:
             rules that do not exist.
     """
 
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
+    segment_lengths: Sequence[int]  # kept as tuples
+    dilation_rates: Sequence[int]
     _: KW_ONLY
     is_causal: bool = False
     phase: str = "modulo"

@@ -135,18 +135,24 @@ class Plan:
         """Floating-point operations: 2 matrix products forward, 5 backward, 2 * D operations per pair each."""
         return (5 if backward else 2) * 2 * head_dim * batch * self.pairs
 
-    def sent(self, *, backward: bool = False) -> tuple[int, int]:
-        """(elements of K‖V, elements of dK‖dV) that this rank sends, in units of B * D."""
-        chunks = sum(m.size for hop in self.hops for m in hop.sends)
-        grads = sum(m.size for hop in self.hops for m in hop.grad_sends) if backward else 0
-        return chunks, grads
+    def sent(self, *, backward: bool = False, straight: bool = False) -> tuple[int, int]:
+        """(elements of K‖V, elements of dK‖dV) that this rank sends, in units of B * D.
 
-    def bytes_sent(self, batch: int, head_dim: int, itemsize: int, *, backward: bool = False) -> int:
+        straight: chunks go straight to the ranks that meet them and gradients straight back (all_gather), instead of
+            along the ring.
+        """
+        chunks = sum(m.size for hop in self.hops for m in (hop.targets if straight else hop.sends))
+        grads = sum(m.size for hop in self.hops for m in (hop.receives if straight else hop.grad_sends))
+        return chunks, grads if backward else 0
+
+    def bytes_sent(
+        self, batch: int, head_dim: int, itemsize: int, *, backward: bool = False, straight: bool = False
+    ) -> int:
         """Bytes that this rank sends in one forward, or in one backward (chunks again, and their gradients).
 
         Gradients travel in the accumulator's type: float32, or float64 for float64 inputs.
         """
-        chunks, grads = self.sent(backward=backward)
+        chunks, grads = self.sent(backward=backward, straight=straight)
         return batch * head_dim * (chunks * itemsize + grads * max(itemsize, 4))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import crossover, flops, linear, memory, million, overlap, ranks, scaling, sent, torch_ring
+from . import billion, crossover, flops, linear, memory, million, overlap, ranks, scaling, sent, torch_ring
 from .gate import GateError
 from .record import make_record, write_page, write_record
 
@@ -21,6 +21,7 @@ CASES: dict[str, ModuleType] = {
     "overlap": overlap,
     "torch_ring": torch_ring,
     "million": million,
+    "billion": billion,
     "crossover": crossover,
 }
 RESULTS = Path("benchmarks/results")
@@ -30,7 +31,7 @@ EXAMPLES = f"""cases:
 
 examples:
   rda bench flops            one case; its record goes to benchmarks/results/flops.json
-  rda bench --all            all of them, one after the other (about 20 minutes on two cores)
+  rda bench --all            all of them, one after the other (more than half an hour on two cores)
   rda bench --all --quick    tiny sizes, only to see that they run; nothing is written
   rda bench --page           make benchmarks/README.md from the records again
 
@@ -80,10 +81,10 @@ def run_case(case: ModuleType, *, is_quick: bool) -> list[dict]:
 
     settings = case.QUICK if is_quick else case.FULL
     with tqdm(total=case.num_steps(settings), unit="call", file=sys.stderr, dynamic_ncols=True) as bar:
-        return case.run(settings, _stepper(bar))
+        return case.run(settings, stepper(bar))
 
 
-def _stepper(bar: Any) -> Callable[[str], None]:
+def stepper(bar: Any) -> Callable[[str], None]:
     """Called before each step with its name; the bar counts those that are done."""
     started = False
 

@@ -94,7 +94,8 @@ def _step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) -> t
     inputs, dout = make_tensors(sizes, parallel)
     assert parallel.link is not None
     parallel.all_reduce(torch.zeros(1))  # start together
-    parallel.link.waits = waits = []
+    waits: list[Wait] = []
+    parallel.link.waits = waits
     watch = stopwatch()
     torch.autograd.grad(attend(inputs, pattern, parallel), inputs, dout)
     parallel.link.waits = None

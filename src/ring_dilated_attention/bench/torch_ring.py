@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
@@ -96,6 +97,12 @@ def _pattern(sizes: Sizes, is_causal: bool) -> DilatedPattern:
     return DilatedPattern((sizes.seq_len,), (1,), is_causal=is_causal)
 
 
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
 def _peer_call(inputs: list[Tensor], dout: Tensor, is_causal: bool) -> Callable[[], Times]:
     """Torch's ring on (B, H, N, D), contiguous, as it wants them."""
     q, k, v, grad = (x.transpose(1, 2).contiguous() for x in (*inputs, dout))
@@ -112,9 +119,7 @@ def _peer_call(inputs: list[Tensor], dout: Tensor, is_causal: bool) -> Callable[
 
 def _peer_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse, *_ = torch_ring._templated_ring_attention(
-        torch.distributed.group.WORLD, 2, op, q, k, v, is_causal=is_causal, dropout_p=0.0
-    )
+    out, lse, *_ = torch_ring._templated_ring_attention(_world(), 2, op, q, k, v, is_causal=is_causal, dropout_p=0.0)
     return out, lse
 
 
@@ -123,7 +128,7 @@ def _peer_backward(
 ) -> tuple[Tensor, ...]:
     op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return torch_ring._templated_ring_attention_backward(
-        torch.distributed.group.WORLD, 2, op, grad, "grad_out", q, k, v, out, lse, is_causal, dropout_p=0.0
+        _world(), 2, op, grad, "grad_out", q, k, v, out, lse, is_causal, dropout_p=0.0
     )
 
 

@@ -5,8 +5,9 @@ from types import ModuleType
 from torch import Tensor
 
 from . import cpu, sdpa
+from .triton import partial as triton
 
-BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "sdpa": sdpa}
+BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "sdpa": sdpa, "triton": triton}
 
 
 def check_backend(backend: str) -> None:
@@ -32,7 +33,7 @@ def choose(backend: str, query: Tensor) -> ModuleType:
             raise ValueError(f"backend={backend!r} {against[backend]}. Use backend='auto', or other tensors.")
         return BACKENDS[backend]
     for name, reason in against.items():
-        if reason is None:
+        if reason is None and not hasattr(BACKENDS[name], "ONLY_BY_NAME"):
             return BACKENDS[name]
     listed = "; ".join(f"{name} {reason}" for name, reason in against.items())
     raise ValueError(f"no backend can run this: {listed}.")

@@ -4,7 +4,6 @@ The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gra
 more column, in which q, k and v are 0, out is -dlse and dout is 1, changes nothing but delta: it becomes delta - dlse.
 """
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 

@@ -1,0 +1,174 @@
+"""All branches of a pattern at once, on one device: no partials, no merges, no copies, no float32 accumulators.
+
+Unverified: no GPU was at hand (see `partial.py`). `choose` says when it is worth more than tiles of one branch at a
+time: rows of a tile lie R = lcm(rates) positions apart, and under causality a tile computes what its last row sees.
+
+B batch, N positions, H query heads, G key/value heads, D head dim. Borders (0, ..., N) are those of packed documents.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...pattern import DilatedPattern
+from .config import Config
+from .tiles import Choice, Packs, choose_tile, crosses, fused_tiles, pack_heads, packs_of, phases_of_heads, stride_of
+
+
+class _Tables(NamedTuple):
+    """What the kernels read beside the tensors, and the numbers they are launched with."""
+
+    tiles: Tensor
+    branches: Tensor
+    phases: Tensor
+    packs: Packs
+    crosses: bool
+
+
+@lru_cache(maxsize=64)
+def _tables(
+    pattern: DilatedPattern,
+    borders: tuple[int, ...],
+    num_heads: int,
+    num_kv_heads: int,
+    block_m: int,
+    block_n: int,
+    of_keys: bool,
+    device: torch.device,
+) -> _Tables:
+    packs = packs_of(pattern, num_heads, num_kv_heads, block_m)
+    positions = block_n if of_keys else block_m // packs.size
+    heads = phases_of_heads(pattern, num_heads)
+    firsts = [pack_heads(packs, num_heads, num_kv_heads, i).start for i in range(num_heads // packs.size)]
+    phases = [[heads[h][i] for h in firsts] for i in range(len(pattern.branches))]
+    tiles, branches, phase = (
+        torch.tensor(x, dtype=torch.int32, device=device)
+        for x in (fused_tiles(borders, stride_of(pattern), positions), pattern.branches, phases)
+    )
+    return _Tables(tiles, branches, phase, packs, crosses(pattern, borders, positions))
+
+
+def blocks_for(query: Tensor) -> tuple[Config, ...]:
+    """The forward's tiles there are kernels for. Half as many rows span half as many positions."""
+    from .launch import config_for
+
+    return tuple(config_for(name, query) for name in ("forward", "forward_half"))
+
+
+def choose(pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int) -> Choice:
+    """Fused, or branches one at a time, by counted work. The reason lists all candidates."""
+    num_heads, head_dim = query_BNHD.shape[2:]
+    blocks = tuple((block.block_m, block.block_n) for block in blocks_for(query_BNHD))
+    return choose_tile(pattern, borders, num_heads, num_kv_heads, head_dim, blocks)
+
+
+def forward(
+    pattern: DilatedPattern,
+    borders: tuple[int, ...],
+    scale: float,
+    query_BNHD: Tensor,
+    key_BNGD: Tensor,
+    value_BNGD: Tensor,
+    *,
+    block_m: int | None = None,
+    input_precision: str = "ieee",
+) -> tuple[Tensor, Tensor]:
+    """out (B, N, H, D) in the input's dtype and lse (B, N, H) in float32. block_m: of the choice."""
+    from .config import padded
+    from .forward import fused_forward_kernel
+    from .launch import check, on_device
+
+    check(input_precision, query_BNHD, key_BNGD, value_BNGD)
+    batch, seq_len, num_heads, head_dim = query_BNHD.shape
+    num_kv_heads = key_BNGD.shape[2]
+    config = next(c for c in blocks_for(query_BNHD) if block_m in (None, c.block_m))
+    size = (config.block_m, config.block_n)
+    tables = _tables(pattern, borders, num_heads, num_kv_heads, *size, False, query_BNHD.device)
+    out = torch.empty((batch, seq_len, num_heads, head_dim), dtype=query_BNHD.dtype, device=query_BNHD.device)
+    lse = torch.empty((batch, seq_len, num_heads), dtype=torch.float32, device=query_BNHD.device)
+    tensors = (query_BNHD, key_BNGD, value_BNGD, out, lse)
+    with on_device(query_BNHD):
+        fused_forward_kernel[batch * num_heads // tables.packs.size * len(tables.tiles),](
+            *tensors,
+            *_table_arguments(tables, pattern, scale, num_heads, num_kv_heads),
+            *(stride for x in tensors for stride in x.stride()[:3]),
+            CROSSES=tables.crosses,
+            IS_CAUSAL=pattern.is_causal,
+            PRECISION=input_precision,
+            D=head_dim,
+            BD=padded(head_dim),
+            PACK=tables.packs.size,
+            BM=config.block_m,
+            BN=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return out, lse
+
+
+def backward(
+    pattern: DilatedPattern,
+    borders: tuple[int, ...],
+    scale: float,
+    dout_BNHD: Tensor,
+    dlse_BNH: Tensor | None,
+    query_BNHD: Tensor,
+    key_BNGD: Tensor,
+    value_BNGD: Tensor,
+    out_BNHD: Tensor,
+    lse_BNH: Tensor,
+    *,
+    input_precision: str = "ieee",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (B, N, H, D), dk and dv (B, N, G, D), in the input's dtype."""
+    from .backward_fused import fused_key_gradient_kernel, fused_query_gradient_kernel
+    from .config import padded
+    from .launch import check, config_for, launch_delta, on_device
+
+    check(input_precision, dout_BNHD, query_BNHD, key_BNGD, value_BNGD, out_BNHD)
+    batch, _, num_heads, head_dim = query_BNHD.shape
+    num_kv_heads = key_BNGD.shape[2]
+    lse = lse_BNH.contiguous()
+    delta = torch.empty_like(lse)
+    dlse = None if dlse_BNH is None else dlse_BNH.transpose(1, 2)
+    launch_delta(dout_BNHD.transpose(1, 2), dlse, out_BNHD.transpose(1, 2), delta.transpose(1, 2))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query_BNHD, key_BNGD, value_BNGD))
+    inputs = (query_BNHD, key_BNGD, value_BNGD, dout_BNHD, lse)
+    for kernel, name, results in (
+        (fused_query_gradient_kernel, "query_gradient", (dq,)),
+        (fused_key_gradient_kernel, "key_gradient", (dk, dv)),
+    ):
+        config, of_keys = config_for(name, query_BNHD), name == "key_gradient"
+        size = (config.block_m, config.block_n)
+        tables = _tables(pattern, borders, num_heads, num_kv_heads, *size, of_keys, query_BNHD.device)
+        num_programs = batch * (num_kv_heads if of_keys else num_heads // tables.packs.size) * len(tables.tiles)
+        with on_device(query_BNHD):
+            kernel[num_programs,](
+                *(*inputs, delta, *results),
+                *_table_arguments(tables, pattern, scale, num_heads, num_kv_heads),
+                *(stride for x in (*inputs, *results) for stride in x.stride()[:3]),
+                CROSSES=tables.crosses,
+                IS_CAUSAL=pattern.is_causal,
+                PRECISION=input_precision,
+                D=head_dim,
+                BD=padded(head_dim),
+                PACK=tables.packs.size,
+                BM=config.block_m,
+                BN=config.block_n,
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+            )
+    return dq, dk, dv
+
+
+def _table_arguments(
+    tables: _Tables, pattern: DilatedPattern, scale: float, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor | float, ...]:
+    packs = tables.packs
+    return (
+        *(tables.tiles, tables.branches, tables.phases, scale),
+        *(len(tables.tiles), num_heads // num_kv_heads // packs.size, num_kv_heads, len(pattern.branches)),
+        *(stride_of(pattern), packs.stride, packs.head_step),
+    )

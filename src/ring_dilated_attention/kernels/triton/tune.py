@@ -1,0 +1,86 @@
+"""Measure block sizes on the GPU of this machine and print lines for `configs.json`.
+
+    python -m ring_dilated_attention.kernels.triton.tune --head-dim 64 --head-dim 128 --dtype bfloat16
+
+Unverified: written without a GPU at hand. Each kernel runs dense causal attention over one segment, the inner work of
+every pattern; a candidate that does not compile or does not fit is skipped, and said so. Nothing is written: put the
+lines into `configs.json`, then run `python -m ring_dilated_attention.kernels.triton.compile --write` and the tests.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import torch
+import triton
+
+from . import launch, partial
+from .config import KERNELS, Config, architecture
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def candidates(kernel: str) -> Iterator[Config]:
+    rows = (32, 64) if kernel == "forward_half" else (32, 64, 128)
+    for block_m, block_n, num_warps, num_stages in product(rows, (32, 64, 128), (4, 8), (1, 2, 3)):
+        if block_m * block_n <= 128 * 128:
+            yield Config(block_m, block_n, num_warps, num_stages)
+
+
+def timed(kernel: str, head_dim: int, dtype: torch.dtype, seq_len: int) -> Callable[[], object]:
+    """The kernel on one segment of seq_len rows, 16 heads."""
+    q, k, v, dout = (torch.randn(1, 16, seq_len, head_dim, device="cuda", dtype=dtype) for _ in range(4))
+    scale = head_dim**-0.5
+    if kernel.startswith("forward"):
+        return lambda: partial.forward(q, k, v, True, scale)
+    out, lse = partial.forward(q, k, v, True, scale)
+    inputs = (dout, partial.delta(dout, None, out), q, k, v, lse.contiguous())
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    if kernel == "query_gradient":
+        return lambda: launch.launch_query_gradient(*inputs, grads[0], True, scale, False, "ieee")
+    return lambda: launch.launch_key_gradient(*inputs, grads[1], grads[2], True, scale, False, "ieee")
+
+
+def best(kernel: str, head_dim: int, dtype: torch.dtype, seq_len: int, rows: int | None) -> Config:
+    """The fastest candidate, by the median; of `rows` query rows, if given."""
+    configured = launch.config_for
+    call = timed(kernel, head_dim, dtype, seq_len)
+    times: dict[Config, float] = {}
+    try:
+        for candidate in candidates(kernel):
+            if rows in (None, candidate.block_m):
+                launch.config_for = lambda name, x, chosen=candidate: chosen  # type: ignore[misc]
+                try:
+                    times[candidate] = triton.testing.do_bench(call, return_mode="median")
+                except triton.runtime.errors.OutOfResources as error:
+                    print(f"{kernel}, {candidate}: {error}", file=sys.stderr)
+    finally:
+        launch.config_for = configured
+    for candidate, milliseconds in sorted(times.items(), key=lambda entry: entry[1])[:5]:
+        print(f"{kernel}, head dim {head_dim}: {milliseconds:.3f} ms with {candidate}", file=sys.stderr)
+    return min(times, key=lambda candidate: times[candidate])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head-dim", action="append", type=int, choices=(16, 32, 64, 128, 256))
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--seq-len", type=int, default=8192)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("tuning needs a GPU, and torch sees none.", file=sys.stderr)
+        return 1
+    print(f"{architecture(torch.device('cuda', torch.cuda.current_device()))}, {options.dtype}:")
+    for head_dim in options.head_dim or (64, 128):
+        found: dict[str, Config] = {}
+        for kernel in KERNELS:
+            rows = found["forward"].block_m // 2 if kernel == "forward_half" else None
+            found[kernel] = best(kernel, head_dim, DTYPES[options.dtype], options.seq_len, rows)
+        print(f'  "{head_dim}": {json.dumps(found)},')
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""The Triton kernels without a GPU: in Triton's interpreter, and compiled ahead of time.
+
+Both run in a process of their own. triton reads TRITON_INTERPRET when it is imported, and what is imported interpreted
+cannot be compiled.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ring_dilated_attention.kernels.triton import partial
+from ring_dilated_attention.kernels.triton.config import KERNELS, PATH, config, has_config, padded
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.7.1)"
+)
+RESOURCES = PATH.with_name("resources.json")
+TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
+
+
+def run(*arguments: str, interpreted: bool) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_INTERPRET": "1"} if interpreted else {}
+    return subprocess.run([sys.executable, "-m", *arguments], env=environment, capture_output=True, text=True)
+
+
+@needs_triton
+def test_in_the_interpreter():
+    """Catches an error in the arithmetic of any kernel; see `triton_interpreted.py` for each."""
+    done = run("pytest", str(Path(__file__).with_name("triton_interpreted.py")), interpreted=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("target", TARGETS)
+def test_registers_and_spills(target):
+    """Catches a kernel that no longer compiles for a target, or that takes more than the committed table says."""
+    recorded = json.loads(RESOURCES.read_text())["triton"]
+    installed = importlib.metadata.version("triton")
+    if installed != recorded:
+        pytest.skip(f"the table is of triton {recorded}, and counts differ by version; installed is {installed}")
+    if target.startswith("cuda") and not _cuobjdump().exists():
+        pytest.skip(f"{_cuobjdump()} is missing, which names the registers")
+    done = run(
+        "ring_dilated_attention.kernels.triton.compile", "--target", target, "--head-dim", "128", interpreted=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing differs from the table" in done.stdout
+
+
+def _cuobjdump() -> Path:
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@needs_triton
+def test_the_gate_can_fail():
+    """Proof that the comparison of resources sees a difference, a kernel that is not listed, and too much memory."""
+    code = (
+        "from ring_dilated_attention.kernels.triton.compile import Resources, complaints\n"
+        "used = {'hip:gfx942, delta, 64': Resources(40, 0, 70_000)}\n"
+        "print(*complaints(used, {}), *complaints(used, {'hip:gfx942, delta, 64': [39, 0, 70_000]}), sep='|')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = done.stdout.split("|")
+    assert [text.partition(": ")[2].split()[0] for text in found] == [
+        "70000",
+        "not",
+        "70000",
+        "Resources(registers=40,",
+    ]
+
+
+def test_the_table_holds_every_kernel_and_target():
+    """Catches a kernel that the gate does not compile, and a table in which one spills a lot."""
+    table = json.loads(RESOURCES.read_text())["resources"]
+    cases = {name.partition(", ")[2] for name in table}
+    assert {f"{target}, {case}" for target in TARGETS for case in cases} == set(table)
+    assert len(cases) == 2 * 10
+    assert max(spilled for _, spilled, _ in table.values()) <= 64
+
+
+@pytest.mark.parametrize("arch", [*TARGETS, "cuda:86", "cuda:89", "cuda:120"])
+def test_every_configuration_is_there(arch):
+    """Catches a head dim or type without block sizes, which would fail at the first call."""
+    assert has_config(arch)
+    for head_dim in (16, 24, 48, 64, 96, 128, 160, 256):
+        for itemsize in (2, 4):
+            whole, half, *_ = (config(kernel, head_dim, itemsize, arch) for kernel in KERNELS)
+            assert whole.block_m == 2 * half.block_m
+            assert all(x >= 16 and x & (x - 1) == 0 for x in (*whole[:2], *half[:2]))
+    assert [padded(d) for d in (1, 16, 24, 48, 96, 128, 129)] == [16, 16, 32, 64, 128, 128, 256]
+    assert not has_config("cuda:75")
+
+
+def test_why_not():
+    """Catches a backend that claims tensors that it cannot serve, or does not say what it can."""
+    reason = partial.why_not(torch.zeros(1, 1, 1, 16))
+    assert reason is not None
+    if importlib.util.find_spec("triton") is None:
+        assert "not installed; pip install triton" in reason
+    else:
+        assert "serves CUDA tensors (others only in Triton's interpreter, TRITON_INTERPRET=1), got cpu" in reason

@@ -1,0 +1,239 @@
+"""Which pairs the fused kernels meet, by enumeration: the functions that the kernels compile, run as Python.
+
+The reference is the definition (`reference.multiplicity`): every (query, key) pair exactly M times.
+"""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ring_dilated_attention import DilatedPattern
+from ring_dilated_attention.kernels.triton import tiles
+from ring_dilated_attention.kernels.triton.tiles import (
+    Packs,
+    choose_tile,
+    crosses,
+    fused_tiles,
+    pack_heads,
+    packs_of,
+    phases_of_heads,
+    stride_of,
+    visits,
+)
+from ring_dilated_attention.reference import multiplicity
+
+
+def met_by_query_tiles(pattern, borders, num_heads, num_kv_heads, block_m, block_n) -> Tensor:
+    """(H, N, N): how often the forward kernel computes each pair, masks applied as it applies them."""
+    count = torch.zeros(num_heads, borders[-1], borders[-1], dtype=torch.int64)
+    packs, phases, step = packs_of(pattern, num_heads, num_kv_heads, block_m), *_shared(pattern, num_heads)
+    positions = block_m // packs.size
+    selects = crosses(pattern, borders, positions)
+    for tile in fused_tiles(borders, step, positions):
+        assert 0 < tile.num_rows <= positions
+        for i in range(num_heads // packs.size):
+            heads = pack_heads(packs, num_heads, num_kv_heads, i)
+            for visit in visits(pattern, tile, phases[heads.start], block_n):
+                width, rate = pattern.branches[visit.branch]
+                stop = min(visit.start + width, tile.length)
+                assert visit.begin_or_full % block_n == 0
+                keys = range(visit.start + visit.phase, stop, rate)
+                for row in range(tile.num_rows):
+                    t = tile.first + row * step
+                    last = (t - visit.start - visit.phase) // rate if pattern.is_causal else visit.end - 1
+                    if selects and not visit.start <= t < stop:
+                        last = -1
+                    seen = [j for j in range(visit.end) if j < visit.begin_or_full or j <= last]
+                    for h in heads:
+                        for j in seen:
+                            count[h, tile.document + t, tile.document + keys[j]] += 1
+    return count
+
+
+def met_by_key_tiles(pattern, borders, num_heads, num_kv_heads, block_m, block_n) -> Tensor:
+    """(H, N, N): how often the kernel of dk and dv computes each pair."""
+    count = torch.zeros(num_heads, borders[-1], borders[-1], dtype=torch.int64)
+    packs, phases, step = packs_of(pattern, num_heads, num_kv_heads, block_m), *_shared(pattern, num_heads)
+    selects = crosses(pattern, borders, block_n)
+    for tile in fused_tiles(borders, step, block_n):
+        for i in range(num_heads // packs.size):
+            heads = pack_heads(packs, num_heads, num_kv_heads, i)
+            for visit in visits(pattern, tile, phases[heads.start], block_m, of_keys=True, pack=packs.size):
+                width, rate = pattern.branches[visit.branch]
+                stop = min(visit.start + width, tile.length)
+                assert visit.begin_or_full % block_m == 0
+                for row in range(tile.num_rows):
+                    t = tile.first + row * step
+                    first = (t - visit.start - visit.phase) // rate if pattern.is_causal else 0
+                    if selects and not visit.start <= t < stop:
+                        first = visit.end
+                    for query in range(visit.begin_or_full, visit.end):
+                        position, j = divmod(query, packs.size)
+                        if position >= first:
+                            seen_by = visit.start + visit.phase + position * rate
+                            assert seen_by < stop
+                            count[heads[j], tile.document + seen_by, tile.document + t] += 1
+    return count
+
+
+def _shared(pattern, num_heads):
+    return phases_of_heads(pattern, num_heads), stride_of(pattern)
+
+
+CASES = [
+    ((64,), 2, 2, DilatedPattern((16, 64), (1, 2), is_causal=True)),  # no tile crosses a border
+    ((63,), 4, 4, DilatedPattern((16, 50), (1, 3), is_causal=True)),
+    ((47,), 6, 2, DilatedPattern((20, 47), (2, 3), phase="blocked")),
+    ((7, 8, 40), 6, 2, DilatedPattern((4, 10), (1, 4), is_causal=True, phase="blocked")),
+    ((41,), 5, 1, DilatedPattern((3, 8, 19), (1, 2, 4), heads="split")),
+    ((24,), 8, 2, DilatedPattern((8, 24), (1, 2), is_causal=True)),  # heads 0, 2 and 1, 3 of four fill a tile together
+    ((30,), 4, 1, DilatedPattern((9, 30), (1, 1), is_causal=True)),  # all heads do
+    ((31,), 2, 2, DilatedPattern((31,), (40,))),  # a rate above the length: most phases are empty
+    ((1, 2, 5), 3, 3, DilatedPattern((1, 2), (1, 5), is_causal=True)),
+]
+
+
+@pytest.mark.parametrize("blocks", [(4, 4), (16, 8)], ids=str)
+@pytest.mark.parametrize("met", [met_by_query_tiles, met_by_key_tiles])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_pair_is_met_as_often_as_the_definition_says(case, met, blocks):
+    """Catches a tile that misses or repeats a pair at a border of a segment, a document, a block or a phase."""
+    ends, num_heads, num_kv_heads, pattern = case
+    borders = (0, *ends)
+    count = met(pattern, borders, num_heads, num_kv_heads, *blocks)
+    assert torch.equal(count, multiplicity(pattern, borders[-1], num_heads, borders))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_pattern_is_met_as_often_as_the_definition_says(data):
+    """Catches what no chosen case thought of."""
+    num_kv_heads = data.draw(st.integers(1, 2))
+    num_heads = num_kv_heads * data.draw(st.integers(1, 4))
+    heads = data.draw(st.sampled_from(["all", "all", "split"]))
+    num_branches = data.draw(st.integers(1, min(3, num_heads) if heads == "split" else 3))
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=num_branches, max_size=num_branches))
+    rates = data.draw(st.lists(st.integers(1, 5), min_size=num_branches, max_size=num_branches))
+    phase = "modulo" if heads == "split" else data.draw(st.sampled_from(["modulo", "blocked"]))
+    pattern = DilatedPattern(lengths, rates, is_causal=data.draw(st.booleans()), phase=phase, heads=heads)
+    ends = data.draw(st.sets(st.integers(1, 32), min_size=1, max_size=3))
+    borders = (0, *sorted(ends))
+    blocks = data.draw(st.sampled_from([(1, 1), (4, 2), (8, 4), (16, 16)]))
+    expected = multiplicity(pattern, borders[-1], num_heads, borders)
+    for met in (met_by_query_tiles, met_by_key_tiles):
+        assert torch.equal(met(pattern, borders, num_heads, num_kv_heads, *blocks), expected)
+
+
+@pytest.mark.parametrize(
+    ("met", "change"),
+    [
+        (met_by_query_tiles, (1, 0)),  # a block without a mask that needs one
+        (met_by_query_tiles, (0, -1)),
+        (met_by_key_tiles, (1, 0)),
+        (met_by_key_tiles, (0, 1)),
+        (met_by_key_tiles, (0, -1)),
+    ],
+)
+def test_a_wrong_visit_is_seen(met, change, monkeypatch):
+    """Proof that the enumeration can fail: a block begun too late, one key or query too many or too few."""
+    for name in ("visit_query_tile", "visit_key_tile"):
+        right = getattr(tiles, name)
+
+        def wrong(*place, right=right):
+            begin_or_full, end = right(*place)
+            return (begin_or_full + change[0] * place[-1], end + change[1]) if end else (0, 0)
+
+        monkeypatch.setattr(tiles, name, wrong)
+    pattern = DilatedPattern((16, 50), (1, 3), is_causal=True)
+    try:
+        count = met(pattern, (0, 63), 2, 2, 4, 4)
+    except (AssertionError, IndexError):  # a row outside the segment
+        return
+    assert not torch.equal(count, multiplicity(pattern, 63, 2))
+
+
+@pytest.mark.parametrize("positions", [1, 4, 16, 64])
+@pytest.mark.parametrize("step", [1, 3, 8, 40])
+@pytest.mark.parametrize("ends", [(1,), (63,), (7, 8, 40)], ids=str)
+def test_every_position_is_in_one_tile(ends, step, positions):
+    """Catches a row that is written twice, or never (uninitialised memory would remain)."""
+    borders = (0, *ends)
+    rows = []
+    for tile in fused_tiles(borders, step, positions):
+        assert (tile.document, tile.document + tile.length) in list(pairwise(borders))
+        assert tile.first + (tile.num_rows - 1) * step < tile.length
+        rows += [tile.document + tile.first + i * step for i in range(tile.num_rows)]
+    assert sorted(rows) == list(range(borders[-1]))
+
+
+def test_packs_hold_heads_of_equal_phases_that_share_keys():
+    """Catches a tile whose heads read different phases, and a head in two packs or in none."""
+    random.seed(0)
+    for _ in range(200):
+        num_kv_heads = random.randint(1, 4)
+        num_heads = num_kv_heads * random.randint(1, 12)
+        heads = random.choice(["all", "split"])
+        branches = random.randint(1, min(3, num_heads))
+        phase = "modulo" if heads == "split" else random.choice(["modulo", "blocked"])
+        rates = [random.randint(1, 6) for _ in range(branches)]
+        pattern = DilatedPattern([16] * branches, rates, phase=phase, heads=heads)
+        packs = packs_of(pattern, num_heads, num_kv_heads, 8)
+        phases, found = phases_of_heads(pattern, num_heads), []
+        for i in range(num_heads // packs.size):
+            pack = pack_heads(packs, num_heads, num_kv_heads, i)
+            assert len({phases[h] for h in pack}) == 1
+            assert len({h * num_kv_heads // num_heads for h in pack}) == 1
+            found += pack
+        assert sorted(found) == list(range(num_heads))
+    assert packs_of(DilatedPattern((16, 16), (1, 2)), 8, 2, 64) == Packs(2, 1, 2)
+    assert packs_of(DilatedPattern((16, 16), (1, 2), phase="blocked"), 8, 2, 64) == Packs(4, 4, 1)
+    assert packs_of(DilatedPattern((16,), (1,)), 64, 1, 16) == Packs(16, 16, 1)
+
+
+BLOCKS = ((128, 64), (64, 64))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rates", "num_heads", "kind", "share"),
+    [
+        ((2048, 4096), (1, 2), 8, "fused", 0.95),
+        ((2048, 4096, 8192, 16384), (1, 2, 4, 8), 8, "fused", 0.85),
+        ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), 12, "branches", 0.97),
+    ],
+)
+def test_the_choice_by_counted_work(lengths, rates, num_heads, kind, share):
+    """Catches a count that is off: these shares were found by hand for causal patterns and tiles of 64 rows."""
+    choice = choose_tile(DilatedPattern(lengths, rates, is_causal=True), (0, 65536), num_heads, num_heads, 64, BLOCKS)
+    assert choice.kind == kind
+    assert choice.share == pytest.approx(share, abs=0.01)
+    assert choice.reason.count("useful") == 4  # all candidates are listed
+
+
+def test_a_fused_tile_wider_than_every_segment_is_not_considered():
+    """Catches a tile of rows that are all in different segments: its work is nearly all masked."""
+    choice = choose_tile(DilatedPattern((64, 128), (63, 64)), (0, 512), 4, 4, 64, BLOCKS)
+    assert choice.kind == "branches"
+    assert "R = 4032 is no less than the longest segment, 128" in choice.reason
+
+
+def test_the_count_is_that_of_the_enumeration():
+    """Catches a shortcut of the count (heads by phase, sampled tiles) that changes its result."""
+    for ends, num_heads, num_kv_heads, pattern in CASES:
+        borders, (block_m, block_n) = (0, *ends), (16, 8)
+        packs = packs_of(pattern, num_heads, num_kv_heads, block_m)
+        phases, step = _shared(pattern, num_heads)
+        computed = 0
+        for tile in fused_tiles(borders, step, block_m // packs.size):
+            for i in range(num_heads // packs.size):
+                head = pack_heads(packs, num_heads, num_kv_heads, i).start
+                for visit in visits(pattern, tile, phases[head], block_n):
+                    computed += -(-visit.end // block_n) * block_m * block_n
+        assert tiles.fused_work(pattern, borders, num_heads, num_kv_heads, block_m, block_n) == computed
+        useful = multiplicity(pattern, borders[-1], num_heads, borders).sum()
+        pairs, computed, _ = tiles.branches_work(pattern, borders, num_heads, num_kv_heads, block_m, block_n)
+        assert pairs == useful <= computed
