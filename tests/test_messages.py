@@ -201,7 +201,8 @@ def test_a_backend_asked_for_by_name_says_why_it_cannot_run():
     """Catches a fallback: float64 has no CUDA kernel here, integers have none at all."""
     for name, backend in BACKENDS.items():
         assert backend.why_not(torch.zeros(1, 1, 1, 1, dtype=torch.int8)), name
-        assert "meta" in backend.why_not(torch.zeros(1, 1, 1, 1, device="meta"))
+        reason = backend.why_not(torch.zeros(1, 1, 1, 1, device="meta"))
+        assert "meta" in reason or "not installed" in reason
     refused(lambda: dilated_attention(*tensors(device="meta"), DENSE, backend="cpu"), "serves CPU tensors, got meta")
 
 

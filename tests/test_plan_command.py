@@ -75,3 +75,12 @@ def test_it_does_not_import_torch():
         f"main(['plan', *{DENSE!r}]); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+def test_shardings_are_compared(capsys):
+    """Zigzag for dense causal attention; contiguous where a long segment would make it uneven."""
+    common = ["plan", "--seq-len", "4096", "--ranks", "4", "--dilation-rates", "1", "--causal", "--segment-lengths"]
+    assert cli.main([*common, "4096"]) == 0
+    assert "zigzag 100.0%" in capsys.readouterr().out
+    assert cli.main([*common, "2458"]) == 0
+    assert capsys.readouterr().out.strip().endswith("contiguous is the better one here")

@@ -15,6 +15,7 @@ from .sharding import SHARDINGS, Shard, default_lengths, make_shards
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # More ranks than this are shown by their extremes only.
 MOST_ROWS = 16
+MOST_COMPARED = 64
 
 EXAMPLES = """examples:
   rda plan --seq-len 1048576 --ranks 8 --segment-lengths 2048 65536 1048576 --dilation-rates 1 16 256
@@ -74,12 +75,16 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     memories = [memory_of(plan, arguments) for plan in plans]
     rows = rank_rows(plans, memories, arguments)
+    # Planning many ranks twice more takes minutes, and the comparison says little new there.
+    compared = compare_shardings(pattern, arguments) if 1 < arguments.ranks <= MOST_COMPARED else []
     if arguments.json:
-        print(json.dumps(as_json(rows, memories), indent=1))
+        print(json.dumps(as_json(rows, memories) | {"shardings": [row._asdict() for row in compared]}, indent=1))
     else:
         print(pattern.explain(arguments.heads))
         print(table(rows))
         print(summary(rows, memories))
+        if compared:
+            print(sharding_lines(compared))
     if arguments.picture is not None:
         from .figures import draw
 
@@ -152,6 +157,34 @@ def balance(rows: list[RankRow]) -> float:
     """Mean work over the largest: the efficiency that the distribution of work allows."""
     largest = max(row.flops for row in rows)
     return sum(row.flops for row in rows) / (len(rows) * largest) if largest else 1.0
+
+
+class ShardingRow(NamedTuple):
+    """One way of dealing positions to ranks: the mean work over the largest, and the largest number of bytes sent."""
+
+    sharding: str
+    balance: float
+    sent_bytes: int
+
+
+def compare_shardings(pattern: DilatedPattern, arguments: argparse.Namespace) -> list[ShardingRow]:
+    """Every sharding of the same sequence, the best first: neither is always better (DESIGN: w = 0.6 n on 4 ranks)."""
+    found = []
+    for sharding in SHARDINGS:
+        lengths = default_lengths(sharding, arguments.seq_len, arguments.ranks)
+        plans = make_plans(pattern, make_shards(sharding, lengths), arguments)
+        arguments_of = (arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype])
+        sent = max(sum(plan.bytes_sent(*arguments_of, backward=b) for b in (False, True)) for plan in plans)
+        pairs = [plan.pairs for plan in plans]
+        found.append(ShardingRow(sharding, sum(pairs) / (len(pairs) * max(pairs)) if max(pairs) else 1.0, sent))
+    return sorted(found, key=lambda row: (-round(row.balance, 3), row.sent_bytes))
+
+
+def sharding_lines(found: list[ShardingRow]) -> str:
+    listed = ", ".join(
+        f"{row.sharding} {row.balance:.1%} ({row.sent_bytes / 1e6:,.1f} MB sent at most)" for row in found
+    )
+    return f"balance by sharding, near-equal: {listed}: {found[0].sharding} is the better one here"
 
 
 def table(rows: list[RankRow]) -> str:
