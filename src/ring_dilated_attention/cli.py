@@ -21,6 +21,7 @@ SUBCOMMANDS = {
     "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
     "bench": Subcommand(".bench.command", "measure speed, memory and scaling, each behind a correctness gate"),
     "plan": Subcommand(".plan_command", "show what each rank would compute, send and hold"),
+    "slice": Subcommand(".bench.slice_command", "run and verify one rank's share of a job that no machine holds"),
 }
 
 

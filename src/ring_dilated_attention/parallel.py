@@ -59,7 +59,8 @@ class ContextParallel:
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
             bytes, memory and number of messages. "simulated" runs the ring of `world_size` ranks in this process, on
             full tensors; or, given `rank` and `others`, that rank alone, on its own rows, in a job of any size.
-        timeout: how long a rank waits for another before it raises.
+        timeout: how long a rank waits for another before it raises. (One that dies is noticed at once on gloo; with
+            NCCL all depends on how its watchdog is configured.)
         align: the borders of contiguous shards are multiples of it.
         lengths: the lengths of contiguous shards, one for each rank, instead of near-equal ones.
         world_size: the number of simulated ranks.

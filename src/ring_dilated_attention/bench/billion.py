@@ -142,7 +142,8 @@ def _text(row: dict[str, Any]) -> str:
     return (
         f"Rank {row['rank']:,} of {row['ranks']:,}, {rank['positions']:,} of {row['seq_len']:,} positions, "
         f"{row['num_heads']} heads of {row['head_dim']}, {row['dtype']}{', causal' if row['is_causal'] else ''}: "
-        f"{rank['hops_that_carry']:,} of {row['ranks'] - 1:,} hops carry something. Worst relative L2 error {row['error']:.1e}, {verdict} "
+        f"{rank['hops_that_carry']:,} of {row['ranks'] - 1:,} hops carry something. "
+        f"Worst relative L2 error {row['error']:.1e}, {verdict} "
         f"{row['tolerance']:.1e}. Forward {seconds['forward']:.1f} s, backward {seconds['backward']:.1f} s; "
         f"{row['viewers']} ranks that meet its chunks {seconds['other ranks']:.0f} s; verification "
         f"{seconds['verification']:.0f} s; {row['peak_resident_bytes'] / 1e9:.2f} GB resident at most.\n\n"

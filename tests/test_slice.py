@@ -1,0 +1,293 @@
+"""One rank of a job of any size: the library's rows against the definition, and proofs that the check can fail."""
+
+import pytest
+import torch
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.exchange.one_rank import OtherRanks, grid
+from ring_dilated_attention.reference import dilated_attention_reference
+from ring_dilated_attention.sharding import make_shards
+from ring_dilated_attention.slice.counter import TENSORS, CounterTensors
+from ring_dilated_attention.slice.direct import Direct
+from ring_dilated_attention.slice.share import Job, Others, choose_rank, longnet_pattern, run_share
+from ring_dilated_attention.slice.verify import tolerance, verify
+from ring_dilated_attention.tiles import block_views
+
+
+def ignore(text):
+    """No progress bar."""
+
+
+def reference(pattern, full, dout, documents=None):
+    """out, lse and the three gradients, by the definition."""
+    leaves = [x.detach().double().requires_grad_() for x in full]
+    out, lse = dilated_attention_reference(*leaves, pattern, cu_seqlens=documents)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double())
+
+
+def full_tensors(job):
+    heads = (job.num_heads, job.num_kv_heads, job.num_kv_heads, job.num_heads)
+    return [job.tensors.local(name, torch.arange(job.seq_len), g) for name, g in zip(TENSORS, heads, strict=True)]
+
+
+def test_a_row_is_the_same_however_it_is_asked_for():
+    tensors = CounterTensors(7, seed=3)
+    local = tensors.local("key", torch.arange(10**9, 10**9 + 300), 3)
+    assert local.shape == (1, 300, 3, 7)
+    assert local.dtype == torch.float32
+    for i, head in [(0, 0), (299, 2), (17, 1)]:
+        assert torch.equal(tensors.rows("key", torch.tensor(10**9 + i), torch.tensor(head)), local[0, i, head])
+    assert torch.equal(
+        CounterTensors(7, seed=3).rows("key", torch.arange(10**9, 10**9 + 300)[:, None], torch.arange(3)), local[0]
+    )
+
+
+def test_rows_are_those_of_splitmix64():
+    """Catches a sign, a shift or an overflow: the same number with Python's unbounded integers."""
+    mask = 2**64 - 1
+
+    def mix(z):
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+        return z ^ (z >> 31)
+
+    start = mix((mix((mix(5 * 4 + 2) + 3) & mask) + 123_456_789_012) & mask)
+    bits = mix((start + 2 * 0x9E3779B97F4A7C15) & mask) & 0xFFFFFFFF  # the third element: low half of the second number
+    signed = (bits - 2**32 if bits >= 2**31 else bits) >> 8
+    row = CounterTensors(4, seed=5).rows("value", torch.tensor(123_456_789_012), torch.tensor(3))
+    assert float(row[2]) == pytest.approx(signed * 3**0.5 / 2**23, rel=2**-23)
+
+
+def test_elements_look_independent():
+    """Mean, variance, and correlations between elements, heads, tensors and neighbouring rows, within five sigma."""
+    tensors = CounterTensors(16)
+    made = [tensors.local(name, torch.arange(20_000), 2)[0].flatten(1) for name in TENSORS]
+    x = torch.cat([*made, made[0].roll(1, 0)], dim=1)
+    sigma = len(x) ** -0.5
+    assert x.mean(0).abs().max() < 5 * sigma
+    assert (x.T @ x / len(x) - torch.eye(x.shape[1])).abs().max() < 5 * sigma
+    assert x.abs().max() <= 3**0.5
+
+
+PATTERNS = [
+    (DilatedPattern((16, 96), (1, 5)), 4, 4),
+    (DilatedPattern((16, 48, 96), (1, 3, 7), is_causal=True), 4, 2),
+    (DilatedPattern((13, 40), (2, 3), is_causal=True, phase="blocked"), 6, 6),
+    (DilatedPattern((24, 96), (2, 1), heads="split"), 4, 1),
+]
+
+
+@pytest.mark.parametrize(("pattern", "num_heads", "num_kv_heads"), PATTERNS)
+def test_direct_evaluation_equals_the_definition(pattern, num_heads, num_kv_heads):
+    job = Job(pattern, 96, 1, num_heads, num_kv_heads, 8)
+    *full, dout = full_tensors(job)
+    out, lse, dq, dk, dv = (x[0] for x in reference(pattern, full, dout))
+    direct = Direct(pattern, job.seq_len, num_heads, num_kv_heads, job.tensors)
+    for head in range(num_heads):
+        rows = direct.query_rows(head, torch.arange(96))
+        for mine, theirs in zip(rows, (out, lse, dq), strict=True):
+            torch.testing.assert_close(mine, theirs[:, head], rtol=0, atol=1e-12)
+    some = torch.tensor([0, 1, 15, 47, 95])
+    for head in range(num_kv_heads):
+        for mine, theirs in zip(direct.key_gradients(head, some), (dk, dv), strict=True):
+            torch.testing.assert_close(mine, theirs[some, head], rtol=0, atol=1e-12)
+        parts = [direct.key_gradients(head, some, range(a, a + 32)) for a in (0, 32, 64)]
+        for k, theirs in enumerate((dk, dv)):
+            torch.testing.assert_close(sum(p[k] for p in parts), theirs[some, head], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_kv_heads"),
+    [
+        (DilatedPattern((32, 128, 512), (1, 3, 65), is_causal=True), 4),
+        (DilatedPattern((32, 128, 512), (1, 3, 33)), 2),
+        (DilatedPattern((100, 300), (1, 9), is_causal=True, phase="blocked"), 1),
+    ],
+)
+def test_one_rank_equals_the_definition(pattern, num_kv_heads):
+    """All rows of a rank, the complete dk and dv among them, for the first, a middle and the last rank."""
+    job = Job(pattern, 512, 8, 4, num_kv_heads, 8)
+    *full, dout = full_tensors(job)
+    out, lse, dq, dk, dv = reference(pattern, full, dout)
+    for rank in (0, 5, 7):
+        share = run_share(job, rank, ignore)
+        own = slice(job.rows_of(rank).start, job.rows_of(rank).stop)
+        for mine, theirs in zip((share.out, share.lse, share.dq, *share.complete), (out, lse, dq, dk, dv), strict=True):
+            error = (mine - theirs[0, own]).norm() / theirs[0, own].norm()
+            assert error < tolerance(job.head_dim)
+
+
+class Known(OtherRanks):
+    """Keys and values of tensors that are there, and the sums of what is sent to them."""
+
+    def __init__(self, key, value):
+        self.full, self.sums = (key, value), (torch.zeros_like(key), torch.zeros_like(value))
+
+    def keys_and_values(self, positions_GM, heads_G1):
+        key, value = (x[:, positions_GM, heads_G1] for x in self.full)
+        return key, value
+
+    def take_gradient(self, chunk, gradient):
+        for rows, block in chunk.rows:
+            positions, heads = grid(rows)
+            batch, _, _, head_dim = self.full[0].shape
+            for total, grads in zip(self.sums, block_views(gradient, block, batch, head_dim), strict=True):
+                for b in range(batch):
+                    total[b].index_put_((positions, heads.expand_as(positions)), grads[b], accumulate=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("context", [{}, {"sharding": "zigzag"}, {"lengths": (7, 0, 40, 13)}])
+def test_contributions_of_all_ranks_add_up(is_causal, context):
+    """Each rank alone, in float64: zigzag shards, uneven ones, packed documents, a batch. Their contributions to the
+    gradients of all keys add up to the gradients of the definition."""
+    n, p, batch = (60 if "lengths" in context else 64), 4, (2 if context else 1)
+    documents = None if batch > 1 else [0, 23, n]
+    cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    torch.manual_seed(0)
+    pattern = DilatedPattern((8, 30, 64), (1, 2, 5), is_causal=is_causal)
+    full = [torch.randn(batch, n, h, 8, dtype=torch.float64) for h in (4, 2, 2)]
+    dout = torch.randn(batch, n, 4, 8, dtype=torch.float64)
+    out, _, dq, dk, dv = reference(pattern, full, dout, documents)
+    others = Known(*full[1:])
+    for rank in range(p):
+        parallel = ContextParallel(exchange="simulated", world_size=p, rank=rank, others=others, **context)
+        own = torch.cat(
+            [torch.arange(*span) for span in parallel.shards(parallel.default_lengths(n))[rank]] or [torch.arange(0)]
+        )
+        local = [x[:, own].requires_grad_() for x in full]
+        mine = dilated_attention(*local, pattern, parallel=parallel, cu_seqlens=cu_seqlens)
+        torch.testing.assert_close(mine, out[:, own], rtol=0, atol=1e-12)
+        grads = torch.autograd.grad(mine, local, dout[:, own])
+        torch.testing.assert_close(grads[0], dq[:, own], rtol=0, atol=1e-12)
+        for total, grad in zip(others.sums, grads[1:], strict=True):
+            total[:, own] += grad
+    torch.testing.assert_close(others.sums, (dk, dv), rtol=0, atol=1e-12)
+
+
+SLICES = [
+    DilatedPattern((256, 1024, 4096), (1, 5, 257), is_causal=True),
+    DilatedPattern((128, 512, 4096), (1, 2, 300), is_causal=True),
+    DilatedPattern((128, 512, 2048), (1, 2, 65)),
+]
+
+
+def worst(checks, quantity=""):
+    return max(check.error for check in checks if check.quantity.startswith(quantity))
+
+
+@pytest.mark.parametrize("pattern", SLICES)
+def test_a_slice_is_verified(pattern):
+    """And the rows drawn are not vacuous: every branch has some, and chunks of other ranks are among them."""
+    job = Job(pattern, 4096, 16, 4, 4, 16)
+    rank = choose_rank(job)
+    share = run_share(job, rank, ignore)
+    checks = verify(job, rank, share, ignore)
+    assert worst(checks) < tolerance(job.head_dim)
+    for kind, quantities, number in [("", ("out", "lse", "dq"), 64), ("contribution", (), 64), ("complete", (), 8)]:
+        found = [c for c in checks if (c.quantity in quantities if quantities else c.quantity.startswith(kind))]
+        assert {c.branch for c in found} == {0, 1, 2}
+        for quantity in {c.quantity for c in found}:
+            assert sum(c.num_rows for c in found if c.quantity == quantity) == number
+    remote = {c.branch for c in checks if c.num_remote}
+    assert {1, 2} <= remote  # what crosses the border of a shard of 256
+    assert share.viewers
+
+
+class OneWrongChunk(Others):
+    """Makes one chunk of another rank from the wrong row."""
+
+    wrong = -1
+
+    def keys_and_values(self, positions_GM, heads_G1):
+        return super().keys_and_values(positions_GM + (positions_GM // 256 == self.wrong), heads_G1)
+
+
+class Forgetful(Others):
+    def take_gradient(self, chunk, gradient):
+        super().take_gradient(chunk, gradient * (chunk.branch != 2))
+
+
+class HomeLess(Others):
+    def gradient_home(self, chunk):
+        return super().gradient_home(chunk) if chunk.branch != 2 else None
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantity"),
+    [(OneWrongChunk, "out"), (OneWrongChunk, "dq"), (Forgetful, "contribution"), (HomeLess, "complete")],
+)
+def test_the_check_can_fail(kind, quantity):
+    """Proof that a slice does not pass if one chunk is made wrong, or a branch's gradients are lost on either way."""
+    job = Job(SLICES[0], 4096, 16, 4, 4, 16)
+    rank = choose_rank(job)
+    others = kind(job.tensors)
+    if kind is OneWrongChunk:  # any that it meets, of the widest branch
+        plan, find = job.plan(rank), job.chunk_finder(rank)
+        others.wrong = next(m.owner for hop in plan.hops for m in hop.receives if find(m).branch == 2)
+    checks = verify(job, rank, run_share(job, rank, ignore, others), ignore)
+    assert worst(checks, quantity) > 100 * tolerance(job.head_dim)
+
+
+def test_the_billion_token_job():
+    """The rank that runs by default: behind others in all its rings, rows of all branches, and few ranks to run."""
+    job = Job(longnet_pattern(2**30), 2**30, 2**16)
+    assert job.pattern.segment_lengths[-1] == 2**30
+    assert all(w / r <= 256 for w, r in job.pattern.branches[5:])
+    rank = choose_rank(job)
+    assert rank == 64_507
+    plan, find = job.plan(rank), job.chunk_finder(rank)
+    met = [find(m).branch for hop in plan.hops for m in hop.receives]
+    assert set(met) == {4, 5, 6, 7, 8, 9}
+    assert met.count(9) == 251
+    assert len({m.peer for hop in plan.hops for m in hop.targets}) == 36
+
+
+def test_a_job_in_which_nothing_travels_is_refused():
+    with pytest.raises(ValueError, match="nothing would travel"):
+        choose_rank(Job(DilatedPattern((64,), (1,)), 256, 4))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"exchange": "simulated", "world_size": 4, "rank": 1}, "takes both"),
+        ({"exchange": "simulated", "world_size": 4, "others": OtherRanks()}, "takes both"),
+        ({"exchange": "simulated", "world_size": 4, "rank": 4, "others": OtherRanks()}, "from 0 to 3, got 4"),
+        ({"rank": 0, "others": OtherRanks()}, "only a simulated rank"),
+    ],
+)
+def test_bad_contexts_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        ContextParallel(**kwargs)
+
+
+def test_one_rank_has_no_full_tensors():
+    parallel = ContextParallel(exchange="simulated", world_size=4, rank=2, others=OtherRanks())
+    assert parallel.positions(40).tolist() == list(range(20, 30))
+    x = torch.zeros(1, 10)
+    for method in (parallel.shard, parallel.unshard, parallel.all_reduce, lambda x: parallel.shift_left(x, 0)):
+        with pytest.raises(ValueError, match="only rank 2 of 4 is run"):
+            method(x)
+
+
+def test_lengths_must_fit_the_rank():
+    parallel = ContextParallel(exchange="simulated", world_size=2, rank=1, others=OtherRanks(), lengths=(4, 6))
+    q = torch.zeros(1, 5, 1, 8)
+    with pytest.raises(ValueError, match="rank 1 has 5 positions, but lengths gives it 6"):
+        dilated_attention(q, q, q, DilatedPattern((4,), (1,)), parallel=parallel)
+
+
+def test_chunks_of_another_shape_are_refused():
+    class Wrong(OtherRanks):
+        def keys_and_values(self, positions_GM, heads_G1):
+            return torch.zeros(1, *positions_GM.shape, 9), torch.zeros(1, *positions_GM.shape, 9)
+
+    parallel = ContextParallel(exchange="simulated", world_size=2, rank=1, others=Wrong())
+    q = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(ValueError, match=r"made \(1, 1, 4, 9\) for 1 heads of 4 rows.*is 8"):
+        dilated_attention(q, q, q, DilatedPattern((8,), (1,)), parallel=parallel)
+
+
+def test_make_shards_takes_lists():
+    assert make_shards("contiguous", [2, 3]) == make_shards("contiguous", (2, 3))
