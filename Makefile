@@ -5,7 +5,7 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: run test bench clean
+.PHONY: run test faults bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -22,6 +22,10 @@ test: $(VENV)/.installed
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# 30 trials of each kind: ranks that are killed, stopped, or raise. `make test` has one of each.
+faults: $(VENV)/.installed
+	$(BIN)/python tests/fault_trials.py
 
 bench: $(VENV)/.installed
 	$(BIN)/rda bench --all

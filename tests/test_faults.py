@@ -1,0 +1,272 @@
+"""Ranks that die, stop, fail, or do not come: an error on every other rank, in time, and never a hang.
+
+`make faults` tries many more (fault_trials.py). Functions whose name starts with `rank` run on every rank.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import RankFailedError, Ranks, run
+from faults import CAUSAL, DENSE, Fault, Report, judge, live, run_trial
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.exchange.comm import ExchangeError, Link
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(4, 1, "kill", "forward", "hop 2, keys and values", chunk_bytes=16 * MIB),
+        Fault(3, 2, "kill", "backward", "hop 1, gradients", chunk_bytes=4 * MIB),
+        Fault(4, 0, "kill", "backward", "hop 3, keys and values", in_flight=False),
+        Fault(3, 0, "kill", "forward", "handshake"),
+        Fault(2, 1, "kill", "backward", "user"),
+        Fault(4, 3, "kill", "backward", "keys and values", exchange="all_gather", chunk_bytes=4 * MIB),
+        Fault(4, 2, "kill", "forward", "heads for positions", exchange="all_to_all", chunk_bytes=4 * MIB),
+        Fault(4, 3, "kill", "backward", "hop 1, keys and values", exchange="mesh"),
+        Fault(3, 1, "stop", "backward", "hop 1, gradients", chunk_bytes=4 * MIB, timeout=2),
+        Fault(4, 2, "stop", "forward", "hop 1, keys and values", is_causal=True, timeout=2),
+        Fault(4, 3, "raise", "forward", "hop 2, keys and values", in_flight=False),
+        Fault(2, 0, "raise", "backward", "hop 1, gradients"),
+        Fault(3, 1, "raise", "backward", "handshake"),
+    ],
+    ids=lambda fault: f"{fault.kind} {fault.exchange} {fault.stage} {fault.place}",
+)
+def test_every_other_rank_raises(fault):
+    """Catches a hang, an error that does not say who, where and in which group, and ranks that cannot go on."""
+    trial = run_trial(fault)
+    assert not trial.complaints, "\n".join(trial.complaints)
+
+
+def test_a_rank_that_raises_between_calls():
+    """Catches ranks that do not learn who is missing, and in what. The failing rank keeps its own error."""
+    trial = run_trial(Fault(4, 3, "raise", "backward", "user", timeout=2))
+    assert not trial.complaints, "\n".join(trial.complaints)
+    assert trial.messages.pop(3) == "the user's own error"
+    for rank, message in trial.messages.items():
+        named = (
+            f"handshake: rank 3 did not enter backward 2 (group 'control', rank {rank}): Timed out waiting 2000ms for"
+        )
+        assert message.startswith(named)
+
+
+def test_a_process_ends_though_a_message_is_stuck():
+    """Catches an exit that waits for the timeout of a message which will never come through."""
+    fault = Fault(3, 2, "kill", "backward", "hop 1, keys and values", chunk_bytes=16 * MIB)
+    hears, tells = Pipe(duplex=False)
+    with Ranks(3, live, fault, tells) as ranks, hears, tells:
+        outcomes = ranks.collect([0, 1], 60)
+        assert all(outcome.succeeded for outcome in outcomes.values()), outcomes
+        for process in ranks.processes[:2]:
+            process.join(10)
+            assert process.exitcode == 0
+
+
+def rank_waits_for_one_that_does_not_come(rank, world_size):
+    contexts = [ContextParallel(timeout=timedelta(seconds=1)) for _ in range(3)]
+    x = torch.ones(1, 4, 2, requires_grad=True)
+    shard = contexts[0].shard(x)
+    calls = {
+        "backward of shard": lambda: shard.sum().backward(),
+        "unshard": lambda: contexts[1].unshard(torch.ones(1, 2)),
+        "all_reduce": lambda: contexts[2].all_reduce(torch.ones(1)),
+    }
+    if rank != 2:
+        for name, call in calls.items():
+            start = time.monotonic()
+            missed = rf"^handshake: rank 2 did not enter {name} \(group '(control|data)', rank {rank}\): Timed out"
+            with pytest.raises(ExchangeError, match=missed):
+                call()
+            assert time.monotonic() - start < 5
+        with pytest.raises(ExchangeError, match=r"not all of the ranks \[0, 1, 2\] did \(group 'control', rank"):
+            ContextParallel(timeout=timedelta(seconds=1))
+    dist.barrier()  # the default group is whole
+
+
+def test_a_rank_that_does_not_come():
+    """Catches a function of ContextParallel that waits without end, or does not say for whom."""
+    run(3, rank_waits_for_one_that_does_not_come)
+
+
+def count_messages(posted):
+    """Note every message of this process but those of handshakes."""
+    post = Link._post
+
+    def counting_post(link, messages, moment):
+        if link.name != "control":
+            posted.extend(messages)
+        return post(link, messages, moment)
+
+    Link._post = counting_post
+
+
+def rank_disagrees(rank, world_size):
+    posted = []
+    count_messages(posted)
+    is_odd = rank == world_size - 1
+    x = torch.ones(1, 4, 2, 8, requires_grad=True)
+    deviations = {
+        "pattern": ({}, {"pattern": CAUSAL}, {}),
+        "shape": ({}, {}, {"heads": 4}),
+        "dtype": ({}, {}, {"dtype": torch.float64}),
+        "sharding": ({"sharding": "zigzag"}, {}, {}),
+        "exchange": ({"exchange": "all_gather"}, {}, {}),
+    }
+    for field, deviation in deviations.items():
+        context, call, tensor = deviation if is_odd else ({}, {}, {})
+        cp = ContextParallel(**{"exchange": "ring", **context}, timeout=timedelta(seconds=20))
+        y = torch.ones(1, 4, tensor.get("heads", 2), 8, dtype=tensor.get("dtype"))
+        with pytest.raises(ValueError, match=f"ranks disagree on {field}: rank 0 has"):
+            dilated_attention(y, y, y, call.get("pattern", DENSE), parallel=cp)
+        assert posted == []
+    cp = ContextParallel(exchange="ring", timeout=timedelta(seconds=20))
+    out = dilated_attention(x, x, x, DENSE, parallel=cp).sum()
+    out.backward(retain_graph=True)
+    assert posted != []
+    posted.clear()
+    call = out.backward if is_odd else lambda: dilated_attention(x, x, x, DENSE, parallel=cp)
+    with pytest.raises(ValueError, match=r"ranks disagree on call: rank 0 has forward 2, .*has backward 1"):
+        call()
+    assert posted == []
+
+
+def test_ranks_that_disagree_send_nothing():
+    """Catches a message that is sent before all ranks are known to make the same call."""
+    run(3, rank_disagrees)
+
+
+def rank_has_nothing_to_send(rank, world_size):
+    posted = []
+    count_messages(posted)
+    generator = torch.Generator().manual_seed(0)
+    cases = [
+        ((0,) * world_size, DENSE, False),  # all ranks own nothing
+        ((8,) * world_size, DilatedPattern((4, 8), (1, 2)), False),  # no segment straddles
+        ((0, 9, *[0] * (world_size - 2)), DENSE, False),  # one rank owns everything
+        ((0, *[5] * (world_size - 1)), DENSE, world_size > 2),  # one rank owns nothing
+    ]
+    for exchange in ("ring", "all_gather"):
+        for lengths, pattern, sends in cases:
+            full = torch.randn(1, sum(lengths), 2, 8, dtype=torch.float64, generator=generator).requires_grad_()
+            expected = dilated_attention(full, full, full, pattern)
+            (gradient,) = torch.autograd.grad(expected.sin().sum(), full)
+            cp = ContextParallel(lengths=lengths, exchange=exchange, timeout=timedelta(seconds=20))
+            local = cp.shard(full.detach()).requires_grad_()
+            out = dilated_attention(local, local, local, pattern, parallel=cp)
+            (local_gradient,) = torch.autograd.grad(out.sin().sum(), local)
+            torch.testing.assert_close(out, cp.shard(expected))
+            torch.testing.assert_close(local_gradient, cp.shard(gradient))
+            assert bool(posted) == (sends and lengths[rank] > 0)
+            posted.clear()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_with_nothing_to_send(world_size):
+    """Catches a rank that owns nothing and is waited for, and messages of no rows."""
+    run(world_size, rank_has_nothing_to_send)
+
+
+# The tests themselves: they end in time, and they can fail.
+
+
+def rank_never_ends(rank, world_size, tells):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    tells.send(os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        time.sleep(1)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_all_end(pids, seconds=10):
+    deadline = time.monotonic() + seconds
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"{alive} live on"
+        time.sleep(0.05)
+
+
+def test_ranks_that_never_end_are_ended_and_fail_the_test():
+    """Catches a harness that waits for ranks which ignore signals, sleep or are stopped, and leaves them behind."""
+    hears, tells = Pipe(duplex=False)
+    with hears, tells:
+        start = time.monotonic()
+        with pytest.raises(RankFailedError, match=r"rank 0: no answer in time\nrank 1: no answer in time"):
+            run(2, rank_never_ends, tells, seconds=3)
+        assert time.monotonic() - start < 15
+        assert_all_end([hears.recv() for _ in range(2) if hears.poll(1)])
+
+
+def hang():
+    """In a process of its own: ranks that never end, in a test that does not either."""
+    hears, tells = Pipe(duplex=False)
+    with Ranks(2, rank_never_ends, tells):
+        print(hears.recv(), hears.recv(), flush=True)
+        time.sleep(600)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not end processes with their parent")
+def test_ranks_end_with_a_test_that_is_killed():
+    """Catches ranks, stopped ones too, that outlive a test which had no time to end them."""
+    command = [sys.executable, "-c", "import test_faults; test_faults.hang()"]
+    with subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(map(is_alive, pids))
+        process.kill()
+    assert_all_end(pids)
+
+
+def test_a_fault_that_does_not_happen_is_noticed():
+    """Catches trials that pass because nobody failed."""
+    trial = run_trial(Fault(2, 1, "kill", "forward", "hop 9, keys and values"))
+    assert "the rank never came to the place where it was to fail" in trial.complaints
+
+
+AT_HOP = "forward, hop 1, keys and values: waiting for rank {} (group 'data', rank {}): Connection closed."
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({}, None),
+        ({0: {"message": "handshake: rank 2 did not enter forward 2 (group 'control', rank 0): Timed out."}}, None),
+        ({0: {"error": "none"}}, "rank 0 saw none"),
+        ({0: {"error": "RuntimeError"}}, "rank 0 saw RuntimeError"),
+        ({1: {"time": 106.0}}, "rank 1 saw its error after 6.0 s"),
+        ({1: {"obstacle": "it hurts"}}, "rank 1 could not go on: it hurts"),
+        ({1: {"message": "Connection closed by peer"}}, "the error of rank 1 leads to rank None"),
+        ({1: {"message": AT_HOP.format(2, 0)}}, "the error of rank 1 leads to rank None"),  # it names itself wrongly
+        ({1: {"message": AT_HOP.format(2, 1).replace("group", "")}}, "the error of rank 1 leads to rank None"),
+        ({0: {"message": AT_HOP.format(1, 0)}, 1: {"message": AT_HOP.format(0, 1)}}, "the error of rank 0 leads to"),
+    ],
+)
+def test_what_is_complained_of(changes, complaint):
+    """Proof that a trial can fail, for each of its reasons."""
+    reports = {
+        0: Report("ExchangeError", AT_HOP.format(1, 0), 100.1),
+        1: Report("ExchangeError", AT_HOP.format(2, 1), 100.0),
+    }
+    reports = {rank: report._replace(**changes.get(rank, {})) for rank, report in reports.items()}
+    complaints = judge(Fault(3, 2, "kill", "forward", "hop 1, keys and values"), reports, struck=100.0)
+    assert bool(complaints) == (complaint is not None)
+    assert complaint is None or re.search(re.escape(complaint), "\n".join(complaints))
