@@ -26,7 +26,7 @@ class Settings(NamedTuple):
         ((2048, 4096), (1, 2)),
         ((2048, 4096, 8192, 16384), (1, 2, 4, 8)),
     )
-    repeats: int = 7
+    repeats: int = 5
 
 
 FULL = Settings()
