@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from faults import CAUSAL, Fault, Trial, run_trial
 
-from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.sharding import default_lengths, make_shards
 
 KINDS = ("kill", "stop", "raise")

@@ -8,7 +8,9 @@ from collections import Counter, deque
 from itertools import pairwise
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan import Block, Rows, Tile, make_plan
+from ring_dilated_attention.plan import Tile
+from ring_dilated_attention.planner import make_plan
+from ring_dilated_attention.rows import Block, Rows
 from ring_dilated_attention.sharding import Shard
 
 Triples = Counter[tuple[int, int, int]]

@@ -10,7 +10,7 @@ from ring_dilated_attention import cli, kernels
 from ring_dilated_attention.bench import crossover, flops, gate, linear, measure, record
 from ring_dilated_attention.bench.command import CASES
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.sharding import make_shards
 
 SIZES = measure.Sizes(512, 2, 16)

@@ -9,7 +9,7 @@ import torch
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.bench.measure import allocated
 from ring_dilated_attention.estimate import attention_memory
-from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.processes import Launch, run_ranks
 from ring_dilated_attention.sharding import make_shards, split_lengths
 

@@ -5,7 +5,7 @@ from matplotlib.image import imread
 
 from ring_dilated_attention import figures
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.reference import multiplicity
 from ring_dilated_attention.scaled import scaled_down
 from ring_dilated_attention.sharding import make_shards

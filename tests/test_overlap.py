@@ -9,7 +9,7 @@ from ring_dilated_attention.exchange import ring
 from ring_dilated_attention.exchange.comm import Link, Pending
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.sharding import make_shards
 
 PATTERN = DilatedPattern((8, 64), (1, 2))

@@ -23,7 +23,7 @@ from ring_dilated_attention import ContextParallel, DilatedPattern, attention, d
 from ring_dilated_attention.exchange import all_gather, ring
 from ring_dilated_attention.exchange.comm import ExchangeError
 from ring_dilated_attention.kernels import cpu
-from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.reference import dilated_attention_reference
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)

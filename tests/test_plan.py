@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simulation import Simulation, dense_triples
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.sharding import default_lengths, make_shards
 
 

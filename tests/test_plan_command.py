@@ -8,7 +8,7 @@ import pytest
 
 from ring_dilated_attention import cli
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.sharding import make_shards
 
 DENSE = ["--seq-len", "4096", "--segment-lengths", "4096", "--dilation-rates", "1", "--heads", "2"]

@@ -20,7 +20,7 @@ from ring_dilated_attention.kernels.triton import fused, partial
 from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
 from ring_dilated_attention.kernels.triton.config import PRECISIONS
 from ring_dilated_attention.kernels.triton.launch import pack_of
-from ring_dilated_attention.plan import make_plan
+from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 from ring_dilated_attention.sharding import make_shards
 from ring_dilated_attention.tiles import rows_view

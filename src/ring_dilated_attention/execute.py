@@ -21,7 +21,8 @@ from .exchange.one_rank import OneRankLink
 from .exchange.simulated import run_ranks
 from .parallel import ContextParallel, context_named
 from .pattern import DilatedPattern
-from .plan import Plan, chunk_finder, make_plan
+from .plan import Plan
+from .planner import chunk_finder, make_plan
 from .sharding import Shard, check_documents, join_shards, make_shards
 
 _LOOPS: dict[str, ModuleType] = {"ring": ring, "all_gather": all_gather, "all_to_all": ring, "simulated": ring}

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .pattern import DilatedPattern
-from .plan import Hop, Message, Plan, make_plan
+from .plan import Hop, Message, Plan
+from .planner import make_plan
 from .scaled import scaled_down
 from .sharding import Shard, make_shards, shard_length
 

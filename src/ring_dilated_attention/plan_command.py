@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from .estimate import AttentionMemory, attention_memory
 from .pattern import PHASE_RULES, DilatedPattern
-from .plan import Plan, make_plan
+from .plan import Plan
+from .planner import make_plan
 from .sharding import SHARDINGS, Shard, default_lengths, make_shards
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .merge import merge_
-from .plan import Block, Message, Plan, Rows, Tile
+from .plan import Message, Plan, Tile
+from .rows import Block, Rows
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from ..estimate import KEY_BLOCK, query_block
 from ..pattern import DilatedPattern
-from ..plan import Plan, make_plan
+from ..plan import Plan
+from ..planner import make_plan
 from ..sharding import make_shards
 from .gate import gate
 from .measure import Sizes, Times, dense_call, dilated_call, quantiles

@@ -12,7 +12,8 @@ import torch
 from ..estimate import attention_memory
 from ..parallel import ContextParallel
 from ..pattern import DilatedPattern
-from ..plan import Plan, make_plan
+from ..plan import Plan
+from ..planner import make_plan
 from ..processes import Launch, Worker, run_ranks
 from ..sharding import make_shards, split_lengths
 from .gate import gate, gate_squares

@@ -7,7 +7,7 @@ import torch
 
 from ..estimate import attention_memory
 from ..pattern import DilatedPattern
-from ..plan import make_plan
+from ..planner import make_plan
 from ..processes import Launch, Worker, run_ranks
 from ..sharding import make_shards
 from ..training.memory import peak_resident_bytes

@@ -14,7 +14,8 @@ from ..exchange.comm import Wait
 from ..exchange.ring import RingCall
 from ..parallel import ContextParallel
 from ..pattern import DilatedPattern
-from ..plan import Plan, make_plan
+from ..plan import Plan
+from ..planner import make_plan
 from ..processes import Launch, Worker, run_ranks
 from .gate import gate, gate_squares
 from .measure import Sizes, attend, make_tensors, quantiles, stopwatch

@@ -13,7 +13,7 @@ from ..compare import Squares
 from ..estimate import attention_memory
 from ..parallel import ContextParallel
 from ..pattern import DilatedPattern
-from ..plan import make_plan
+from ..planner import make_plan
 from ..processes import Launch, Worker, run_ranks
 from ..sharding import default_lengths, make_shards
 from .gate import gate, gate_squares

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..plan import Chunk, Message, Rows
+from ..plan import Chunk, Message
+from ..rows import Rows
 from ..tiles import block_views
 from .comm import Link, Pending
 

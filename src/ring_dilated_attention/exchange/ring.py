@@ -9,7 +9,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..plan import Block, Hop, Message, Plan
+from ..plan import Hop, Message, Plan
+from ..rows import Block
 from ..tiles import (
     MergedPartial,
     accumulator_dtype,

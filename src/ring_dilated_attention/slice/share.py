@@ -16,7 +16,8 @@ from ..attention import dilated_attention
 from ..exchange.one_rank import OtherRanks
 from ..parallel import ContextParallel
 from ..pattern import DilatedPattern
-from ..plan import Chunk, Message, Plan, chunk_finder, make_plan
+from ..plan import Chunk, Message, Plan
+from ..planner import chunk_finder, make_plan
 from ..sharding import Shard, make_shards
 from ..totals import Segment, straddling_segments
 from .counter import CounterTensors

@@ -12,7 +12,7 @@ import torch
 
 from ..estimate import attention_memory
 from ..parallel import ContextParallel
-from ..plan import make_plan
+from ..planner import make_plan
 from ..sharding import make_shards, split_lengths
 from .options import Hyperparameters
 from .run import RECORD_FILE

@@ -17,7 +17,7 @@ from math import lcm
 from typing import NamedTuple
 
 from ...pattern import DilatedPattern
-from ...plan import make_plan
+from ...planner import make_plan
 from ...sharding import make_shards
 
 
