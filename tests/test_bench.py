@@ -27,8 +27,9 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
     assert found["versions"]["torch"] == torch.__version__
     assert found["rows"]
     for row in found["rows"]:
-        assert row["gate"]["passed"]
-        assert row["gate"]["error"] <= row["gate"]["tolerance"]
+        gate = row.get("gate", row)  # the billion-token slice is verified itself, at its full size
+        assert gate["passed"]
+        assert gate["error"] <= gate["tolerance"]
         assert {"segment_lengths", "dilation_rates", "seq_len", "num_heads", "head_dim", "dtype"} <= row.keys()
     page = (tmp_path / "README.md").read_text()
     assert f"## {name}" in page
