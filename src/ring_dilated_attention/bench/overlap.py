@@ -5,6 +5,7 @@ by the same messages alone.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -123,8 +124,10 @@ def _alone(settings: Settings, plan: Plan, parallel: ContextParallel) -> list[fl
 
 def _summary(plan: Plan, steps: Sequence[tuple[float, list[Wait]]], alone: Sequence[float]) -> dict[str, Any]:
     """Of all repeats: the step, its exposed share, and each stage and hop."""
-    hops = []
+    hops: list[dict[str, Any]] = []
     for stage in ("forward", "backward"):
+        local = quantiles(_local(waits, stage) for _, waits in steps)
+        hops.append({"stage": stage, "hop": 0, "computing_seconds": local})
         for s in range(len(plan.hops)):
             moment = f"{stage}, hop {s + 1},"
             exposed = [sum(w.end - w.start for w in waits if w.moment.startswith(moment)) for _, waits in steps]
@@ -151,11 +154,26 @@ def _summary(plan: Plan, steps: Sequence[tuple[float, list[Wait]]], alone: Seque
 
 
 def _computing(waits: Sequence[Wait], moment: str, step_seconds: float) -> float:
-    """Seconds between a hop's waits and the ones that follow: the work on what has arrived."""
-    start = min(w.posted for w in waits)
+    """Seconds between a hop's waits and what follows: the work on what has arrived."""
     ordered = sorted(waits, key=lambda w: w.start)
-    nexts = [w.start for w in ordered[1:]] + [start + step_seconds]
-    return sum(after - w.end for w, after in zip(ordered, nexts, strict=True) if w.moment.startswith(moment))
+    ends = [_next_work(w, after) for w, after in pairwise(ordered)]
+    ends.append(min(w.posted for w in waits) + step_seconds)
+    return sum(end - w.end for w, end in zip(ordered, ends, strict=True) if w.moment.startswith(moment))
+
+
+def _next_work(wait: Wait, after: Wait) -> float:
+    """When the work after a wait ends: at the next wait, or where backward begins by posting its first messages."""
+    return after.start if _stage(wait) == _stage(after) else after.posted
+
+
+def _stage(wait: Wait) -> str:
+    return wait.moment.split(",")[0]
+
+
+def _local(waits: Sequence[Wait], stage: str) -> float:
+    """Seconds from a stage's first messages to its first wait: the work on own rows, while they fly."""
+    own = [w for w in waits if _stage(w) == stage]
+    return min(w.start for w in own) - min(w.posted for w in own)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -178,10 +196,10 @@ def table(rows: list[dict[str, Any]]) -> str:
                     f"{branches(row)}, {row['sharding']}" if i == 0 else "",
                     str(row["rank"]) if i == 0 else "",
                     hop["stage"],
-                    str(hop["hop"]),
+                    str(hop["hop"] or "own rows"),
                     f"{1e3 * hop['computing_seconds']['median']:.1f}",
-                    f"{1e3 * hop['messages_alone_seconds']:.1f}",
-                    f"{1e3 * hop['exposed_seconds']['median']:.1f}",
+                    f"{1e3 * hop['messages_alone_seconds']:.1f}" if hop["hop"] else "",
+                    f"{1e3 * hop['exposed_seconds']['median']:.1f}" if hop["hop"] else "",
                     f"{row['step_seconds']['median']:.2f}" if i == 0 else "",
                     f"{row['exposed_share']['median']:.1%}" if i == 0 else "",
                 )
