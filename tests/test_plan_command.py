@@ -84,3 +84,14 @@ def test_shardings_are_compared(capsys):
     assert "zigzag 100.0%" in capsys.readouterr().out
     assert cli.main([*common, "2458"]) == 0
     assert capsys.readouterr().out.strip().endswith("contiguous is the better one here")
+
+
+def test_the_kernel_decides_what_is_held(capsys):
+    """Catches an option that is not passed on: in place there are no partials, fused no float32 accumulators."""
+    common = (*DENSE, "--dtype", "bfloat16", "--kernel")
+    peaks = [planned(capsys, *common, kernel)["ranks"][0] for kernel in ("composed", "in-place", "fused")]
+    composed, in_place, fused = (row["peak_bytes"] for row in peaks)
+    assert composed > in_place > fused
+    assert not any("one tile" in item["name"] for item in peaks[1]["peak_items"])
+    assert cli.main(["plan", *common, "fused", "--ranks", "2"]) == 2
+    assert "the fused kernel serves one device, and this plan has 1 hops. Use 'in-place'." in capsys.readouterr().err

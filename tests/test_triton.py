@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_dilated_attention.kernels.triton import partial
+from ring_dilated_attention.kernels.triton import in_place
 from ring_dilated_attention.kernels.triton.config import KERNELS, PATH, config, has_config, padded
 
 needs_triton = pytest.mark.skipif(
@@ -106,7 +106,7 @@ def test_every_configuration_is_there(arch):
 
 def test_why_not():
     """Catches a backend that claims tensors that it cannot serve, or does not say what it can."""
-    reason = partial.why_not(torch.zeros(1, 1, 1, 16))
+    reason = in_place.why_not(torch.zeros(1, 1, 1, 16))
     assert reason is not None
     if importlib.util.find_spec("triton") is None:
         assert "not installed; pip install triton" in reason

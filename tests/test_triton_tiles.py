@@ -15,10 +15,14 @@ from torch import Tensor
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.kernels.triton import tiles
 from ring_dilated_attention.kernels.triton.tiles import (
+    Kernel,
     Packs,
+    branches_work,
     choose_tile,
     crosses,
     fused_tiles,
+    fused_work,
+    kernels_of,
     pack_heads,
     packs_of,
     phases_of_heads,
@@ -195,7 +199,8 @@ def test_packs_hold_heads_of_equal_phases_that_share_keys():
     assert packs_of(DilatedPattern((16,), (1,)), 64, 1, 16) == Packs(16, 16, 1)
 
 
-BLOCKS = ((128, 64), (64, 64))
+FORWARD = (kernels_of(((128, 64),)), kernels_of(((64, 64),)))
+BACKWARD = (kernels_of(((128, 64), (64, 64))),)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +213,7 @@ BLOCKS = ((128, 64), (64, 64))
 )
 def test_the_choice_by_counted_work(lengths, rates, num_heads, kind, share):
     """Catches a count that is off: these shares were found by hand for causal patterns and tiles of 64 rows."""
-    choice = choose_tile(DilatedPattern(lengths, rates, is_causal=True), (0, 65536), num_heads, num_heads, 64, BLOCKS)
+    choice = choose_tile(DilatedPattern(lengths, rates, is_causal=True), (0, 65536), num_heads, num_heads, 64, FORWARD)
     assert choice.kind == kind
     assert choice.share == pytest.approx(share, abs=0.01)
     assert choice.reason.count("useful") == 4  # all candidates are listed
@@ -216,24 +221,48 @@ def test_the_choice_by_counted_work(lengths, rates, num_heads, kind, share):
 
 def test_a_fused_tile_wider_than_every_segment_is_not_considered():
     """Catches a tile of rows that are all in different segments: its work is nearly all masked."""
-    choice = choose_tile(DilatedPattern((64, 128), (63, 64)), (0, 512), 4, 4, 64, BLOCKS)
-    assert choice.kind == "branches"
-    assert "R = 4032 is no less than the longest segment, 128" in choice.reason
+    for candidates in (FORWARD, BACKWARD):
+        choice = choose_tile(DilatedPattern((64, 128), (63, 64)), (0, 512), 4, 4, 64, candidates)
+        assert choice.kind == "branches"
+        assert "R = 4032 is no less than the longest segment, 128" in choice.reason
 
 
-def test_the_count_is_that_of_the_enumeration():
+def test_the_choice_for_the_backward():
+    """Catches a backward that is chosen by the forward's work: its tiles are others, and more of it is merged."""
+    pattern = DilatedPattern((2048, 4096), (1, 2), is_causal=True)
+    choice = choose_tile(pattern, (0, 65536), 8, 8, 64, BACKWARD)
+    query, keys = BACKWARD[0]
+    pairs = branches_work(pattern, (0, 65536), 8, 8, query).pairs
+    computed = 3 * fused_work(pattern, (0, 65536), 8, 8, query) + 4 * fused_work(pattern, (0, 65536), 8, 8, keys)
+    assert choice == choice._replace(kind="fused", block=128, share=7 * pairs / computed)
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_the_count_is_that_of_the_enumeration(of_keys):
     """Catches a shortcut of the count (heads by phase, sampled tiles) that changes its result."""
     for ends, num_heads, num_kv_heads, pattern in CASES:
-        borders, (block_m, block_n) = (0, *ends), (16, 8)
-        packs = packs_of(pattern, num_heads, num_kv_heads, block_m)
+        borders, kernel = (0, *ends), Kernel(16, 8, 4, 2, of_keys)
+        packs = packs_of(pattern, num_heads, num_kv_heads, kernel.block_m)
         phases, step = _shared(pattern, num_heads)
         computed = 0
-        for tile in fused_tiles(borders, step, block_m // packs.size):
+        for tile in fused_tiles(borders, step, kernel.block_n if of_keys else kernel.block_m // packs.size):
             for i in range(num_heads // packs.size):
                 head = pack_heads(packs, num_heads, num_kv_heads, i).start
-                for visit in visits(pattern, tile, phases[head], block_n):
-                    computed += -(-visit.end // block_n) * block_m * block_n
-        assert tiles.fused_work(pattern, borders, num_heads, num_kv_heads, block_m, block_n) == computed
+                block = kernel.block_m if of_keys else kernel.block_n
+                for visit in visits(pattern, tile, phases[head], block, of_keys=of_keys, pack=packs.size):
+                    first = visit.begin_or_full if of_keys else 0
+                    computed += len(range(first, visit.end, block)) * kernel.block_m * kernel.block_n
+        assert fused_work(pattern, borders, num_heads, num_kv_heads, kernel) == computed
         useful = multiplicity(pattern, borders[-1], num_heads, borders).sum()
-        pairs, computed, _ = tiles.branches_work(pattern, borders, num_heads, num_kv_heads, block_m, block_n)
-        assert pairs == useful <= computed
+        work = branches_work(pattern, borders, num_heads, num_kv_heads, kernel)
+        assert work.pairs == useful <= work.computed
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_the_rows_that_branches_merge(of_keys):
+    """Catches rows of a first branch counted as merged, and rows of a later one that are not."""
+    kernel = Kernel(16, 16, 2, 1, of_keys)
+    work = branches_work(DilatedPattern((16, 64), (1, 2)), (0, 64), 4, 2, kernel)
+    rows_of_the_second_branch = 64 // 2 * 4  # of each query head; a key/value head is read in both phases
+    assert work.merged == rows_of_the_second_branch
+    assert branches_work(DilatedPattern((16,), (1,)), (0, 64), 4, 2, kernel).merged == 0

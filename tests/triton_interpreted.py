@@ -8,22 +8,25 @@ Blocks are 16 x 16 here, so that short sequences have several. bfloat16 is not a
 products of it are wrong. All tests but one run with uninitialised memory filled with NaN.
 """
 
+import gc
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, kernels
-from ring_dilated_attention.kernels.triton import fused, partial
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.bench.measure import allocated
+from ring_dilated_attention.estimate import attention_memory
+from ring_dilated_attention.kernels.triton import fused, in_place, launch
 from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
-from ring_dilated_attention.kernels.triton.config import PRECISIONS
 from ring_dilated_attention.kernels.triton.launch import pack_of
+from ring_dilated_attention.kernels.triton.tiles import Choice
 from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 from ring_dilated_attention.sharding import make_shards
-from ring_dilated_attention.tiles import rows_view
 
 assert IS_INTERPRETED, "set TRITON_INTERPRET=1"
 
@@ -39,11 +42,6 @@ def _poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch):
-    monkeypatch.setitem(kernels.BACKENDS, "triton", partial)
 
 
 class Call:
@@ -98,48 +96,15 @@ class Call:
             error, allowed = relative_error(x, y), 2 * torchs + floor
             assert error <= allowed, f"{name}: {error:.2e} against {allowed:.2e}"
 
-    def by_plan(self, **kwargs) -> list[Tensor]:
-        """Through dilated_attention: views, partials, merges."""
+    def run(self, kind: str, **kwargs) -> list[Tensor]:
+        """Through dilated_attention, with the shape of the tiles as given: "fused" or "branches"."""
         leaves = [x.clone().requires_grad_() for x in self.inputs]
         borders = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
-        results = dilated_attention(
-            *leaves, self.pattern, backend="triton", return_lse=True, cu_seqlens=borders, **kwargs
-        )
-        return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, [self.dout, self.dlse])]
-
-    def fused(self, **kwargs) -> list[Tensor]:
-        """All branches at once."""
-        call = (self.pattern, tuple(self.documents or (0, self.inputs[0].shape[1])), self.scale)
-        out, lse = fused.forward(*call, *self.inputs, **kwargs)
-        return [out, lse, *fused.backward(*call, self.dout, self.dlse, *self.inputs, out, lse)]
-
-    def in_place(self) -> list[Tensor]:
-        """Tile by tile into accumulators in float32, without partials."""
-        query, key, value = self.inputs
-        num_heads, num_kv_heads = query.shape[2], key.shape[2]
-        plan = make_plan(self.pattern, make_shards("contiguous", (query.shape[1],)), 0, num_heads, num_kv_heads)
-        out, lse = torch.zeros(query.shape), torch.full(query.shape[:3], -torch.inf)
-        dq, dk, dv = (torch.zeros(x.shape) for x in self.inputs)
-        assert query.shape[0] == 1
-        for tile in plan.local:
-            q, o = rows_view(query, tile.query), rows_view(out, tile.query)
-            k, v = rows_view(key, tile.key), rows_view(value, tile.key)
-            rows = rows_view(lse.unsqueeze(-1), tile.query).squeeze(-1)
-            partial.forward_into(q, k, v, o, rows, tile.is_causal, self.scale, first=tile.first_query)
-        delta = partial.delta(
-            self.dout.transpose(1, 2), self.dlse.transpose(1, 2), out.to(self.dtype).transpose(1, 2)
-        ).transpose(1, 2)
-        lse_BNH, delta_BNH = lse.contiguous(), delta.contiguous()
-        for tile in plan.local:
-            q, do, q_grad = (rows_view(x, tile.query) for x in (query, self.dout, dq))
-            k, v, k_grad, v_grad = (rows_view(x, tile.key) for x in (key, value, dk, dv))
-            d, rows = (rows_view(x.unsqueeze(-1), tile.query).squeeze(-1) for x in (delta_BNH, lse_BNH))
-            partial.backward_into(
-                *(do, d, q, k, v, rows, q_grad, k_grad, v_grad, tile.is_causal, self.scale),
-                first_query=tile.first_query,
-                first_key=tile.first_key,
+        with mock.patch.object(in_place, "choose", return_value=Choice(kind, 16, 0.0, "")):
+            results = dilated_attention(
+                *leaves, self.pattern, backend="triton", return_lse=True, cu_seqlens=borders, **kwargs
             )
-        return [out.to(self.dtype), lse, *(x.to(self.dtype) for x in (dq, dk, dv))]
+            return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, [self.dout, self.dlse])]
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
@@ -161,6 +126,7 @@ CASES = [
     (1, 17, 2, 2, 256, [(17, 1)], {"is_causal": True}, None),
 ]
 HALF = [CASES[0], CASES[2], CASES[5]]
+KINDS = ["fused", "branches"]
 
 
 def call_of(case, dtype=torch.float32, **kwargs) -> Call:
@@ -168,40 +134,99 @@ def call_of(case, dtype=torch.float32, **kwargs) -> Call:
     return Call(pattern_of(branches, **rules), *shape, dtype, documents, **kwargs)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_plan_with_these_kernels(case):
-    """Catches any error of the kernels over strided views: ragged rows, odd head dims, shared keys, causality, dlse."""
+def test_against_the_definition(case, kind):
+    """Catches any error of the kernels: ragged rows, odd head dims, shared keys, causality, documents, dlse; in place
+    also a state (max, sum, acc) that is not the partial it stands for, or that of an empty one."""
     call = call_of(case)
-    call.check(call.by_plan())
+    call.check(call.run(kind))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_branches_at_once(case):
-    """Catches an error of the fused kernels: phases, segments, documents and heads that a tile meets."""
-    call = call_of(case)
-    call.check(call.fused())
-
-
-@pytest.mark.parametrize("way", ["by_plan", "fused", "in_place"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", HALF, ids=str)
-def test_float16(case, way):
+def test_float16(case, kind):
     """Catches a sum or a weight kept in 16 bits."""
     call = call_of((1, *case[1:]), torch.float16)
-    call.check(getattr(call, way)())
+    call.check(call.run(kind))
 
 
-@pytest.mark.parametrize("case", [(1, *case[1:]) for case in CASES if case[-1] is None], ids=str)
-def test_in_place(case):
-    """Catches a state (max, sum, acc) = (lse, 1, out) that is not the partial it stands for, also an empty one."""
-    call = call_of(case)
-    call.check(call.in_place())
+def test_the_choice_is_made_and_carried_out(monkeypatch):
+    """Catches a choice that is not asked for, or not followed, in forward or in backward."""
+    asked, launched = [], []
+    choose = in_place.choose
+
+    def noted(*arguments, backward):
+        asked.append(backward)
+        return choose(*arguments, backward=backward)._replace(kind="branches" if backward else "fused")
+
+    monkeypatch.setattr(in_place, "choose", noted)
+    for module, name in ((fused, "forward"), (fused, "backward"), (launch, "launch_forward"), (launch, "launch_delta")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=original, n=name, **k: (launched.append(n), f(*a, **k))[1])
+    leaves = [torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3)]
+    dilated_attention(*leaves, pattern_of([(8, 1), (40, 2)]), backend="triton").sum().backward()
+    assert asked == [False, True]
+    assert launched == ["forward", "launch_delta"]
 
 
-@pytest.mark.parametrize("way", ["by_plan", "fused", "in_place"])
-def test_one_position(way):
+@pytest.fixture
+def garbage_stays():
+    """The interpreter leaves cycles that hold tensors: none may be freed while a later call is measured."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("fused", torch.float16), ("fused", torch.float32), ("branches", torch.float32)], ids=str
+)
+def test_memory_is_what_is_planned(kind, dtype, garbage_stays):
+    """Catches a copy, a partial or an accumulator that nobody planned: the allocator's peak is the estimate."""
+    torch.use_deterministic_algorithms(False)
+    case = (2, 96, 4, 2, 64, [(32, 1), (96, 4)], {"is_causal": True}, None)
+    call = call_of(case, dtype)
+    inputs = [x.requires_grad_() for x in call.inputs]
+    plan = make_plan(call.pattern, make_shards("contiguous", (96,)), 0, 4, 2)
+    kernel = "fused" if kind == "fused" else "in-place"
+    planned = attention_memory(plan, 2, 64, dtype.itemsize, kernel=kernel)
+
+    def forward():
+        return dilated_attention(*inputs, call.pattern, backend="triton")
+
+    def both():
+        out = forward()
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    with mock.patch.object(in_place, "choose", return_value=Choice(kind, 16, 0.0, "")):
+        both()  # what only the first call makes is not the call's
+        given = sum(x.nbytes for x in inputs)
+        assert given + allocated(forward).peak_bytes == pytest.approx(planned.forward.num_bytes, rel=0.02)
+        assert given + allocated(both).peak_bytes == pytest.approx(planned.forward_backward.num_bytes, rel=0.02)
+
+
+def test_many_merges_round_nothing_away():
+    """Catches a log-sum-exp that loses a float32's half unit at each of many merges: the error would grow with them."""
+    keys = 512
+    q, k, v = (torch.randn(1, n, 1, 16).transpose(1, 2) for n in (4, keys, keys))
+    out, lse = torch.zeros(1, 1, 4, 16), torch.full((1, 1, 4), -torch.inf, dtype=torch.float64)
+    # One column adds 20 to every score: a large log-sum-exp has a coarse float32.
+    q = torch.cat([q[..., :-1], torch.full_like(q[..., :1], 8)], -1)
+    k = torch.cat([k[..., :-1], torch.full_like(k[..., :1], 10)], -1)
+    scores = (q.double() @ k.double().mT) * 0.25
+    for i in range(0, keys, 2):
+        in_place.forward_into(q, k[:, :, i : i + 2], v[:, :, i : i + 2], out, lse, False, 0.25, first=i == 0)
+    exact = scores.logsumexp(-1)
+    assert exact.min() > 20
+    torch.testing.assert_close(lse, exact, rtol=0, atol=3e-6)
+    torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_position(kind):
     """Catches a tile of one row. dq and dk come from dlse alone, since dout (v - out) is 0, so errors are absolute."""
     call = call_of((1, 1, 3, 3, 16, [(1, 1), (5, 1)], {}, None))
-    for name, x, y in zip(NAMES, getattr(call, way)(), call.exact, strict=True):
+    for name, x, y in zip(NAMES, call.run(kind), call.exact, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-6, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -210,15 +235,15 @@ def test_hops_of_the_ring(sharding):
     """Catches kernels that need as many keys as queries: a hop has its own number of keys, in a flat buffer."""
     call = call_of((1, 60, 4, 2, 16, [(8, 1), (60, 2)], {"is_causal": True}, None))
     parallel = ContextParallel(exchange="simulated", world_size=3, sharding=sharding)
-    call.check(call.by_plan(parallel=parallel))
+    call.check(call.run("branches", parallel=parallel))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp2 of scores that are then masked
 def test_large_scores():
     """Catches exponentials without a maximum subtracted: scores reach 1e4."""
-    for way in ("by_plan", "fused"):
+    for kind in KINDS:
         call = call_of((1, 40, 2, 2, 16, [(10, 1), (40, 2)], {}, None), gain=60.0)
-        results = getattr(call, way)()
+        results = call.run(kind)
         assert all(x.isfinite().all() for x in results)
         torch.testing.assert_close(results[1].double(), call.exact[1], rtol=1e-5, atol=1e-3)
 
@@ -226,24 +251,26 @@ def test_large_scores():
 @pytest.mark.parametrize("block_m", [16, 32])
 def test_both_sizes_of_the_fused_tile(block_m, monkeypatch):
     """Catches a number of rows that is a constant somewhere."""
-    sizes = tuple(c._replace(block_m=m) for c in fused.blocks_for(torch.zeros(1, 1, 1, 16)) for m in (16, 32))
-    monkeypatch.setattr(fused, "blocks_for", lambda query: sizes)
+    sizes = {"forward": 32, "forward_half": 16}
+    config_for = launch.config_for
+    monkeypatch.setattr(launch, "config_for", lambda name, x: config_for(name, x)._replace(block_m=sizes.get(name, 16)))
     call = call_of(CASES[0])
-    call.check(call.fused(block_m=block_m))
+    out, lse = fused.forward(call.pattern, (0, 63), call.scale, *call.inputs, block_m=block_m)
+    for i, x in enumerate((out, lse)):
+        torch.testing.assert_close(x.double(), call.exact[i], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, of the NaN it is given
-def test_nan_stays_in_its_segment():
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_stays_in_its_segment(kind):
     """Catches 0 * NaN in tiles that cross a border: a bad row of key, value, query or dout spoils its segment alone."""
-    pattern = pattern_of([(8, 1)], is_causal=True)
-    clean = Call(pattern, 1, 40, 2, 2, 16, torch.float32)
-    expected = clean.fused()
+    call = Call(pattern_of([(8, 1)], is_causal=True), 1, 40, 2, 2, 16, torch.float32)
+    expected = call.run(kind)
+    clean = [*call.inputs, call.dout]
     for which, bad in itertools.product(range(4), (torch.nan, torch.inf)):
-        inputs, dout = [x.clone() for x in clean.inputs], clean.dout.clone()
-        (*inputs, dout)[which][0, 12, 1, 3] = bad
-        call = (pattern, (0, 40), clean.scale)
-        out, lse = fused.forward(*call, *inputs)
-        results = [out, lse, *fused.backward(*call, dout, clean.dlse, *inputs, out, lse)]
+        *call.inputs, call.dout = (x.clone() for x in clean)
+        (*call.inputs, call.dout)[which][0, 12, 1, 3] = bad
+        results = call.run(kind)
         inside = torch.zeros(1, 40, 2, dtype=torch.bool)
         inside[:, 8:16, 1] = True
         for x, y in zip(results, expected, strict=True):
@@ -251,20 +278,22 @@ def test_nan_stays_in_its_segment():
         assert not all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
 
-def test_bad_uncovered_rows_do_not_come_in():
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_uncovered_rows_do_not_come_in(kind):
     """Catches a row that no branch covers, yet whose content is used, or whose result is not (0, -inf) and 0."""
     call = Call(pattern_of([(5, 2), (12, 3)], is_causal=True), 1, 21, 2, 2, 16, torch.float32)
     assert not call.covered.all()
-    expected = call.fused()
+    expected = call.run(kind)
     call.check(expected)
     for x in (*call.inputs, call.dout, call.dlse):
         x[~call.covered] = torch.nan
-    for x, y in zip(call.fused(), expected, strict=True):
+    for x, y in zip(call.run(kind), expected, strict=True):
         assert torch.equal(x, y)
     assert all((grad[~call.covered] == 0).all() for grad in expected[2:])
 
 
-def test_offsets_beyond_32_bits():
+@pytest.mark.parametrize("kind", KINDS)
+def test_offsets_beyond_32_bits(kind):
     """Catches offsets in 32 bits: rows here lie 2**27 elements apart in 7 GB, of which only the rows are touched."""
     torch.use_deterministic_algorithms(False)  # NaN would fill all of it
     seq_len, step = 20, 2**27
@@ -273,36 +302,36 @@ def test_offsets_beyond_32_bits():
     near = [torch.randn(1, seq_len, 2, 16, dtype=torch.float16) for _ in far]
     for x, y in zip(far, near, strict=True):
         x.copy_(y)
-    pattern, scale = pattern_of([(20, 1), (7, 2)], is_causal=True), 0.25
+    pattern = pattern_of([(20, 1), (7, 2)], is_causal=True)
 
     def run(q, k):
-        out, lse = fused.forward(pattern, (0, seq_len), scale, q, k, q)
-        grads = fused.backward(pattern, (0, seq_len), scale, q, None, q, k, q, out, lse)
-        views = [x.transpose(1, 2) for x in (q, k)]
-        o, rows = partial.forward(*views, views[0], True, scale)
-        return [out, lse, *grads, o, rows, *partial.backward(views[0], None, *views, views[0], o, rows, True, scale)]
+        leaves = [x.detach().requires_grad_() for x in (q, k, q)]
+        with mock.patch.object(in_place, "choose", return_value=Choice(kind, 16, 0.0, "")):
+            out = dilated_attention(*leaves, pattern, backend="triton")
+            return [out, *torch.autograd.grad(out, leaves, q)]
 
     for x, y in zip(run(*far), run(*near), strict=True):
         assert torch.equal(x, y)
 
 
-def test_precision_is_asked_for_by_name():
-    """Catches an argument that is accepted and ignored (the interpreter computes tf32 in full)."""
-    call = call_of(CASES[5])
-    q, k, v = (x.transpose(1, 2) for x in call.inputs)
-    for name in PRECISIONS:
-        assert torch.equal(
-            partial.forward(q, k, v, False, 1.0, input_precision=name)[0], partial.forward(q, k, v, False, 1.0)[0]
-        )
-    with pytest.raises(ValueError, match=r"input_precision='bf16x9' is unknown; choose one of \('ieee', 'tf32'\)"):
-        partial.forward(q, k, v, False, 1.0, input_precision="bf16x9")
+def test_precision_is_that_of_torchs_products():
+    """Catches TF32 that nobody asked for, and a switch of torch's that is not read (all ways to set it are)."""
+    assert launch.precision() == "ieee"
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert launch.precision() == "tf32"
+        call = call_of(CASES[5])
+        call.check(call.run("fused"))  # the interpreter computes it in full
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert launch.precision() == "ieee"
 
 
 def test_the_interpreter_refuses_bfloat16():
     """Catches results of the interpreter's wrong products."""
-    assert "torch.bfloat16" in partial.why_not(torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16))
-    assert partial.why_not(torch.zeros(1, 1, 1, 16)) is None
-    assert "up to 256, got 257" in partial.why_not(torch.zeros(1, 1, 1, 257))
+    assert "torch.bfloat16" in in_place.why_not(torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16))
+    assert in_place.why_not(torch.zeros(1, 1, 1, 16)) is None
+    assert "up to 256, got 257" in in_place.why_not(torch.zeros(1, 1, 1, 257))
 
 
 def test_packs_divide_the_heads():
@@ -313,7 +342,7 @@ def test_packs_divide_the_heads():
 def test_a_wrong_result_is_seen():
     """Proof that the comparisons above can fail: one result that is off by a hundred thousandth does not pass."""
     call = call_of(CASES[5])
-    right = call.fused()
+    right = call.run("fused")
     call.check(right)
     for i, name in enumerate(NAMES):
         wrong = [x * (1 + 1e-5) if i == j else x for j, x in enumerate(right)]

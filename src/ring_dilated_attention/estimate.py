@@ -4,9 +4,10 @@ Pure integers, no torch. `_forward` and `_backward` below follow `exchange/ring.
 what it does, so the figure is a sum over named items and not a formula. Bytes sent and FLOPs are the plan's own
 (`Plan.bytes_sent`, `Plan.flops`).
 
-What is counted is what torch's allocator gives out for the composed kernels (out, lse and gradients of one tile at a
-time). Not counted: the column that a gradient of lse needs, the float32 copies of one tile that the float16 backward
-makes on CPUs, and what the transport allocates by itself.
+What is counted is what torch's allocator gives out. The composed kernels ("cpu", "sdpa") give out, lse and gradients of
+one tile at a time, which are then merged and added; the Triton kernels merge and add in place; fused, on one device,
+they need no accumulators either. Not counted: the column that a gradient of lse needs, the float32 copies of one tile
+that the float16 backward makes on CPUs, and what the transport allocates by itself.
 """
 
 from collections.abc import Iterator
@@ -40,14 +41,29 @@ class AttentionMemory(NamedTuple):
     forward_backward: Peak
 
 
-def attention_memory(plan: Plan, batch: int, head_dim: int, itemsize: int, *, num_threads: int = 1) -> AttentionMemory:
+KERNELS = ("composed", "in-place", "fused")
+
+
+def attention_memory(
+    plan: Plan, batch: int, head_dim: int, itemsize: int, *, num_threads: int = 1, kernel: str = "composed"
+) -> AttentionMemory:
     """The memory of one call on the plan's rank.
 
     Args:
         itemsize: bytes of an element of query, key and value. Accumulators have at least 4.
         num_threads: threads of the CPU kernel; each has scratch of a fixed size.
+        kernel: one of KERNELS.
+
+    Raises:
+        ValueError: for another kernel, or a fused one of a plan with hops.
     """
-    sizes = _Sizes(plan, batch, head_dim, itemsize, num_threads)
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel={kernel!r} is unknown; choose one of {KERNELS}.")
+    if kernel == "fused" and plan.hops:
+        raise ValueError(
+            f"the fused kernel serves one device, and this plan has {len(plan.hops)} hops. Use 'in-place'."
+        )
+    sizes = _Sizes(plan, batch, head_dim, itemsize, num_threads, kernel)
     ledger = _Ledger()
     ledger.hold("query", sizes.query)
     ledger.hold("key and value", 2 * sizes.key)
@@ -91,13 +107,16 @@ class _Ledger:
 class _Sizes:
     """Sizes in bytes, of whole tensors and of one tile."""
 
-    def __init__(self, plan: Plan, batch: int, head_dim: int, itemsize: int, num_threads: int) -> None:
+    def __init__(self, plan: Plan, batch: int, head_dim: int, itemsize: int, num_threads: int, kernel: str) -> None:
         self.plan, self.batch, self.head_dim, self.num_threads = plan, batch, head_dim, num_threads
-        self.itemsize, self.sum_itemsize = itemsize, max(itemsize, 4)
+        self.is_composed, self.is_fused = kernel == "composed", kernel == "fused"
+        self.itemsize, self.lse_itemsize = itemsize, max(itemsize, 4)
+        self.sum_itemsize = itemsize if self.is_fused else self.lse_itemsize
         rows = batch * plan.num_rows
         self.query = rows * plan.num_heads * head_dim * itemsize
         self.key = rows * plan.num_kv_heads * head_dim * itemsize
-        self.lse = rows * plan.num_heads * self.sum_itemsize
+        self.lse = rows * plan.num_heads * self.lse_itemsize
+        self.delta = 0 if self.is_composed else self.lse
         self.chunk = plan.chunk_size * batch * head_dim * itemsize
         self.is_cast = itemsize < self.sum_itemsize
 
@@ -107,7 +126,7 @@ class _Sizes:
 
     def wide(self, lse_bytes: int) -> int:
         """The same lse in float64, in which it is merged."""
-        return lse_bytes // self.sum_itemsize * 8
+        return lse_bytes if self.is_fused else lse_bytes // self.lse_itemsize * 8
 
     def cast(self, num_bytes: int) -> int:
         """The copy in the accumulator's dtype that adding or merging makes of a 16-bit partial."""
@@ -125,12 +144,14 @@ class _Sizes:
         return self.batch // self.num_calls(tile) * rows.segments * len(rows.heads) * rows.num_rows
 
     def tile_query(self, tile: Tile) -> int:
-        return self.query_rows(tile) * self.head_dim * self.itemsize
+        return self.query_rows(tile) * self.head_dim * self.itemsize if self.is_composed else 0
 
     def tile_lse(self, tile: Tile) -> int:
-        return self.query_rows(tile) * self.sum_itemsize
+        return self.query_rows(tile) * self.lse_itemsize if self.is_composed else 0
 
     def tile_key(self, tile: Tile) -> int:
+        if not self.is_composed:
+            return 0
         entries = self.batch // self.num_calls(tile) * tile.query.segments
         return entries * len(tile.key.heads) * tile.key.num_rows * self.head_dim * self.itemsize
 
@@ -147,6 +168,8 @@ class _Sizes:
 
     def scratch(self, tile: Tile, *, backward: bool) -> int:
         """Blocks of scores per thread in torch's CPU flash attention; backward has their gradients too."""
+        if not self.is_composed:
+            return 0
         queries = min(query_block(tile.query.num_rows), tile.query.num_rows)
         scores = queries * min(KEY_BLOCK, tile.key.num_rows)
         copies = (2 if backward else 1) * self.sum_itemsize + (self.itemsize if self.is_cast else 0)
@@ -194,7 +217,7 @@ def _forward(sizes: _Sizes, ledger: _Ledger) -> None:
         with ledger.holding(copy_in_the_input_dtype=sizes.query):
             pass
     ledger.hold("out", sizes.query)
-    with ledger.holding(lse_in_float64=sizes.wide(sizes.lse)):
+    with ledger.holding(lse_in_float64=0 if sizes.is_fused else sizes.wide(sizes.lse)):
         ledger.hold("lse", sizes.lse)
     ledger.release("two K‖V chunks")
 
@@ -202,6 +225,7 @@ def _forward(sizes: _Sizes, ledger: _Ledger) -> None:
 def _backward(sizes: _Sizes, ledger: _Ledger) -> None:
     plan = sizes.plan
     ledger.hold("two K‖V chunks", 2 * sizes.chunk)
+    ledger.hold("delta", sizes.delta)
     gradients = _Gradients(sizes, ledger)
     for tile in plan.local:
         gradients.add_tile(tile, is_own=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,10 +41,13 @@ class Call:
 
 
 class _Route(NamedTuple):
-    """How this rank carries out a call: the loop, its plan, the link of the ring, and the link that deals heads."""
+    """How this rank carries out a call: the loop, its plan, the link of the ring, and the link that deals heads.
+
+    loop: a module with `forward` and `backward` over a plan, or a kernel's own way to do all of it on one device.
+    """
 
     kernel: ModuleType
-    loop: ModuleType
+    loop: Any
     plan: Plan
     link: Link | None
     inner: Link | None
@@ -60,7 +63,7 @@ def forward(
     if context is not None and context.runs_all:
         return *_simulated_forward(call, context.num_simulated, context, query, key, value, cu_seqlens), number
     with _all_or_none(context, ValueError):
-        route = _route(call, context, f"forward {number}", query, key, cu_seqlens)
+        route = _route(call, context, "forward", number, query, key, cu_seqlens)
     if context is not None:
         context.calls = number  # on all ranks or on none: a call that one rank refused has no number
     with _all_or_none(context):
@@ -90,7 +93,7 @@ def backward(
         tensors = (dout, dlse, query, key, value, out, lse)
         return _simulated_backward(call, context.num_simulated, context, tensors, cu_seqlens)
     with _all_or_none(context, ValueError):
-        route = _route(call, context, f"backward {number}", query, key, cu_seqlens)
+        route = _route(call, context, "backward", number, query, key, cu_seqlens)
     with _all_or_none(context):
         if route.inner is not None:
             dout, query, key, value, out = (_heads(x, route, "backward") for x in (dout, query, key, value, out))
@@ -130,7 +133,13 @@ def _positions(x: Tensor, route: _Route, stage: str) -> Tensor:
 
 
 def _route(
-    call: Call, context: ContextParallel | None, moment: str, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
+    call: Call,
+    context: ContextParallel | None,
+    stage: str,
+    number: int,
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens: Tensor | None,
 ) -> _Route:
     """Handshake, choose the exchange, plan."""
     batch, length, num_heads, head_dim = query.shape
@@ -139,12 +148,13 @@ def _route(
     if context is None or (context.link is None and context.others is None):
         documents = documents_of(cu_seqlens, length)
         plan = make_plan(call.pattern, make_shards("contiguous", (length,)), 0, num_heads, num_kv_heads, documents)
-        return _Route(kernel, ring, plan, None, None, ())
-    borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+        borders = documents or (0, length)
+        return _Route(kernel, _one_device_loop(kernel, call, borders, query, num_kv_heads, stage), plan, None, None, ())
+    given = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
     lengths = context.handshake(
         length,
         {
-            "call": moment,
+            "call": f"{stage} {number}",
             "pattern": call.pattern,
             "shape": f"batch {batch}, {num_heads} heads, {num_kv_heads} key/value heads, head dim {head_dim}",
             "dtype": query.dtype,
@@ -152,7 +162,7 @@ def _route(
             "scale": call.scale,
             "sharding": context.sharding,
             "exchange": context.exchange,
-            "cu_seqlens": borders if borders is None or len(borders) <= 64 else (len(borders), hash(borders)),
+            "cu_seqlens": given if given is None or len(given) <= 64 else (len(given), hash(given)),
             "gradients": call.needs_grad or "none",
             "return_lse": call.return_lse,
         },
@@ -183,6 +193,17 @@ def _route(
         held,
     )
     return _Route(kernel, _LOOPS.get(name, ring), plan, link, inner, groups[context.rank // size])
+
+
+def _one_device_loop(
+    kernel: ModuleType, call: Call, borders: tuple[int, ...], query: Tensor, num_kv_heads: int, stage: str
+) -> Any:
+    """The kernel's own way over all branches at once, if it has one and it pays; else the ring of one."""
+    if hasattr(kernel, "whole") and query.numel():
+        whole = kernel.whole(call.pattern, borders, query, num_kv_heads, backward=stage == "backward")
+        if whole.is_fused:
+            return whole
+    return ring
 
 
 def _dealt_heads(num_heads: int, num_kv_heads: int, inner: Link) -> range:

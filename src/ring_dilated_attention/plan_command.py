@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .estimate import AttentionMemory, attention_memory
+from .estimate import KERNELS, AttentionMemory, attention_memory
 from .pattern import PHASE_RULES, DilatedPattern
 from .plan import Plan
 from .planner import make_plan
@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-heads", type=int, metavar="G", help="key/value heads (default as many)")
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="default 64")
     parser.add_argument("--dtype", choices=ITEMSIZE, default="float32", help="of query, key and value")
+    parser.add_argument(
+        "--kernel",
+        choices=KERNELS,
+        default=KERNELS[0],
+        help="for the memory: composed of torch's (default), Triton's in place, or fused (one rank)",
+    )
     parser.add_argument("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
     parser.add_argument("--align", type=int, default=1, metavar="A", help="borders of shards at multiples of it")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -71,10 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
         pattern = pattern_of(arguments)
         check_positive(arguments)
         plans = make_plans(pattern, split(arguments, arguments.seq_len), arguments)
+        memories = [memory_of(plan, arguments) for plan in plans]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    memories = [memory_of(plan, arguments) for plan in plans]
     rows = rank_rows(plans, memories, arguments)
     # Planning many ranks twice more takes minutes, and the comparison says little new there.
     compared = compare_shardings(pattern, arguments) if 1 < arguments.ranks <= MOST_COMPARED else []
@@ -130,7 +136,8 @@ def make_plans(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: ar
 
 
 def memory_of(plan: Plan, arguments: argparse.Namespace) -> AttentionMemory:
-    return attention_memory(plan, arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype])
+    itemsize = ITEMSIZE[arguments.dtype]
+    return attention_memory(plan, arguments.batch, arguments.head_dim, itemsize, kernel=arguments.kernel)
 
 
 def rank_rows(plans: list[Plan], memories: list[AttentionMemory], arguments: argparse.Namespace) -> list[RankRow]:

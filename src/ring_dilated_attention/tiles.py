@@ -3,8 +3,9 @@
 B batch, N positions, S segments, M rows of one segment and phase, H query heads, G key/value heads, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,14 +84,17 @@ class MergedPartial:
             if self.out_BNHD is not None:
                 self.lse_BNH = lse_BHM.transpose(1, 2).double().contiguous().view(self.like.shape[:3])
                 return
-        out_BNHD, lse_BNH = self._allocated()
-        out = rows_view(out_BNHD[batch], rows)
-        lse = _row_numbers(lse_BNH[batch], rows)
+        out, lse = self.views(rows, batch)
         if first:
             out.copy_(out_BHMD)
             lse.copy_(lse_BHM)
         else:
             merge_(out, lse, out_BHMD, lse_BHM)
+
+    def views(self, rows: Rows, batch: slice) -> tuple[Tensor, Tensor]:
+        """out (B·S, heads, M, D) and lse (B·S, heads, M) of these rows, for kernels that merge in place."""
+        out_BNHD, lse_BNH = self._allocated()
+        return rows_view(out_BNHD[batch], rows), _row_numbers(lse_BNH[batch], rows)
 
     def _allocated(self) -> tuple[Tensor, Tensor]:
         """The accumulators: rows that no first tile writes must hold the identity (0, -inf)."""
@@ -121,11 +125,15 @@ class Sum:
             self.sum_BNHD = _adopted(grad_BHMD, self.like, self.dtype)
             if self.sum_BNHD is not None:
                 return
-        view = rows_view(self._allocated()[batch], rows)
+        view = self.view(rows, batch)
         if first:
             view.copy_(grad_BHMD)
         else:
             view.add_(grad_BHMD)
+
+    def view(self, rows: Rows, batch: slice) -> Tensor:
+        """(B·S, heads, M, D) of these rows, for kernels that add in place."""
+        return rows_view(self._allocated()[batch], rows)
 
     def _allocated(self) -> Tensor:
         if self.sum_BNHD is None:
@@ -137,6 +145,39 @@ class Sum:
         """The sum in the input's dtype. To be asked for once: the accumulator goes."""
         total, self.sum_BNHD = self._allocated(), None
         return total.to(self.like.dtype)
+
+
+class OwnKeys(NamedTuple):
+    """Where gradients of a rank's own keys and values are summed."""
+
+    dk: Sum
+    dv: Sum
+
+    def add(self, tile: Tile, batch: slice, k_grad: Tensor, v_grad: Tensor) -> None:
+        assert isinstance(tile.key, Rows)
+        self.dk.add(tile.key, batch, tile.first_key, k_grad)
+        self.dv.add(tile.key, batch, tile.first_key, v_grad)
+
+    def views(self, tile: Tile, batch: slice) -> tuple[Tensor, Tensor]:
+        assert isinstance(tile.key, Rows)
+        return self.dk.view(tile.key, batch), self.dv.view(tile.key, batch)
+
+
+class ChunkKeys(NamedTuple):
+    """Where gradients of received chunks are summed: a flat buffer, for chunks of (B, heads, M, D)."""
+
+    buffer: Tensor
+    batch: int
+    head_dim: int
+
+    def add(self, tile: Tile, batch: slice, k_grad: Tensor, v_grad: Tensor) -> None:
+        k_sum, v_sum = self.views(tile, batch)
+        k_sum += k_grad
+        v_sum += v_grad
+
+    def views(self, tile: Tile, batch: slice) -> tuple[Tensor, Tensor]:
+        assert isinstance(tile.key, Block)
+        return block_views(self.buffer, tile.key, self.batch, self.head_dim)
 
 
 def _key_views(tile: Tile, batch: slice, source: tuple[Tensor, Tensor] | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,47 +202,78 @@ def forward_tile(
     for batch in batch_slices(tile.query, query, *own):
         q = rows_view(query[batch], tile.query)
         k, v = _key_views(tile, batch, source, query)
-        to.add(tile.query, batch, tile.first_query, *kernel.forward(q, k, v, tile.is_causal, scale))
+        if hasattr(kernel, "forward_into"):
+            out, lse = to.views(tile.query, batch)
+            kernel.forward_into(q, k, v, out, lse, tile.is_causal, scale, first=tile.first_query)
+        else:
+            to.add(tile.query, batch, tile.first_query, *kernel.forward(q, k, v, tile.is_causal, scale))
+
+
+class QuerySide(NamedTuple):
+    """What backward knows of a rank's queries, all (B, N, H, D) or (B, N, H); `out` and `lse` are the merged ones.
+
+    delta: rowsum(dout * out) - dlse, for the kernels that take it ready; others make it of dout, dlse and out.
+    """
+
+    dout: Tensor
+    dlse: Tensor | None
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+    delta: Tensor | None
+
+
+def query_side(
+    kernel: ModuleType, dout: Tensor, dlse: Tensor | None, query: Tensor, out: Tensor, lse: Tensor
+) -> QuerySide:
+    if not hasattr(kernel, "delta"):
+        return QuerySide(dout, dlse, query, out, lse, None)
+    return QuerySide(dout, dlse, query, out, lse.contiguous(), kernel.delta(dout, dlse, out))
 
 
 def backward_tile(
     kernel: ModuleType,
     tile: Tile,
     scale: float,
-    query_side: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    side: QuerySide,
     source: tuple[Tensor, Tensor] | Tensor,
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """The batch entries of a tile and their dq, dk, dv. query_side is the rank's (dout, dlse, query, out, lse)."""
-    dout, dlse, query, out, lse = query_side
+    dq: Sum,
+    keys: OwnKeys | ChunkKeys,
+    before_keys: Callable[[], None] = lambda: None,
+) -> None:
+    """Add a tile's gradients to `dq` and `keys`. `before_keys` is called when everything else is under way."""
     own = source if isinstance(source, tuple) else ()
-    for batch in batch_slices(tile.query, query, dout, out, *own):
-        dout_rows, query_rows, out_rows = (rows_view(x[batch], tile.query) for x in (dout, query, out))
-        lse_rows, dlse_rows = (None if x is None else _row_numbers(x[batch], tile.query) for x in (lse, dlse))
-        k, v = _key_views(tile, batch, source, query)
-        yield (
-            batch,
-            *kernel.backward(dout_rows, dlse_rows, query_rows, k, v, out_rows, lse_rows, tile.is_causal, scale),
+    for batch in batch_slices(tile.query, side.query, side.dout, side.out, *own):
+        dout, q, out = (rows_view(x[batch], tile.query) for x in (side.dout, side.query, side.out))
+        dlse, lse, delta = (
+            None if x is None else _row_numbers(x[batch], tile.query) for x in (side.dlse, side.lse, side.delta)
         )
+        k, v = _key_views(tile, batch, source, side.query)
+        if delta is not None:
+            inputs = (dout, delta, q, k, v, lse)
+            first_key = tile.first_key and isinstance(tile.key, Rows)
+            kernel.query_gradient_into(
+                *inputs, dq.view(tile.query, batch), tile.is_causal, scale, first=tile.first_query
+            )
+            before_keys()
+            kernel.key_gradient_into(*inputs, *keys.views(tile, batch), tile.is_causal, scale, first=first_key)
+        else:
+            q_grad, k_grad, v_grad = kernel.backward(dout, dlse, q, k, v, out, lse, tile.is_causal, scale)
+            dq.add(tile.query, batch, tile.first_query, q_grad)
+            before_keys()
+            keys.add(tile, batch, k_grad, v_grad)
+            del q_grad, k_grad, v_grad  # before the next tile makes its own
 
 
 def local_gradients(
-    kernel: ModuleType,
-    plan: Plan,
-    scale: float,
-    query_side: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
-    key: Tensor,
-    value: Tensor,
-) -> tuple[Sum, Sum, Sum]:
-    """dq, dk, dv so far: of the tiles with own rows on both sides."""
-    dq, dk, dv = Sum(query_side[2], plan.query_covered), Sum(key, plan.key_covered), Sum(value, plan.key_covered)
+    kernel: ModuleType, plan: Plan, scale: float, side: QuerySide, key: Tensor, value: Tensor
+) -> tuple[Sum, OwnKeys]:
+    """The sums of gradients so far: of the tiles with own rows on both sides."""
+    dq = Sum(side.query, plan.query_covered)
+    keys = OwnKeys(Sum(key, plan.key_covered), Sum(value, plan.key_covered))
     for tile in plan.local:
-        assert isinstance(tile.key, Rows)
-        for batch, q_grad, k_grad, v_grad in backward_tile(kernel, tile, scale, query_side, (key, value)):
-            dq.add(tile.query, batch, tile.first_query, q_grad)
-            dk.add(tile.key, batch, tile.first_key, k_grad)
-            dv.add(tile.key, batch, tile.first_key, v_grad)
-            del q_grad, k_grad, v_grad  # before the next tile makes its own
-    return dq, dk, dv
+        backward_tile(kernel, tile, scale, side, (key, value), dq, keys)
+    return dq, keys
 
 
 def pack(plan: Plan, key: Tensor, value: Tensor) -> Tensor:
@@ -214,11 +286,11 @@ def pack(plan: Plan, key: Tensor, value: Tensor) -> Tensor:
     return buffer
 
 
-def add_home(plan: Plan, message: Message, arrived: Tensor, dk: Sum, dv: Sum, at: int) -> None:
+def add_home(plan: Plan, message: Message, arrived: Tensor, keys: OwnKeys, at: int) -> None:
     """Add the finished gradient of an own chunk, which lies at `at` in `arrived`, where it was dilated from."""
-    batch, head_dim = dk.like.shape[0], dk.like.shape[3]
+    batch, head_dim = keys.dk.like.shape[0], keys.dk.like.shape[3]
     for rows, block in plan.packs:
         if message.offset <= block.offset < message.offset + message.size:
             block = block._replace(offset=block.offset - message.offset + at)
-            for total, part in zip((dk, dv), block_views(arrived, block, batch, head_dim), strict=True):
+            for total, part in zip(keys, block_views(arrived, block, batch, head_dim), strict=True):
                 total.add(rows, slice(None), False, part)

@@ -12,15 +12,16 @@ from torch import Tensor
 from ..plan import Hop, Message, Plan, Tile
 from ..rows import Block
 from ..tiles import (
+    ChunkKeys,
     MergedPartial,
-    Sum,
+    OwnKeys,
     accumulator_dtype,
     add_home,
     backward_tile,
-    block_views,
     forward_tile,
     local_gradients,
     pack,
+    query_side,
 )
 from .comm import Link
 
@@ -56,20 +57,15 @@ def backward(
     """As `ring.backward`: the chunks again, then their gradients straight home."""
     routes = _Routes(plan, query.shape[0] * query.shape[3])
     chunks = routes.gather(key, value, link, "backward")
-    query_side = (dout, dlse, query, out, lse)
-    dq, dk, dv = local_gradients(kernel, plan, scale, query_side, key, value)
+    side = query_side(kernel, dout, dlse, query, out, lse)
+    dq, own = local_gradients(kernel, plan, scale, side, key, value)
     grads = torch.zeros_like(chunks, dtype=accumulator_dtype(chunks.dtype))
+    sums = ChunkKeys(grads, query.shape[0], query.shape[3])
     for hop in plan.hops:
-        for tile in (routes.rebased(hop, tile) for tile in hop.tiles):
-            for _, q_grad, k_grad, v_grad in backward_tile(kernel, tile, scale, query_side, chunks):
-                dq.add(tile.query, slice(None), False, q_grad)
-                assert isinstance(tile.key, Block)
-                k_sum, v_sum = block_views(grads, tile.key, query.shape[0], query.shape[3])
-                k_sum += k_grad
-                v_sum += v_grad
-                del q_grad, k_grad, v_grad
-    routes.bring_home(grads, link, dk, dv)
-    return dq.result(), dk.result(), dv.result()
+        for tile in hop.tiles:
+            backward_tile(kernel, routes.rebased(hop, tile), scale, side, chunks, dq, sums)
+    routes.bring_home(grads, link, own)
+    return dq.result(), own.dk.result(), own.dv.result()
 
 
 class _Routes:
@@ -94,7 +90,7 @@ class _Routes:
         sizes = [sum(m.size for owner, m in self.receives if owner == k) * self.unit for k in range(link.world_size)]
         return torch.cat(link.all_to_all_single(parts, sizes, own, f"{stage}, keys and values"))
 
-    def bring_home(self, grads: Tensor, link: Link | None, dk: Sum, dv: Sum) -> None:
+    def bring_home(self, grads: Tensor, link: Link | None, own: OwnKeys) -> None:
         """Send the gradients of others' chunks to their owners, and add those of the own chunks."""
         if link is None:
             return
@@ -103,7 +99,7 @@ class _Routes:
         returned = torch.cat(link.all_to_all_single(list(grads.split(sizes)), homes, grads, "backward, gradients"))
         start = 0
         for _, message in self.targets:
-            add_home(self.plan, message, returned, dk, dv, at=start)
+            add_home(self.plan, message, returned, own, at=start)
             start += message.size
 
     def rebased(self, hop: Hop, tile: Tile) -> Tile:

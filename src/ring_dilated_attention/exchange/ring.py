@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from ..plan import Hop, Message, Plan
-from ..rows import Block
 from ..tiles import (
+    ChunkKeys,
     MergedPartial,
     accumulator_dtype,
     add_home,
     backward_tile,
-    block_views,
     forward_tile,
     local_gradients,
     pack,
+    query_side,
 )
 from .comm import Link, Pending
 
@@ -64,25 +64,25 @@ def backward(
     ring = RingCall(plan, query, link, "backward")
     chunks = ring.chunk_buffers(key, value)
     moving = ring.start(0, chunks[0], chunks[1])
-    query_side = (dout, dlse, query, out, lse)
-    dq, dk, dv = local_gradients(kernel, plan, scale, query_side, key, value)  # while the first chunks fly
+    side = query_side(kernel, dout, dlse, query, out, lse)
+    dq, own = local_gradients(kernel, plan, scale, side, key, value)  # while the first chunks fly
     grads = ring.gradient_buffers()
     leaving, arriving = ring.nothing(), list[Pending]()
+
+    def earlier_sums() -> None:
+        """Wait for what earlier ranks added to the gradients of the chunks at hand."""
+        for pending in arriving:
+            pending.wait()
+
     for s, hop in enumerate(plan.hops):
         moving.wait()
         chunk, free = chunks[(s + 1) % 2], chunks[s % 2]
         moving = ring.start(s + 1, chunk, free)
         grad, other = grads[s % 2], grads[(s + 1) % 2]
+        sums = ChunkKeys(grad, query.shape[0], query.shape[3])
         for tile in hop.tiles:
-            for batch, q_grad, k_grad, v_grad in backward_tile(kernel, tile, scale, query_side, chunk):
-                dq.add(tile.query, batch, False, q_grad)
-                _wait(arriving)  # what earlier ranks added to these chunks' gradients
-                assert isinstance(tile.key, Block)
-                k_sum, v_sum = block_views(grad, tile.key, query.shape[0], query.shape[3])
-                k_sum += k_grad
-                v_sum += v_grad
-                del q_grad, k_grad, v_grad  # before the next tile makes its own
-        _wait(arriving)
+            backward_tile(kernel, tile, scale, side, chunk, dq, sums, before_keys=earlier_sums)
+        earlier_sums()
         leaving.wait()  # `other` is free from here on
         leaving = ring.send_gradients(s, hop, grad)
         arriving = []
@@ -90,16 +90,11 @@ def backward(
             incoming = ring.receive_gradient(s, message, other)
             if message.owner == plan.rank:
                 incoming.wait()
-                add_home(plan, message, other, dk, dv, at=message.offset)
+                add_home(plan, message, other, own, at=message.offset)
             else:
                 arriving.append(incoming)
     leaving.wait()
-    return dq.result(), dk.result(), dv.result()
-
-
-def _wait(pendings: list[Pending]) -> None:
-    for pending in pendings:
-        pending.wait()
+    return dq.result(), own.dk.result(), own.dv.result()
 
 
 class RingCall:

@@ -5,7 +5,7 @@ from types import ModuleType
 from torch import Tensor
 
 from . import cpu, sdpa
-from .triton import partial as triton
+from .triton import in_place as triton
 
 BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "sdpa": sdpa, "triton": triton}
 

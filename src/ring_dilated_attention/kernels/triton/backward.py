@@ -23,23 +23,23 @@ def delta_kernel(
     num_heads: tl.int32,
     num_rows: tl.int32,
     stride_db: tl.int64,
-    stride_dh: tl.int64,
     stride_dm: tl.int64,
+    stride_dh: tl.int64,
     stride_ob: tl.int64,
-    stride_oh: tl.int64,
     stride_om: tl.int64,
+    stride_oh: tl.int64,
     stride_gb: tl.int64,
-    stride_gh: tl.int64,
     stride_gm: tl.int64,
+    stride_gh: tl.int64,
     stride_eb: tl.int64,
-    stride_eh: tl.int64,
     stride_em: tl.int64,
+    stride_eh: tl.int64,
     HAS_DLSE: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BM: tl.constexpr,
 ) -> None:
-    """delta (B, H, M) of views (B, H, M, D); strides d of dout, o of out, g of dlse, e of delta."""
+    """delta (B, N, H) of (B, N, H, D); strides d of dout, o of out, g of dlse, e of delta."""
     num_tiles = tl.cdiv(num_rows, BM)
     i_t, i_h = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     i_b, i_h = (i_h // num_heads).to(tl.int64), (i_h % num_heads).to(tl.int64)

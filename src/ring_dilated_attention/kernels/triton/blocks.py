@@ -137,10 +137,11 @@ def attend(
 
 
 @triton.jit
-def normalized(b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor) -> tuple:
+def normalized(b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, LSE_TYPE: tl.constexpr) -> tuple:
     """out and lse of an online softmax; 0 and -inf for a row that saw no key."""
     b_total = tl.where(b_sum == 0.0, 1.0, b_sum)
-    b_lse = tl.where(b_sum == 0.0, float("-inf"), (b_max + tl.log2(b_total)) * LN_2)
+    b_lse = (b_max.to(LSE_TYPE) + tl.log2(b_total).to(LSE_TYPE)) * LN_2
+    b_lse = tl.where(b_sum == 0.0, float("-inf"), b_lse)
     return b_out / b_total[:, None], b_lse
 
 

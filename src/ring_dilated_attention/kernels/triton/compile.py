@@ -29,17 +29,19 @@ PATH = Path(__file__).with_name("resources.json")
 HEAD_DIMS = (64, 128)
 # Shared memory of one block, in bytes: CUDA's tables of compute capabilities; LDS of a gfx942 workgroup.
 SHARED_MEMORY = {"cuda:80": 166_912, "cuda:90": 232_448, "cuda:100": 232_448, "hip:gfx942": 65_536}
-FLOAT32 = ("lse", "delta", "dlse")
-INT32 = ("tiles", "branches", "phases")
+TYPES = dict.fromkeys(("lse", "delta", "dlse"), "*fp32") | dict.fromkeys(("tiles", "branches", "phases"), "*i32")
+_POINTERS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_SUMS = {"out": "*fp32", "lse": "*fp64"}
+_GRADIENT_SUMS = dict.fromkeys(("dq", "dk", "dv"), "*fp32")
 
 
 class Case(NamedTuple):
-    """One kernel as it is launched. `results` is their type if not that of the inputs: float32 accumulators."""
+    """One kernel as it is launched. `types` are those of pointers that are neither the inputs' nor as in TYPES."""
 
     name: str
     kernel: Any
     config: str
-    results: str
+    types: Mapping[str, str]
     constants: Mapping[str, bool | int]
 
 
@@ -54,16 +56,16 @@ class Resources(NamedTuple):
 _IN_PLACE = {"IS_CAUSAL": True, "ACCUMULATE": True}
 _FUSED = {"IS_CAUSAL": True, "CROSSES": False}
 CASES = (
-    Case("forward", forward.forward_kernel, "forward", "", {"IS_CAUSAL": True, "ACCUMULATE": False}),
-    Case("forward, in place", forward.forward_kernel, "forward", "fp32", _IN_PLACE),
-    Case("delta", backward.delta_kernel, "", "", {"HAS_DLSE": True, "BM": 64}),
-    Case("query gradient", backward.query_gradient_kernel, "query_gradient", "fp32", _IN_PLACE),
-    Case("key gradient", backward.key_gradient_kernel, "key_gradient", "fp32", _IN_PLACE),
-    Case("fused forward", forward.fused_forward_kernel, "forward", "", _FUSED),
-    Case("fused forward, crossing", forward.fused_forward_kernel, "forward", "", {**_FUSED, "CROSSES": True}),
-    Case("fused forward, half", forward.fused_forward_kernel, "forward_half", "", _FUSED),
-    Case("fused query gradient", backward_fused.fused_query_gradient_kernel, "query_gradient", "", _FUSED),
-    Case("fused key gradient", backward_fused.fused_key_gradient_kernel, "key_gradient", "", _FUSED),
+    Case("forward", forward.forward_kernel, "forward", _SUMS, {"IS_CAUSAL": True, "ACCUMULATE": False}),
+    Case("forward, in place", forward.forward_kernel, "forward", _SUMS, _IN_PLACE),
+    Case("delta", backward.delta_kernel, "", {}, {"HAS_DLSE": True, "BM": 64}),
+    Case("query gradient", backward.query_gradient_kernel, "query_gradient", _GRADIENT_SUMS, _IN_PLACE),
+    Case("key gradient", backward.key_gradient_kernel, "key_gradient", _GRADIENT_SUMS, _IN_PLACE),
+    Case("fused forward", forward.fused_forward_kernel, "forward", {}, _FUSED),
+    Case("fused forward, crossing", forward.fused_forward_kernel, "forward", {}, {**_FUSED, "CROSSES": True}),
+    Case("fused forward, half", forward.fused_forward_kernel, "forward_half", {}, _FUSED),
+    Case("fused query gradient", backward_fused.fused_query_gradient_kernel, "query_gradient", {}, _FUSED),
+    Case("fused key gradient", backward_fused.fused_key_gradient_kernel, "key_gradient", {}, _FUSED),
 )
 
 
@@ -84,9 +86,7 @@ def compile_case(case: Case, target: str, head_dim: int, element: str = "bf16") 
         options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     names = case.kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    signature = {
-        name: "constexpr" if name in constants else _type(name, element, case.results or element) for name in names
-    }
+    signature = {name: "constexpr" if name in constants else _type(name, element, case.types) for name in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
@@ -99,18 +99,14 @@ def compile_case(case: Case, target: str, head_dim: int, element: str = "bf16") 
     return Resources(*used, compiled.metadata.shared)
 
 
-def _type(name: str, element: str, results: str) -> str:
+def _type(name: str, element: str, types: Mapping[str, str]) -> str:
     if name == "scale":
         return "fp32"
     if name.startswith("stride_"):
         return "i64"
-    if name in FLOAT32:
-        return "*fp32"
-    if name in INT32:
-        return "*i32"
-    if name in ("out", "dq", "dk", "dv"):
-        return "*" + results
-    return "*" + element if name in ("q", "k", "v", "dout") else "i32"
+    if name in _POINTERS:
+        return types.get(name, "*" + element)
+    return types.get(name) or TYPES.get(name, "i32")
 
 
 def _cuda(cubin: bytes) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 PATH = Path(__file__).with_name("configs.json")
-PRECISIONS = ("ieee", "tf32")  # of products of float32
 KERNELS = ("forward", "forward_half", "query_gradient", "key_gradient")
 
 

@@ -50,7 +50,7 @@ def forward_kernel(
     """A partial of (B, H, M, D) queries over (B, G, L, D) keys; a key/value head serves num_packs * PACK query heads.
 
     With ACCUMULATE, out and lse hold the partial of other keys, which is the state that the online softmax starts from:
-    (max, sum, acc) = (lse, 1, out). Causal is for M == L.
+    (max, sum, acc) = (lse, 1, out). A float64 lse is (max, sum) = (its float32, exp of the rest). Causal is for M == L.
     """
     i_t = num_tiles - 1 - tl.program_id(0) % num_tiles  # causal: the long ones first
     i_h = tl.program_id(0) // num_tiles
@@ -73,9 +73,11 @@ def forward_kernel(
     # [BM, BD]
     b_q = load_rows(q + i_b * stride_qb + i_qh * stride_qh, o_m * stride_qm + o_h * stride_qh, m_x, True, D, BD)
     if ACCUMULATE:
-        b_max = tl.load(p_lse, mask=m_x, other=float("-inf")).to(tl.float32) * LOG2_E
-        b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
-        b_out = load_rows(p_out, o_out, m_x, True, D, BD).to(tl.float32)
+        b_lse = tl.load(p_lse, mask=m_x, other=float("-inf")) * LOG2_E
+        b_max = b_lse.to(tl.float32)
+        b_shift = tl.where(b_max == float("-inf"), 0.0, b_max)  # (-inf) - (-inf) is NaN
+        b_sum = tl.exp2((b_lse - b_shift).to(tl.float32))  # 1, and what rounding to float32 takes from lse
+        b_out = load_rows(p_out, o_out, m_x, True, D, BD).to(tl.float32) * b_sum[:, None]
     else:
         b_max = tl.full([BM], float("-inf"), tl.float32)
         b_sum = tl.zeros([BM], tl.float32)
@@ -94,7 +96,7 @@ def forward_kernel(
         False, PRECISION, D, BD, BN,
     )
     # fmt: on
-    b_out, b_lse = normalized(b_max, b_sum, b_out)
+    b_out, b_lse = normalized(b_max, b_sum, b_out, lse.dtype.element_ty)
     store_rows(p_out, o_out, m_x, b_out, False, D, BD)
     tl.store(p_lse, b_lse, mask=m_x)
 
@@ -191,6 +193,6 @@ def fused_forward_kernel(
                 full, end, b_max, b_sum, b_out, scale * LOG2_E, CROSSES, PRECISION, D, BD, BN,
             )
             # fmt: on
-    b_out, b_lse = normalized(b_max, b_sum, b_out)
+    b_out, b_lse = normalized(b_max, b_sum, b_out, lse.dtype.element_ty)
     store_rows(out + i_b * stride_ob + i_qh * stride_oh, o_n * stride_on + o_h * stride_oh, m_t, b_out, False, D, BD)
     tl.store(lse + i_b * stride_lb + i_qh * stride_lh + o_n * stride_ln + o_h * stride_lh, b_lse, mask=m_t)

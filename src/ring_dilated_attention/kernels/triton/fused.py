@@ -1,20 +1,33 @@
 """All branches of a pattern at once, on one device: no partials, no merges, no copies, no float32 accumulators.
 
-Unverified: no GPU was at hand (see `partial.py`). `choose` says when it is worth more than tiles of one branch at a
+Unverified: no GPU was at hand (see `in_place.py`). `choose` says when it is worth more than tiles of one branch at a
 time: rows of a tile lie R = lcm(rates) positions apart, and under causality a tile computes what its last row sees.
 
 B batch, N positions, H query heads, G key/value heads, D head dim. Borders (0, ..., N) are those of packed documents.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...pattern import DilatedPattern
-from .config import Config
-from .tiles import Choice, Packs, choose_tile, crosses, fused_tiles, pack_heads, packs_of, phases_of_heads, stride_of
+from ...plan import Plan
+from .tiles import (
+    Choice,
+    Kernel,
+    Packs,
+    choose_tile,
+    crosses,
+    fused_tiles,
+    kernels_of,
+    pack_heads,
+    packs_of,
+    phases_of_heads,
+    stride_of,
+)
 
 
 class _Tables(NamedTuple):
@@ -50,18 +63,66 @@ def _tables(
     return _Tables(tiles, branches, phase, packs, crosses(pattern, borders, positions))
 
 
-def blocks_for(query: Tensor) -> tuple[Config, ...]:
-    """The forward's tiles there are kernels for. Half as many rows span half as many positions."""
+_captured: list[_Tables] = []  # what CUDA graphs read whenever they are replayed: kept for good
+
+
+def _kept_tables(pattern: DilatedPattern, borders: tuple[int, ...], query: Tensor, *others: Any) -> _Tables:
+    tables = _tables(pattern, borders, query.shape[2], *others, query.device)
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        _captured.append(tables)
+    return tables
+
+
+class Whole(NamedTuple):
+    """A call on one device. `forward` and `backward` are those of a loop over a plan, for where it `is_fused`."""
+
+    pattern: DilatedPattern
+    borders: tuple[int, ...]
+    choice: Choice
+
+    @property
+    def is_fused(self) -> bool:
+        return self.choice.kind == "fused"
+
+    def forward(
+        self, kernel: ModuleType, plan: Plan, scale: float, query: Tensor, key: Tensor, value: Tensor, link: None
+    ) -> tuple[Tensor, Tensor]:
+        """As `ring.forward`; the plan is not followed."""
+        return forward(self.pattern, self.borders, scale, query, key, value, block_m=self.choice.block)
+
+    def backward(
+        self,
+        kernel: ModuleType,
+        plan: Plan,
+        scale: float,
+        dout: Tensor,
+        dlse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        link: None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `ring.backward`; the plan is not followed."""
+        return backward(self.pattern, self.borders, scale, dout, dlse, query, key, value, out, lse)
+
+
+def candidates_for(query: Tensor, *, backward: bool) -> tuple[tuple[Kernel, ...], ...]:
+    """The kernels that there are for a pass. Half as many rows span half as many positions."""
     from .launch import config_for
 
-    return tuple(config_for(name, query) for name in ("forward", "forward_half"))
+    passes = (("query_gradient", "key_gradient"),) if backward else (("forward",), ("forward_half",))
+    return tuple(kernels_of(tuple(config_for(name, query)[:2] for name in names)) for names in passes)
 
 
-def choose(pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int) -> Choice:
+def choose(
+    pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int, *, backward: bool = False
+) -> Choice:
     """Fused, or branches one at a time, by counted work. The reason lists all candidates."""
     num_heads, head_dim = query_BNHD.shape[2:]
-    blocks = tuple((block.block_m, block.block_n) for block in blocks_for(query_BNHD))
-    return choose_tile(pattern, borders, num_heads, num_kv_heads, head_dim, blocks)
+    candidates = candidates_for(query_BNHD, backward=backward)
+    return choose_tile(pattern, borders, num_heads, num_kv_heads, head_dim, candidates)
 
 
 def forward(
@@ -73,19 +134,19 @@ def forward(
     value_BNGD: Tensor,
     *,
     block_m: int | None = None,
-    input_precision: str = "ieee",
 ) -> tuple[Tensor, Tensor]:
     """out (B, N, H, D) in the input's dtype and lse (B, N, H) in float32. block_m: of the choice."""
     from .config import padded
     from .forward import fused_forward_kernel
-    from .launch import check, on_device
+    from .launch import check, config_for, on_device, precision
 
-    check(input_precision, query_BNHD, key_BNGD, value_BNGD)
+    check(query_BNHD, key_BNGD, value_BNGD)
     batch, seq_len, num_heads, head_dim = query_BNHD.shape
     num_kv_heads = key_BNGD.shape[2]
-    config = next(c for c in blocks_for(query_BNHD) if block_m in (None, c.block_m))
+    configs = [config_for(name, query_BNHD) for name in ("forward", "forward_half")]
+    config = next(c for c in configs if block_m in (None, c.block_m))
     size = (config.block_m, config.block_n)
-    tables = _tables(pattern, borders, num_heads, num_kv_heads, *size, False, query_BNHD.device)
+    tables = _kept_tables(pattern, borders, query_BNHD, num_kv_heads, *size, False)
     out = torch.empty((batch, seq_len, num_heads, head_dim), dtype=query_BNHD.dtype, device=query_BNHD.device)
     lse = torch.empty((batch, seq_len, num_heads), dtype=torch.float32, device=query_BNHD.device)
     tensors = (query_BNHD, key_BNGD, value_BNGD, out, lse)
@@ -96,7 +157,7 @@ def forward(
             *(stride for x in tensors for stride in x.stride()[:3]),
             CROSSES=tables.crosses,
             IS_CAUSAL=pattern.is_causal,
-            PRECISION=input_precision,
+            PRECISION=precision(),
             D=head_dim,
             BD=padded(head_dim),
             PACK=tables.packs.size,
@@ -119,21 +180,18 @@ def backward(
     value_BNGD: Tensor,
     out_BNHD: Tensor,
     lse_BNH: Tensor,
-    *,
-    input_precision: str = "ieee",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, N, H, D), dk and dv (B, N, G, D), in the input's dtype."""
     from .backward_fused import fused_key_gradient_kernel, fused_query_gradient_kernel
     from .config import padded
-    from .launch import check, config_for, launch_delta, on_device
+    from .launch import check, config_for, launch_delta, on_device, precision
 
-    check(input_precision, dout_BNHD, query_BNHD, key_BNGD, value_BNGD, out_BNHD)
+    check(dout_BNHD, query_BNHD, key_BNGD, value_BNGD, out_BNHD)
     batch, _, num_heads, head_dim = query_BNHD.shape
     num_kv_heads = key_BNGD.shape[2]
     lse = lse_BNH.contiguous()
     delta = torch.empty_like(lse)
-    dlse = None if dlse_BNH is None else dlse_BNH.transpose(1, 2)
-    launch_delta(dout_BNHD.transpose(1, 2), dlse, out_BNHD.transpose(1, 2), delta.transpose(1, 2))
+    launch_delta(dout_BNHD, dlse_BNH, out_BNHD, delta)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query_BNHD, key_BNGD, value_BNGD))
     inputs = (query_BNHD, key_BNGD, value_BNGD, dout_BNHD, lse)
     for kernel, name, results in (
@@ -142,7 +200,7 @@ def backward(
     ):
         config, of_keys = config_for(name, query_BNHD), name == "key_gradient"
         size = (config.block_m, config.block_n)
-        tables = _tables(pattern, borders, num_heads, num_kv_heads, *size, of_keys, query_BNHD.device)
+        tables = _kept_tables(pattern, borders, query_BNHD, num_kv_heads, *size, of_keys)
         num_programs = batch * (num_kv_heads if of_keys else num_heads // tables.packs.size) * len(tables.tiles)
         with on_device(query_BNHD):
             kernel[num_programs,](
@@ -151,7 +209,7 @@ def backward(
                 *(stride for x in (*inputs, *results) for stride in x.stride()[:3]),
                 CROSSES=tables.crosses,
                 IS_CAUSAL=pattern.is_causal,
-                PRECISION=input_precision,
+                PRECISION=precision(),
                 D=head_dim,
                 BD=padded(head_dim),
                 PACK=tables.packs.size,

@@ -10,15 +10,8 @@ from torch import Tensor
 
 from .backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .blocks import IS_INTERPRETED
-from .config import PRECISIONS, Config, architecture, config, padded
+from .config import Config, architecture, config, padded
 from .forward import forward_kernel
-
-
-def rows_like(x_BHMD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty (B, H, M, D) whose memory is ordered (B, M, H, D), as that of the tensor it is a part of."""
-    batch, num_heads, num_rows, head_dim = x_BHMD.shape
-    x = torch.empty((batch, num_rows, num_heads, head_dim), dtype=dtype or x_BHMD.dtype, device=x_BHMD.device)
-    return x.transpose(1, 2)
 
 
 def config_for(kernel: str, x: Tensor) -> Config:
@@ -35,9 +28,12 @@ def pack_of(ratio: int, block_m: int) -> int:
     return max(p for p in range(1, min(ratio, block_m) + 1) if ratio % p == 0)
 
 
-def check(input_precision: str, *rows: Tensor) -> None:
-    if input_precision not in PRECISIONS:
-        raise ValueError(f"input_precision={input_precision!r} is unknown; choose one of {PRECISIONS}.")
+def precision() -> str:
+    """Of products of float32: as torch's own."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def check(*rows: Tensor) -> None:
     for x in rows:
         assert x.stride(-1) == 1, f"a row must be consecutive numbers, got strides {x.stride()}"
         assert x.numel(), f"a kernel needs rows, got {tuple(x.shape)}"
@@ -51,10 +47,10 @@ def launch_forward(
     lse: Tensor,
     is_causal: bool,
     scale: float,
+    *,
     accumulate: bool,
-    input_precision: str,
 ) -> None:
-    check(input_precision, q, k, v, out)
+    check(q, k, v, out)
     (batch, num_heads, num_rows, head_dim), (num_kv_heads, num_keys) = q.shape, k.shape[1:3]
     block_m, block_n, num_warps, num_stages = config_for("forward", q)
     pack = pack_of(num_heads // num_kv_heads, block_m)
@@ -66,7 +62,7 @@ def launch_forward(
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()),
             IS_CAUSAL=is_causal,
             ACCUMULATE=accumulate,
-            PRECISION=input_precision,
+            PRECISION=precision(),
             D=head_dim,
             BD=padded(head_dim),
             PACK=pack,
@@ -78,14 +74,15 @@ def launch_forward(
 
 
 def launch_delta(dout: Tensor, dlse: Tensor | None, out: Tensor, delta: Tensor) -> None:
-    check("ieee", dout, out)
-    batch, num_heads, num_rows, head_dim = out.shape
+    """Of (B, N, H, D) and (B, N, H)."""
+    check(dout, out)
+    batch, num_rows, num_heads, head_dim = out.shape
     block_m = 16 if IS_INTERPRETED else 64
-    dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
+    views = (dout, out, delta if dlse is None else dlse, delta)
     with on_device(out):
         delta_kernel[batch * num_heads * -(-num_rows // block_m),](
-            *(dout, out, delta if dlse is None else dlse, delta, num_heads, num_rows),
-            *(*dout.stride()[:3], *out.stride()[:3], *dlse_strides, *delta.stride()),
+            *(*views, num_heads, num_rows),
+            *(stride for x in views for stride in x.stride()[:3]),
             HAS_DLSE=dlse is not None,
             D=head_dim,
             BD=padded(head_dim),
@@ -103,10 +100,10 @@ def launch_query_gradient(
     dq: Tensor,
     is_causal: bool,
     scale: float,
+    *,
     accumulate: bool,
-    input_precision: str,
 ) -> None:
-    check(input_precision, dout, q, k, v, dq)
+    check(dout, q, k, v, dq)
     assert lse.stride() == delta.stride()
     (batch, num_heads, num_rows, head_dim), (num_kv_heads, num_keys) = q.shape, k.shape[1:3]
     block_m, block_n, num_warps, num_stages = config_for("query_gradient", q)
@@ -120,7 +117,7 @@ def launch_query_gradient(
             *(*dout.stride()[:3], *lse.stride(), *dq.stride()[:3]),
             IS_CAUSAL=is_causal,
             ACCUMULATE=accumulate,
-            PRECISION=input_precision,
+            PRECISION=precision(),
             D=head_dim,
             BD=padded(head_dim),
             PACK=pack,
@@ -142,10 +139,10 @@ def launch_key_gradient(
     dv: Tensor,
     is_causal: bool,
     scale: float,
+    *,
     accumulate: bool,
-    input_precision: str,
 ) -> None:
-    check(input_precision, dout, q, k, v, dk, dv)
+    check(dout, q, k, v, dk, dv)
     assert lse.stride() == delta.stride()
     (batch, num_heads, num_rows, head_dim), (num_kv_heads, num_keys) = q.shape, k.shape[1:3]
     block_m, block_n, num_warps, num_stages = config_for("key_gradient", q)
@@ -159,7 +156,7 @@ def launch_key_gradient(
             *(*dk.stride()[:3], *dv.stride()[:3]),
             IS_CAUSAL=is_causal,
             ACCUMULATE=accumulate,
-            PRECISION=input_precision,
+            PRECISION=precision(),
             D=head_dim,
             BD=padded(head_dim),
             PACK=pack,

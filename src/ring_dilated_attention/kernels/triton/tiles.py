@@ -194,7 +194,7 @@ _MOST_TILES = 1024  # counted; of more, evenly spaced ones
 class Choice(NamedTuple):
     """kind: "fused" (all branches, rows R apart) or "branches" (one branch at a time, in place).
 
-    block: query rows of the tile. share: useful pairs over computed ones. reason: of all candidates.
+    block: query rows of the forward's tile. share: useful pairs over computed ones. reason: of all candidates.
     """
 
     kind: str
@@ -203,45 +203,91 @@ class Choice(NamedTuple):
     reason: str
 
 
+class Kernel(NamedTuple):
+    """What a kernel costs: its blocks, matrix products per pair, accumulators that a later branch reads and writes."""
+
+    block_m: int
+    block_n: int
+    products: int
+    sums: int
+    of_keys: bool
+
+
+class Work(NamedTuple):
+    """(query, key) pairs that count, pairs that a kernel computes, and rows that later branches read and write."""
+
+    pairs: int
+    computed: int
+    merged: int
+
+
+def kernels_of(blocks: tuple[tuple[int, int], ...]) -> tuple[Kernel, ...]:
+    """The kernels of a pass, from their (BM, BN): one of the forward, or those of dq and of dk with dv."""
+    if len(blocks) == 1:
+        return (Kernel(*blocks[0], 2, 1, False),)
+    return Kernel(*blocks[0], 3, 1, False), Kernel(*blocks[1], 4, 2, True)
+
+
 def fused_work(
-    pattern: DilatedPattern, borders: tuple[int, ...], num_heads: int, num_kv_heads: int, block_m: int, block_n: int
+    pattern: DilatedPattern, borders: tuple[int, ...], num_heads: int, num_kv_heads: int, kernel: Kernel
 ) -> float:
-    """(query, key) pairs that the fused forward computes for one batch entry, masked ones included."""
-    packs = packs_of(pattern, num_heads, num_kv_heads, block_m)
+    """(query, key) pairs that a fused kernel computes for one batch entry, masked ones included."""
+    packs = packs_of(pattern, num_heads, num_kv_heads, kernel.block_m)
     phases = phases_of_heads(pattern, num_heads)
     firsts = (pack_heads(packs, num_heads, num_kv_heads, i).start for i in range(num_heads // packs.size))
     kinds = Counter(phases[h] for h in firsts)
     step = stride_of(pattern)
-    tiles = fused_tiles(borders, step, block_m // packs.size)
+    tiles = fused_tiles(borders, step, kernel.block_n if kernel.of_keys else kernel.block_m // packs.size)
     groups = [tiles[i : i + step] for i in range(0, len(tiles), step)]  # all phases of a stretch
     counted = groups[:: max(1, len(tiles) // _MOST_TILES)]
-    blocks = sum(
-        number * -(-visit.end // block_n)
+    met = (
+        (visit, number)
         for group in counted
         for tile in group
         for kind, number in kinds.items()
-        for visit in visits(pattern, tile, kind, block_n)
+        for visit in visits(
+            pattern,
+            tile,
+            kind,
+            kernel.block_m if kernel.of_keys else kernel.block_n,
+            of_keys=kernel.of_keys,
+            pack=packs.size,
+        )
     )
-    return blocks * block_m * block_n * len(groups) / len(counted)
+    if kernel.of_keys:
+        blocks = sum(number * -(-(visit.end - visit.begin_or_full) // kernel.block_m) for visit, number in met)
+    else:
+        blocks = sum(number * -(-visit.end // kernel.block_n) for visit, number in met)
+    return blocks * kernel.block_m * kernel.block_n * len(groups) / len(counted)
 
 
 def branches_work(
-    pattern: DilatedPattern, borders: tuple[int, ...], num_heads: int, num_kv_heads: int, block_m: int, block_n: int
-) -> tuple[int, int, int]:
-    """Pairs that count, pairs that per-branch tiles compute, and rows that they merge, for one batch entry."""
+    pattern: DilatedPattern, borders: tuple[int, ...], num_heads: int, num_kv_heads: int, kernel: Kernel
+) -> Work:
+    """What tiles of one branch at a time make a kernel do for one batch entry."""
     plan = make_plan(pattern, make_shards("contiguous", borders[-1:]), 0, num_heads, num_kv_heads, borders)
     computed, merged = 0, 0
     for tile in plan.local:
-        heads, rows, keys = len(tile.query.heads), tile.query.num_rows, tile.key.num_rows
-        pack = max(p for p in range(1, block_m + 1) if heads // len(tile.key.heads) % p == 0)
-        positions = block_m // pack
-        if tile.is_causal:
-            blocks = sum(-(-min(first + positions, keys) // block_n) for first in range(0, rows, positions))
+        heads, kv_heads = len(tile.query.heads), len(tile.key.heads)
+        pack = max(p for p in range(1, kernel.block_m + 1) if heads // kv_heads % p == 0)
+        blocks = _blocks(kernel, pack, tile.query.num_rows, tile.key.num_rows, tile.is_causal)
+        computed += blocks * kernel.block_m * kernel.block_n * heads // pack * tile.query.segments
+        if kernel.of_keys:
+            merged += 0 if tile.first_key else tile.key.num_rows * kv_heads * tile.query.segments
         else:
-            blocks = -(-rows // positions) * -(-keys // block_n)
-        computed += blocks * block_m * block_n * heads // pack * tile.query.segments
-        merged += 0 if tile.first_query else rows * heads * tile.query.segments
-    return plan.pairs, computed, merged
+            merged += 0 if tile.first_query else tile.query.num_rows * heads * tile.query.segments
+    return Work(plan.pairs, computed, merged)
+
+
+def _blocks(kernel: Kernel, pack: int, num_rows: int, num_keys: int, is_causal: bool) -> int:
+    """Blocks that a kernel computes of one pack of heads in one segment."""
+    if kernel.of_keys:
+        queries, tiles = num_rows * pack, range(0, num_keys, kernel.block_n)
+        firsts = (first * pack // kernel.block_m * kernel.block_m if is_causal else 0 for first in tiles)
+        return sum(-(-(queries - first) // kernel.block_m) for first in firsts)
+    positions = kernel.block_m // pack
+    lasts = (min(first + positions, num_keys) if is_causal else num_keys for first in range(0, num_rows, positions))
+    return sum(-(-last // kernel.block_n) for last in lasts)
 
 
 @lru_cache(maxsize=256)
@@ -251,27 +297,30 @@ def choose_tile(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    blocks: tuple[tuple[int, int], ...],
+    candidates: tuple[tuple[Kernel, ...], ...],
 ) -> Choice:
-    """The cheapest shape of the tiles of one device's forward. `blocks` are the (BM, BN) that there are kernels for.
+    """The cheapest shape of the tiles of a pass on one device. `candidates` are the kernels that could carry it out.
 
-    A pair costs 4 * D operations, and a row that is merged is read and written in float32.
+    A matrix product costs 2 * D operations per pair; a row that is merged is read and written in float32.
     """
     step, longest = stride_of(pattern), max(pattern.segment_lengths)
-    candidates: list[tuple[float, Choice]] = []
+    call = (pattern, borders, num_heads, num_kv_heads)
+    found: list[tuple[float, Choice]] = []
     reasons = []
-    for block_m, block_n in blocks:
-        pairs, computed, merged = branches_work(pattern, borders, num_heads, num_kv_heads, block_m, block_n)
-        share = pairs / max(computed, 1)
-        cost = computed * 4 * head_dim + merged * 8 * head_dim * FLOPS_PER_BYTE
-        candidates.append((cost, Choice("branches", block_m, share, "")))
-        reasons.append(f"branches, {block_m} rows: {share:.0%} useful, {merged} rows merged")
+    for kernels in candidates:
+        rows = kernels[0].block_m
+        works = [branches_work(*call, kernel) for kernel in kernels]
+        useful = sum(work.pairs * kernel.products for work, kernel in zip(works, kernels, strict=True))
+        computed = sum(work.computed * kernel.products for work, kernel in zip(works, kernels, strict=True))
+        merged = sum(work.merged * kernel.sums for work, kernel in zip(works, kernels, strict=True))
+        cost = computed * 2 * head_dim + merged * 8 * head_dim * FLOPS_PER_BYTE
+        found.append((cost, Choice("branches", rows, useful / max(computed, 1), "")))
+        reasons.append(f"branches, {rows} rows: {found[-1][1].share:.0%} useful, {merged} rows merged")
         if step >= longest:
-            reasons.append(f"fused, {block_m} rows: R = {step} is no less than the longest segment, {longest}")
+            reasons.append(f"fused, {rows} rows: R = {step} is no less than the longest segment, {longest}")
             continue
-        computed_fused = fused_work(pattern, borders, num_heads, num_kv_heads, block_m, block_n)
-        share = pairs / max(computed_fused, 1)
-        candidates.append((computed_fused * 4 * head_dim, Choice("fused", block_m, share, "")))
-        reasons.append(f"fused, {block_m} rows {step} apart: {share:.0%} useful")
-    _, best = min(candidates, key=lambda candidate: candidate[0])
+        fused = sum(fused_work(*call, kernel) * kernel.products for kernel in kernels)
+        found.append((fused * 2 * head_dim, Choice("fused", rows, useful / max(fused, 1), "")))
+        reasons.append(f"fused, {rows} rows {step} apart: {found[-1][1].share:.0%} useful")
+    _, best = min(found, key=lambda candidate: candidate[0])
     return best._replace(reason="; ".join(reasons))

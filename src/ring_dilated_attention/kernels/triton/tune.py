@@ -16,7 +16,7 @@ from itertools import product
 import torch
 import triton
 
-from . import launch, partial
+from . import in_place, launch
 from .config import KERNELS, Config, architecture
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -31,16 +31,20 @@ def candidates(kernel: str) -> Iterator[Config]:
 
 def timed(kernel: str, head_dim: int, dtype: torch.dtype, seq_len: int) -> Callable[[], object]:
     """The kernel on one segment of seq_len rows, 16 heads."""
-    q, k, v, dout = (torch.randn(1, 16, seq_len, head_dim, device="cuda", dtype=dtype) for _ in range(4))
-    scale = head_dim**-0.5
-    if kernel.startswith("forward"):
-        return lambda: partial.forward(q, k, v, True, scale)
-    out, lse = partial.forward(q, k, v, True, scale)
-    inputs = (dout, partial.delta(dout, None, out), q, k, v, lse.contiguous())
-    grads = [torch.empty_like(x) for x in (q, k, v)]
+    shape = (1, seq_len, 16, head_dim)
+    tensors = [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4)]
+    q, k, v, dout = (x.transpose(1, 2) for x in tensors)
+    out, *grads = (torch.empty(shape, device="cuda").transpose(1, 2) for _ in range(4))
+    lse = torch.empty(shape[:3], device="cuda").transpose(1, 2)
+    how = (True, head_dim**-0.5)
+    in_place.forward_into(q, k, v, out, lse, *how, first=True)
+    delta = in_place.delta(tensors[3], None, out.transpose(1, 2)).transpose(1, 2)
+    inputs = (dout, delta, q, k, v, lse)
     if kernel == "query_gradient":
-        return lambda: launch.launch_query_gradient(*inputs, grads[0], True, scale, False, "ieee")
-    return lambda: launch.launch_key_gradient(*inputs, grads[1], grads[2], True, scale, False, "ieee")
+        return lambda: in_place.query_gradient_into(*inputs, grads[0], *how, first=True)
+    if kernel == "key_gradient":
+        return lambda: in_place.key_gradient_into(*inputs, grads[1], grads[2], *how, first=True)
+    return lambda: in_place.forward_into(q, k, v, out, lse, *how, first=True)
 
 
 def best(kernel: str, head_dim: int, dtype: torch.dtype, seq_len: int, rows: int | None) -> Config:

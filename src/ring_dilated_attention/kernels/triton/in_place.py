@@ -1,0 +1,124 @@
+"""Tiles by Triton kernels that merge and add in place: a later branch or hop needs neither a partial nor another pass.
+
+Unverified: no GPU was at hand. Tested in Triton's interpreter (float32, float16) and compiled ahead of time
+(`compile.py`); so "auto" does not choose it.
+
+Products of float32 are computed in TF32 (ten bits of mantissa, many times faster) where torch's own are:
+`torch.backends.cuda.matmul.fp32_precision`, which `torch.set_float32_matmul_precision("high")` sets; else in float32.
+
+B batch, N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim. Inputs are views with any
+strides but a last one of 1.
+"""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from ...pattern import DilatedPattern
+from .config import PATH, architecture, has_config
+from .fused import Whole, choose
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Why "auto" passes it by, although it could serve a tensor. To be removed with the first verified run on a GPU.
+ONLY_BY_NAME = "has not run on a GPU yet, so it is used only when asked for by name"
+
+
+def why_not(query: Tensor) -> str | None:
+    """The reason why this backend cannot serve the tensor, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton, which is not installed; pip install triton"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if query.device.type != "cuda" and not (interpreted and query.device.type == "cpu"):
+        return f"serves CUDA tensors (others only in Triton's interpreter, TRITON_INTERPRET=1), got {query.device}"
+    if query.dtype not in DTYPES:
+        return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
+    if query.shape[-1] > 256:
+        return f"serves head dims up to 256, got {query.shape[-1]}"
+    if interpreted:
+        if query.dtype == torch.bfloat16:
+            return "cannot serve torch.bfloat16 in Triton's interpreter, whose products of it are wrong"
+    elif not has_config(architecture(query.device)):
+        return f"has no block sizes for {architecture(query.device)} in {PATH.name}"
+    return None
+
+
+def whole(
+    pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int, *, backward: bool
+) -> Whole:
+    """How a call on one device is best computed, by counted work: all branches at once, or tile by tile; and why."""
+    return Whole(pattern, borders, choose(pattern, borders, query_BNHD, num_kv_heads, backward=backward))
+
+
+def forward_into(
+    q_BHMD: Tensor,
+    k_BGLD: Tensor,
+    v_BGLD: Tensor,
+    out_BHMD: Tensor,
+    lse_BHM: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    first: bool,
+) -> None:
+    """Merge the partial over these keys into (out, lse), views of accumulators; or, if it is the first, write it.
+
+    Causal is for M == L only. A float64 lse keeps what many merges would round away.
+    """
+    from .launch import launch_forward
+
+    launch_forward(q_BHMD, k_BGLD, v_BGLD, out_BHMD, lse_BHM, is_causal, scale, accumulate=not first)
+
+
+def delta(dout_BNHD: Tensor, dlse_BNH: Tensor | None, out_BNHD: Tensor) -> Tensor:
+    """rowsum(dout * out) - dlse, (B, N, H) in float32, contiguous. One for all tiles of a call."""
+    from .launch import launch_delta
+
+    delta_BNH = torch.empty(out_BNHD.shape[:3], dtype=torch.float32, device=out_BNHD.device)
+    launch_delta(dout_BNHD, dlse_BNH, out_BNHD, delta_BNH)
+    return delta_BNH
+
+
+def query_gradient_into(
+    dout_BHMD: Tensor,
+    delta_BHM: Tensor,
+    q_BHMD: Tensor,
+    k_BGLD: Tensor,
+    v_BGLD: Tensor,
+    lse_BHM: Tensor,
+    dq_BHMD: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    first: bool,
+) -> None:
+    """Add dq of these rows to a view of an accumulator, or write it if it is the first.
+
+    `lse` is the merged one and `delta` is of the merged out, with equal strides: p = exp(s - lse) is the global weight.
+    """
+    from .launch import launch_query_gradient
+
+    inputs = (dout_BHMD, delta_BHM, q_BHMD, k_BGLD, v_BGLD, lse_BHM)
+    launch_query_gradient(*inputs, dq_BHMD, is_causal, scale, accumulate=not first)
+
+
+def key_gradient_into(
+    dout_BHMD: Tensor,
+    delta_BHM: Tensor,
+    q_BHMD: Tensor,
+    k_BGLD: Tensor,
+    v_BGLD: Tensor,
+    lse_BHM: Tensor,
+    dk_BGLD: Tensor,
+    dv_BGLD: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    first: bool,
+) -> None:
+    """Add dk and dv of these rows to views of accumulators, or write them; else as `query_gradient_into`."""
+    from .launch import launch_key_gradient
+
+    inputs = (dout_BHMD, delta_BHM, q_BHMD, k_BGLD, v_BGLD, lse_BHM)
+    launch_key_gradient(*inputs, dk_BGLD, dv_BGLD, is_causal, scale, accumulate=not first)
