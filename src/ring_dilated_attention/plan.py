@@ -3,7 +3,8 @@
 A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views, so a plan is numbers.
 A segment inside one span of a shard is local: its tile has the same rows on both sides. A segment that straddles shards
 has a *ring*, the ranks that share it. Each of them packs its dilated rows of the segment, its *chunk*, into a flat
-buffer, and the chunks travel along the ring. At hop s the i-th rank of a ring of g meets chunk (i - s) mod g.
+buffer, and the chunks travel along the ring. At hop s the i-th rank of a ring of g meets chunk (i - s) mod g. Rows that
+are needed below and not above have a ring the other way around: there it meets chunk (i + s) mod g.
 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
 """
@@ -114,6 +115,7 @@ class Chunk(NamedTuple):
     """What a message carries: rows of a segment of a branch that one rank owns.
 
     origin: the first position of the segment.
+    direction: of its ring, 1 or -1.
     rows: where the key/value rows lie in the message. Unlike elsewhere, they are rows of the whole sequence: global
         positions take the place of local ones.
     """
@@ -121,5 +123,6 @@ class Chunk(NamedTuple):
     owner: int
     branch: int
     origin: int
+    direction: int
     size: int
     rows: tuple[tuple[Rows, Block], ...]

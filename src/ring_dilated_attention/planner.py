@@ -1,8 +1,9 @@
 """(pattern, shards, rank) -> plan: local tiles, rings and hops. Pure integers, no torch.
 
 A chunk goes no further than the last rank that needs it (`reach`): under causality with contiguous shards none wraps,
-and the ring is a line. In backward the gradient of a chunk follows it one hop behind; where the chunk stops, its
-gradient goes straight home.
+and the ring is a line. Under zigzag the later part of a shard is needed by lower ranks alone, so it goes the other way
+around, in a ring of its own: nothing passes through a rank that sees nothing of it. In backward the gradient of a chunk
+follows it one hop behind; where the chunk stops, its gradient goes straight home.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,12 +32,13 @@ from .sharding import Shard, shard_length
 
 
 class _Entry(NamedTuple):
-    """A run of a chunk and the block that holds it."""
+    """A run of a chunk, the block that holds it, and the last hop at which a rank needs it."""
 
     group: int
     piece: Piece
     run: Run
     block: Block
+    reach: int
 
 
 class _Chunk(NamedTuple):
@@ -47,11 +49,12 @@ class _Chunk(NamedTuple):
 
 
 class _Ring(NamedTuple):
-    """A straddling segment of a branch: where it starts, and of each rank that holds rows of it, in order: the rank,
-    its pieces, its chunk, and how many hops the chunk travels."""
+    """A straddling segment of a branch and a way around: where it starts, and of each rank that holds rows of it: the
+    rank, its pieces, its chunk, and how many hops the chunk travels. Places are numbered by rank; a hop is +1 or -1."""
 
     branch: int
     origin: int
+    direction: int
     ranks: tuple[int, ...]
     pieces: tuple[tuple[Piece, ...], ...]
     chunks: tuple[_Chunk, ...]
@@ -120,7 +123,8 @@ def chunk_finder(
     def find(message: Message) -> Chunk:
         ring = ring_at[message.offset]
         chunk = ring.chunks[ring.place_of(message.owner)]
-        return Chunk(message.owner, ring.branch, ring.origin, chunk.size, tuple(planner.global_rows(ring, chunk)))
+        rows = tuple(planner.global_rows(ring, chunk))
+        return Chunk(message.owner, ring.branch, ring.origin, ring.direction, chunk.size, rows)
 
     return find
 
@@ -157,12 +161,12 @@ class _Planner:
         self.owners = sorted((span, rank) for rank, shard in enumerate(shards) for span in shard)
         self.starts = [span.start for span, _ in self.owners]
         self.row_of = {s: row for shard in shards for s, row in zip(shard, first_rows(shard), strict=False)}
-        self.rings: dict[tuple[int, int], _Ring] = {}  # made so far; all their ranks share them
+        self.rings: dict[tuple[int, int], tuple[_Ring, ...]] = {}  # made so far; all their ranks share them
 
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[_Ring]]:
         """Tiles of all branches with own rows on both sides, and the rings of this rank."""
         tiles: list[Tile] = []
-        rings: dict[tuple[int, int], _Ring] = {}
+        rings: dict[tuple[int, int], tuple[_Ring, ...]] = {}
         for branch, (length, _) in enumerate(self.pattern.branches):
             for span in self.shards[rank]:
                 for piece, segments in own_pieces(span, self.row_of[span], self.borders, length):
@@ -170,13 +174,12 @@ class _Planner:
                     if segments:
                         tiles += self.own_tiles(branch, origin, piece, piece, segments)
                     elif (branch, origin) not in rings:
-                        rings[branch, origin] = self.ring(branch, origin, stop)
+                        rings[branch, origin] = self.rings_of(branch, origin, stop)
                         own = self.pieces(rank, origin, stop)
                         # Each piece with itself first: these tiles write where the others add.
                         for query, key in sorted(product(own, own), key=lambda pair: pair[0] != pair[1]):
                             tiles += self.own_tiles(branch, origin, query, key, 1)
-        shared = (ring for _, ring in sorted(rings.items()))
-        return tiles, [ring for ring in shared if rank in ring.ranks and len(ring.ranks) > 1]
+        return tiles, [ring for _, both in sorted(rings.items()) for ring in both if rank in ring.ranks]
 
     def own_tiles(self, branch: int, origin: int, query: Piece, key: Piece, segments: int) -> Iterator[Tile]:
         """Own queries of one piece times own keys of one piece of the same segment (and the `segments - 1` after)."""
@@ -199,30 +202,40 @@ class _Planner:
         clipped = ((span, max(span.start, start), min(span.stop, stop)) for span in sorted(self.shards[rank]))
         return [Piece(a, b, self.row_of[span] + a - span.start) for span, a, b in clipped if a < b]
 
-    def ring(self, branch: int, origin: int, stop: int) -> _Ring:
-        """The ring of segment origin..stop-1: its ranks, and how far each chunk must travel."""
+    def rings_of(self, branch: int, origin: int, stop: int) -> tuple[_Ring, ...]:
+        """The rings of segment origin..stop-1: one for each way around that some chunk takes."""
         if (branch, origin) not in self.rings:
-            self.rings[branch, origin] = self.make_ring(branch, origin, stop)
+            self.rings[branch, origin] = tuple(self.make_rings(branch, origin, stop))
         return self.rings[branch, origin]
 
-    def make_ring(self, branch: int, origin: int, stop: int) -> _Ring:
-        members: dict[int, tuple[list[Piece], _Chunk]] = {}
+    def make_rings(self, branch: int, origin: int, stop: int) -> Iterator[_Ring]:
+        members: dict[int, list[Piece]] = {}
         for rank in self.candidates(branch, origin, stop):
-            pieces = self.pieces(rank, origin, stop)
-            chunk = self.chunk(branch, origin, pieces)
-            if chunk.size:
-                members[rank] = pieces, chunk
-        first_key = [min(piece.start for piece in pieces) for pieces, _ in members.values()]
-        last_query = [max(piece.stop for piece in pieces) for pieces, _ in members.values()]
-        everyone = [len(members) - 1] * len(members)
-        return _Ring(
-            branch=branch,
-            origin=origin,
-            ranks=tuple(members),
-            pieces=tuple(tuple(pieces) for pieces, _ in members.values()),
-            chunks=tuple(chunk for _, chunk in members.values()),
-            reach=tuple(_causal_reach(first_key, last_query) if self.pattern.is_causal else everyone),
+            pieces = [x for x in self.pieces(rank, origin, stop) if self.chunk(branch, origin, [x]).size]
+            if pieces:
+                members[rank] = pieces
+        firsts = [[piece.start for piece in pieces] for pieces in members.values()]
+        routes = (
+            _causal_routes(firsts) if self.pattern.is_causal else [[(len(members) - 1, 0)] * len(f) for f in firsts]
         )
+        for way, direction in enumerate((1, -1)):
+            reach = [[hops[way] for hops in route] for route in routes]
+            if any(map(any, reach)):
+                yield _Ring(
+                    branch=branch,
+                    origin=origin,
+                    direction=direction,
+                    ranks=tuple(members),
+                    pieces=tuple(map(tuple, members.values())),
+                    chunks=tuple(
+                        self.chunk(branch, origin, *zip(*travelling, strict=True)) if travelling else _Chunk(0, ())
+                        for travelling in (
+                            [(piece, hops) for piece, hops in zip(pieces, all_hops, strict=True) if hops]
+                            for pieces, all_hops in zip(members.values(), reach, strict=True)
+                        )
+                    ),
+                    reach=tuple(map(max, reach)),
+                )
 
     def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
         """The ranks that may hold rows of a segment. Goes from row to row: few ranks have any where rates are high."""
@@ -239,14 +252,14 @@ class _Planner:
             position = span.stop + (max(lowest - phase, 0) if phase <= highest else rate - phase + lowest)
         return sorted(ranks)
 
-    def chunk(self, branch: int, origin: int, pieces: Sequence[Piece]) -> _Chunk:
+    def chunk(self, branch: int, origin: int, pieces: Sequence[Piece], reach: Sequence[int] | None = None) -> _Chunk:
         """The layout of one rank's rows of a segment: a block for each piece, head group and run."""
         entries, size = [], 0
-        for piece in pieces:
+        for piece, hops in zip(pieces, reach or [0] * len(pieces), strict=True):
             for g, group in enumerate(self.groups[branch]):
                 for run in make_runs(group, piece, origin, self.pattern.dilation_rates[branch]):
                     num_heads = len(kv_heads(group, run))
-                    entries.append(_Entry(g, piece, run, Block(size, num_heads, run.num_rows, 0, num_heads)))
+                    entries.append(_Entry(g, piece, run, Block(size, num_heads, run.num_rows, 0, num_heads), hops))
                     size += 2 * num_heads * run.num_rows
         return _Chunk(size, tuple(entries))
 
@@ -260,16 +273,16 @@ class _Planner:
     def global_rows(self, ring: _Ring, chunk: _Chunk) -> Iterator[tuple[Rows, Block]]:
         """Which key/value rows of the whole sequence go where in a chunk."""
         rate = self.pattern.dilation_rates[ring.branch]
-        for group, piece, run, block in chunk.entries:
+        for group, piece, run, block, _ in chunk.entries:
             rows = kv_rows(self.groups[ring.branch][group], run, rate)
             yield rows._replace(first=rows.first + piece.start - piece.row), block
 
-    def remote_tiles(self, ring: _Ring, i: int, chunk: int, offset: int) -> Iterator[Tile]:
-        """Queries of the ring's i-th rank times another's chunk, which lies in the buffer from `offset` on."""
+    def remote_tiles(self, ring: _Ring, i: int, s: int, chunk: int, offset: int) -> Iterator[Tile]:
+        """Queries of the ring's i-th rank times the chunk that it meets at hop s, which lies from `offset` on."""
         rate = self.pattern.dilation_rates[ring.branch]
         for query in ring.pieces[i]:
             for entry in ring.chunks[chunk].entries:
-                if self.pattern.is_causal and entry.piece.start > query.start:
+                if s > entry.reach or (self.pattern.is_causal and entry.piece.start > query.start):
                     continue
                 group = self.groups[ring.branch][entry.group]
                 for q, k in matches(group, make_runs(group, query, ring.origin, rate), [entry.run]):
@@ -301,9 +314,9 @@ class _Planner:
         """What the rank sends, receives and computes at hop s, over all its rings, in the order of the rings."""
         hop: dict[str, list] = {field: [] for field in Hop._fields}
         for ring, offset in zip(rings, offsets, strict=False):
-            g, i, reach = len(ring.ranks), ring.place_of(rank), ring.reach
-            onward, back = ring.ranks[(i + 1) % g], ring.ranks[i - 1]
-            leaving, here, coming = (i + 1 - s) % g, (i - s) % g, (i - s - 1) % g  # chunks
+            g, i, d, reach = len(ring.ranks), ring.place_of(rank), ring.direction, ring.reach
+            onward, back = ring.ranks[(i + d) % g], ring.ranks[(i - d) % g]
+            leaving, here, coming = ((i - d * t) % g for t in (s - 1, s, s + 1))  # chunks
 
             def message(peer: int, chunk: int, ring: _Ring = ring, offset: int = offset) -> Message:
                 return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk])
@@ -315,44 +328,59 @@ class _Planner:
                 hop["sends"].append(message(onward, leaving))
             if s <= reach[here]:
                 hop["receives"].append(message(back, here))
-                for tile in self.remote_tiles(ring, i, here, offset):
+                for tile in self.remote_tiles(ring, i, s, here, offset):
                     hop["tiles"].extend(self.cut(tile, rank))
                 hop["grad_sends"].append(gradient(ring.ranks[here] if s == reach[here] else onward, here))
             if s <= reach[i]:
-                hop["targets"].append(message(ring.ranks[(i + s) % g], i))
+                hop["targets"].append(message(ring.ranks[(i + d * s) % g], i))
             if s == reach[i]:
-                hop["grad_receives"].append(gradient(ring.ranks[(i + s) % g], i))
+                hop["grad_receives"].append(gradient(ring.ranks[(i + d * s) % g], i))
             if s + 1 <= reach[coming]:
                 hop["grad_receives"].append(gradient(back, coming))
         return Hop(**{field: tuple(entries) for field, entries in hop.items()})
 
 
-def _causal_reach(first_key: Sequence[int], last_query: Sequence[int]) -> list[int]:
-    """For each place c of a ring the last hop s at which a query of place (c + s) mod g comes after the first key of c.
+def _causal_routes(starts: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """How many hops each piece of each place of a ring travels upwards and downwards, so that all who need it meet it.
 
-    That is the last such place before c or, if there is none (contiguous shards), the last one of all.
+    A place needs a piece if one of its own starts later. The three ways to go are all upwards around the ring, all
+    downwards, and to higher places upwards and to lower ones downwards; the shortest is taken. Of equals it is upwards
+    for the first piece of a place and downwards for others, so that no ring has to hold both at a time.
+
+    Args:
+        starts: of the pieces of each place, in ascending order.
     """
-    g = len(first_key)
-    # Places that may be the last with a query after some position: whoever comes later in the ring has earlier queries.
-    last: list[tuple[int, int]] = []
-    wrapped: list[int | None] = []
-    for c in range(g):
-        wrapped.append(_last_after(last, first_key[c]))
-        while last and -last[-1][0] <= last_query[c]:
-            last.pop()
-        last.append((-last_query[c], c))
-    reach = []
-    for c in range(g):
-        before, latest = wrapped[c], _last_after(last, first_key[c])
-        assert latest is not None  # c itself, if nobody else
-        reach.append(before - c + g if before is not None else latest - c)
-    return reach
+    g = len(starts)
+    latest = [place[-1] for place in starts]
+    below = _nearest_later(starts, latest)  # the next place downwards that needs a piece
+    above = [[g - 1 - k for k in place] for place in _nearest_later(starts[::-1], latest[::-1])[::-1]]
+    ranked = sorted(range(g), key=lambda k: latest[k])
+    lowest = list(accumulate(reversed(ranked), min))[::-1]  # of the places from one in this order on
+    highest = list(accumulate(reversed(ranked), max))[::-1]
+    keys = [latest[k] for k in ranked]
+    routes: list[list[tuple[int, int]]] = []
+    for c, place in enumerate(starts):
+        routes.append([])
+        for start, lower, higher in zip(place, below[c], above[c], strict=True):
+            i = bisect_right(keys, start)
+            up = max(highest[i] - c, 0) if i < g else 0
+            down = max(c - lowest[i], 0) if i < g else 0
+            ways = [(up if lower < 0 else lower - c + g, 0), (0, down if higher >= g else c - higher + g), (up, down)]
+            is_first = start == place[0]
+            routes[-1].append(min((sum(way), way[is_first], way) for way in ways)[2])
+    return routes
 
 
-def _last_after(places: Sequence[tuple[int, int]], position: int) -> int | None:
-    """The last place with a query after a position, of (minus its last query, place) in ascending order."""
-    i = bisect_left(places, (-position, -1))
-    return places[i - 1][1] if i else None
+def _nearest_later(starts: Sequence[Sequence[int]], latest: Sequence[int]) -> list[list[int]]:
+    """For each piece of each place the nearest place before it with a piece that starts later; -1 if there is none."""
+    stack: list[tuple[int, int]] = []  # (minus the latest start, place): whoever comes after an earlier one hides it
+    found = []
+    for c, place in enumerate(starts):
+        found.append([stack[i - 1][1] if (i := bisect_left(stack, (-start, -1))) else -1 for start in place])
+        while stack and -stack[-1][0] <= latest[c]:
+            stack.pop()
+        stack.append((-latest[c], c))
+    return found
 
 
 def _offsets(rings: Sequence[_Ring]) -> list[int]:

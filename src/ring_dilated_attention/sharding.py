@@ -58,7 +58,7 @@ def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
 
 @lru_cache(maxsize=64)
 def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
-    if sharding == "contiguous":
+    if sharding == "contiguous" or len(lengths) == 1:
         return tuple(_joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
     world_size = len(lengths)
     expected = default_lengths(sharding, sum(lengths), world_size)
@@ -69,7 +69,9 @@ def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
         )
     borders = list(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))
     parts = [Span(a, b) for a, b in pairwise(borders)]
-    return tuple(_joined([parts[k], parts[2 * world_size - 1 - k]]) for k in range(world_size))
+    # The last rank's two parts are neighbours, yet two spans: they travel opposite ways, as everybody's do.
+    pairs = ((parts[k], parts[2 * world_size - 1 - k]) for k in range(world_size))
+    return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
 
 
 def slice_shard(shard: Shard, lengths: Sequence[int]) -> tuple[Shard, ...]:
