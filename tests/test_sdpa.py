@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
 from torch.nn.functional import pad
 
-from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention import DilatedPattern, dilated_attention, explain
 from ring_dilated_attention.compare import QUANTITIES, Case, defined, make_inputs, relative, squares, tolerances
 from ring_dilated_attention.kernels import cpu, cuda_ops, sdpa
 from ring_dilated_attention.kernels.cuda_ops import Tile
@@ -484,6 +484,34 @@ def test_compiled_calls_choose_when_they_run(stand_ins):
             compiled(*inputs)
         assert set(stand_ins) == {name}
         stand_ins.clear()
+
+
+@pytest.mark.usefixtures("stand_ins", "registry")
+def test_explain(gpu):
+    """Catches an explanation that does not name the op, or is silent about those that were passed by."""
+    inputs = [torch.empty(1, 16, 2, 64, dtype=torch.bfloat16) for _ in range(3)]
+    pattern = DilatedPattern((16,), (1,))
+    explanation = explain(*inputs, pattern, backend="sdpa")
+    assert explanation.kernel == "sdpa (flash)"
+    assert explanation.reasons["sdpa"] == "chosen: asked for"
+    assert explanation.reasons["sdpa flash"] == "chosen: the first that can serve these tensors"
+    assert explanation.reasons["sdpa cudnn"] == "can serve these tensors, but another was chosen"
+    assert explanation.reasons["cpu"] == "can serve these tensors, but another was chosen"
+    assert "sdpa efficient: can serve" in str(explanation)
+    with sdpa_kernel([SELECT["efficient"]]):
+        explanation = explain(*inputs, pattern, backend="sdpa")
+    assert explanation.kernel == "sdpa (efficient)"
+    assert "switched off" in explanation.reasons["sdpa flash"]
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        pytest.raises(ValueError, match=r"no op for 1 x 2 x 16 queries and 16 keys of 64"),
+    ):
+        explain(*inputs, pattern, backend="sdpa")
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    activate_flash_attention_impl("FA3")
+    text = str(explain(*inputs, pattern, backend="sdpa"))
+    assert text.startswith("kernel: sdpa (flash, FA3)\n")
+    assert not any(name.startswith("sdpa ") for name in explain(*inputs, pattern, backend="cpu").reasons)
 
 
 # The true ops.
