@@ -48,7 +48,8 @@ def dilated_attention(
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
             at each. Under `parallel` they are global and the same on every rank.
         scale: of the scores; D ** -0.5 by default.
-        backend: "cpu", "sdpa" (CUDA), "triton" (by name only, until it has run on a GPU), or "auto".
+        backend: "cpu", "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops), "triton" (by name
+            only, until it has run on a GPU), or "auto".
         return_lse: also return the logsumexp of the scores; gradients flow through it too.
 
     Returns:
@@ -136,18 +137,26 @@ def explain(
     """Which kernel and exchange `dilated_attention` would use on these tensors, and why. Sends nothing."""
     _validate(query, key, value, pattern, parallel, None, None, backend)
     chosen = kernels.choose(backend, query)
-    reasons = {}
-    for name, reason in kernels.reasons(query).items():
-        if kernels.BACKENDS[name] is chosen:
-            reasons[name] = "chosen: " + (
-                "asked for" if backend != "auto" else "the first that can serve these tensors"
-            )
-        else:
-            only_by_name = getattr(kernels.BACKENDS[name], "ONLY_BY_NAME", None)
-            reasons[name] = reason or only_by_name or "can serve these tensors, but another was chosen"
+    kernel = next(name for name, module in kernels.BACKENDS.items() if module is chosen)
+    against = {
+        name: reason or getattr(kernels.BACKENDS[name], "ONLY_BY_NAME", None)
+        for name, reason in kernels.reasons(query).items()
+    }
+    first = "the first that can serve these tensors"
+    reasons = _why(against, kernel, first if backend == "auto" else "asked for")
+    if chosen is kernels.sdpa:
+        kernel = f"sdpa ({kernels.sdpa.describe(query)})"
+        against = kernels.sdpa.reasons(query)
+        op = next(name for name, reason in against.items() if reason is None)
+        reasons |= {f"sdpa {name}": reason for name, reason in _why(against, op, first).items()}
     exchange, reasons["exchange"] = _exchange(parallel, pattern, query, key)
-    name = next(name for name, module in kernels.BACKENDS.items() if module is chosen)
-    return Explanation(name, exchange, reasons)
+    return Explanation(kernel, exchange, reasons)
+
+
+def _why(against: dict[str, str | None], chosen: str, how: str) -> dict[str, str]:
+    """Why each was chosen or not."""
+    passed_by = "can serve these tensors, but another was chosen"
+    return {name: f"chosen: {how}" if name == chosen else reason or passed_by for name, reason in against.items()}
 
 
 def _exchange(parallel: ContextParallel | None, pattern: DilatedPattern, query: Tensor, key: Tensor) -> Choice:

@@ -1,20 +1,29 @@
-"""A partial and its gradients by torch's CUDA attention ops: flash for 16-bit types, memory-efficient for the rest.
+"""A partial and its gradients by torch's CUDA attention ops: flash, memory-efficient and cuDNN.
 
-Unverified: written from the ops' schemas and checked on meta tensors only; no GPU was at hand.
+Unverified: no GPU has run it. Written from the ops' schemas and sources, tested on meta tensors and with stand-ins that
+keep to the ops' contracts.
 
-B batch, H query heads, G key/value heads, M query rows, L key rows, D head dim.
+The first op of `cuda_ops.OPS` that takes a call runs it. `torch.nn.attention.sdpa_kernel([...])` selects one here as
+everywhere (but for set_priority: the order is that of the table). FlashAttention 3 and 4 run in the place of torch's
+flash once somebody has called `torch.nn.attention.activate_flash_attention_impl`; nothing here does.
+
+B batch, H query heads, G key/value heads, M query rows, L key rows, D head dim. Inputs are views; the ops read any
+strides, if those of the last dimension are 1 and the others whole numbers of 16 bytes.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 from .column import with_dlse_column
+from .cuda_ops import OPS, Tile
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENT = 8  # both ops want head dims that are multiples of 8 (16 bytes of a 16-bit type)
 
 
 def why_not(query: Tensor) -> str | None:
@@ -23,39 +32,89 @@ def why_not(query: Tensor) -> str | None:
         return f"serves CUDA tensors, got {query.device}"
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
-    return None
+    if torch.compiler.is_compiling():  # it cannot trace torch's switches; the call itself will ask again
+        return None
+    # A tile that says nothing of this rank's length, so that all ranks refuse a call or none does.
+    against = _against(_dense_tile(query)._replace(batch=1, num_rows=2, num_keys=2))
+    return None if None in against.values() else f"has no op for these tensors: {_listed(against)}"
 
 
-def _is_flash(q: Tensor) -> bool:
-    if q.dtype == torch.float32 or q.shape[-1] > 256:
-        return False
-    return q.device.type == "meta" or torch.cuda.get_device_capability(q.device) >= (8, 0)
+def reasons(query: Tensor) -> dict[str, str | None]:
+    """For each op the reason why it cannot attend densely to the tensor (B, N, H, D), or None if it can."""
+    return _against(_dense_tile(query))
 
 
-def _padded(x: Tensor) -> Tensor:
-    rest = -x.shape[-1] % _ALIGNMENT
-    return pad(x, (0, rest)) if rest else x
+def describe(query: Tensor) -> str:
+    """The op that would attend densely to the tensor (B, N, H, D), and whose it is: "efficient", "flash, FA3"."""
+    name = _choose(_dense_tile(query))
+    active = current_flash_attention_impl()
+    return f"{name}, {active}" if name == "flash" and active else name
+
+
+def _dense_tile(query: Tensor) -> Tile:
+    batch, length, num_heads, head_dim = query.shape
+    return Tile(query.dtype, query.device, batch, num_heads, length, length, head_dim)
+
+
+def _tile(q_BHMD: Tensor, k_BGLD: Tensor) -> Tile:
+    batch, num_heads, num_rows, head_dim = q_BHMD.shape
+    return Tile(q_BHMD.dtype, q_BHMD.device, batch, num_heads, num_rows, k_BGLD.shape[2], head_dim)
+
+
+def _against(tile: Tile) -> dict[str, str | None]:
+    return {name: op.why_not(tile) for name, op in OPS.items()}
+
+
+def _listed(against: dict[str, str | None]) -> str:
+    return "; ".join(f"{name} {reason}" for name, reason in against.items())
+
+
+def _choose(tile: Tile) -> str:
+    """The first op that takes the tile. Those of one call may go to several."""
+    for name, op in OPS.items():
+        if op.why_not(tile) is None:
+            return name
+    size = f"{tile.batch} x {tile.num_heads} x {tile.num_rows} queries and {tile.num_keys} keys of {tile.head_dim}"
+    raise ValueError(f"backend='sdpa' has no op for {size}: {_listed(_against(tile))}. Enable another.")
+
+
+def _aligned(x_BHMD: Tensor) -> Tensor:
+    """Rows, strides and pointer in whole numbers of 16 bytes, which the ops read at a time. Most tensors are so."""
+    width = 16 // x_BHMD.element_size()
+    if x_BHMD.shape[-1] % width:
+        return pad(x_BHMD, (0, -x_BHMD.shape[-1] % width))
+    assert x_BHMD.stride(-1) == 1
+    if x_BHMD.data_ptr() % 16 or any(stride % width for stride in x_BHMD.stride()[:-1]):
+        return x_BHMD.clone(memory_format=torch.contiguous_format)
+    return x_BHMD
+
+
+def _dense_rows(x_BHMD: Tensor) -> Tensor:
+    """The same, contiguous as (B, M, H, D)."""
+    return x_BHMD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _expanded(x_BGLD: Tensor, num_heads: int) -> Tensor:
-    """The memory-efficient op knows no grouped queries."""
-    return x_BGLD.repeat_interleave(num_heads // x_BGLD.shape[1], dim=1)
+    num_kv_heads = x_BGLD.shape[1]
+    return x_BGLD if num_heads == num_kv_heads else x_BGLD.repeat_interleave(num_heads // num_kv_heads, dim=1)
 
 
 def _summed(dx_BHLD: Tensor, num_kv_heads: int) -> Tensor:
-    return dx_BHLD.unflatten(1, (num_kv_heads, -1)).sum(2)
+    """Gradients of expanded heads summed; those of grouped ones as they are."""
+    return dx_BHLD if dx_BHLD.shape[1] == num_kv_heads else dx_BHLD.unflatten(1, (num_kv_heads, -1)).sum(2)
 
 
 def forward(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, H, M, D) in the input's dtype and lse (B, H, M) in float32. Causal is for M == L only."""
     num_heads, num_rows, head_dim = q_BHMD.shape[1:]
-    q, k, v = map(_padded, (q_BHMD, k_BGLD, v_BGLD))
-    k, v = _expanded(k, num_heads), _expanded(v, num_heads)
-    if _is_flash(q):
-        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[:2]
-    else:
-        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)[:2]
-    return out[..., :head_dim], lse[..., :num_rows]  # the memory-efficient op pads lse to multiples of 32
+    name = _choose(_tile(q_BHMD, k_BGLD))
+    q, k, v = map(_aligned, (q_BHMD, k_BGLD, v_BGLD))
+    if not OPS[name].takes_groups:
+        k, v = _expanded(k, num_heads), _expanded(v, num_heads)
+    op = getattr(aten, f"_scaled_dot_product_{name}_attention")
+    out, lse = op(q, k, v, *OPS[name].forward_arguments, 0.0, is_causal, scale=scale)[:2]
+    # The memory-efficient op pads lse to multiples of 32 rows, and cuDNN's is (B, H, M, 1).
+    return out[..., :head_dim], lse.flatten(2)[..., :num_rows]
 
 
 def backward(
@@ -69,24 +128,23 @@ def backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of these rows. `out` and `lse` are the merged ones: p = exp(s - lse) is then the global weight."""
-    num_heads, num_rows, head_dim = q_BHMD.shape[1:]
+    """dq, dk, dv of these rows. `out` and `lse` are the merged ones: p = exp(s - lse) is then the global weight.
+
+    The op is chosen anew, also if another ran forward: of forward's results any backward uses out and lse only.
+    """
+    num_heads, head_dim = q_BHMD.shape[1], q_BHMD.shape[3]
     num_kv_heads, num_keys = k_BGLD.shape[1:3]
     inputs: tuple[Tensor, ...] = (dout_BHMD, q_BHMD, k_BGLD, v_BGLD, out_BHMD)
     if dlse_BHM is not None:
-        inputs = with_dlse_column(dout_BHMD, q_BHMD, k_BGLD, v_BGLD, out_BHMD, dlse_BHM)
-    dout, q, k, v, out = map(_padded, inputs)
-    k, v = _expanded(k, num_heads), _expanded(v, num_heads)
-    lse = lse_BHM.contiguous()
-    none = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's seed and offset, unused
-    if _is_flash(q):
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, num_rows, num_keys, 0.0, is_causal, none, none, scale=scale
-        )
-    else:
-        lse = pad(lse, (0, -num_rows % 32), value=torch.inf)
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, None, out, lse, none, none, 0.0, [True, True, True, False], is_causal, scale=scale
-        )
-    dq, dk, dv = (grad[..., :head_dim] for grad in (dq, dk, dv))
+        width = 1 + -(head_dim + 1) % (16 // q_BHMD.element_size())  # aligned, so that nothing is padded twice
+        inputs = with_dlse_column(dout_BHMD, q_BHMD, k_BGLD, v_BGLD, out_BHMD, dlse_BHM, width)
+    dout, q, k, v, out = map(_aligned, inputs)
+    name = _choose(_tile(q, k))
+    if not OPS[name].takes_groups:
+        k, v = _expanded(k, num_heads), _expanded(v, num_heads)
+    if not OPS[name].takes_strides:
+        dout, out = _dense_rows(dout), _dense_rows(out)
+    op = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
+    arguments = OPS[name].backward_arguments(out, lse_BHM.contiguous(), num_keys, is_causal)
+    dq, dk, dv = (grad[..., :head_dim] for grad in op(dout, q, k, v, *arguments, scale=scale)[:3])
     return dq, _summed(dk, num_kv_heads), _summed(dv, num_kv_heads)

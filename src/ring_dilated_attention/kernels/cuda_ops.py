@@ -1,0 +1,160 @@
+"""What torch's CUDA attention ops take: one predicate per op both chooses it and explains why not.
+
+Read in the schemas, meta kernels and headers of torch 2.13 and in the sources of versions around it; no GPU has run it.
+
+B batch, H query heads, M query rows, L key rows, D head dim.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
+from torch.nn.functional import pad
+
+
+class Tile(NamedTuple):
+    """What the choice of an op depends on: queries (B, H, M, D) against L keys."""
+
+    dtype: torch.dtype
+    device: torch.device
+    batch: int  # segments count as batch entries
+    num_heads: int
+    num_rows: int
+    num_keys: int
+    head_dim: int
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self.device)
+
+
+class Op(NamedTuple):
+    """What `aten._scaled_dot_product_<name>_attention` and its backward take."""
+
+    is_enabled: Callable[[], bool]  # torch's own switch
+    capabilities: dict[torch.dtype, tuple[int, int]]  # the least compute capability for each dtype
+    max_head_dim: float
+    max_batch: float
+    takes_groups: bool  # fewer key/value heads than query heads
+    takes_strides: bool  # of out and dout
+    refuses: Callable[[Tile], str | None]  # what else it asks
+    forward_arguments: tuple[Any, ...]  # between value and dropout
+    backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]  # after value
+
+    def why_not(self, tile: Tile) -> str | None:
+        """The reason why it cannot compute the tile, or None."""
+        if not self.is_enabled():
+            return "is switched off (torch.nn.attention.sdpa_kernel, torch.backends.cuda)"
+        if tile.dtype not in self.capabilities:
+            return f"serves {', '.join(map(str, self.capabilities))}, got {tile.dtype}"
+        least = self.capabilities[tile.dtype]
+        if tile.capability < least:
+            return f"serves {tile.dtype} from compute capability {_dotted(least)} on, got {_dotted(tile.capability)}"
+        if tile.head_dim > self.max_head_dim:
+            return f"takes head dims up to {self.max_head_dim}, got {tile.head_dim}"
+        if tile.batch > self.max_batch:
+            return f"takes up to {self.max_batch} segments at a time, got {tile.batch}"
+        return self.refuses(tile)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+# The compute capabilities (major) that torch's bindings of these accept, forward and backward. Both take float16 and
+# bfloat16 only, as torch's own flash does.
+_MAJORS = {"FA3": (9,), "FA4": (9, 10)}
+
+
+def _flash_refuses(tile: Tile) -> str | None:
+    found = tile.capability
+    if active := current_flash_attention_impl():
+        majors = _MAJORS.get(active, found[:1])
+        runs_on = " and ".join(f"{major}.x" for major in majors)
+        return None if found[0] in majors else f"is {active} now, which runs on {runs_on}, got {_dotted(found)}"
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "is not part of this build of torch"
+    if 192 < tile.head_dim <= 224 and ((8, 6) <= found <= (8, 9) or found[0] == 12):
+        return f"has no backward for head dims 193 to 224 on {_dotted(found)}, got {tile.head_dim}"
+    # Backward counts the elements of its accumulator of dq, so padded, in 32 bits, and beyond writes out of bounds.
+    row = tile.head_dim + -tile.head_dim % (32 if tile.head_dim <= 128 else 64)
+    size = tile.batch * tile.num_heads * (tile.num_rows + -tile.num_rows % 128) * row
+    return f"takes up to 2^31 padded elements at a time, got {size}" if size > 2**31 else None
+
+
+def _cudnn_refuses(tile: Tile) -> str | None:
+    if torch.version.hip:
+        return "is not part of ROCm"
+    version = torch.backends.cudnn.version() or 0
+    if version < 91501:  # before, it went out of bounds where M is not a multiple of 128 (pytorch#169849)
+        return f"is taken from cuDNN 9.15.1 (91501) on, got {version}"
+    if 1 in (tile.num_rows, tile.num_keys):  # torch gives it no single key; a single row made NaN (cudnn-frontend#1072)
+        return f"takes two or more rows and keys, got {tile.num_rows} and {tile.num_keys}"
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
+    return None
+
+
+def _flash_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool) -> tuple[Any, ...]:
+    no_documents = (None, None)
+    return out_BHMD, lse_BHM, *no_documents, out_BHMD.shape[2], num_keys, 0.0, is_causal, *_seeds(lse_BHM)
+
+
+def _efficient_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool) -> tuple[Any, ...]:
+    if not torch.version.hip:  # lse comes in multiples of 32 rows, but for ROCm; in added rows exp(s - inf) = 0
+        lse_BHM = pad(lse_BHM, (0, -lse_BHM.shape[2] % 32), value=torch.inf)
+    wanted = [True, True, True, False]
+    return None, out_BHMD, lse_BHM, *_seeds(lse_BHM), 0.0, wanted, is_causal
+
+
+def _cudnn_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool) -> tuple[Any, ...]:
+    sizes = (None, None, None, out_BHMD.shape[2], num_keys)  # no bias, no documents
+    return out_BHMD, lse_BHM.unsqueeze(-1), *_seeds(lse_BHM), *sizes, 0.0, is_causal
+
+
+def _seeds(like: Tensor) -> list[Tensor]:
+    return [like.new_empty((), dtype=torch.int64)] * 2  # of dropout: asked for, never read
+
+
+_GRID = 65535  # the most blocks along the second and third dimension of a CUDA grid
+_SM80 = dict.fromkeys((torch.bfloat16, torch.float16), (8, 0))
+
+# In the order of torch's own defaults: cuDNN runs where it is selected (docs/decisions.md says why).
+OPS = {
+    "flash": Op(
+        is_enabled=torch.backends.cuda.flash_sdp_enabled,
+        capabilities=_SM80,
+        max_head_dim=256,
+        max_batch=_GRID,
+        takes_groups=True,
+        takes_strides=True,
+        refuses=_flash_refuses,
+        forward_arguments=(),
+        backward_arguments=_flash_arguments,
+    ),
+    "efficient": Op(
+        is_enabled=torch.backends.cuda.mem_efficient_sdp_enabled,
+        capabilities={torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)},
+        max_head_dim=math.inf,
+        max_batch=math.inf,  # it splits larger ones itself
+        takes_groups=False,
+        takes_strides=False,  # backward takes out's row stride for H * D, whatever it is
+        refuses=lambda tile: None,
+        forward_arguments=(None, True),  # no bias, with lse
+        backward_arguments=_efficient_arguments,
+    ),
+    "cudnn": Op(
+        is_enabled=torch.backends.cuda.cudnn_sdp_enabled,
+        capabilities=_SM80,
+        max_head_dim=128,  # some versions take 256 on some GPUs, and not always backward
+        max_batch=_GRID,
+        takes_groups=True,
+        takes_strides=False,  # backward asserts that those of out and dout are the same (pytorch#176915)
+        refuses=_cudnn_refuses,
+        forward_arguments=(None, True),
+        backward_arguments=_cudnn_arguments,
+    ),
+}
