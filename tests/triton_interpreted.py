@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain
 from ring_dilated_attention.bench.measure import allocated
 from ring_dilated_attention.estimate import attention_memory
 from ring_dilated_attention.kernels.triton import fused, in_place, launch
@@ -170,6 +170,16 @@ def test_the_choice_is_made_and_carried_out(monkeypatch):
     assert launched == ["forward", "launch_delta"]
 
 
+def test_explain_names_the_shape_of_the_tiles():
+    """Catches a choice that nobody can look up."""
+    tensors = [torch.randn(1, 64, 2, 16) for _ in range(3)]
+    reasons = explain(*tensors, pattern_of([(32, 1), (64, 2)], is_causal=True), backend="triton").reasons
+    assert reasons["triton"] == "chosen: asked for"
+    for stage in ("forward", "backward"):
+        assert "fused, 16 rows 2 apart" in reasons[f"tiles, {stage}"]
+        assert "rows merged" in reasons[f"tiles, {stage}"]
+
+
 @pytest.fixture
 def garbage_stays():
     """The interpreter leaves cycles that hold tensors: none may be freed while a later call is measured."""
@@ -184,12 +194,12 @@ def garbage_stays():
 def test_memory_is_what_is_planned(kind, dtype, garbage_stays):
     """Catches a copy, a partial or an accumulator that nobody planned: the allocator's peak is the estimate."""
     torch.use_deterministic_algorithms(False)
-    case = (2, 96, 4, 2, 64, [(32, 1), (96, 4)], {"is_causal": True}, None)
+    case = (1, 64, 2, 1, 64, [(32, 1), (64, 4)], {"is_causal": True}, None)
     call = call_of(case, dtype)
     inputs = [x.requires_grad_() for x in call.inputs]
-    plan = make_plan(call.pattern, make_shards("contiguous", (96,)), 0, 4, 2)
+    plan = make_plan(call.pattern, make_shards("contiguous", (64,)), 0, 2, 1)
     kernel = "fused" if kind == "fused" else "in-place"
-    planned = attention_memory(plan, 2, 64, dtype.itemsize, kernel=kernel)
+    planned = attention_memory(plan, 1, 64, dtype.itemsize, kernel=kernel)
 
     def forward():
         return dilated_attention(*inputs, call.pattern, backend="triton")

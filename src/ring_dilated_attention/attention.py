@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from . import execute, kernels
-from .exchange.choose import Choice, choose_exchange
-from .execute import Call
+from .exchange.choose import Choice, check_dealing, choose_exchange
+from .execute import Call, documents_of
 from .parallel import ContextParallel, context_named
 from .pattern import DilatedPattern
 from .tiles import accumulator_dtype
@@ -132,10 +132,20 @@ def explain(
     pattern: DilatedPattern,
     *,
     parallel: ContextParallel | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
+    lengths: Sequence[int] | None = None,
 ) -> Explanation:
-    """Which kernel and exchange `dilated_attention` would use on these tensors, and why. Sends nothing."""
-    _validate(query, key, value, pattern, parallel, None, None, backend)
+    """Which kernel and exchange `dilated_attention` would use on these tensors, and why. Sends nothing.
+
+    Args:
+        lengths: the number of positions of every rank. By default those that `parallel` was made with or, since nobody
+            is asked, as many for each as this rank has.
+
+    Raises:
+        ValueError: where the call would.
+    """
+    _validate(query, key, value, pattern, parallel, cu_seqlens, None, backend)
     chosen = kernels.choose(backend, query)
     kernel = next(name for name, module in kernels.BACKENDS.items() if module is chosen)
     against = {
@@ -149,7 +159,12 @@ def explain(
         against = kernels.sdpa.reasons(query)
         op = next(name for name, reason in against.items() if reason is None)
         reasons |= {f"sdpa {name}": reason for name, reason in _why(against, op, first).items()}
-    exchange, reasons["exchange"] = _exchange(parallel, pattern, query, key)
+    exchange, reasons["exchange"] = _exchange(parallel, pattern, query, key, cu_seqlens, lengths)
+    if hasattr(chosen, "whole") and exchange == "none":
+        borders = documents_of(cu_seqlens, query.shape[1]) or (0, query.shape[1])
+        for stage in ("forward", "backward"):
+            choice = chosen.whole(pattern, borders, query, key.shape[2], backward=stage == "backward").choice
+            reasons[f"tiles, {stage}"] = f"{choice.kind}, of {choice.reason}"
     return Explanation(kernel, exchange, reasons)
 
 
@@ -159,17 +174,30 @@ def _why(against: dict[str, str | None], chosen: str, how: str) -> dict[str, str
     return {name: f"chosen: {how}" if name == chosen else reason or passed_by for name, reason in against.items()}
 
 
-def _exchange(parallel: ContextParallel | None, pattern: DilatedPattern, query: Tensor, key: Tensor) -> Choice:
-    """What an exchange would be, were every rank's shard as long as this one."""
+def _exchange(
+    parallel: ContextParallel | None,
+    pattern: DilatedPattern,
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens: Tensor | None,
+    lengths: Sequence[int] | None,
+) -> Choice:
+    """The exchange, and why."""
     if parallel is None or (parallel.link is None and not parallel.num_simulated):
         return Choice("none", "one rank: nothing to send")
+    (batch, length, num_heads, head_dim), num_kv_heads = query.shape, key.shape[2]
+    if parallel.inner is not None:
+        check_dealing(num_kv_heads, parallel.inner.world_size)
+    if parallel.exchange == "all_to_all":
+        check_dealing(num_kv_heads, parallel.world_size)
     if parallel.exchange != "auto":
         return Choice(parallel.exchange, "asked for")
     if parallel.inner is not None:
         return Choice("ring", "the outer axis of a 2-D mesh; the inner one deals heads")
-    batch, length, num_heads, head_dim = query.shape
-    lengths = [length] * parallel.world_size
-    return choose_exchange(pattern, lengths, num_heads, key.shape[2], batch, head_dim, query.element_size())
+    lengths = tuple(lengths or parallel.lengths or [length] * parallel.world_size)
+    documents = documents_of(cu_seqlens, sum(lengths))
+    sizes = (batch, head_dim, query.element_size())
+    return choose_exchange(pattern, parallel.shards(lengths), num_heads, num_kv_heads, documents, *sizes)
 
 
 def _validate(

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import kernels
 from .exchange import all_gather, ring
 from .exchange.all_to_all import to_heads, to_positions
-from .exchange.choose import choose_exchange
+from .exchange.choose import check_dealing, choose_exchange
 from .exchange.comm import Link
 from .exchange.one_rank import OneRankLink
 from .exchange.simulated import run_ranks
@@ -168,11 +168,10 @@ def _route(
         },
     )
     documents = documents_of(cu_seqlens, sum(lengths))
-    name = context.exchange
+    name, shards = context.exchange, context.shards(lengths)
     if name == "auto" and context.inner is None:
-        choice = choose_exchange(call.pattern, lengths, num_heads, num_kv_heads, batch, head_dim, query.element_size())
-        name = choice.exchange
-    shards = context.shards(lengths)
+        sizes = (batch, head_dim, query.element_size())
+        name = choose_exchange(call.pattern, shards, num_heads, num_kv_heads, documents, *sizes).exchange
     inner, link = (context.link, None) if name == "all_to_all" else (context.inner, context.outer)
     if inner is None:
         plan = make_plan(call.pattern, shards, context.rank, num_heads, num_kv_heads, documents)
@@ -209,11 +208,7 @@ def _one_device_loop(
 def _dealt_heads(num_heads: int, num_kv_heads: int, inner: Link) -> range:
     """The query heads that an all-to-all deals to this rank."""
     size = inner.world_size
-    if num_kv_heads % size:
-        raise ValueError(
-            f"all_to_all deals heads to ranks, and {num_kv_heads} key/value heads do not divide among {size} ranks: "
-            f"{num_kv_heads} mod {size} = {num_kv_heads % size}. Use exchange='ring', which takes any number."
-        )
+    check_dealing(num_kv_heads, size)
     share = num_heads // size
     return range(inner.rank * share, (inner.rank + 1) * share)
 

@@ -9,6 +9,7 @@ are needed below and not above have a ring the other way around: there it meets 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,3 +127,34 @@ class Chunk(NamedTuple):
     direction: int
     size: int
     rows: tuple[tuple[Rows, Block], ...]
+
+
+def dealt_bytes(
+    lengths: Sequence[int],
+    rank: int,
+    num_heads: int,
+    num_kv_heads: int,
+    batch: int,
+    head_dim: int,
+    itemsize: int,
+    *,
+    backward: bool = False,
+    has_dlse: bool = False,
+) -> int:
+    """Bytes that a rank sends where heads are dealt for positions (all_to_all, or the inner axis of a 2-D mesh).
+
+    Forward: its rows of query, key and value for others' heads, and others' rows of out and lse for its own. Backward:
+    dout, query, key, value, out, lse (and dlse) there, and dq, dk, dv back.
+
+    Args:
+        lengths: the number of positions of every rank of the group that deals.
+    """
+    size, own = len(lengths), lengths[rank]
+    share, kv_share = num_heads // size, num_kv_heads // size
+    row, number = head_dim * itemsize, max(itemsize, 4)
+    if backward:
+        there = (3 * share + 2 * kv_share) * row + share * number * (1 + has_dlse)
+        back = (share + 2 * kv_share) * row
+    else:
+        there, back = (share + 2 * kv_share) * row, share * (row + number)
+    return batch * (own * (size - 1) * there + (sum(lengths) - own) * back)

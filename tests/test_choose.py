@@ -1,0 +1,82 @@
+"""Which exchange "auto" takes, and why: from the plans of the ranks, so without processes."""
+
+import pytest
+import torch
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, explain
+from ring_dilated_attention.exchange.choose import SMALL_CHUNK_BYTES, choose_exchange
+from ring_dilated_attention.plan import dealt_bytes
+from ring_dilated_attention.planner import make_plan
+from ring_dilated_attention.sharding import default_lengths, make_shards
+
+CAUSAL = DilatedPattern((8192,), (1,), is_causal=True)
+
+
+def choose(pattern, p, n, *, sharding="contiguous", heads=(8, 8), documents=None, head_dim=64):
+    shards = make_shards(sharding, default_lengths(sharding, n, p))
+    return choose_exchange(pattern, shards, *heads, documents, 1, head_dim, 4)
+
+
+def test_documents_that_lie_in_shards_send_nothing():
+    """Catches a choice that does not look at documents: dealing heads would move what needs no message."""
+    borders = tuple(range(0, 8192 + 1, 1024))
+    assert choose(CAUSAL, 8, 8192).exchange == "all_to_all"
+    assert choose(CAUSAL, 8, 8192, documents=borders) == ("ring", "nothing is sent: every segment lies in one shard")
+
+
+def test_zigzag_is_not_contiguous():
+    """Catches "nothing is sent" of segments that align with contiguous shards and not with zigzag's."""
+    pattern = DilatedPattern((1024,), (1,), is_causal=True)
+    assert choose(pattern, 8, 8192).reason.startswith("nothing is sent")
+    assert "sends 2,097,152 bytes" in choose(pattern, 8, 8192, sharding="zigzag", heads=(8, 8)).reason
+
+
+def test_causal_rings_send_less():
+    """Catches bytes of a full ring where chunks go no further than they are needed."""
+    full = DilatedPattern((8192,), (1,))
+    found = [choose(p, 4, 8192, heads=(6, 3)).reason for p in (CAUSAL, full)]
+    sent = [int(text.split("the ring sends ")[1].split()[0].replace(",", "")) for text in found]
+    assert sent == [2 * 3 * 2048 * 64 * 4 * 3] * 2  # the rank before the last passes all on
+    found = [choose(p, 4, 8192, heads=(6, 3), documents=(0, 3000, 8192)).reason for p in (CAUSAL, full)]
+    assert found[0] != found[1]
+
+
+def test_small_chunks_go_at_once():
+    """Catches a threshold on something else than a message, and gathering what does not fit beside the shard."""
+    pattern = DilatedPattern((1024, 8192), (1, 512))
+    choice = choose(pattern, 8, 8192, heads=(7, 7))
+    assert choice.exchange == "all_gather"
+    assert "one round instead of 7 hops" in choice.reason
+    assert choose(DilatedPattern((8192,), (1,)), 8, 8192, heads=(7, 7)).exchange == "ring"
+    tiny = choose(DilatedPattern((64,), (1,)), 8, 64, heads=(7, 7), head_dim=8)
+    assert SMALL_CHUNK_BYTES > 2 * 7 * 8 * 8 * 4
+    assert tiny.exchange == "ring"  # seven chunks as large as the shard itself
+
+
+def test_the_reason_names_what_it_rests_on():
+    """Catches a reason without its figures: bytes, hops and memory of the ring, bytes of dealing."""
+    shards = make_shards("contiguous", (2048,) * 4)
+    plan = make_plan(DilatedPattern((8192,), (1,)), shards, 0, 8, 4)
+    dealt = dealt_bytes((2048,) * 4, 0, 8, 4, 1, 64, 4)
+    reason = choose(DilatedPattern((8192,), (1,)), 4, 8192, heads=(8, 4)).reason
+    for figure in (plan.bytes_sent(1, 64, 4), 2 * plan.chunk_size * 64 * 4, dealt):
+        assert f"{figure:,}" in reason
+    assert "3 hops" in reason
+    assert "3 key/value heads cannot be dealt to 4 ranks" in choose(CAUSAL, 4, 8192, heads=(6, 3)).reason
+
+
+def test_explain_takes_what_only_the_other_ranks_know(monkeypatch):
+    """Catches an explanation of equal shards where they are not, and one of a call that would be refused."""
+    parallel = ContextParallel()
+    parallel.world_size, parallel.link = 3, object()
+    local = [torch.randn(1, 2, 3, 8) for _ in range(3)]
+    dense = DilatedPattern((68,), (1,))
+    equal = explain(*local, dense, parallel=parallel)
+    uneven = explain(*local, dense, parallel=parallel, lengths=(64, 2, 2))
+    assert equal.reasons["exchange"] != uneven.reasons["exchange"]
+    borders = torch.tensor([0, 64, 66, 68], dtype=torch.int32)
+    apart = explain(*local, dense, parallel=parallel, lengths=(64, 2, 2), cu_seqlens=borders)
+    assert apart.reasons["exchange"].startswith("nothing is sent")
+    parallel.exchange, parallel.world_size = "all_to_all", 2
+    with pytest.raises(ValueError, match="3 key/value heads do not divide among 2 ranks"):
+        explain(*local, dense, parallel=parallel)

@@ -1,0 +1,128 @@
+"""What is really sent and computed, counted on the way, against the plan: to the byte and to the pair."""
+
+import pytest
+import torch
+from distributed import run
+from torch.distributed.device_mesh import init_device_mesh
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.exchange.comm import Link
+from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.plan import dealt_bytes
+from ring_dilated_attention.planner import make_plan
+from ring_dilated_attention.sharding import join_shards, make_shards
+
+# pattern, query heads, key/value heads, dtype, sharding
+CASES = [
+    (DilatedPattern((8, 32, 61), (1, 2, 4)), 4, 4, torch.float32, "contiguous"),
+    (DilatedPattern((20, 61), (1, 3), is_causal=True), 8, 4, torch.bfloat16, "contiguous"),
+    (DilatedPattern((61, 9), (1, 2), is_causal=True), 4, 4, torch.float64, "zigzag"),
+    (DilatedPattern((36,), (1,), is_causal=True), 8, 4, torch.float32, "zigzag"),
+]
+N, BATCH, HEAD_DIM = 61, 2, 8
+
+
+class Counter:
+    """Bytes of data messages, and (query, key) pairs of kernel calls, of one forward or backward."""
+
+    def __init__(self) -> None:
+        self.clear()
+        exchange, forward, backward = self.originals = Link.exchange, cpu.forward, cpu.backward
+
+        def counted_exchange(link, sends, receives, moment):
+            self.sent += sum(x.nbytes for x, _ in sends)
+            return exchange(link, sends, receives, moment)
+
+        def counted_forward(q, k, v, is_causal, scale):
+            self.count(q, k, is_causal)
+            return forward(q, k, v, is_causal, scale)
+
+        def counted_backward(dout, dlse, q, k, v, out, lse, is_causal, scale):
+            self.count(q, k, is_causal)
+            return backward(dout, dlse, q, k, v, out, lse, is_causal, scale)
+
+        Link.exchange, cpu.forward, cpu.backward = counted_exchange, counted_forward, counted_backward
+
+    def restore(self):
+        Link.exchange, cpu.forward, cpu.backward = self.originals
+
+    def count(self, q, k, is_causal):
+        rows, keys = q.shape[2], k.shape[2]
+        assert not is_causal or rows == keys
+        self.pairs += q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if is_causal else rows * keys)
+
+    def clear(self):
+        self.sent, self.pairs = 0, 0
+
+
+def rank_counts(rank, world_size, exchange):
+    counter, found = Counter(), []
+    group = None
+    if exchange == "mesh":
+        group = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("outer", "inner"))
+    for pattern, heads, kv_heads, dtype, sharding in CASES:
+        cp = ContextParallel(group, exchange="auto" if group else exchange, sharding=sharding)
+        local = [cp.shard(torch.ones(BATCH, N, h, HEAD_DIM, dtype=dtype)) for h in (heads, kv_heads, kv_heads)]
+        leaves = [x.requires_grad_() for x in local]
+        for has_dlse in (False, True):
+            planned = plans_of(cp, exchange, pattern, heads, kv_heads, dtype.itemsize, has_dlse)
+            counter.clear()
+            results = dilated_attention(*leaves, pattern, parallel=cp, return_lse=has_dlse)
+            found.append(((counter.sent, counter.pairs), planned[0]))
+            counter.clear()
+            loss = sum(x.sum() for x in results) if has_dlse else results.sum()
+            loss.backward()
+            found.append(((counter.sent, counter.pairs), planned[1]))
+    return found
+
+
+def plans_of(cp, exchange, pattern, heads, kv_heads, itemsize, has_dlse):
+    """(bytes, pairs) of a forward and of a backward, as planned."""
+    lengths = cp.default_lengths(N)
+    size = {"all_to_all": cp.world_size, "mesh": 2}.get(exchange, 1)
+    shards = cp.shards(lengths)
+    groups = [range(i, i + size) for i in range(0, len(lengths), size)]
+    share, place = heads // size, cp.rank % size
+    plan = make_plan(
+        pattern,
+        tuple(join_shards([shards[k] for k in group]) for group in groups) if size > 1 else shards,
+        cp.rank // size,
+        heads,
+        kv_heads,
+        None,
+        range(place * share, (place + 1) * share) if size > 1 else None,
+    )
+    together = tuple(lengths[k] for k in groups[cp.rank // size])
+    sizes = (heads, kv_heads, BATCH, HEAD_DIM, itemsize)
+    planned = []
+    for backward in (False, True):
+        sent = plan.bytes_sent(BATCH, HEAD_DIM, itemsize, backward=backward, straight=exchange == "all_gather")
+        if size > 1:
+            sent += dealt_bytes(together, place, *sizes, backward=backward, has_dlse=has_dlse)
+        planned.append((sent, BATCH * plan.pairs))
+    return planned
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all", "mesh"])
+def test_what_is_sent_and_computed_is_what_is_planned(exchange):
+    """Catches a plan that promises less than happens, in bytes or in pairs, for every exchange, both ways."""
+    ranks = run(4, rank_counts, exchange)
+    for rank, found in enumerate(ranks):
+        for counted, planned in found:
+            assert counted == planned, (rank, found.index((counted, planned)))
+    assert all(any(counted[0] for counted, _ in found) for found in ranks)
+
+
+def test_a_counter_sees_what_is_not_planned():
+    """Proof that the counts can differ: of a causal tile computed in full, and of another sharding."""
+    counter = Counter()
+    try:
+        plan = make_plan(DilatedPattern((8,), (1,), is_causal=True), make_shards("contiguous", (8,)), 0, 2, 2)
+        q = torch.randn(1, 2, 8, 8)
+        cpu.forward(q, q, q, True, 1.0)
+        assert counter.pairs == plan.pairs
+        counter.clear()
+        cpu.forward(q, q, q, False, 1.0)
+        assert counter.pairs > plan.pairs
+    finally:
+        counter.restore()
