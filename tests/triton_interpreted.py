@@ -170,6 +170,25 @@ def test_the_choice_is_made_and_carried_out(monkeypatch):
     assert launched == ["forward", "launch_delta"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_whole(kind):
+    """Catches a graph break, and fakes that say something else than what these kernels return."""
+    call = call_of((1, 20, 2, 1, 16, [(8, 1), (20, 2)], {"is_causal": True}, None))
+    inputs = [x.requires_grad_() for x in call.inputs]
+    with mock.patch.object(in_place, "choose", return_value=Choice(kind, 16, 0.0, "")):
+
+        def run(function):
+            results = function(*inputs, call.pattern, backend="triton", return_lse=True)
+            return [*results, *torch.autograd.grad(results, inputs, [call.dout, call.dlse])]
+
+        compiled = torch.compile(dilated_attention, fullgraph=True, backend="aot_eager")
+        for x, y in zip(run(compiled), run(dilated_attention), strict=True):
+            assert torch.equal(x, y)
+        pattern = call.pattern
+        rules = (pattern.segment_lengths, pattern.dilation_rates, True, "modulo", "all", 0.3, "triton", "", "qkv", True)
+        torch.library.opcheck(torch.ops.ring_dilated_attention.forward.default, (*inputs, None, *rules))
+
+
 def test_explain_names_the_shape_of_the_tiles():
     """Catches a choice that nobody can look up."""
     tensors = [torch.randn(1, 64, 2, 16) for _ in range(3)]
