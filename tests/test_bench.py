@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 
 from ring_dilated_attention import cli, kernels
-from ring_dilated_attention.bench import crossover, flops, gate, linear, measure, record
+from ring_dilated_attention.bench import crossover, flops, gate, linear, measure, record, scaling
 from ring_dilated_attention.bench.command import CASES
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.planner import make_plan
@@ -73,6 +74,22 @@ def test_rounded_causal_pairs(num_rows):
         expected += min(math.ceil(end / 512) * 512, num_rows)
     assert flops.causal_pairs(num_rows) == expected
     assert flops.causal_pairs(num_rows) >= num_rows * (num_rows + 1) // 2
+
+
+def test_scaling_marks_what_is_modelled(tmp_path, capsys):
+    """Catches a modelled figure that could be taken for a measured one; and records without any still make a page."""
+    assert cli.main(["bench", "scaling", "--quick", "--results", str(tmp_path / "results")]) == 0
+    assert "Two cores say nothing on 4 and 8 ranks" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "results" / "scaling.json").read_text())["rows"]
+    for row in rows:
+        assert [model["ranks"] for model in row["modelled"]] == [2, 4, 8]
+        assert all(0 < model["efficiency"] < 1.001 for model in row["modelled"])
+        assert all(model["bytes_per_second"] > 0 for model in row["modelled"])
+    lines = [line for line in scaling.table(rows).splitlines() if re.search(r"\| +[248] \|", line)]
+    assert ["not measured" in line for line in lines] == [False, True, True] * len(rows)
+    for row in rows:
+        del row["modelled"]
+    assert "model" not in scaling.table(rows)
 
 
 def test_rounding_is_of_causal_tiles_only():

@@ -9,6 +9,7 @@ import pytest
 from ring_dilated_attention import cli
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.planner import make_plan
+from ring_dilated_attention.schedule import Hardware, RankTime, model_step
 from ring_dilated_attention.sharding import make_shards
 
 DENSE = ["--seq-len", "4096", "--segment-lengths", "4096", "--dilation-rates", "1", "--heads", "2"]
@@ -62,6 +63,15 @@ def test_pictures_are_made(tmp_path, capsys):
         (["--kv-heads", "3"], "2 query heads cannot share 3 key/value heads"),
         (["--dilation-rates", "1", "2"], "segment_lengths has 1 entries and dilation_rates has 2"),
         (["--sharding", "zigzag", "--align", "8"], "--align 8 is for contiguous shards"),
+        (["--documents", "4000", "95"], "--documents add up to 4095, and --seq-len is 4096"),
+        (["--documents", "4096", "0"], "--documents must be at least 1 each, got 0"),
+        (["--documents", "4096", "--picture", "x"], "--picture draws one document"),
+        (["--flops", "1e9"], "--bandwidth is missing: a time needs --flops and --bandwidth, or --hardware"),
+        (["--latency", "1"], "--flops is missing"),
+        (["--flops", "0", "--bandwidth", "1"], "--flops must be a positive number, got 0"),
+        (["--flops", "1", "--bandwidth", "nan"], "--bandwidth must be a positive number, got nan"),
+        (["--flops", "1", "--bandwidth", "1", "--latency", "-1"], "--latency must be a positive number, or 0, got -1"),
+        (["--hardware", "h100-nvlink"], "has the rate of 16-bit types, and --dtype is float32. Choose --dtype"),
     ],
 )
 def test_bad_input_is_quoted(arguments, message, capsys):
@@ -84,6 +94,64 @@ def test_shardings_are_compared(capsys):
     assert "zigzag 100.0%" in capsys.readouterr().out
     assert cli.main([*common, "2458"]) == 0
     assert capsys.readouterr().out.strip().endswith("contiguous is the better one here")
+
+
+def test_shardings_that_balance_alike_say_so(capsys):
+    """Catches a winner where there is none. Whole documents per rank: contiguous shards send nothing."""
+    common = ["plan", "--seq-len", "4096", "--ranks", "4", "--dilation-rates", "1", "--segment-lengths", "4096"]
+    assert cli.main(common) == 0
+    out = capsys.readouterr().out
+    assert out.index("contiguous 100.0%") < out.index("zigzag 100.0%")
+    assert out.strip().endswith(": equally balanced")
+    assert cli.main([*common, "--causal", "--documents", *["1024"] * 4]) == 0
+    assert capsys.readouterr().out.strip().endswith(": equally balanced, and contiguous sends less")
+
+
+def test_documents_reach_the_plan(capsys):
+    """Catches borders that are lengths, or that only one of the plan and the comparison of shardings gets."""
+    found = planned(capsys, *DENSE, "--ranks", "4", "--causal", "--documents", "3000", "1096")
+    pattern, shards = DilatedPattern((4096,), (1,), is_causal=True), make_shards("contiguous", (1024,) * 4)
+    for rank, row in enumerate(found["ranks"]):
+        plan = make_plan(pattern, shards, rank, 2, 2, (0, 3000, 4096))
+        assert row["flops"] == plan.flops(1, 64) + plan.flops(1, 64, backward=True)
+    assert found["shardings"][0]["balance"] == found["balance"]
+
+
+TIME = ("--flops", "1e9", "--bandwidth", "1e8", "--latency", "1e-4")
+
+
+def test_the_time_is_the_models(capsys):
+    """Catches a rate in the wrong place, and a sharding compared on other hardware."""
+    found = planned(capsys, *DENSE, *TIME, "--ranks", "4", "--head-dim", "32", "--dtype", "bfloat16", "--causal")
+    shards, pattern = make_shards("contiguous", (1024,) * 4), DilatedPattern((4096,), (1,), is_causal=True)
+    step = model_step([make_plan(pattern, shards, k, 2, 2) for k in range(4)], 1, 32, 2, Hardware(1e9, 1e8, 1e-4))
+    assert found["model"]["step_seconds"] == step.step_seconds == found["shardings"][0]["step_seconds"]
+    assert found["model"]["efficiency"] == step.efficiency
+    assert [RankTime(**rank) for rank in found["model"]["ranks"]] == list(step.ranks)
+    assert "model" not in planned(capsys, *DENSE, "--ranks", "2")
+
+
+def test_the_time_decides_between_shardings(capsys):
+    """Catches a verdict by balance: dense and not causal both balance, but on a slow link zigzag waits longer: of its
+    smaller tiles only the first hides the gradients that come along."""
+    assert cli.main(["plan", *DENSE, "--ranks", "4", "--causal", *TIME]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split()[-1] == "exposed"
+    assert all(line.endswith("%") for line in out.splitlines()[2:6])
+    assert "modelled step: " in out
+    assert out.strip().endswith("zigzag is the better one here")
+    assert cli.main(["plan", *DENSE, "--ranks", "4", *TIME]) == 0
+    assert capsys.readouterr().out.strip().endswith(": equally fast")
+    assert cli.main(["plan", *DENSE, "--ranks", "4", "--flops", "1e12", "--bandwidth", "1e9"]) == 0
+    assert capsys.readouterr().out.strip().endswith("contiguous is the better one here")
+
+
+def test_a_preset_is_replaced_by_what_is_given(capsys):
+    common = (*DENSE, "--ranks", "2", "--dtype", "bfloat16", "--hardware")
+    found = planned(capsys, *common, "h100-infiniband", "--latency", "1e-5")["model"]["hardware"]
+    assert found == {"flops_per_second": 989.5e12, "bytes_per_second": 50e9, "latency_seconds": 1e-5}
+    found = planned(capsys, *common, "h100-nvlink", "--flops", "5e14")["model"]["hardware"]
+    assert found == {"flops_per_second": 5e14, "bytes_per_second": 450e9, "latency_seconds": 0}
 
 
 def test_the_kernel_decides_what_is_held(capsys):

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import math
 import sys
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +13,16 @@ from .estimate import KERNELS, AttentionMemory, attention_memory
 from .pattern import PHASE_RULES, DilatedPattern
 from .plan import Plan
 from .planner import make_plan
+from .schedule import Hardware, StepTime, model_step
 from .sharding import SHARDINGS, Shard, default_lengths, make_shards
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # More ranks than this are shown by their extremes only.
 MOST_ROWS = 16
 MOST_COMPARED = 64
+# NVIDIA's data sheets, one way of a link. H100 SXM: 1,979 TFLOPS of 16-bit tensor cores with sparsity, so half of it,
+# and NVLink of 900 GB/s both ways together. DGX H100: a ConnectX-7 of 400 Gb/s for each GPU. Neither has a latency.
+PRESETS = {"h100-nvlink": Hardware(989.5e12, 450e9), "h100-infiniband": Hardware(989.5e12, 50e9)}
 
 EXAMPLES = """examples:
   rda plan --seq-len 1048576 --ranks 8 --segment-lengths 2048 65536 1048576 --dilation-rates 1 16 256
@@ -27,9 +33,16 @@ EXAMPLES = """examples:
         the same, balanced
   rda plan --seq-len 65536 --ranks 2 --segment-lengths 2048 65536 --dilation-rates 1 16 --picture docs
         also draws the pattern and the ring
+  rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal --documents 100000 31072
+        packed documents; the shardings are compared on them
+  rda plan --seq-len 131072 --ranks 8 --segment-lengths 131072 --dilation-rates 1 --causal --sharding zigzag \\
+           --dtype bfloat16 --hardware h100-infiniband --flops 500e12 --latency 20e-6
+        how long a step takes, and how much of it each rank waits, where kernels reach 500 TFLOPS
 
 One attention call, forward and backward. FLOPs count the pairs of the pattern (2 products forward, 5 backward); memory
-counts the rank's query, key, value and out, their gradients, the buffers of the ring and the kernel's partials.
+counts the rank's query, key, value and out, their gradients, the buffers of the ring and the kernel's partials. The
+time is a model: the ring loop of all ranks in virtual time, where a rank computes at --flops and sends and receives at
+--bandwidth each. Presets are rates of data sheets, which no kernel and no link reaches.
 """
 
 
@@ -68,6 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
     parser.add_argument("--align", type=int, default=1, metavar="A", help="borders of shards at multiples of it")
+    parser.add_argument(
+        "--documents", type=int, nargs="+", metavar="N", help="lengths of packed documents, which add up to --seq-len"
+    )
+    parser.add_argument("--hardware", choices=PRESETS, help="model a step's time with rates of data sheets")
+    parser.add_argument("--flops", type=float, metavar="RATE", help="or with a rank's FLOPs per second")
+    parser.add_argument("--bandwidth", type=float, metavar="BYTES", help="and bytes per second, one way")
+    parser.add_argument("--latency", type=float, metavar="S", help="of a message, in seconds (default 0)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--picture", type=Path, metavar="DIR", help="draw the pattern and the ring into a folder")
 
@@ -76,20 +96,26 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         pattern = pattern_of(arguments)
         check_positive(arguments)
+        check_documents(arguments)
+        hardware = hardware_of(arguments)
         plans = make_plans(pattern, split(arguments, arguments.seq_len), arguments)
         memories = [memory_of(plan, arguments) for plan in plans]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     rows = rank_rows(plans, memories, arguments)
+    step = step_of(plans, arguments, hardware)
     # Planning many ranks twice more takes minutes, and the comparison says little new there.
-    compared = compare_shardings(pattern, arguments) if 1 < arguments.ranks <= MOST_COMPARED else []
+    compared = compare_shardings(pattern, arguments, hardware) if 1 < arguments.ranks <= MOST_COMPARED else []
     if arguments.json:
-        print(json.dumps(as_json(rows, memories) | {"shardings": [row._asdict() for row in compared]}, indent=1))
+        found = as_json(rows, memories) | {"shardings": [row._asdict() for row in compared]}
+        print(json.dumps(found if step is None else found | {"model": model_json(step, hardware)}, indent=1))
     else:
         print(pattern.explain(arguments.heads))
-        print(table(rows))
+        print(table(rows, step))
         print(summary(rows, memories))
+        if step is not None:
+            print(model_line(step))
         if compared:
             print(sharding_lines(compared))
     if arguments.picture is not None:
@@ -119,6 +145,43 @@ def check_positive(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
 
 
+def check_documents(arguments: argparse.Namespace) -> None:
+    lengths = arguments.documents
+    if lengths is None:
+        return
+    if min(lengths) < 1:
+        raise ValueError(f"--documents must be at least 1 each, got {min(lengths)}")
+    if sum(lengths) != arguments.seq_len:
+        raise ValueError(f"--documents add up to {sum(lengths)}, and --seq-len is {arguments.seq_len}")
+    if arguments.picture is not None:
+        raise ValueError("--picture draws one document; leave out --documents")
+
+
+def hardware_of(arguments: argparse.Namespace) -> Hardware | None:
+    """The preset with the given numbers in place of its own, or None where a time is not asked for."""
+    values = (arguments.flops, arguments.bandwidth, arguments.latency)
+    given = {field: value for field, value in zip(Hardware._fields, values, strict=True) if value is not None}
+    if arguments.hardware is None and not given:
+        return None
+    if arguments.hardware is not None and arguments.flops is None and ITEMSIZE[arguments.dtype] != 2:
+        raise ValueError(
+            f"--hardware {arguments.hardware} has the rate of 16-bit types, and --dtype is {arguments.dtype}. "
+            "Choose --dtype bfloat16, or give --flops."
+        )
+    if arguments.hardware is None and None in (arguments.flops, arguments.bandwidth):
+        missing = "--flops" if arguments.flops is None else "--bandwidth"
+        raise ValueError(f"{missing} is missing: a time needs --flops and --bandwidth, or --hardware")
+    hardware = PRESETS.get(arguments.hardware, Hardware(0, 0))._replace(**given)
+    for name, value, is_fine in (
+        ("--flops", hardware.flops_per_second, 0 < hardware.flops_per_second < math.inf),
+        ("--bandwidth", hardware.bytes_per_second, 0 < hardware.bytes_per_second < math.inf),
+        ("--latency", hardware.latency_seconds, 0 <= hardware.latency_seconds < math.inf),
+    ):
+        if not is_fine:
+            raise ValueError(f"{name} must be a positive number{', or 0' * (name == '--latency')}, got {value}")
+    return hardware
+
+
 def split(arguments: argparse.Namespace, seq_len: int) -> tuple[Shard, ...]:
     """The default split of a sequence, as `ContextParallel` makes it."""
     return make_shards(
@@ -132,7 +195,14 @@ def make_plans(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: ar
 
     num_kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads
     ranks = tqdm(range(len(shards)), unit="rank", file=sys.stderr, disable=len(shards) <= MOST_ROWS)
-    return [make_plan(pattern, shards, rank, arguments.heads, num_kv_heads) for rank in ranks]
+    documents = None if arguments.documents is None else tuple(accumulate(arguments.documents, initial=0))
+    return [make_plan(pattern, shards, rank, arguments.heads, num_kv_heads, documents) for rank in ranks]
+
+
+def step_of(plans: list[Plan], arguments: argparse.Namespace, hardware: Hardware | None) -> StepTime | None:
+    if hardware is None:
+        return None
+    return model_step(plans, arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype], hardware)
 
 
 def memory_of(plan: Plan, arguments: argparse.Namespace) -> AttentionMemory:
@@ -168,15 +238,19 @@ def balance(rows: list[RankRow]) -> float:
 
 
 class ShardingRow(NamedTuple):
-    """One way of dealing positions to ranks: the mean work over the largest, and the largest number of bytes sent."""
+    """One way of dealing positions to ranks: the mean work over the largest, the largest number of bytes that a rank
+    sends, and the time of a step where one is modelled."""
 
     sharding: str
     balance: float
     sent_bytes: int
+    step_seconds: float | None
 
 
-def compare_shardings(pattern: DilatedPattern, arguments: argparse.Namespace) -> list[ShardingRow]:
-    """Every sharding of the same sequence, the best first: neither is always better (DESIGN: w = 0.6 n on 4 ranks)."""
+def compare_shardings(
+    pattern: DilatedPattern, arguments: argparse.Namespace, hardware: Hardware | None
+) -> list[ShardingRow]:
+    """Every sharding of the same sequence: none is always better (DESIGN: w = 0.6 n on 4 ranks)."""
     found = []
     for sharding in SHARDINGS:
         lengths = default_lengths(sharding, arguments.seq_len, arguments.ranks)
@@ -184,25 +258,39 @@ def compare_shardings(pattern: DilatedPattern, arguments: argparse.Namespace) ->
         arguments_of = (arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype])
         sent = max(sum(plan.bytes_sent(*arguments_of, backward=b) for b in (False, True)) for plan in plans)
         pairs = [plan.pairs for plan in plans]
-        found.append(ShardingRow(sharding, sum(pairs) / (len(pairs) * max(pairs)) if max(pairs) else 1.0, sent))
-    return sorted(found, key=lambda row: (-round(row.balance, 3), row.sent_bytes))
+        even = sum(pairs) / (len(pairs) * max(pairs)) if max(pairs) else 1.0
+        step = step_of(plans, arguments, hardware)
+        found.append(ShardingRow(sharding, even, sent, None if step is None else step.step_seconds))
+    return found
+
+
+def better(found: list[ShardingRow]) -> str:
+    """Which sharding is faster or, where no time is modelled, more balanced; a difference below 0.1 % is none."""
+    costs = [1 / row.balance if row.step_seconds is None else row.step_seconds for row in found]
+    if max(costs) > 1.001 * min(costs):
+        return f"{found[costs.index(min(costs))].sharding} is the better one here"
+    alike = "equally balanced" if found[0].step_seconds is None else "equally fast"
+    sent = [row.sent_bytes for row in found]
+    return alike if len(set(sent)) == 1 else f"{alike}, and {found[sent.index(min(sent))].sharding} sends less"
 
 
 def sharding_lines(found: list[ShardingRow]) -> str:
-    listed = ", ".join(
-        f"{row.sharding} {row.balance:.1%} ({row.sent_bytes / 1e6:,.1f} MB sent at most)" for row in found
-    )
-    return f"balance by sharding, near-equal: {listed}: {found[0].sharding} is the better one here"
+    def described(row: ShardingRow) -> str:
+        time = "" if row.step_seconds is None else f", {milliseconds(row.step_seconds)} modelled"
+        return f"{row.sharding} {row.balance:.1%} ({row.sent_bytes / 1e6:,.1f} MB sent at most{time})"
+
+    return f"balance by sharding, near-equal: {', '.join(map(described, found))}: {better(found)}"
 
 
-def table(rows: list[RankRow]) -> str:
+def table(rows: list[RankRow], step: StepTime | None) -> str:
     shown = rows
     if len(rows) > MOST_ROWS:
         extremes = {min(rows, key=key) for key in _KEYS} | {max(rows, key=key) for key in _KEYS}
         shown = sorted({rows[0], rows[-1]} | extremes)
     lines: list[tuple[str, ...]] = [
-        ("rank", "positions", "GFLOP", "share", "sent forward", "sent", "peak forward", "peak")
+        ("rank", "positions", "GFLOP", "share", "sent forward", "sent", "peak forward", "peak", "exposed")
     ]
+    exposed = [""] * len(rows) if step is None else [f"{share:.1%}" for share in exposed_shares(step)]
     for row in shown:
         sizes = (row.forward_sent_bytes, row.sent_bytes, row.forward_peak_bytes, row.peak_bytes)
         lines.append(
@@ -212,8 +300,11 @@ def table(rows: list[RankRow]) -> str:
                 f"{row.flops / 1e9:,.1f}",
                 f"{row.share:.1%}",
                 *(f"{size / 1e6:,.1f} MB" for size in sizes),
+                exposed[row.rank],
             )
         )
+    if step is None:
+        lines = [line[:-1] for line in lines]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = "\n".join("  ".join(cell.rjust(width) for cell, width in zip(x, widths, strict=True)) for x in lines)
     return text if shown is rows else f"{text}\n({len(rows)} ranks; shown are the first, the last and the extremes)"
@@ -228,6 +319,36 @@ def summary(rows: list[RankRow], memories: list[AttentionMemory]) -> str:
     items = memories[largest.rank].forward_backward.items
     lines = [f"balance: {balance(rows):.1%} (mean work over the largest)", f"rank {largest.rank} holds at its peak:"]
     return "\n".join(lines + [f"  {item.num_bytes / 1e6:>12,.1f} MB  {item.name}" for item in items])
+
+
+def exposed_shares(step: StepTime) -> list[float]:
+    """What part of the step each rank only waits."""
+    whole = step.step_seconds
+    return [rank.exposed_seconds / whole if whole else 0.0 for rank in step.ranks]
+
+
+def model_line(step: StepTime) -> str:
+    return (
+        f"modelled step: {milliseconds(step.step_seconds)} (forward {milliseconds(step.forward_seconds)}, backward "
+        f"{milliseconds(step.backward_seconds)}), parallel efficiency {step.efficiency:.1%}, exposed at most "
+        f"{max(exposed_shares(step)):.1%} of it"
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.4g} ms"
+
+
+def model_json(step: StepTime, hardware: Hardware | None) -> dict[str, Any]:
+    assert hardware is not None
+    return {
+        "hardware": hardware._asdict(),
+        "step_seconds": step.step_seconds,
+        "forward_seconds": step.forward_seconds,
+        "backward_seconds": step.backward_seconds,
+        "efficiency": step.efficiency,
+        "ranks": [rank._asdict() for rank in step.ranks],
+    }
 
 
 def as_json(rows: list[RankRow], memories: list[AttentionMemory]) -> dict[str, Any]:

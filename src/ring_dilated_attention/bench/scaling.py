@@ -2,6 +2,8 @@
 
 Parallel efficiency is T1 / (2 T2). The ceiling is the same figure for two processes that share nothing: each computes
 half of the heads on one device. All three are timed in turn, in the same two processes, each on a core of its own.
+
+Two cores say nothing on more ranks. For those, and beside the two measured ones, stands what the plan's model says.
 """
 
 from collections.abc import Callable
@@ -10,17 +12,20 @@ from typing import Any, NamedTuple
 import torch
 
 from ..compare import Squares
+from ..exchange.ring import RingCall
 from ..parallel import ContextParallel
 from ..pattern import DilatedPattern
 from ..planner import make_plan
 from ..processes import Launch, Worker, run_ranks
+from ..schedule import Hardware, model_step
 from ..sharding import default_lengths, make_shards
 from .gate import gate, gate_squares
-from .measure import Sizes, dilated_call, quantiles
+from .measure import Sizes, dilated_call, make_tensors, quantiles, stopwatch
 from .record import branches, markdown, seconds, tensors
 
 SUMMARY = "parallel efficiency of two ranks, beside the machine's ceiling"
 NUM_RANKS = 2
+MODELLED_RANKS = (2, 4, 8)
 SETUPS = ("one rank", "two ranks", "two processes, half of the heads each")
 
 
@@ -51,12 +56,21 @@ def num_steps(settings: Settings) -> int:
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     launch = Launch(NUM_RANKS, num_threads=1, is_pinned=True, seconds=settings.seconds)
-    ranks = run_ranks(launch, _rank, settings, on_report=lambda rank, message: step(message))
+    found = run_ranks(launch, _rank_and_links, settings, on_report=lambda rank, message: step(message))
+    ranks, links = zip(*found, strict=True)
     rows = []
     for i, (pattern, sharding, _) in enumerate(settings.patterns):
         passed = gate(settings.sizes, pattern, [found[i][0] for found in ranks])
-        rows.append(_row(settings.sizes, pattern, sharding, passed, [found[i][1] for found in ranks]))
+        row = _row(settings.sizes, pattern, sharding, passed, [found[i][1] for found in ranks])
+        rate = min(rates[i] for rates in links)
+        rows.append(row | {"modelled": _modelled(settings.sizes, pattern, row, rate)})
     return rows
+
+
+def _rank_and_links(
+    worker: Worker, settings: Settings
+) -> tuple[list[tuple[Squares, dict[str, list[float]]]], list[float]]:
+    return _rank(worker, settings), [_bytes_per_second(settings.sizes, *setup[:2]) for setup in settings.patterns]
 
 
 def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, list[float]]]]:
@@ -123,6 +137,42 @@ def _by_repeat(ranks: list[dict[str, list[float]]], setup: str) -> list[tuple[fl
     return list(zip(*(found[setup] for found in ranks if found[setup]), strict=True))
 
 
+def _bytes_per_second(sizes: Sizes, pattern: DilatedPattern, sharding: str) -> float:
+    """One way of this rank's link: the first hop's chunks with nothing to compute, the median of several passes."""
+    parallel = ContextParallel(exchange="ring", sharding=sharding)
+    shards = parallel.shards(parallel.default_lengths(sizes.seq_len))
+    plan = make_plan(pattern, shards, parallel.rank, sizes.num_heads, sizes.num_heads)
+    query, key, value = (x.detach() for x in make_tensors(sizes, parallel)[0])
+    ring = RingCall(plan, query, parallel.link, "messages alone")
+    own, free = ring.chunk_buffers(key, value)
+    size = max(sum(message.size for message in way) for way in (plan.hops[0].sends, plan.hops[0].receives))
+    passes = []
+    for _ in range(5):
+        parallel.all_reduce(torch.zeros(1))  # start together
+        watch = stopwatch()
+        ring.start(0, own, free).wait()
+        passes.append(watch())
+    return size * sizes.batch * sizes.head_dim * sizes.dtype.itemsize / quantiles(passes)["median"]
+
+
+def _modelled(
+    sizes: Sizes, pattern: DilatedPattern, row: dict[str, Any], bytes_per_second: float
+) -> list[dict[str, Any]]:
+    """What the plan's model says of several numbers of ranks, each as fast as the one rank of the row."""
+    found = []
+    for num_ranks in MODELLED_RANKS:
+        shards = make_shards(row["sharding"], default_lengths(row["sharding"], sizes.seq_len, num_ranks))
+        plans = [make_plan(pattern, shards, rank, sizes.num_heads, sizes.num_heads) for rank in range(num_ranks)]
+        arguments = (sizes.batch, sizes.head_dim)
+        flops = sum(plan.flops(*arguments, backward=backward) for plan in plans for backward in (False, True))
+        hardware = Hardware(flops / row["one_rank_seconds"]["median"], bytes_per_second)
+        step = model_step(plans, *arguments, sizes.dtype.itemsize, hardware)
+        exposed = max(rank.exposed_seconds for rank in step.ranks) / step.step_seconds
+        model = {"ranks": num_ranks, "efficiency": step.efficiency, "exposed_share": exposed}
+        found.append(model | hardware._asdict())
+    return found
+
+
 def _pattern_json(pattern: DilatedPattern) -> dict[str, Any]:
     return {
         "segment_lengths": pattern.segment_lengths,
@@ -132,6 +182,46 @@ def _pattern_json(pattern: DilatedPattern) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
+    parts = [_measured_table(rows)]
+    if all("modelled" in row for row in rows):  # records made before the model have none
+        parts.append(_modelled_table(rows))
+    return "\n\n".join(parts)
+
+
+def _modelled_table(rows: list[dict[str, Any]]) -> str:
+    headers = (
+        "pattern",
+        "ranks",
+        "efficiency, modelled",
+        "exposed, modelled",
+        "efficiency, measured",
+        "of the ceiling",
+    )
+    lines = []
+    for row in rows:
+        for model in row["modelled"]:
+            measured = (f"{row['efficiency']['median']:.1%}", f"{row['ratio']:.1%}")
+            lines.append(
+                (
+                    f"{branches(row)}, {row['sharding']}",
+                    str(model["ranks"]),
+                    f"{model['efficiency']:.1%}",
+                    f"{model['exposed_share']:.1%}",
+                    *(measured if model["ranks"] == NUM_RANKS else ("not measured", "")),
+                )
+            )
+    rates = [model["flops_per_second"] / 1e9 for row in rows for model in row["modelled"]]
+    links = [model["bytes_per_second"] / 1e9 for row in rows for model in row["modelled"]]
+    return (
+        "Two cores say nothing on 4 and 8 ranks: those rows are the plan's model (`rda plan --flops --bandwidth`), not "
+        "measurements. Each rank has a core as fast as the one rank's, and links as fast as a chunk alone between two, "
+        f"both from this run: {min(rates):.3g} to {max(rates):.3g} GFLOPS, {min(links):.2g} to {max(links):.2g} GB/s; "
+        "latency is left out. Of two ranks the model knows the waits, but not what keeps the machine below its ceiling."
+        f"\n\n{markdown(headers, lines)}"
+    )
+
+
+def _measured_table(rows: list[dict[str, Any]]) -> str:
     headers = (
         "pattern",
         "one rank, s",
