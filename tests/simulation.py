@@ -57,25 +57,32 @@ class Simulation:
                 triples = self.triples(k, tile, None)
                 self.computed += triples
                 self.home[k] += triples
-        held = [self.packed(k) for k in range(len(self.plans))]  # chunk buffers: {unit: (kv head, position)}
+        own = [self.packed(k) for k in range(len(self.plans))]  # chunk buffers: {unit: (kv head, position)}
+        held = own
         grads: list[dict[int, Triples]] = [{} for _ in self.plans]  # ring offset -> contributions
         for s in range(max(len(plan.hops) for plan in self.plans)):
             hops = [plan.hops[s] if s < len(plan.hops) else None for plan in self.plans]
             arrived = self.deliver(
                 [hop.sends if hop else () for hop in hops],
                 [hop.receives if hop else () for hop in hops],
-                lambda k, m, held=held: {u: x for u, x in held[k].items() if m.offset <= u < m.offset + m.size},
+                # An own chunk is sent from the rank's own rows, also when the buffer holds others by then.
+                lambda k, m, held=held: {
+                    u: x for u, x in (own if m.owner == k else held)[k].items() if m.offset <= u < m.offset + m.size
+                },
             )
             held = [{u: x for _, part in parts for u, x in part.items()} for parts in arrived]
             for k, hop in enumerate(hops):
+                for message in hop.grad_starts if hop else ():
+                    assert message.offset not in grads[k], "a sum that came along is set to zero"
+                    grads[k][message.offset] = Counter()
                 for tile in hop.tiles if hop else ():
                     triples = self.triples(k, tile, held[k])
                     self.computed += triples
                     (message,) = [m for m in hop.grad_sends if m.offset <= tile.key.offset < m.offset + m.size]
-                    grads[k][message.offset] = grads[k].get(message.offset, Counter()) + triples
+                    grads[k][message.offset] = grads[k][message.offset] + triples  # else on uninitialised memory
             sent = [hop.grad_sends if hop else () for hop in hops]
             kept = [hop.grad_receives if hop else () for hop in hops]
-            arrived = self.deliver(sent, kept, lambda k, m, grads=grads: grads[k].get(m.offset, Counter()))
+            arrived = self.deliver(sent, kept, lambda k, m, grads=grads: grads[k].get(m.offset))
             grads = [{} for _ in self.plans]
             for k, parts in enumerate(arrived):
                 for message, part in parts:
@@ -119,6 +126,7 @@ class Simulation:
             for m in messages:
                 size, part, offset = wires[m.peer, k].popleft()
                 assert size == m.size, f"rank {m.peer} sends {size}, rank {k} expects {m.size}"
+                assert part is not None, "a sum is sent that nobody started"
                 is_gradient = isinstance(part, Counter)
                 parts.append((m, part if is_gradient else {u - offset + m.offset: x for u, x in part.items()}))
             arrived.append(parts)

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from simulation import Simulation, dense_triples
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.planner import _causal_routes, chunk_finder, make_plan
+from ring_dilated_attention.planner import _causal_runs, chunk_finder, make_plan
 from ring_dilated_attention.sharding import default_lengths, make_shards
 
 
@@ -184,34 +185,29 @@ def test_nothing_is_sent_to_a_rank_that_sees_nothing_of_it(data):
 
 
 def test_zigzag_sends_a_quarter_less_than_whole_shards_around():
-    """The later parts, half of each shard, go down to rank 0 and no further: on the average half of the way."""
+    """The later parts, half of each shard, are met by the ranks below alone: on the average by half of all."""
     n, p = 4096, 8
     shards = make_shards("zigzag", (n // p,) * p)
     plans = [make_plan(DilatedPattern((n,), (1,), is_causal=True), shards, k, 1, 1) for k in range(p)]
     whole = 2 * n * (p - 1)
     assert sum(plan.sent()[0] for plan in plans) == whole * 3 // 4
     assert max(plan.chunk_size for plan in plans) == 2 * n // p  # and no more is held
+    for hops in zip(*(plan.hops for plan in plans), strict=True):
+        assert len({sum(tile.pairs for tile in hop.tiles) for hop in hops}) == 1  # nobody waits for anybody's work
 
 
-def test_routes_meet_whoever_comes_later():
-    """Every place with a later piece is met exactly once, by a way that no other of the three beats."""
+def test_runs_are_the_hops_at_which_somebody_needs_a_piece():
+    """Catches a chunk that comes to a place with earlier rows only, and one that misses a place with later ones."""
     rng = random.Random(0)
     for _ in range(2000):
         g = rng.randint(1, 8)
         numbers = rng.sample(range(40), 2 * g)
         starts = [sorted(numbers[2 * k : 2 * k + rng.randint(1, 2)]) for k in range(g)]
-        for c, routes in enumerate(_causal_routes(starts)):
-            for start, (up, down) in zip(starts[c], routes, strict=True):
-                needing = {k for k in range(g) if k != c and starts[k][-1] > start}
-                met = [(c + s) % g for s in range(1, up + 1)] + [(c - s) % g for s in range(1, down + 1)]
-                assert len(met) == len(set(met))
-                assert needing <= set(met)
-                around = max(((k - c) % g for k in needing), default=0), max(((c - k) % g for k in needing), default=0)
-                straight = (
-                    max((abs(k - c) for k in needing if k > c), default=0),
-                    max((c - k for k in needing if k < c), default=0),
-                )
-                assert up + down == min(*around, sum(straight))
+        for c, place in enumerate(_causal_runs(starts)):
+            for start, runs in zip(starts[c], place, strict=True):
+                needing = [s for s in range(1, g) if starts[(c + s) % g][-1] > start]
+                assert [s for first, last in runs for s in range(first, last + 1)] == needing
+                assert all(a[1] + 1 < b[0] for a, b in pairwise(runs))  # one run is one way
 
 
 def test_causal_sends_only_to_later_ranks():

@@ -216,7 +216,7 @@ def _draw_hops(axes: "Axes", plans: Sequence[Plan], num_hops: int) -> None:
 
 
 def _hop(plan: Plan, index: int) -> Hop:
-    return plan.hops[index] if index < len(plan.hops) else Hop((), (), (), (), (), ())
+    return plan.hops[index] if index < len(plan.hops) else Hop()
 
 
 def _owners(hop: Hop) -> list[int]:

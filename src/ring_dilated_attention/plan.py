@@ -3,8 +3,7 @@
 A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views, so a plan is numbers.
 A segment inside one span of a shard is local: its tile has the same rows on both sides. A segment that straddles shards
 has a *ring*, the ranks that share it. Each of them packs its dilated rows of the segment, its *chunk*, into a flat
-buffer, and the chunks travel along the ring. At hop s the i-th rank of a ring of g meets chunk (i - s) mod g. Rows that
-are needed below and not above have a ring the other way around: there it meets chunk (i + s) mod g.
+buffer, and the chunks travel along the ring. At hop s the i-th rank of a ring of g meets chunk (i - s) mod g.
 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
 """
@@ -52,19 +51,22 @@ class Message(NamedTuple):
 class Hop(NamedTuple):
     """What one rank does at one hop. Peers are ranks of the group.
 
-    sends, receives: chunks, so that afterwards the received ones can be met.
+    sends, receives: chunks, so that afterwards the received ones can be met. Later than at the first hop an own chunk
+        is sent from the rank's rows, since the buffer holds others by then.
     tiles: own queries times received chunks.
+    grad_starts: where gradients of received chunks start from zero.
     grad_sends: gradients of chunks, to the rank of the next hop or, finished, home.
     grad_receives: gradients that come along for the next hop, and this rank's own that come home, by ring.
     targets: own chunks, to the ranks that meet them at this hop (for exchanges that send them straight there).
     """
 
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-    tiles: tuple[Tile, ...]
-    grad_sends: tuple[Message, ...]
-    grad_receives: tuple[Message, ...]
-    targets: tuple[Message, ...]
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
+    tiles: tuple[Tile, ...] = ()
+    grad_starts: tuple[Message, ...] = ()
+    grad_sends: tuple[Message, ...] = ()
+    grad_receives: tuple[Message, ...] = ()
+    targets: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Chunk(NamedTuple):
     """What a message carries: rows of a segment of a branch that one rank owns.
 
     origin: the first position of the segment.
-    direction: of its ring, 1 or -1.
+    lane: of a segment's rings, whose chunks are needed at different hops.
     rows: where the key/value rows lie in the message. Unlike elsewhere, they are rows of the whole sequence: global
         positions take the place of local ones.
     """
@@ -124,7 +126,7 @@ class Chunk(NamedTuple):
     owner: int
     branch: int
     origin: int
-    direction: int
+    lane: int
     size: int
     rows: tuple[tuple[Rows, Block], ...]
 

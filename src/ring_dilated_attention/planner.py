@@ -1,14 +1,15 @@
 """(pattern, shards, rank) -> plan: local tiles, rings and hops. Pure integers, no torch.
 
-A chunk goes no further than the last rank that needs it (`reach`): under causality with contiguous shards none wraps,
-and the ring is a line. Under zigzag the later part of a shard is needed by lower ranks alone, so it goes the other way
-around, in a ring of its own: nothing passes through a rank that sees nothing of it. In backward the gradient of a chunk
-follows it one hop behind; where the chunk stops, its gradient goes straight home.
+A chunk is at place c + s of its ring at hop s, but only while someone needs it there: its *runs* are the stretches of
+hops at which the rank that it comes to does. Inside a run each passes it on; the first of a run has it from the owner.
+Under causality with contiguous shards no run wraps, and the ring is a line; under zigzag the later part of a shard,
+needed by lower ranks alone, goes straight to rank 0 when the earlier part gets there too. In backward the gradient of a
+chunk follows it one hop behind, starts from zero with each run, and goes straight home at its end.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
@@ -32,13 +33,12 @@ from .sharding import Shard, shard_length
 
 
 class _Entry(NamedTuple):
-    """A run of a chunk, the block that holds it, and the last hop at which a rank needs it."""
+    """A run of heads in a chunk and the block that holds it."""
 
     group: int
     piece: Piece
     run: Run
     block: Block
-    reach: int
 
 
 class _Chunk(NamedTuple):
@@ -48,17 +48,25 @@ class _Chunk(NamedTuple):
     entries: tuple[_Entry, ...]
 
 
+Hops = tuple[tuple[int, int], ...]  # stretches of hops, first and last
+
+
 class _Ring(NamedTuple):
-    """A straddling segment of a branch and a way around: where it starts, and of each rank that holds rows of it: the
-    rank, its pieces, its chunk, and how many hops the chunk travels. Places are numbered by rank; a hop is +1 or -1."""
+    """A straddling segment of a branch: where it starts, and of each rank that holds rows of it, in order: the rank,
+    its pieces, its chunk, and the hops at which the chunk is needed. Pieces that are needed at different hops are in
+    chunks of different rings, one for each `lane`."""
 
     branch: int
     origin: int
-    direction: int
+    lane: int
     ranks: tuple[int, ...]
     pieces: tuple[tuple[Piece, ...], ...]
     chunks: tuple[_Chunk, ...]
-    reach: tuple[int, ...]
+    runs: tuple[Hops, ...]
+
+    def meets(self, chunk: int, s: int) -> bool:
+        """Whether the rank to which a chunk comes at hop s needs it."""
+        return any(first <= s <= last for first, last in self.runs[chunk])
 
     def place_of(self, rank: int) -> int:
         return bisect_left(self.ranks, rank)
@@ -85,7 +93,7 @@ def make_plan(
     planner = _planner(pattern, shards, num_heads, num_kv_heads, documents, held)
     local, rings = planner.local_and_rings(rank)
     offsets = _offsets(rings)
-    hops = [planner.hop(s, rank, rings, offsets) for s in range(1, max((max(r.reach) for r in rings), default=0) + 1)]
+    hops = [planner.hop(s, rank, rings, offsets) for s in range(1, max(map(_last_hop, rings), default=0) + 1)]
     while hops and not any(hops[-1]):
         hops.pop()
     first_rates = pattern.dilation_rates[:1] if pattern.heads == "all" else pattern.dilation_rates
@@ -124,7 +132,7 @@ def chunk_finder(
         ring = ring_at[message.offset]
         chunk = ring.chunks[ring.place_of(message.owner)]
         rows = tuple(planner.global_rows(ring, chunk))
-        return Chunk(message.owner, ring.branch, ring.origin, ring.direction, chunk.size, rows)
+        return Chunk(message.owner, ring.branch, ring.origin, ring.lane, chunk.size, rows)
 
     return find
 
@@ -203,7 +211,7 @@ class _Planner:
         return [Piece(a, b, self.row_of[span] + a - span.start) for span, a, b in clipped if a < b]
 
     def rings_of(self, branch: int, origin: int, stop: int) -> tuple[_Ring, ...]:
-        """The rings of segment origin..stop-1: one for each way around that some chunk takes."""
+        """The rings of segment origin..stop-1."""
         if (branch, origin) not in self.rings:
             self.rings[branch, origin] = tuple(self.make_rings(branch, origin, stop))
         return self.rings[branch, origin]
@@ -214,27 +222,22 @@ class _Planner:
             pieces = [x for x in self.pieces(rank, origin, stop) if self.chunk(branch, origin, [x]).size]
             if pieces:
                 members[rank] = pieces
-        firsts = [[piece.start for piece in pieces] for pieces in members.values()]
-        routes = (
-            _causal_routes(firsts) if self.pattern.is_causal else [[(len(members) - 1, 0)] * len(f) for f in firsts]
-        )
-        for way, direction in enumerate((1, -1)):
-            reach = [[hops[way] for hops in route] for route in routes]
-            if any(map(any, reach)):
+        starts = [[piece.start for piece in pieces] for pieces in members.values()]
+        everywhere: Hops = ((1, len(members) - 1),) if len(members) > 1 else ()
+        needed = _causal_runs(starts) if self.pattern.is_causal else [[everywhere] * len(place) for place in starts]
+        alike = all(len(set(place)) == 1 for place in needed)
+        for lane in range(1 if alike else max(map(len, needed))):
+            parts = [pieces if alike else pieces[lane : lane + 1] for pieces in members.values()]
+            runs = [hops[lane] if lane < len(hops) else () for hops in needed]
+            if any(runs):
                 yield _Ring(
                     branch=branch,
                     origin=origin,
-                    direction=direction,
+                    lane=lane,
                     ranks=tuple(members),
                     pieces=tuple(map(tuple, members.values())),
-                    chunks=tuple(
-                        self.chunk(branch, origin, *zip(*travelling, strict=True)) if travelling else _Chunk(0, ())
-                        for travelling in (
-                            [(piece, hops) for piece, hops in zip(pieces, all_hops, strict=True) if hops]
-                            for pieces, all_hops in zip(members.values(), reach, strict=True)
-                        )
-                    ),
-                    reach=tuple(map(max, reach)),
+                    chunks=tuple(self.chunk(branch, origin, part) for part in parts),
+                    runs=tuple(runs),
                 )
 
     def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
@@ -252,14 +255,14 @@ class _Planner:
             position = span.stop + (max(lowest - phase, 0) if phase <= highest else rate - phase + lowest)
         return sorted(ranks)
 
-    def chunk(self, branch: int, origin: int, pieces: Sequence[Piece], reach: Sequence[int] | None = None) -> _Chunk:
+    def chunk(self, branch: int, origin: int, pieces: Sequence[Piece]) -> _Chunk:
         """The layout of one rank's rows of a segment: a block for each piece, head group and run."""
         entries, size = [], 0
-        for piece, hops in zip(pieces, reach or [0] * len(pieces), strict=True):
+        for piece in pieces:
             for g, group in enumerate(self.groups[branch]):
                 for run in make_runs(group, piece, origin, self.pattern.dilation_rates[branch]):
                     num_heads = len(kv_heads(group, run))
-                    entries.append(_Entry(g, piece, run, Block(size, num_heads, run.num_rows, 0, num_heads), hops))
+                    entries.append(_Entry(g, piece, run, Block(size, num_heads, run.num_rows, 0, num_heads)))
                     size += 2 * num_heads * run.num_rows
         return _Chunk(size, tuple(entries))
 
@@ -273,16 +276,16 @@ class _Planner:
     def global_rows(self, ring: _Ring, chunk: _Chunk) -> Iterator[tuple[Rows, Block]]:
         """Which key/value rows of the whole sequence go where in a chunk."""
         rate = self.pattern.dilation_rates[ring.branch]
-        for group, piece, run, block, _ in chunk.entries:
+        for group, piece, run, block in chunk.entries:
             rows = kv_rows(self.groups[ring.branch][group], run, rate)
             yield rows._replace(first=rows.first + piece.start - piece.row), block
 
-    def remote_tiles(self, ring: _Ring, i: int, s: int, chunk: int, offset: int) -> Iterator[Tile]:
-        """Queries of the ring's i-th rank times the chunk that it meets at hop s, which lies from `offset` on."""
+    def remote_tiles(self, ring: _Ring, i: int, chunk: int, offset: int) -> Iterator[Tile]:
+        """Queries of the ring's i-th rank times another's chunk, which lies in the buffer from `offset` on."""
         rate = self.pattern.dilation_rates[ring.branch]
         for query in ring.pieces[i]:
             for entry in ring.chunks[chunk].entries:
-                if s > entry.reach or (self.pattern.is_causal and entry.piece.start > query.start):
+                if self.pattern.is_causal and entry.piece.start > query.start:
                     continue
                 group = self.groups[ring.branch][entry.group]
                 for q, k in matches(group, make_runs(group, query, ring.origin, rate), [entry.run]):
@@ -314,73 +317,82 @@ class _Planner:
         """What the rank sends, receives and computes at hop s, over all its rings, in the order of the rings."""
         hop: dict[str, list] = {field: [] for field in Hop._fields}
         for ring, offset in zip(rings, offsets, strict=False):
-            g, i, d, reach = len(ring.ranks), ring.place_of(rank), ring.direction, ring.reach
-            onward, back = ring.ranks[(i + d) % g], ring.ranks[(i - d) % g]
-            leaving, here, coming = ((i - d * t) % g for t in (s - 1, s, s + 1))  # chunks
+            g, i, meets = len(ring.ranks), ring.place_of(rank), ring.meets
+            onward, back = ring.ranks[(i + 1) % g], ring.ranks[i - 1]
+            leaving, here, coming = (i + 1 - s) % g, (i - s) % g, (i - s - 1) % g  # chunks
+            target = ring.ranks[(i + s) % g]  # meets this rank's chunk
 
-            def message(peer: int, chunk: int, ring: _Ring = ring, offset: int = offset) -> Message:
-                return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk])
+            def message(
+                peer: int, chunk: int, ring: _Ring = ring, offset: int = offset, is_gradient: bool = False
+            ) -> Message:
+                return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk], is_gradient)
 
-            def gradient(peer: int, chunk: int, ring: _Ring = ring, offset: int = offset) -> Message:
-                return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk], is_gradient=True)
-
-            if s <= reach[leaving]:
+            gradient = partial(message, is_gradient=True)
+            if meets(leaving, s) and (s == 1 or meets(leaving, s - 1)):
                 hop["sends"].append(message(onward, leaving))
-            if s <= reach[here]:
-                hop["receives"].append(message(back, here))
-                for tile in self.remote_tiles(ring, i, s, here, offset):
+            if meets(i, s):
+                hop["targets"].append(message(target, i))
+                if s > 1 and not meets(i, s - 1):
+                    hop["sends"].append(message(target, i))
+                if not meets(i, s + 1):
+                    hop["grad_receives"].append(gradient(target, i))
+            if meets(here, s):
+                is_first = s == 1 or not meets(here, s - 1)
+                hop["receives"].append(message(ring.ranks[here] if is_first else back, here))
+                if is_first:
+                    hop["grad_starts"].append(gradient(rank, here))
+                for tile in self.remote_tiles(ring, i, here, offset):
                     hop["tiles"].extend(self.cut(tile, rank))
-                hop["grad_sends"].append(gradient(ring.ranks[here] if s == reach[here] else onward, here))
-            if s <= reach[i]:
-                hop["targets"].append(message(ring.ranks[(i + d * s) % g], i))
-            if s == reach[i]:
-                hop["grad_receives"].append(gradient(ring.ranks[(i + d * s) % g], i))
-            if s + 1 <= reach[coming]:
+                hop["grad_sends"].append(gradient(onward if meets(here, s + 1) else ring.ranks[here], here))
+            if meets(coming, s) and meets(coming, s + 1):
                 hop["grad_receives"].append(gradient(back, coming))
         return Hop(**{field: tuple(entries) for field, entries in hop.items()})
 
 
-def _causal_routes(starts: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """How many hops each piece of each place of a ring travels upwards and downwards, so that all who need it meet it.
+def _last_hop(ring: _Ring) -> int:
+    return max((hops[-1][1] for hops in ring.runs if hops), default=0)
 
-    A place needs a piece if one of its own starts later. The three ways to go are all upwards around the ring, all
-    downwards, and to higher places upwards and to lower ones downwards; the shortest is taken. Of equals it is upwards
-    for the first piece of a place and downwards for others, so that no ring has to hold both at a time.
+
+def _causal_runs(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
+    """For each piece of each place of a ring the hops at which it comes to a place that needs it.
+
+    A place needs a piece if one of its own starts later. Places are taken up as the start that is asked for falls, and
+    kept as stretches of neighbours.
 
     Args:
         starts: of the pieces of each place, in ascending order.
     """
     g = len(starts)
-    latest = [place[-1] for place in starts]
-    below = _nearest_later(starts, latest)  # the next place downwards that needs a piece
-    above = [[g - 1 - k for k in place] for place in _nearest_later(starts[::-1], latest[::-1])[::-1]]
-    ranked = sorted(range(g), key=lambda k: latest[k])
-    lowest = list(accumulate(reversed(ranked), min))[::-1]  # of the places from one in this order on
-    highest = list(accumulate(reversed(ranked), max))[::-1]
-    keys = [latest[k] for k in ranked]
-    routes: list[list[tuple[int, int]]] = []
-    for c, place in enumerate(starts):
-        routes.append([])
-        for start, lower, higher in zip(place, below[c], above[c], strict=True):
-            i = bisect_right(keys, start)
-            up = max(highest[i] - c, 0) if i < g else 0
-            down = max(c - lowest[i], 0) if i < g else 0
-            ways = [(up if lower < 0 else lower - c + g, 0), (0, down if higher >= g else c - higher + g), (up, down)]
-            is_first = start == place[0]
-            routes[-1].append(min((sum(way), way[is_first], way) for way in ways)[2])
-    return routes
-
-
-def _nearest_later(starts: Sequence[Sequence[int]], latest: Sequence[int]) -> list[list[int]]:
-    """For each piece of each place the nearest place before it with a piece that starts later; -1 if there is none."""
-    stack: list[tuple[int, int]] = []  # (minus the latest start, place): whoever comes after an earlier one hides it
-    found = []
-    for c, place in enumerate(starts):
-        found.append([stack[i - 1][1] if (i := bisect_left(stack, (-start, -1))) else -1 for start in place])
-        while stack and -stack[-1][0] <= latest[c]:
-            stack.pop()
-        stack.append((-latest[c], c))
+    falling = sorted(range(g), key=lambda k: starts[k][-1])  # taken from the end
+    stretches: list[tuple[int, int]] = []
+    found: list[list[Hops]] = [[()] * len(place) for place in starts]
+    for start, c, j in sorted(((x, c, j) for c, place in enumerate(starts) for j, x in enumerate(place)), reverse=True):
+        while falling and starts[falling[-1]][-1] > start:
+            _take_up(stretches, falling.pop())
+        found[c][j] = _hops(stretches, c, g)
     return found
+
+
+def _take_up(stretches: list[tuple[int, int]], k: int) -> None:
+    """Add a place to stretches of places, (first, last) in ascending order."""
+    i = bisect_left(stretches, (k, k))
+    lo = hi = k
+    if i < len(stretches) and stretches[i][0] == k + 1:
+        hi = stretches.pop(i)[1]
+    if i and stretches[i - 1][1] == k - 1:
+        i -= 1
+        lo = stretches.pop(i)[0]
+    stretches.insert(i, (lo, hi))
+
+
+def _hops(stretches: Sequence[tuple[int, int]], c: int, g: int) -> Hops:
+    """The hops at which a chunk of place c comes to some stretch of the g places: those above c, then those below."""
+    above = [(max(lo, c + 1) - c, hi - c) for lo, hi in stretches if hi > c]
+    below = [(lo - c + g, min(hi, c - 1) - c + g) for lo, hi in stretches if lo < c]
+    if above and below and above[-1][1] + 1 == below[0][0]:
+        (first, _), (_, last) = above.pop(), below.pop(0)
+        above.append((first, last))
+    return (*above, *below)
 
 
 def _offsets(rings: Sequence[_Ring]) -> list[int]:
