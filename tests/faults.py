@@ -176,8 +176,9 @@ class Injection:
             self.strike()
 
     def is_place(self, moment: str) -> bool:
-        """A moment is "handshake", or names the stage and then the place."""
-        return self.fault.place in (moment, moment.removeprefix(f"{self.fault.stage}, "))
+        """A moment names the stage (a handshake's with the number of the call), and then the place."""
+        stage, _, place = moment.partition(", ")
+        return stage.split(" ")[0] == self.fault.stage and place == self.fault.place
 
     def strike(self) -> None:
         self.is_armed = False
@@ -224,7 +225,7 @@ _IN_A_MESSAGE = re.compile(
     r"\(group '(data|heads|chunks)', rank (?P<own>\d+)\): ."
 )
 _IN_A_HANDSHAKE = re.compile(
-    r"handshake: rank (?P<peer>\d+) did not enter (?P<moment>(forward|backward) \d+) "
+    r"(?P<moment>(forward|backward) \d+), handshake: rank (?P<peer>\d+) did not enter (?P=moment) "
     r"\(group 'control', rank (?P<own>\d+)\): ."
 )
 

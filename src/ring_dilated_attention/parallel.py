@@ -2,7 +2,8 @@
 
 import hashlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import EXCHANGES
-from .exchange.comm import ExchangeError, Link
+from .exchange.comm import ExchangeError, Link, Wait
 from .exchange.one_rank import OtherRanks
 from .sharding import (
     SHARDINGS,
@@ -210,6 +211,18 @@ class ContextParallel:
         """
         for link in self._links:
             link.abandon(reason)
+
+    @contextmanager
+    def recorded_waits(self) -> Iterator[list[Wait]]:
+        """The waits of this rank for others, on every link of the context (the handshakes' too), as they end."""
+        waits: list[Wait] = []
+        for link in self._links:
+            link.waits = waits
+        try:
+            yield waits
+        finally:
+            for link in self._links:
+                link.waits = None
 
     def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
         """Every rank's local length, once all ranks turn out to make the same call.

@@ -30,13 +30,15 @@ class ExchangeError(RuntimeError):
 
 
 class Wait(NamedTuple):
-    """When messages were posted, when their rank began to wait for them, and when they were there, in seconds.
+    """When messages were posted, when the last was through, and when their rank began and ended to wait, in seconds.
 
-    end - start is *exposed* communication: time in which the rank did nothing else.
+    end - start is *exposed* communication: time in which the rank did nothing else. Only on gloo can a host tell when
+    messages are through; elsewhere `arrived` is `end`.
     """
 
     moment: str
     posted: float
+    arrived: float
     start: float
     end: float
 
@@ -62,6 +64,7 @@ class Pending:
     tensors: list[Tensor] = field(default_factory=list)
     unstaged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     posted: float = field(default_factory=time.perf_counter)
+    progress: "_Progress | None" = None  # of a thread that waits for them already, while waits are recorded
 
     def wait(self) -> None:
         if not self.handles:
@@ -69,13 +72,15 @@ class Pending:
         assert self.link is not None
         start = time.perf_counter()
         handles, self.handles = self.handles, []
-        self.link.wait_for(handles, self.moment)
+        self.link.wait_for(handles, self.moment, self.progress)
         for tensor, staged in self.unstaged:
             tensor.copy_(staged, non_blocking=True)
         self.tensors.clear()
         self.unstaged.clear()
         if self.link.waits is not None:
-            self.link.waits.append(Wait(self.moment, self.posted, start, time.perf_counter()))
+            end = time.perf_counter()
+            arrived = end if self.progress is None else self.progress.end
+            self.link.waits.append(Wait(self.moment, self.posted, arrived, start, end))
 
 
 class Link:
@@ -104,20 +109,22 @@ class Link:
         self.order = [dist.get_group_rank(self.group, member) for member in members]  # rank in the group, by place
         self.rank = self.order.index(dist.get_rank(self.group))
 
-    def wait_for(self, handles: Sequence[Handle], moment: str) -> None:
+    def wait_for(self, handles: Sequence[Handle], moment: str, progress: "_Progress | None" = None) -> None:
         """Wait for messages, one after the other.
 
         On gloo in a thread, to watch the peer meanwhile. When a connection breaks, gloo ends the waits for messages
         that have not begun, but not for one that is partly through (signalException in gloo/transport/tcp/pair.cc):
         that one lasts until its timeout. Posting on a broken connection, however, fails at once.
         """
-        progress = _Progress()
         if not self.is_gloo:
+            progress = _Progress()
             _wait_for_each(handles, progress)
         else:
-            if self._waiter is None:
-                self._waiter = _Waiter()
-            self._waiter.queue.put((handles, progress))
+            if progress is None:
+                progress = _Progress()
+                if self._waiter is None:
+                    self._waiter = _Waiter()
+                self._waiter.queue.put((handles, progress))
             while not progress.ended.wait(_WATCH_SECONDS):
                 self._watch(handles, progress, moment)
         if progress.error is not None:
@@ -203,6 +210,9 @@ class Link:
             if len(works) != len(batch):  # a transport that answers for all of them at once
                 deeds = [", ".join(deeds)] * len(works)
             pending.handles += map(Handle, works, deeds, peers)
+        if self.waits is not None and self.is_gloo and pending.handles:
+            pending.progress = _Progress()
+            Thread(target=_wait_for_each, args=(list(pending.handles), pending.progress), daemon=True).start()
         return pending
 
     def _stages(self, x: Tensor) -> bool:
@@ -229,7 +239,7 @@ class Link:
         others = [(peer, f"rank {self.members[peer]} did not enter {moment}") for peer in self._others()]
         messages: list[_Message] = [(dist.isend, record, peer, deed) for peer, deed in others]
         messages += [(dist.irecv, records[peer], peer, deed) for peer, deed in others]
-        self._post(messages, "handshake").wait()
+        self._post(messages, f"{moment}, handshake").wait()
         return records
 
     def _others(self) -> list[int]:
@@ -272,6 +282,7 @@ class _Progress:
     def __init__(self) -> None:
         self.num_done = 0
         self.error: RuntimeError | None = None
+        self.end = 0.0
         self.ended = Event()
 
 
@@ -300,6 +311,7 @@ def _wait_for_each(handles: Sequence[Handle], progress: _Progress) -> None:
             progress.num_done += 1
     except RuntimeError as error:
         progress.error = error
+    progress.end = time.perf_counter()
     progress.ended.set()
 
 
