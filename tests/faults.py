@@ -40,6 +40,7 @@ class Fault(NamedTuple):
     in_flight: the rank fails when it has posted these messages, not before.
     chunk_bytes: of K‖V of one rank, at least 128 KiB. More than sockets buffer (a few MiB) is sure to be on its way.
     timeout: seconds, of the context.
+    backend: what the user gives to init_process_group.
     """
 
     world_size: int
@@ -52,6 +53,7 @@ class Fault(NamedTuple):
     is_causal: bool = False
     chunk_bytes: int = 128 * 1024
     timeout: float = 30
+    backend: str | None = "gloo"
 
     @property
     def leaves_rank_alive(self) -> bool:
@@ -93,7 +95,7 @@ def run_trial(fault: Fault) -> Trial:
     """Start the ranks, let one fail, and judge what the others saw."""
     hears, tells = Pipe(duplex=False)
     survivors = [rank for rank in range(fault.world_size) if rank != fault.rank or fault.leaves_rank_alive]
-    with Ranks(fault.world_size, live, fault, tells, stay=True) as ranks:
+    with Ranks(fault.world_size, live, fault, tells, stay=True, backend=fault.backend) as ranks:
         outcomes = ranks.collect(survivors, START_SECONDS + fault.timeout + SLACK_SECONDS)
         if fault.kind == "stop" and hears.poll():  # it finds the groups broken when it goes on
             os.kill(ranks.processes[fault.rank].pid, signal.SIGCONT)

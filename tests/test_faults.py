@@ -41,8 +41,12 @@ MIB = 2**20
         Fault(4, 3, "raise", "forward", "hop 2, keys and values", in_flight=False),
         Fault(2, 0, "raise", "backward", "hop 1, gradients"),
         Fault(3, 1, "raise", "backward", "handshake"),
+        # What the user writes is not what carries the messages: None is "undefined", and all three are gloo.
+        Fault(3, 1, "raise", "backward", "hop 1, gradients", chunk_bytes=16 * MIB, backend=None),
+        Fault(3, 2, "kill", "backward", "hop 2, keys and values", chunk_bytes=16 * MIB, backend="cpu:gloo"),
+        Fault(2, 0, "raise", "forward", "hop 1, keys and values", in_flight=False, backend="cpu:gloo,cuda:gloo"),
     ],
-    ids=lambda fault: f"{fault.kind} {fault.exchange} {fault.stage} {fault.place}",
+    ids=lambda fault: f"{fault.kind} {fault.exchange} {fault.stage} {fault.place} {fault.backend}",
 )
 def test_every_other_rank_raises(fault):
     """Catches a hang, an error that does not say who, where and in which group, and ranks that cannot go on."""

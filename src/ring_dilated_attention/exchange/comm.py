@@ -71,8 +71,8 @@ class Pending:
             return
         assert self.link is not None
         start = time.perf_counter()
-        handles, self.handles = self.handles, []
-        self.link.wait_for(handles, self.moment, self.progress)
+        self.link.wait_for(self)
+        self.handles.clear()
         for tensor, staged in self.unstaged:
             tensor.copy_(staged, non_blocking=True)
         self.tensors.clear()
@@ -99,7 +99,8 @@ class Link:
         self.failure: str | None = None
         self.links = [] if links is None else links  # those that break when one of them does
         self.links.append(self)
-        self.is_gloo = dist.get_backend(group) == "gloo"
+        # Which transport serves which type of device. (dist.get_backend names one, or the user's text, or "undefined".)
+        self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._waiter: _Waiter | None = None
         self.waits: list[Wait] | None = None  # a list while waits are recorded
 
@@ -109,26 +110,28 @@ class Link:
         self.order = [dist.get_group_rank(self.group, member) for member in members]  # rank in the group, by place
         self.rank = self.order.index(dist.get_rank(self.group))
 
-    def wait_for(self, handles: Sequence[Handle], moment: str, progress: "_Progress | None" = None) -> None:
+    def on_gloo(self, x: Tensor) -> bool:
+        """Whether a tensor travels by gloo: also one of a device that this group has no transport for (`_staged`)."""
+        return self.backends.get(x.device.type, "gloo") == "gloo"
+
+    def wait_for(self, pending: Pending) -> None:
         """Wait for messages, one after the other.
 
         On gloo in a thread, to watch the peer meanwhile. When a connection breaks, gloo ends the waits for messages
         that have not begun, but not for one that is partly through (signalException in gloo/transport/tcp/pair.cc):
         that one lasts until its timeout. Posting on a broken connection, however, fails at once.
         """
-        if not self.is_gloo:
-            progress = _Progress()
+        handles, progress = tuple(pending.handles), pending.progress or _Progress()
+        if not self.on_gloo(pending.tensors[0]):
             _wait_for_each(handles, progress)
-        else:
-            if progress is None:
-                progress = _Progress()
-                if self._waiter is None:
-                    self._waiter = _Waiter()
-                self._waiter.queue.put((handles, progress))
-            while not progress.ended.wait(_WATCH_SECONDS):
-                self._watch(handles, progress, moment)
+        elif pending.progress is None:
+            if self._waiter is None:
+                self._waiter = _Waiter()
+            self._waiter.queue.put((handles, progress))
+        while not progress.ended.wait(_WATCH_SECONDS):
+            self._watch(handles, progress, pending.moment)
         if progress.error is not None:
-            self.fail(moment, handles[progress.num_done].deed, progress.error)
+            self.fail(pending.moment, handles[progress.num_done].deed, progress.error)
 
     def _watch(self, handles: Sequence[Handle], progress: "_Progress", moment: str) -> None:
         """Fail if the peer that is waited for has gone."""
@@ -160,8 +163,9 @@ class Link:
         if self.failure or self.world_size == 1:
             return
         self.failure = reason
-        if not self.is_gloo:
+        if set(self.backends.values()) != {"gloo"}:
             self.group.abort()
+        if self.backends.get("cpu") != "gloo":
             return
         nothing = torch.empty(1, device="cpu")
         for peer in self.order:
@@ -197,8 +201,9 @@ class Link:
         pending = Pending(self, moment)
         messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
         pending.tensors = [x for _, x, _, _ in messages]
+        on_gloo = all(map(self.on_gloo, pending.tensors))
         # On gloo one by one, so that an error has one deed.
-        for batch in [[message] for message in messages] if self.is_gloo else [messages] if messages else []:
+        for batch in [[message] for message in messages] if on_gloo else [messages]:
             deeds = [deed for *_, deed in batch]
             peers = [peer for *_, peer, _ in batch]
             try:
@@ -210,14 +215,14 @@ class Link:
             if len(works) != len(batch):  # a transport that answers for all of them at once
                 deeds = [", ".join(deeds)] * len(works)
             pending.handles += map(Handle, works, deeds, peers)
-        if self.waits is not None and self.is_gloo and pending.handles:
+        if self.waits is not None and on_gloo and pending.handles:
             pending.progress = _Progress()
             Thread(target=_wait_for_each, args=(list(pending.handles), pending.progress), daemon=True).start()
         return pending
 
     def _stages(self, x: Tensor) -> bool:
         """Whether a tensor must travel through host memory: gloo cannot send CUDA tensors."""
-        return x.is_cuda and dist.get_backend(self.group) == "gloo"
+        return x.is_cuda and self.on_gloo(x)
 
     def _staged(self, x: Tensor, is_filled: bool, pending: Pending | None = None) -> Tensor:
         """The tensor, or a pinned copy of it on the host; a received copy is brought back when it is there."""
