@@ -42,7 +42,7 @@ class SlowLink(Link):
     """A link on which every message takes `delay`. What it brings is not looked at here."""
 
     def __init__(self, clock, delay):
-        self.clock, self.delay, self.exposed = clock, delay, []
+        self.clock, self.delay, self.exposed, self.backends = clock, delay, [], {}
 
     def exchange(self, sends, receives, moment):
         for x, _ in receives:

@@ -359,12 +359,14 @@ class ContextParallel:
                 use_local_synchronization=len(members) != dist.get_world_size(),
                 group_desc=f"ring_dilated_attention:{purpose}",
             )
+            link = Link(group, purpose, members, self._links)
+            link.open()
         except RuntimeError as error:
             raise ExchangeError(
                 f"making a ContextParallel: not all of the ranks {members} did (group {purpose!r}, "
                 f"rank {dist.get_rank()}): {error}"
             ) from error
-        return Link(group, purpose, members, self._links)
+        return link
 
 
 # Columns of the handshake's record: as many as `attention` compares.

@@ -104,6 +104,12 @@ class Link:
         self._waiter: _Waiter | None = None
         self.waits: list[Wait] | None = None  # a list while waits are recorded
 
+    def open(self) -> None:
+        """One call of all ranks, for NCCL: torch leaves undefined what comes of a first batch of some ranks only."""
+        for device, backend in self.backends.items():
+            if backend == "nccl":
+                dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+
     def reorder(self, members: Sequence[int]) -> None:
         """Put the group's members, given by their global ranks, in this order."""
         self.members = list(members)
@@ -194,6 +200,19 @@ class Link:
     ) -> Pending:
         """`exchange`, for messages of a plan."""
         return self.exchange([(x, m.peer) for x, m in sends], [(x, m.peer) for x, m in receives], moment)
+
+    def carry_apart(
+        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+    ) -> tuple[Pending, Pending]:
+        """`carry`, to wait apart for what is sent and for what is received.
+
+        Where a batch is one thing to wait for, both are that one. (Two batches would deadlock: in NCCL's stream the
+        receives would stand behind the sends, on every rank of a ring.)
+        """
+        if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
+            return self.carry(sends, (), moment), self.carry((), receives, moment)
+        both = self.carry(sends, receives, moment)
+        return both, both
 
     def _post(self, messages: Sequence[_Message], moment: str) -> Pending:
         """Post messages, together where the transport can."""
