@@ -54,9 +54,16 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, seconds: floa
 class Ranks:
     """The processes of a group, for as long as the context lasts: whatever happens, none is left behind."""
 
-    def __init__(self, world_size: int, function: Callable[..., Any], *args: Any, stay: bool = False) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        stay: bool = False,
+        backend: str | None = "gloo",
+    ) -> None:
         """stay: a rank that is done stays alive, so that the others are not told of it by its connections."""
-        self.world_size, self.task = world_size, (function, args, stay)
+        self.world_size, self.task = world_size, (function, args, stay, backend)
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 
@@ -107,6 +114,7 @@ def _rank(
     function: Callable[..., Any],
     args: tuple,
     stay: bool,
+    backend: str | None,
 ) -> None:
     global store
     try:
@@ -114,7 +122,7 @@ def _rank(
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
         pipe.send((True, function(rank, world_size, *args)))
     except BaseException:  # noqa: BLE001  whatever it was, the parent reports it
         pipe.send((False, traceback.format_exc()))

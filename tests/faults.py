@@ -40,6 +40,7 @@ class Fault(NamedTuple):
     in_flight: the rank fails when it has posted these messages, not before.
     chunk_bytes: of K‖V of one rank, at least 128 KiB. More than sockets buffer (a few MiB) is sure to be on its way.
     timeout: seconds, of the context.
+    backend: what the user gives to init_process_group.
     """
 
     world_size: int
@@ -52,6 +53,7 @@ class Fault(NamedTuple):
     is_causal: bool = False
     chunk_bytes: int = 128 * 1024
     timeout: float = 30
+    backend: str | None = "gloo"
 
     @property
     def leaves_rank_alive(self) -> bool:
@@ -93,7 +95,7 @@ def run_trial(fault: Fault) -> Trial:
     """Start the ranks, let one fail, and judge what the others saw."""
     hears, tells = Pipe(duplex=False)
     survivors = [rank for rank in range(fault.world_size) if rank != fault.rank or fault.leaves_rank_alive]
-    with Ranks(fault.world_size, live, fault, tells, stay=True) as ranks:
+    with Ranks(fault.world_size, live, fault, tells, stay=True, backend=fault.backend) as ranks:
         outcomes = ranks.collect(survivors, START_SECONDS + fault.timeout + SLACK_SECONDS)
         if fault.kind == "stop" and hears.poll():  # it finds the groups broken when it goes on
             os.kill(ranks.processes[fault.rank].pid, signal.SIGCONT)
@@ -176,8 +178,9 @@ class Injection:
             self.strike()
 
     def is_place(self, moment: str) -> bool:
-        """A moment is "handshake", or names the stage and then the place."""
-        return self.fault.place in (moment, moment.removeprefix(f"{self.fault.stage}, "))
+        """A moment names the stage (a handshake's with the number of the call), and then the place."""
+        stage, _, place = moment.partition(", ")
+        return stage.split(" ")[0] == self.fault.stage and place == self.fault.place
 
     def strike(self) -> None:
         self.is_armed = False
@@ -224,7 +227,7 @@ _IN_A_MESSAGE = re.compile(
     r"\(group '(data|heads|chunks)', rank (?P<own>\d+)\): ."
 )
 _IN_A_HANDSHAKE = re.compile(
-    r"handshake: rank (?P<peer>\d+) did not enter (?P<moment>(forward|backward) \d+) "
+    r"(?P<moment>(forward|backward) \d+), handshake: rank (?P<peer>\d+) did not enter (?P=moment) "
     r"\(group 'control', rank (?P<own>\d+)\): ."
 )
 

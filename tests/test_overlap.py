@@ -1,10 +1,18 @@
-"""The local work hides the first chunks: in virtual time, on a slow link, so that no clock decides."""
+"""The local work hides the first chunks: in virtual time, on a slow link, so that no clock decides.
 
+And the waits that a run records of itself are all of its waits.
+"""
+
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from distributed import run
 
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.bench import overlap
+from ring_dilated_attention.bench.measure import Sizes
 from ring_dilated_attention.exchange import ring
 from ring_dilated_attention.exchange.comm import Link, Pending
 from ring_dilated_attention.kernels import cpu
@@ -34,7 +42,7 @@ class SlowLink(Link):
     """A link on which every message takes `delay`. What it brings is not looked at here."""
 
     def __init__(self, clock, delay):
-        self.clock, self.delay, self.exposed = clock, delay, []
+        self.clock, self.delay, self.exposed, self.backends = clock, delay, [], {}
 
     def exchange(self, sends, receives, moment):
         for x, _ in receives:
@@ -88,3 +96,42 @@ def test_the_test_sees_a_ring_without_overlap():
     _, local_work = exposed("forward", SlowLink, 0)
     waits, _ = exposed("forward", LateLink, local_work)
     assert waits[0] == local_work
+
+
+LATE_SECONDS = 0.5
+
+
+def rank_is_late_for_backward(rank, world_size):
+    """Rank 1 spends its time between forward and backward; what rank 0 then reports of its own step."""
+    attend = overlap.attend
+
+    def attend_and_linger(*args):
+        out = attend(*args)
+        time.sleep(LATE_SECONDS if rank == 1 else 0)
+        return out
+
+    overlap.attend = attend_and_linger
+    cp = ContextParallel(exchange="ring")
+    pattern = DilatedPattern((256, 2048), (1, 16))
+    plan = make_plan(pattern, cp.shards(cp.default_lengths(2048)), cp.rank, 2, 2)
+    steps = [overlap.take_step(Sizes(2048, 2, 32), pattern, cp) for _ in range(2)]
+    found = overlap.summary(plan, steps[1:])  # the first one connects
+    parts = {(part["stage"], part["part"]): part for part in found["parts"]}
+    seconds = {
+        name: {key: part[name]["median"] for key, part in parts.items() if name in part}
+        for name in ("computing_seconds", "exposed_seconds", "chunks_in_flight_seconds", "gradients_in_flight_seconds")
+    }
+    total = sum(seconds["computing_seconds"].values()) + sum(seconds["exposed_seconds"].values())
+    assert total == pytest.approx(found["step_seconds"]["median"])
+    assert seconds["chunks_in_flight_seconds"]["backward", "hop 1"] > 0
+    assert seconds["gradients_in_flight_seconds"]["backward", "hop 1"] > 0
+    assert seconds["gradients_in_flight_seconds"]["forward", "hop 1"] == 0
+    if rank == 0:
+        assert seconds["exposed_seconds"]["backward", "handshake"] > 0.8 * LATE_SECONDS
+        assert seconds["computing_seconds"]["forward", "hop 1"] < 0.5 * LATE_SECONDS
+        assert found["exposed_share"]["median"] > 0.5
+
+
+def test_a_rank_that_waits_in_a_handshake_is_not_computing():
+    """Catches exposed time that leaves out the control link, and time that is counted twice or not at all."""
+    run(2, rank_is_late_for_backward)

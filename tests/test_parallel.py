@@ -163,7 +163,41 @@ def rank_goes_another_way(rank, world_size):
     assert "ranks disagree on dtype: rank 0 has torch.int32, rank 1 has torch.int64" in message
     message = message_of(lambda: cp.shift_left(torch.ones(1 + rank, 5, dtype=torch.int64), fill=0))
     assert "ranks disagree on batch: rank 0 has 1, rank 1 has 2" in message
+    message = message_of(lambda: cp.all_reduce(torch.ones(4 - 2 * (rank == 1))))
+    assert "ranks disagree on shape: rank 0 has (4,), rank 1 has (2,)" in message
+    message = message_of(lambda: cp.all_reduce(torch.ones(4, dtype=(torch.int32, torch.float32)[rank == 1])))
+    assert "ranks disagree on dtype: rank 0 has torch.int32, rank 1 has torch.float32" in message
+    message = message_of((lambda: cp.all_reduce(torch.ones(1))) if rank == 1 else first.backward)
+    assert "ranks disagree on call: rank 0 has backward 1, rank 1 has all_reduce" in message
+    message = message_of(cp.shard(torch.ones(1, 8 + 2 * (rank == 1), requires_grad=True)).sum().backward)
+    assert "ranks disagree on length of the whole: rank 0 has 8, rank 1 has 10" in message
+    assert cp.all_reduce(torch.full((2,), 1.0 + rank)).tolist() == [world_size * (world_size + 1) / 2] * 2
     assert_works(cp)
+
+
+def rank_cuts_otherwise(rank, world_size):
+    strict()
+    even, uneven = (6,) * world_size, (5, 7, *[6] * (world_size - 2))
+    for name, values in {"align": (1, 8), "lengths": (even, uneven)}.items():
+        cp = ContextParallel(**{name: values[rank == 1]}, timeout=timedelta(seconds=20))
+        leaf = torch.ones(1, 6 * world_size, 4, 8, requires_grad=True)
+        x = cp.shard(leaf)
+        calls = [
+            lambda x=x, cp=cp: dilated_attention(x, x, x, PATTERN, parallel=cp),
+            lambda x=x, cp=cp: cp.unshard(x),
+            x.sum().backward,
+            lambda cp=cp: cp.all_reduce(torch.ones(1)),
+            lambda cp=cp, x=x: cp.shift_left(x[:, :, 0, 0].long(), fill=0),
+        ]
+        for call in calls:
+            message = message_of(call)
+            assert f"ranks disagree on {name}: rank 0 has {values[0]}, rank 1 has {values[1]}" in message
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_cut_the_sequence_otherwise(world_size):
+    """Catches shards that overlap or leave gaps: each rank's rows are right by its own cut, and the result is wrong."""
+    run(world_size, rank_cuts_otherwise)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -2,7 +2,8 @@
 
 import hashlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import EXCHANGES
-from .exchange.comm import ExchangeError, Link
+from .exchange.comm import ExchangeError, Link, Wait
 from .exchange.one_rank import OtherRanks
 from .sharding import (
     SHARDINGS,
@@ -154,9 +155,7 @@ class ContextParallel:
         self._refuse_one_rank("unshard")
         if self.num_simulated:
             return x
-        others = [length for i, length in enumerate(x.shape) if i != dim % x.dim()]
-        fields: dict[str, object] = {"call": "unshard", "dim": dim, "other lengths": others, "dtype": x.dtype}
-        lengths = self.handshake(x.shape[dim], fields)
+        lengths = self.handshake(x.shape[dim], _rows_fields("unshard", x, dim))
         return _Unshard.apply(x, self, self.shards(lengths), dim)
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -201,7 +200,11 @@ class ContextParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors. Not differentiable."""
         self._refuse_one_rank("all_reduce")
-        return x.clone() if self.link is None else self.link.all_reduce(x.detach(), "all_reduce")
+        if self.link is None:
+            return x.clone()
+        call = {"call": "all_reduce", "shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type}
+        self.handshake(0, call)
+        return self.link.all_reduce(x.detach(), "all_reduce")
 
     def abandon(self, reason: str) -> None:
         """Break this context's groups, so that the other ranks fail at once instead of waiting for this one.
@@ -211,12 +214,25 @@ class ContextParallel:
         for link in self._links:
             link.abandon(reason)
 
+    @contextmanager
+    def recorded_waits(self) -> Iterator[list[Wait]]:
+        """The waits of this rank for others, on every link of the context (the handshakes' too), as they end."""
+        waits: list[Wait] = []
+        for link in self._links:
+            link.waits = waits
+        try:
+            yield waits
+        finally:
+            for link in self._links:
+                link.waits = None
+
     def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
         """Every rank's local length, once all ranks turn out to make the same call.
 
         Args:
             length: this rank's number of positions.
-            fields: what must agree, by name. Compared by fingerprint; only a mismatch is sent in words.
+            fields: what must agree, by name, beside how the context cuts and exchanges. Compared by fingerprint; only a
+                mismatch is sent in words.
             failure: why this rank refuses the call, if it does.
 
         Raises:
@@ -227,6 +243,14 @@ class ContextParallel:
                 raise ValueError(failure)
             return (length,) if self.others is None else self._assumed_lengths(length)
         moment = str(fields.get("call", "the call that this rank refuses"))
+        fields = {
+            **fields,
+            "sharding": self.sharding,
+            "exchange": self.exchange,
+            "align": self.align,
+            "lengths": self.lengths,
+        }
+        assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
         marks = [_fingerprint(value) for value in fields.values()]
         marks += [0] * (_NUM_FIELDS - len(marks))
         records = self._control.all_to_all(torch.tensor([length, failure is not None, *marks], device="cpu"), moment)
@@ -346,16 +370,18 @@ class ContextParallel:
                 use_local_synchronization=len(members) != dist.get_world_size(),
                 group_desc=f"ring_dilated_attention:{purpose}",
             )
+            link = Link(group, purpose, members, self._links)
+            link.open()
         except RuntimeError as error:
             raise ExchangeError(
                 f"making a ContextParallel: not all of the ranks {members} did (group {purpose!r}, "
                 f"rank {dist.get_rank()}): {error}"
             ) from error
-        return Link(group, purpose, members, self._links)
+        return link
 
 
-# Columns of the handshake's record: as many as `attention` compares.
-_NUM_FIELDS = 12
+# Columns of the handshake's record: at least as many as any call compares.
+_NUM_FIELDS = 16
 
 
 def _check_one_rank(world_size: int | None, rank: int | None, others: OtherRanks | None) -> None:
@@ -387,6 +413,12 @@ def _resolve(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
     return group
 
 
+def _rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
+    """What must agree before ranks gather each other's rows."""
+    others = [length for i, length in enumerate(x.shape) if i != dim % x.dim()]
+    return {"call": call, "dim": dim, "other lengths": others, "dtype": x.dtype, "device": x.device.type}
+
+
 def _own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
     parts = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
     return torch.cat(parts or [x.narrow(dim, 0, 0)], dim=dim)  # a copy: a view would keep the full tensor alive
@@ -413,8 +445,8 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        others = [length for i, length in enumerate(grads[0].shape) if i != ctx.dim % grads[0].dim()]
-        fields = {"call": "backward of shard", "dim": ctx.dim, "other lengths": others, "dtype": grads[0].dtype}
+        fields = _rows_fields("backward of shard", grads[0], ctx.dim)
+        fields["length of the whole"] = sum(map(shard_length, ctx.shards))
         ctx.context.handshake(grads[0].shape[ctx.dim], fields)
         return _all_rows(grads[0], ctx.context, ctx.shards, ctx.dim, "backward of shard"), None, None, None
 

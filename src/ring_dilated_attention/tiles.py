@@ -3,7 +3,7 @@
 B batch, N positions, S segments, M rows of one segment and phase, H query heads, G key/value heads, D head dim.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -278,19 +278,34 @@ def local_gradients(
 
 def pack(plan: Plan, key: Tensor, value: Tensor) -> Tensor:
     """A flat K‖V buffer with this rank's own chunks: the dilated rows of its straddling segments."""
+    return _packed(plan.packs, 0, plan.chunk_size, key, value)
+
+
+def pack_chunk(plan: Plan, message: Message, key: Tensor, value: Tensor) -> Tensor:
+    """The own chunk that a message carries, alone."""
+    return _packed(_packs_of(plan, message), message.offset, message.size, key, value)
+
+
+def _packed(packs: Iterable[tuple[Rows, Block]], start: int, size: int, key: Tensor, value: Tensor) -> Tensor:
     batch, head_dim = key.shape[0], key.shape[3]
-    buffer = torch.empty(plan.chunk_size * batch * head_dim, dtype=key.dtype, device=key.device)
-    for rows, block in plan.packs:
+    buffer = torch.empty(size * batch * head_dim, dtype=key.dtype, device=key.device)
+    for rows, block in packs:
+        block = block._replace(offset=block.offset - start)
         for target, x in zip(block_views(buffer, block, batch, head_dim), (key, value), strict=True):
             target.copy_(rows_view(x, rows))
     return buffer
 
 
+def _packs_of(plan: Plan, message: Message) -> Iterator[tuple[Rows, Block]]:
+    """Which own rows lie where in an own chunk."""
+    stop = message.offset + message.size
+    return ((rows, block) for rows, block in plan.packs if message.offset <= block.offset < stop)
+
+
 def add_home(plan: Plan, message: Message, arrived: Tensor, keys: OwnKeys, at: int) -> None:
     """Add the finished gradient of an own chunk, which lies at `at` in `arrived`, where it was dilated from."""
     batch, head_dim = keys.dk.like.shape[0], keys.dk.like.shape[3]
-    for rows, block in plan.packs:
-        if message.offset <= block.offset < message.offset + message.size:
-            block = block._replace(offset=block.offset - message.offset + at)
-            for total, part in zip(keys, block_views(arrived, block, batch, head_dim), strict=True):
-                total.add(rows, slice(None), False, part)
+    for rows, block in _packs_of(plan, message):
+        block = block._replace(offset=block.offset - message.offset + at)
+        for total, part in zip(keys, block_views(arrived, block, batch, head_dim), strict=True):
+            total.add(rows, slice(None), False, part)

@@ -1,28 +1,28 @@
 """Per hop: computation, communication and *exposed* communication (time in which a rank does nothing but wait).
 
-Exposed time is recorded by the run itself. What a hop's messages take without any computation is measured beside it,
-by the same messages alone.
+All of it comes from the run itself, which records every wait on every link: a rank that is behind shows where others
+wait for it, be it in a hop or in the handshake that opens a stage.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..compare import Squares
 from ..exchange.comm import Wait
-from ..exchange.ring import RingCall
 from ..parallel import ContextParallel
 from ..pattern import DilatedPattern
 from ..plan import Plan
 from ..planner import make_plan
 from ..processes import Launch, Worker, run_ranks
 from .gate import gate, gate_squares
-from .measure import Sizes, attend, make_tensors, quantiles, stopwatch
+from .measure import Sizes, attend, make_tensors, quantiles
 from .record import branches, markdown, tensors
 
 SUMMARY = "per hop: computation, communication, and how much of it is exposed"
+HANDSHAKE, CHUNKS, GRADIENTS = "handshake", "keys and values", "gradients"  # how a moment ends
 
 
 class Settings(NamedTuple):
@@ -73,6 +73,22 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     return rows
 
 
+class Stage(NamedTuple):
+    """When a forward or a backward began and ended, and its waits."""
+
+    begin: float
+    end: float
+    waits: list[Wait]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def exposed(self) -> float:
+        return _exposed(self.waits)
+
+
 def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, Any]]]:
     results = []
     for pattern, sharding in settings.setups:
@@ -85,95 +101,84 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, A
         for repeat in range(1 + settings.repeats):
             if worker.rank == 0:
                 worker.report(f"{pattern.segment_lengths}, {sharding}")
-            found = _step(settings.sizes, pattern, parallel)
+            found = take_step(settings.sizes, pattern, parallel)
             steps += [found] if repeat else []
-        results.append((squares, _summary(plan, steps, _alone(settings, plan, parallel))))
+        results.append((squares, summary(plan, steps)))
     return results
 
 
-def _step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) -> tuple[float, list[Wait]]:
-    """Seconds of one forward and backward, and its waits."""
+def take_step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) -> dict[str, Stage]:
+    """One forward and its backward."""
     inputs, dout = make_tensors(sizes, parallel)
-    assert parallel.link is not None
     parallel.all_reduce(torch.zeros(1))  # start together
-    waits: list[Wait] = []
-    parallel.link.waits = waits
-    watch = stopwatch()
-    torch.autograd.grad(attend(inputs, pattern, parallel), inputs, dout)
-    parallel.link.waits = None
-    return watch(), waits
+    with parallel.recorded_waits() as waits:
+        begin = time.perf_counter()
+        out = attend(inputs, pattern, parallel)
+        middle, num_forward = time.perf_counter(), len(waits)
+        torch.autograd.grad(out, inputs, dout)
+        end = time.perf_counter()
+    return {"forward": Stage(begin, middle, waits[:num_forward]), "backward": Stage(middle, end, waits[num_forward:])}
 
 
-def _alone(settings: Settings, plan: Plan, parallel: ContextParallel) -> list[float]:
-    """Seconds of each hop's key/value messages when nothing is computed; the median of several passes."""
-    inputs, _ = make_tensors(settings.sizes, parallel)
-    query, key, value = (x.detach() for x in inputs)
-    passes = []
-    for _ in range(3):
-        ring = RingCall(plan, query, parallel.link, "messages alone")
-        chunks = ring.chunk_buffers(key, value)
-        parallel.all_reduce(torch.zeros(1))
-        times = []
-        for s in range(len(plan.hops)):
-            watch = stopwatch()
-            ring.start(s, chunks[s % 2], chunks[(s + 1) % 2]).wait()
-            times.append(watch())
-        passes.append(times)
-    return [sorted(times)[len(passes) // 2] for times in zip(*passes, strict=True)]
-
-
-def _summary(plan: Plan, steps: Sequence[tuple[float, list[Wait]]], alone: Sequence[float]) -> dict[str, Any]:
-    """Of all repeats: the step, its exposed share, and each stage and hop."""
-    hops: list[dict[str, Any]] = []
-    for stage in ("forward", "backward"):
-        local = quantiles(_local(waits, stage) for _, waits in steps)
-        hops.append({"stage": stage, "hop": 0, "computing_seconds": local})
-        for s in range(len(plan.hops)):
-            moment = f"{stage}, hop {s + 1},"
-            exposed = [sum(w.end - w.start for w in waits if w.moment.startswith(moment)) for _, waits in steps]
-            computing = [_computing(waits, moment, seconds) for seconds, waits in steps]
-            hops.append(
-                {
-                    "stage": stage,
-                    "hop": s + 1,
-                    "pairs": sum(tile.pairs for tile in plan.hops[s].tiles),
-                    "sent_units": sum(m.size for m in plan.hops[s].sends),
-                    "computing_seconds": quantiles(computing),
-                    "messages_alone_seconds": alone[s],
-                    "exposed_seconds": quantiles(exposed),
-                }
-            )
-    shares = [sum(w.end - w.start for w in waits) / seconds for seconds, waits in steps]
+def summary(plan: Plan, steps: Sequence[dict[str, Stage]]) -> dict[str, Any]:
+    """Of all repeats: the step, its exposed share, and the parts of each stage (handshake, own rows, hops)."""
+    seconds = [sum(stage.seconds for stage in step.values()) for step in steps]
+    exposed = [sum(stage.exposed for stage in step.values()) for step in steps]
     return {
-        "step_seconds": quantiles(seconds for seconds, _ in steps),
-        "computing_seconds": quantiles(t - sum(w.end - w.start for w in waits) for t, waits in steps),
-        "exposed_share": quantiles(shares),
-        "local_pairs": sum(tile.pairs for tile in plan.local),
-        "hops": hops,
+        "step_seconds": quantiles(seconds),
+        "computing_seconds": quantiles(a - b for a, b in zip(seconds, exposed, strict=True)),
+        "exposed_share": quantiles(b / a for a, b in zip(seconds, exposed, strict=True)),
+        "parts": [part for name in steps[0] for part in _parts(plan, name, [step[name] for step in steps])],
     }
 
 
-def _computing(waits: Sequence[Wait], moment: str, step_seconds: float) -> float:
-    """Seconds between a hop's waits and what follows: the work on what has arrived."""
-    ordered = sorted(waits, key=lambda w: w.start)
-    ends = [_next_work(w, after) for w, after in pairwise(ordered)]
-    ends.append(min(w.posted for w in waits) + step_seconds)
-    return sum(end - w.end for w, end in zip(ordered, ends, strict=True) if w.moment.startswith(moment))
+def _parts(plan: Plan, name: str, stages: Sequence[Stage]) -> Iterator[dict[str, Any]]:
+    """What one stage is made of, over all repeats. Its computation and exposed time add up to the stage."""
+    handshakes = (_exposed(w for w in stage.waits if w.moment.endswith(HANDSHAKE)) for stage in stages)
+    yield {"stage": name, "part": HANDSHAKE, "exposed_seconds": quantiles(handshakes)}
+    working = [_working(stage, len(plan.hops)) for stage in stages]
+    yield {
+        "stage": name,
+        "part": "own rows",
+        "pairs": sum(tile.pairs for tile in plan.local),
+        "computing_seconds": quantiles(found[0] for found in working),
+    }
+    for s, hop in enumerate(plan.hops, start=1):
+        waits = [[w for w in stage.waits if w.moment.startswith(f"{name}, hop {s}, ")] for stage in stages]
+        yield {
+            "stage": name,
+            "part": f"hop {s}",
+            "pairs": sum(tile.pairs for tile in hop.tiles),
+            "sent_units": sum(m.size for m in hop.sends),
+            "sent_gradient_units": sum(m.size for m in hop.grad_sends) if name == "backward" else 0,
+            "computing_seconds": quantiles(found[s] for found in working),
+            "chunks_in_flight_seconds": quantiles(_in_flight(found, CHUNKS) for found in waits),
+            "gradients_in_flight_seconds": quantiles(_in_flight(found, GRADIENTS) for found in waits),
+            "exposed_seconds": quantiles(map(_exposed, waits)),
+        }
 
 
-def _next_work(wait: Wait, after: Wait) -> float:
-    """When the work after a wait ends: at the next wait, or where backward begins by posting its first messages."""
-    return after.start if _stage(wait) == _stage(after) else after.posted
+def _exposed(waits: Iterable[Wait]) -> float:
+    return sum(wait.end - wait.start for wait in waits)
 
 
-def _stage(wait: Wait) -> str:
-    return wait.moment.split(",")[0]
+def _in_flight(waits: Sequence[Wait], kind: str) -> float:
+    """Seconds from posting the messages of one kind until the last of them was through."""
+    own = [wait for wait in waits if wait.moment.endswith(kind)]
+    return max((w.arrived for w in own), default=0.0) - min((w.posted for w in own), default=0.0)
 
 
-def _local(waits: Sequence[Wait], stage: str) -> float:
-    """Seconds from a stage's first messages to its first wait: the work on own rows, while they fly."""
-    own = [w for w in waits if _stage(w) == stage]
-    return min(w.start for w in own) - min(w.posted for w in own)
+def _working(stage: Stage, num_hops: int) -> list[float]:
+    """Seconds outside of waits: on own rows, and on what each hop brought, until the next hop's has come."""
+    working = [0.0] * (1 + num_hops)
+    hop, last = 0, stage.begin
+    for wait in stage.waits:
+        working[hop] += wait.start - last
+        last = wait.end
+        if wait.moment.endswith(CHUNKS):
+            hop = int(wait.moment.split(", ")[1].removeprefix("hop "))
+    working[hop] += stage.end - last
+    return working
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -181,25 +186,27 @@ def table(rows: list[dict[str, Any]]) -> str:
         "pattern",
         "rank",
         "stage",
-        "hop",
+        "part",
         "computing, ms",
-        "messages alone, ms",
+        "keys and values in flight, ms",
+        "gradients in flight, ms",
         "exposed, ms",
         "step, s",
         "exposed share of it",
     )
     lines = []
     for row in rows:
-        for i, hop in enumerate(row["hops"]):
+        for i, part in enumerate(row["parts"]):
             lines.append(
                 (
                     f"{branches(row)}, {row['sharding']}" if i == 0 else "",
                     str(row["rank"]) if i == 0 else "",
-                    hop["stage"],
-                    str(hop["hop"] or "own rows"),
-                    f"{1e3 * hop['computing_seconds']['median']:.1f}",
-                    f"{1e3 * hop['messages_alone_seconds']:.1f}" if hop["hop"] else "",
-                    f"{1e3 * hop['exposed_seconds']['median']:.1f}" if hop["hop"] else "",
+                    part["stage"],
+                    part["part"],
+                    _milliseconds(part, "computing_seconds"),
+                    _milliseconds(part, "chunks_in_flight_seconds"),
+                    _milliseconds(part, "gradients_in_flight_seconds"),
+                    _milliseconds(part, "exposed_seconds"),
                     f"{row['step_seconds']['median']:.2f}" if i == 0 else "",
                     f"{row['exposed_share']['median']:.1%}" if i == 0 else "",
                 )
@@ -207,6 +214,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     return (
         f"{first['seq_len']:,} positions over {first['ranks']} ranks of one thread, {tensors(first)}, forward and "
-        "backward. Exposed is what a rank waited, recorded by the run; the rest of the communication hid behind "
-        f"computation. Messages alone: the hop's keys and values with nothing to compute.\n\n{markdown(headers, lines)}"
+        "backward, recorded by the run itself. In flight: from posting a hop's messages until the last is through, "
+        "waiting for the other side to post its own included. Exposed: what a rank waited for them; the rest hid behind"
+        f" computation. The handshake opens a stage: nothing hides it.\n\n{markdown(headers, lines)}"
     )
+
+
+def _milliseconds(part: dict[str, Any], name: str) -> str:
+    return f"{1e3 * part[name]['median']:.1f}" if part.get(name, {}).get("max") else ""

@@ -2,6 +2,7 @@
 
 Parallel efficiency is T1 / (2 T2). The ceiling is the same figure for two processes that share nothing: each computes
 half of the heads on one device. All three are timed in turn, in the same two processes, each on a core of its own.
+Beside the time of two ranks stands the share of it in which a rank only waits, in hops and handshakes.
 
 Two cores say nothing on more ranks. For those, and beside the two measured ones, stands what the plan's model says.
 """
@@ -20,13 +21,14 @@ from ..processes import Launch, Worker, run_ranks
 from ..schedule import Hardware, model_step
 from ..sharding import default_lengths, make_shards
 from .gate import gate, gate_squares
-from .measure import Sizes, dilated_call, make_tensors, quantiles, stopwatch
+from .measure import Sizes, Times, dilated_call, make_tensors, quantiles, stopwatch
 from .record import branches, markdown, seconds, tensors
 
 SUMMARY = "parallel efficiency of two ranks, beside the machine's ceiling"
 NUM_RANKS = 2
 MODELLED_RANKS = (2, 4, 8)
 SETUPS = ("one rank", "two ranks", "two processes, half of the heads each")
+WAITING = "waiting share of two ranks"
 
 
 class Settings(NamedTuple):
@@ -74,28 +76,31 @@ def _rank_and_links(
 
 
 def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, list[float]]]]:
-    """Of each pattern: this rank's part of the gate, and its seconds in each setup."""
+    """Of each pattern: this rank's part of the gate, its seconds in each setup, and its waiting share."""
     results = []
     for pattern, sharding, repeats in settings.patterns:
         parallel = ContextParallel(exchange="ring", sharding=sharding)
         squares = gate_squares(settings.sizes, pattern, parallel)
         calls = _calls(worker, settings.sizes, pattern, parallel)
-        times: dict[str, list[float]] = {setup: [] for setup in SETUPS}
+        times: dict[str, list[float]] = {name: [] for name in (*SETUPS, WAITING)}
         for _ in range(repeats):
             for setup, call in calls.items():  # the gate was the warm-up
                 if worker.rank == 0:
                     worker.report(f"{branches(_pattern_json(pattern))}, {setup}")
                 parallel.all_reduce(torch.zeros(1))  # start together, and leave the core to whoever is alone
-                found = call() if call is not None else None
-                if found is not None:
-                    times[setup].append(found.both)
+                if call is None:
+                    continue
+                with parallel.recorded_waits() as waits:
+                    times[setup].append(call().both)
+                if setup == SETUPS[1]:
+                    times[WAITING].append(sum(wait.end - wait.start for wait in waits) / times[setup][-1])
         results.append((squares, times))
     return results
 
 
 def _calls(
     worker: Worker, sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel
-) -> dict[str, Callable[[], Any] | None]:
+) -> dict[str, Callable[[], Times] | None]:
     half = sizes._replace(num_heads=sizes.num_heads // NUM_RANKS)
     return {
         SETUPS[0]: dilated_call(sizes, pattern) if worker.rank == 0 else None,
@@ -107,7 +112,7 @@ def _calls(
 def _row(
     sizes: Sizes, pattern: DilatedPattern, sharding: str, passed: dict[str, Any], ranks: list[dict[str, list[float]]]
 ) -> dict[str, Any]:
-    one, two, apart = ([max(found) for found in _by_repeat(ranks, setup)] for setup in SETUPS)
+    one, two, apart, waiting = ([max(found) for found in _by_repeat(ranks, name)] for name in (*SETUPS, WAITING))
     efficiency = quantiles(a / (NUM_RANKS * b) for a, b in zip(one, two, strict=True))
     ceiling = quantiles(a / (NUM_RANKS * b) for a, b in zip(one, apart, strict=True))
     shards = make_shards(sharding, default_lengths(sharding, sizes.seq_len, NUM_RANKS))
@@ -128,13 +133,14 @@ def _row(
         "efficiency": efficiency,
         "ceiling": ceiling,
         "ratio": efficiency["median"] / ceiling["median"],
+        "waiting_share": quantiles(waiting),
         "gate": passed,
     }
 
 
-def _by_repeat(ranks: list[dict[str, list[float]]], setup: str) -> list[tuple[float, ...]]:
-    """The seconds of all ranks that took part, repeat by repeat: the slower one counts."""
-    return list(zip(*(found[setup] for found in ranks if found[setup]), strict=True))
+def _by_repeat(ranks: list[dict[str, list[float]]], name: str) -> list[tuple[float, ...]]:
+    """The figures of all ranks that took part, repeat by repeat: the larger one counts."""
+    return list(zip(*(found[name] for found in ranks if found[name]), strict=True))
 
 
 def _bytes_per_second(sizes: Sizes, pattern: DilatedPattern, sharding: str) -> float:
@@ -230,6 +236,7 @@ def _measured_table(rows: list[dict[str, Any]]) -> str:
         "efficiency",
         "ceiling",
         "of the ceiling",
+        "waiting",
     )
     lines = [
         (
@@ -240,11 +247,13 @@ def _measured_table(rows: list[dict[str, Any]]) -> str:
             f"{row['efficiency']['median']:.1%}",
             f"{row['ceiling']['median']:.1%}",
             f"{row['ratio']:.1%}",
+            f"{row['waiting_share']['median']:.1%}",
         )
         for row in rows
     ]
     first = rows[0]
     return (
         f"{first['seq_len']:,} positions, {tensors(first)}, forward and backward, one thread per rank. The ceiling is "
-        f"that of two processes that exchange nothing and compute half of the heads each.\n\n{markdown(headers, lines)}"
+        f"that of two processes that exchange nothing and compute half of the heads each. Waiting: the share of a step "
+        f"that the rank which waits longer spends so, in hops and handshakes.\n\n{markdown(headers, lines)}"
     )

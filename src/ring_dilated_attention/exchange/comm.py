@@ -30,13 +30,15 @@ class ExchangeError(RuntimeError):
 
 
 class Wait(NamedTuple):
-    """When messages were posted, when their rank began to wait for them, and when they were there, in seconds.
+    """When messages were posted, when the last was through, and when their rank began and ended to wait, in seconds.
 
-    end - start is *exposed* communication: time in which the rank did nothing else.
+    end - start is *exposed* communication: time in which the rank did nothing else. Only on gloo can a host tell when
+    messages are through; elsewhere `arrived` is `end`.
     """
 
     moment: str
     posted: float
+    arrived: float
     start: float
     end: float
 
@@ -62,20 +64,23 @@ class Pending:
     tensors: list[Tensor] = field(default_factory=list)
     unstaged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     posted: float = field(default_factory=time.perf_counter)
+    progress: "_Progress | None" = None  # of a thread that waits for them already, while waits are recorded
 
     def wait(self) -> None:
         if not self.handles:
             return
         assert self.link is not None
         start = time.perf_counter()
-        handles, self.handles = self.handles, []
-        self.link.wait_for(handles, self.moment)
+        self.link.wait_for(self)
+        self.handles.clear()
         for tensor, staged in self.unstaged:
             tensor.copy_(staged, non_blocking=True)
         self.tensors.clear()
         self.unstaged.clear()
         if self.link.waits is not None:
-            self.link.waits.append(Wait(self.moment, self.posted, start, time.perf_counter()))
+            end = time.perf_counter()
+            arrived = end if self.progress is None else self.progress.end
+            self.link.waits.append(Wait(self.moment, self.posted, arrived, start, end))
 
 
 class Link:
@@ -94,9 +99,16 @@ class Link:
         self.failure: str | None = None
         self.links = [] if links is None else links  # those that break when one of them does
         self.links.append(self)
-        self.is_gloo = dist.get_backend(group) == "gloo"
+        # Which transport serves which type of device. (dist.get_backend names one, or the user's text, or "undefined".)
+        self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._waiter: _Waiter | None = None
         self.waits: list[Wait] | None = None  # a list while waits are recorded
+
+    def open(self) -> None:
+        """One call of all ranks, for NCCL: torch leaves undefined what comes of a first batch of some ranks only."""
+        for device, backend in self.backends.items():
+            if backend == "nccl":
+                dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     def reorder(self, members: Sequence[int]) -> None:
         """Put the group's members, given by their global ranks, in this order."""
@@ -104,24 +116,28 @@ class Link:
         self.order = [dist.get_group_rank(self.group, member) for member in members]  # rank in the group, by place
         self.rank = self.order.index(dist.get_rank(self.group))
 
-    def wait_for(self, handles: Sequence[Handle], moment: str) -> None:
+    def on_gloo(self, x: Tensor) -> bool:
+        """Whether a tensor travels by gloo: also one of a device that this group has no transport for (`_staged`)."""
+        return self.backends.get(x.device.type, "gloo") == "gloo"
+
+    def wait_for(self, pending: Pending) -> None:
         """Wait for messages, one after the other.
 
         On gloo in a thread, to watch the peer meanwhile. When a connection breaks, gloo ends the waits for messages
         that have not begun, but not for one that is partly through (signalException in gloo/transport/tcp/pair.cc):
         that one lasts until its timeout. Posting on a broken connection, however, fails at once.
         """
-        progress = _Progress()
-        if not self.is_gloo:
+        handles, progress = tuple(pending.handles), pending.progress or _Progress()
+        if not self.on_gloo(pending.tensors[0]):
             _wait_for_each(handles, progress)
-        else:
+        elif pending.progress is None:
             if self._waiter is None:
                 self._waiter = _Waiter()
             self._waiter.queue.put((handles, progress))
-            while not progress.ended.wait(_WATCH_SECONDS):
-                self._watch(handles, progress, moment)
+        while not progress.ended.wait(_WATCH_SECONDS):
+            self._watch(handles, progress, pending.moment)
         if progress.error is not None:
-            self.fail(moment, handles[progress.num_done].deed, progress.error)
+            self.fail(pending.moment, handles[progress.num_done].deed, progress.error)
 
     def _watch(self, handles: Sequence[Handle], progress: "_Progress", moment: str) -> None:
         """Fail if the peer that is waited for has gone."""
@@ -153,8 +169,9 @@ class Link:
         if self.failure or self.world_size == 1:
             return
         self.failure = reason
-        if not self.is_gloo:
+        if set(self.backends.values()) != {"gloo"}:
             self.group.abort()
+        if self.backends.get("cpu") != "gloo":
             return
         nothing = torch.empty(1, device="cpu")
         for peer in self.order:
@@ -184,14 +201,28 @@ class Link:
         """`exchange`, for messages of a plan."""
         return self.exchange([(x, m.peer) for x, m in sends], [(x, m.peer) for x, m in receives], moment)
 
+    def carry_apart(
+        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+    ) -> tuple[Pending, Pending]:
+        """`carry`, to wait apart for what is sent and for what is received.
+
+        Where a batch is one thing to wait for, both are that one. (Two batches would deadlock: in NCCL's stream the
+        receives would stand behind the sends, on every rank of a ring.)
+        """
+        if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
+            return self.carry(sends, (), moment), self.carry((), receives, moment)
+        both = self.carry(sends, receives, moment)
+        return both, both
+
     def _post(self, messages: Sequence[_Message], moment: str) -> Pending:
         """Post messages, together where the transport can."""
         self._refuse_if_broken()
         pending = Pending(self, moment)
         messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
         pending.tensors = [x for _, x, _, _ in messages]
+        on_gloo = all(map(self.on_gloo, pending.tensors))
         # On gloo one by one, so that an error has one deed.
-        for batch in [[message] for message in messages] if self.is_gloo else [messages] if messages else []:
+        for batch in [[message] for message in messages] if on_gloo else [messages]:
             deeds = [deed for *_, deed in batch]
             peers = [peer for *_, peer, _ in batch]
             try:
@@ -203,11 +234,14 @@ class Link:
             if len(works) != len(batch):  # a transport that answers for all of them at once
                 deeds = [", ".join(deeds)] * len(works)
             pending.handles += map(Handle, works, deeds, peers)
+        if self.waits is not None and on_gloo and pending.handles:
+            pending.progress = _Progress()
+            Thread(target=_wait_for_each, args=(list(pending.handles), pending.progress), daemon=True).start()
         return pending
 
     def _stages(self, x: Tensor) -> bool:
         """Whether a tensor must travel through host memory: gloo cannot send CUDA tensors."""
-        return x.is_cuda and dist.get_backend(self.group) == "gloo"
+        return x.is_cuda and self.on_gloo(x)
 
     def _staged(self, x: Tensor, is_filled: bool, pending: Pending | None = None) -> Tensor:
         """The tensor, or a pinned copy of it on the host; a received copy is brought back when it is there."""
@@ -229,7 +263,7 @@ class Link:
         others = [(peer, f"rank {self.members[peer]} did not enter {moment}") for peer in self._others()]
         messages: list[_Message] = [(dist.isend, record, peer, deed) for peer, deed in others]
         messages += [(dist.irecv, records[peer], peer, deed) for peer, deed in others]
-        self._post(messages, "handshake").wait()
+        self._post(messages, f"{moment}, handshake").wait()
         return records
 
     def _others(self) -> list[int]:
@@ -263,7 +297,7 @@ class Link:
 
     def all_reduce(self, x: Tensor, moment: str) -> Tensor:
         """The sum of all ranks' tensors, which are small: each is sent to every rank."""
-        return torch.stack(self.all_to_all(x.contiguous(), moment)).sum(0, dtype=x.dtype)
+        return torch.cat(self.all_gather(x.unsqueeze(0), [1] * self.world_size, 0, moment)).sum(0, dtype=x.dtype)
 
 
 class _Progress:
@@ -272,6 +306,7 @@ class _Progress:
     def __init__(self) -> None:
         self.num_done = 0
         self.error: RuntimeError | None = None
+        self.end = 0.0
         self.ended = Event()
 
 
@@ -300,6 +335,7 @@ def _wait_for_each(handles: Sequence[Handle], progress: _Progress) -> None:
             progress.num_done += 1
     except RuntimeError as error:
         progress.error = error
+    progress.end = time.perf_counter()
     progress.ended.set()
 
 

@@ -38,7 +38,7 @@ class OneRankLink(Link):
 
     def __init__(self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], Chunk]) -> None:
         self.rank, self.others, self.chunk_of = rank, others, chunk_of
-        self.failure = None
+        self.failure, self.backends = None, {}
 
     def carry(
         self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str

@@ -82,7 +82,7 @@ class SimulatedLink(Link):
 
     def __init__(self, wires: Wires, rank: int, world_size: int) -> None:
         self.wires, self.rank, self.world_size = wires, rank, world_size
-        self.failure = None
+        self.failure, self.backends = None, {}
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str

@@ -1,0 +1,144 @@
+"""No rank waits for a message that stands behind its own in another rank's stream: every loop, as NCCL would run it.
+
+Each loop runs by itself, with a link that only notes what is posted. A model of the transport then runs all ranks'
+notes together. In it a batch is one launch on the one stream of its rank: it begins when the batch before it is done,
+and is done when all of its messages are; a message moves while the batches of both its sides run, however small it is
+(NCCL promises no buffer). What a host awaits does not matter: it is always an earlier batch of its own. No GPU takes
+part, and no clock.
+"""
+
+from itertools import product
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_dilated_attention import DilatedPattern
+from ring_dilated_attention.exchange import all_gather, ring
+from ring_dilated_attention.exchange.comm import Link, Pending
+from ring_dilated_attention.planner import make_plan
+from ring_dilated_attention.sharding import default_lengths, make_shards
+
+LENGTH = 60
+BRANCHES = [((LENGTH,), (1,)), ((8, 24, LENGTH), (1, 2, 4)), ((17, 31, 45), (1, 1, 3))]
+PATTERNS = [DilatedPattern(*branches, is_causal=is_causal) for branches, is_causal in product(BRANCHES, [False, True])]
+
+
+class Side(NamedTuple):
+    """One side of a message."""
+
+    is_send: bool
+    peer: int
+    size: int
+    moment: str
+
+
+Batches = list[list[Side]]  # of one rank, in the order of posting
+
+
+class NotingLink(Link):
+    """Notes batches, of a transport that has some. What they bring is not looked at."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.failure = rank, world_size, None
+        self.backends = {"cpu": "nccl"}
+        self.batches: Batches = []
+
+    def exchange(self, sends, receives, moment):
+        batch = [Side(True, peer, x.numel(), moment) for x, peer in sends]
+        batch += [Side(False, peer, x.zero_().numel(), moment) for x, peer in receives]
+        self.batches += [batch] if batch else []
+        return Pending(None, moment)
+
+
+class NoWork:
+    """A kernel whose results are zeros."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    @staticmethod
+    def backward(dout: Tensor, dlse: None, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def noted(loop: ModuleType, stage: str, pattern: DilatedPattern, sharding: str, world_size: int) -> list[Batches]:
+    """What every rank posts."""
+    lengths = default_lengths(sharding, LENGTH, world_size)
+    ranks = []
+    for rank, length in enumerate(lengths):
+        plan = make_plan(pattern, make_shards(sharding, lengths), rank, 2, 2)
+        link, x, lse = NotingLink(rank, world_size), torch.zeros(1, length, 2, 1), torch.zeros(1, length, 2)
+        if stage == "forward":
+            loop.forward(NoWork, plan, 1.0, x, x, x, link)
+        else:
+            loop.backward(NoWork, plan, 1.0, x, None, x, x, x, x, lse, link)
+        ranks.append(link.batches)
+    return ranks
+
+
+def stuck_ranks(ranks: list[Batches]) -> list[int]:
+    """Run everybody's batches; who has some left when nothing moves any more."""
+    left = [[list(batch) for batch in batches] for batches in ranks]
+
+    def running(rank: int, peer: int, is_send: bool) -> Side | None:
+        """The next message to or from a peer, if its turn has come."""
+        sides = left[rank][0] if left[rank] else []
+        return next((side for side in sides if (side.is_send, side.peer) == (is_send, peer)), None)
+
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for a, b in product(range(len(ranks)), repeat=2):
+            send, receive = running(a, b, True), running(b, a, False)
+            if send is None or receive is None:
+                continue
+            assert send[2:] == receive[2:], f"rank {a} sends {send}, but rank {b} expects {receive}"
+            for rank, side in ((a, send), (b, receive)):
+                left[rank][0].remove(side)
+                if not left[rank][0]:
+                    left[rank].pop(0)
+            has_moved = True
+    return [rank for rank, batches in enumerate(left) if batches]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize("loop", [ring, all_gather], ids=["ring", "all_gather"])
+def test_no_rank_is_stuck(loop, stage, sharding, world_size):
+    """Catches sends that are posted before the receives which they need, and ranks that order batches differently."""
+    for pattern in PATTERNS:
+        ranks = noted(loop, stage, pattern, sharding, world_size)
+        assert any(ranks)
+        assert stuck_ranks(ranks) == [], pattern
+
+
+def test_sends_and_receives_apart_are_seen_to_be_stuck():
+    """Proof that the model can fail: in a cycle, everybody sends and nobody has come to receive."""
+    ranks = noted(ring, "backward", PATTERNS[0], "contiguous", 3)
+    apart = [
+        [side for batch in batches for side in ([s for s in batch if s.is_send], [s for s in batch if not s.is_send])]
+        for batches in ranks
+    ]
+    assert stuck_ranks([[batch for batch in batches if batch] for batches in apart]) == [0, 1, 2]
+
+
+def test_batches_in_another_order_on_one_rank_are_seen():
+    first, *others = noted(ring, "backward", PATTERNS[0], "contiguous", 3)
+    with pytest.raises(AssertionError, match="but rank 1 expects"):
+        stuck_ranks([[*first[1:], first[0]], *others])
+
+
+@pytest.mark.parametrize(("backends", "num_calls"), [({"cpu": "gloo"}, 0), ({"cpu": "nccl"}, 1)])
+def test_the_first_call_on_nccl_is_of_all_ranks(monkeypatch, backends, num_calls):
+    """Catches a communicator whose first batch is of some ranks only, which torch does not define."""
+    calls = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group: calls.append((x.numel(), group)))
+    link = NotingLink(0, 2)
+    link.backends, link.group = backends, "the group"
+    link.open()
+    assert calls == [(1, "the group")] * num_calls
