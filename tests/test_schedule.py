@@ -157,6 +157,7 @@ class VirtualLink(Link):
 
     def __init__(self, rank, clock, network, turn):
         self.rank, self.clock, self.network, self.turn = rank, clock, network, turn
+        self.backends = {}
 
     def exchange(self, sends, receives, moment):
         for x, _ in receives:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from .plan import Plan, Tile
+from .plan import Hop, Plan, Tile
 
 
 class Item(NamedTuple):
@@ -120,6 +120,10 @@ class _Sizes:
         self.chunk = plan.chunk_size * batch * head_dim * itemsize
         self.is_cast = itemsize < self.sum_itemsize
 
+    def sent_late(self, hop: Hop) -> int:
+        own = (message.size for message in hop.sends if message.owner == self.plan.rank)
+        return sum(own) * self.batch * self.head_dim * self.itemsize
+
     def summed(self, num_bytes: int) -> int:
         """The same elements in the accumulator's dtype."""
         return num_bytes // self.itemsize * self.sum_itemsize
@@ -185,8 +189,14 @@ def query_block(num_rows: int) -> int:
     return 256 if num_rows >= 768 else 64 if num_rows >= 192 else 32
 
 
-def _tiles(plan: Plan) -> list[Tile]:
-    return [*plan.local, *(tile for hop in plan.hops for tile in hop.tiles)]
+def _steps(sizes: _Sizes, ledger: _Ledger) -> Iterator[tuple[Tile, bool]]:
+    """All tiles in their order, and whether their keys are own ones. Beside each hop's flies what the next one needs,
+    among it own chunks that are sent late."""
+    hops = sizes.plan.hops
+    yield from ((tile, True) for tile in sizes.plan.local)
+    for s, hop in enumerate(hops):
+        with ledger.holding(own_chunks_sent_late=sizes.sent_late(hops[s + 1] if s + 1 < len(hops) else Hop())):
+            yield from ((tile, False) for tile in hop.tiles)
 
 
 def _forward(sizes: _Sizes, ledger: _Ledger) -> None:
@@ -197,7 +207,7 @@ def _forward(sizes: _Sizes, ledger: _Ledger) -> None:
         ledger.hold("out", sizes.summed(sizes.query))
         ledger.hold("lse", sizes.wide(sizes.lse))
 
-    for tile in _tiles(sizes.plan):
+    for tile, _ in _steps(sizes, ledger):
         out, lse = sizes.tile_query(tile), sizes.tile_lse(tile)
         with ledger.holding(partial_of_one_tile=out + lse, kernel_scratch=sizes.scratch(tile, backward=False)):
             pass
@@ -223,16 +233,14 @@ def _forward(sizes: _Sizes, ledger: _Ledger) -> None:
 
 
 def _backward(sizes: _Sizes, ledger: _Ledger) -> None:
-    plan = sizes.plan
     ledger.hold("two K‖V chunks", 2 * sizes.chunk)
     ledger.hold("delta", sizes.delta)
     gradients = _Gradients(sizes, ledger)
-    for tile in plan.local:
-        gradients.add_tile(tile, is_own=True)
+    for tile, is_own in _steps(sizes, ledger):
+        if not is_own:
+            ledger.hold("two dK‖dV chunks", 2 * sizes.summed(sizes.chunk))
+        gradients.add_tile(tile, is_own=is_own)
     ledger.hold("two dK‖dV chunks", 2 * sizes.summed(sizes.chunk))
-    for hop in plan.hops:
-        for tile in hop.tiles:
-            gradients.add_tile(tile, is_own=False)
     gradients.finish()
 
 

@@ -120,14 +120,10 @@ def _backward(rank: "_Rank") -> Iterator[None]:
         yield from rank.wait(arriving)
         rank.compute(hop.tiles[1:], products=5)
         yield from rank.wait(leaving)
-        leaving = rank.post(hop.grad_sends, ())
-        arriving = []
-        for message in hop.grad_receives:
-            incoming = rank.post((), (message,))
-            if message.owner == plan.rank:
-                yield from rank.wait(incoming)
-            else:
-                arriving += incoming
+        leaving = rank.post([m for m in hop.grad_sends if m.peer == m.owner], ())
+        yield from rank.wait(rank.post((), [m for m in hop.grad_receives if m.owner == plan.rank]))
+        leaving += rank.post([m for m in hop.grad_sends if m.peer != m.owner], ())
+        arriving = rank.post((), [m for m in hop.grad_receives if m.owner != plan.rank])
     yield from rank.wait(leaving)
 
 
