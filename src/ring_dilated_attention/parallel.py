@@ -48,7 +48,8 @@ class ContextParallel:
     """Shares a sequence among the ranks of a group: each holds its shard of the positions, and all heads.
 
     Every rank of the group must make it at the same time, and run every forward and every backward, also a rank that
-    owns no position.
+    owns no position. A backward runs only where the loss depends on the output of its forward: a rank that has no use
+    for the output adds 0 * out.sum() to its loss. (A forward runs also where nothing uses its output, compiled or not.)
 
     Ranks of one host stand side by side in the ring, whatever their numbers; `rank` is the place in the ring.
 
@@ -98,6 +99,7 @@ class ContextParallel:
         self.align, self.lengths = align, tuple(lengths) if lengths is not None else None
         self.others = others
         self.rank, self.name, self.calls = rank or 0, "", 0  # calls: forwards so far, the same on every rank
+        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
         self.link: Link | None = None  # all ranks
         self.inner: Link | None = None  # the ranks that deal heads to each other, on a 2-D mesh
         self.outer: Link | None = None  # the ranks of the ring
