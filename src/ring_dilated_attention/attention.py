@@ -203,7 +203,7 @@ def _validate(
         raise ValueError(f"scale must be a finite number or None, got {scale!r}.")
     kernels.choose(backend, query)
     if cu_seqlens is not None:
-        _validate_cu_seqlens(cu_seqlens, batch)
+        validate_cu_seqlens(cu_seqlens, batch)
     if parallel is None and num_heads > seq_len and num_heads > 256:  # a shard may well be that short
         warnings.warn(
             f"query has {num_heads} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
@@ -212,7 +212,8 @@ def _validate(
         )
 
 
-def _validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
+def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
+    """What can be said of borders before the length of the whole sequence is known."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
         raise ValueError(
