@@ -2,7 +2,8 @@
 
 import hashlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import EXCHANGES
 from .exchange.comm import ExchangeError, Link
+from .exchange.held import Use
 from .exchange.one_rank import OtherRanks
 from .sharding import (
     SHARDINGS,
@@ -100,6 +102,7 @@ class ContextParallel:
         self.others = others
         self.rank, self.name, self.calls = rank or 0, "", 0  # calls: forwards so far, the same on every rank
         self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
+        self.uses: list[Use] | None = None  # of the simulated ranks, while they are measured
         self.link: Link | None = None  # all ranks
         self.inner: Link | None = None  # the ranks that deal heads to each other, on a 2-D mesh
         self.outer: Link | None = None  # the ranks of the ring
@@ -135,6 +138,33 @@ class ContextParallel:
     def runs_all(self) -> bool:
         """All ranks are simulated, on full tensors."""
         return self.num_simulated > 0 and self.others is None
+
+    @contextmanager
+    def measuring(self) -> Iterator[list[Use]]:
+        """What each simulated rank sends and holds in the calls of a block: bytes sent in all, most bytes held at once.
+
+            with parallel.measuring() as ranks:
+                dilated_attention(query, key, value, pattern, parallel=parallel)
+            print(*ranks, sep="\\n")
+
+        A rank holds its rows of the call's tensors (in backward also of out, lse and the gradient of out) and all that
+        it makes: buffers, accumulators, partial results. What one of torch's ops makes and frees by itself (a kernel's
+        scratch) is not seen; `rda plan` lists it.
+
+        Raises:
+            ValueError: unless all ranks are simulated. (`rda bench memory` measures real ones.)
+        """
+        if not self.runs_all:
+            which = f"exchange={self.exchange!r}" + (" and rank" if self.others is not None else "")
+            raise ValueError(
+                f"measuring needs all ranks in this process, and this context was made with {which}. Make one with "
+                "exchange='simulated' and world_size alone."
+            )
+        self.uses = uses = [Use(rank, self.num_simulated) for rank in range(self.num_simulated)]
+        try:
+            yield uses
+        finally:
+            self.uses = None
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
         """Every rank's shard, given every rank's number of positions."""
