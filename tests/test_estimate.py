@@ -8,10 +8,12 @@ import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.bench.measure import allocated
-from ring_dilated_attention.estimate import attention_memory
+from ring_dilated_attention.estimate import _Sizes, attention_memory
+from ring_dilated_attention.exchange import ring
+from ring_dilated_attention.exchange.one_rank import OtherRanks
 from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.processes import Launch, run_ranks
-from ring_dilated_attention.sharding import make_shards, split_lengths
+from ring_dilated_attention.sharding import default_lengths, make_shards, split_lengths
 
 # n, batch, heads, key/value heads, head dim, dtype, pattern
 CASES = [
@@ -62,6 +64,87 @@ def test_the_estimate_is_what_the_allocator_sees(world_size):
         for case, pairs in zip(CASES, found, strict=True):
             for measured, estimated in pairs:
                 assert abs(estimated / measured - 1) < 0.05, (rank, case, measured, estimated)
+
+
+@pytest.fixture
+def no_scratch(monkeypatch):
+    """An estimate of what a dispatch mode can see: not what a kernel takes and frees inside one op."""
+    monkeypatch.setattr(_Sizes, "scratch", lambda *_, **__: 0)
+    monkeypatch.setattr(_Sizes, "dout_copy", lambda *_: 0)
+
+
+def simulated_peaks(world_size, pattern, sharding="contiguous", n=2048):
+    """For each rank the measured and the estimated peak and bytes sent: of a forward, and of it with its backward."""
+    cp = ContextParallel(exchange="simulated", world_size=world_size, sharding=sharding)
+    inputs = [torch.randn(2, n, h, 64, requires_grad=True) for h in (4, 2, 2)]
+    with cp.measuring() as forward, torch.no_grad():
+        dilated_attention(*inputs, pattern, parallel=cp)
+    with cp.measuring() as both:
+        out = dilated_attention(*inputs, pattern, parallel=cp)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+    for rank in range(world_size):
+        plan = make_plan(pattern, make_shards(sharding, default_lengths(sharding, n, world_size)), rank, 4, 2)
+        planned = attention_memory(plan, 2, 64, 4)
+        sent = [plan.bytes_sent(2, 64, 4, backward=backward) for backward in (False, True)]
+        yield forward[rank], planned.forward.num_bytes, sent[0]
+        yield both[rank], planned.forward_backward.num_bytes, sum(sent)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("pattern", "sharding"),
+    [
+        (DilatedPattern((2048,), (1,)), "contiguous"),
+        (DilatedPattern((2048,), (1,), is_causal=True), "zigzag"),
+        (DilatedPattern((256, 2048), (1, 8)), "contiguous"),
+        (DilatedPattern((256, 2048), (1, 4), is_causal=True), "zigzag"),
+    ],
+)
+def test_the_estimate_is_what_a_simulated_rank_holds(no_scratch, world_size, pattern, sharding):
+    """Within 1 %, on every rank. Catches a simulation that makes other calls than a real rank, or shares memory that
+    real ranks would hold each."""
+    for rank, planned, sent in simulated_peaks(world_size, pattern, sharding):
+        assert abs(planned / rank.peak_bytes - 1) < 0.01, (rank, planned)
+        assert rank.sent_bytes == sent > 0
+
+
+def test_a_third_chunk_buffer_would_be_seen(no_scratch, monkeypatch):
+    """The comparison can fail: a ring that keeps one buffer more than the plan lists is off by more than 5 %."""
+    whole = ring.RingCall.chunk_buffers
+
+    def with_another(call, key, value):
+        own, other = whole(call, key, value)
+        call.forgotten = torch.empty_like(other)
+        return own, other
+
+    monkeypatch.setattr(ring.RingCall, "chunk_buffers", with_another)
+    for rank, planned, _ in simulated_peaks(4, DilatedPattern((2048,), (1,))):
+        assert rank.peak_bytes > 1.05 * planned
+
+
+def test_measuring_adds_up_over_calls():
+    """Bytes sent are a sum, the peak is a maximum; and what is done outside of the block is not counted."""
+    cp = ContextParallel(exchange="simulated", world_size=2)
+    x, pattern = torch.ones(1, 8, 2, 4), DilatedPattern((8,), (1,))
+    dilated_attention(x, x, x, pattern, parallel=cp)
+    with cp.measuring() as once:
+        dilated_attention(x, x, x, pattern, parallel=cp)
+    with cp.measuring() as twice:
+        dilated_attention(x, x, x, pattern, parallel=cp)
+        dilated_attention(x, x, x, pattern, parallel=cp)
+    dilated_attention(x, x, x, pattern, parallel=cp)
+    for rank, (a, b) in enumerate(zip(once, twice, strict=True)):
+        assert b == (rank, 2, 2 * a.sent_bytes, a.peak_bytes)
+        assert a.sent_bytes == 2 * 4 * 2 * 4 * 4  # K and V, 4 positions, 2 heads of 4, float32
+        assert str(a) == f"rank {rank} of 2: held {a.peak_bytes:,} bytes at most, sent 256"
+
+
+def test_measuring_is_for_simulated_ranks():
+    with pytest.raises(ValueError, match="was made with exchange='auto'"), ContextParallel().measuring():
+        pass
+    alone = ContextParallel(exchange="simulated", world_size=4, rank=1, others=OtherRanks())
+    with pytest.raises(ValueError, match="was made with exchange='simulated' and rank"), alone.measuring():
+        pass
 
 
 def estimate(n=8192, ranks=1, itemsize=4, pattern=None, **kwargs):

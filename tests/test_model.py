@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -147,10 +148,96 @@ def test_loss_refusals(tokens, message):
         make().loss(tokens)
 
 
+def test_packed_documents_refusals():
+    model, borders = make(), torch.tensor([0, 3, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="batch must be 1, got 2"):
+        model(make_tokens(2, 8), borders)
+    with pytest.raises(ValueError, match="3 positions over all ranks in 3 documents"):
+        model.loss(make_tokens(1, 3), torch.arange(4, dtype=torch.int32))
+
+
 def test_activation_checkpointing_holds_less():
     tokens = make_tokens(1, 2048)
     plain, recomputed = (make(activation_checkpointing=checkpointing) for checkpointing in (False, True))
     assert peak(lambda: recomputed.loss(tokens).backward()) < 0.8 * peak(lambda: plain.loss(tokens).backward())
+
+
+BORDERS = (0, 17, 18, 41)  # a document of one token predicts nothing
+
+
+def packed():
+    """Tokens of several documents in one row, and where they meet."""
+    return make_tokens(1, BORDERS[-1]), torch.tensor(BORDERS, dtype=torch.int32)
+
+
+def documents_one_by_one():
+    """Loss and gradients of one device that runs each document by itself: the mean over their labels."""
+    tokens, _ = packed()
+    model = make()
+    documents = [tokens[:, start:stop] for start, stop in pairwise(BORDERS) if stop - start > 1]
+    num_labels = sum(document.shape[1] - 1 for document in documents)
+    loss = sum(model.loss(document) * (document.shape[1] - 1) for document in documents) / num_labels
+    loss.backward()
+    logits = torch.cat([model(tokens[:, start:stop]) for start, stop in pairwise(BORDERS)], dim=1)
+    return loss.detach(), {name: x.grad for name, x in model.named_parameters()}, logits.detach()
+
+
+def compare_with_documents_one_by_one(model, local, cu_seqlens, own_rows):
+    expected_loss, gradients, logits = documents_one_by_one()
+    loss_of = NextTokenLoss(model)
+    loss_of = DistributedDataParallel(loss_of) if torch.distributed.is_initialized() else loss_of
+    loss = loss_of(local, cu_seqlens)
+    loss.backward()
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=1e-12)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            model.get_parameter(name).grad, gradient, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: n + text
+        )
+    seen = []
+    model.blocks[1].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1].tolist()))
+    with torch.no_grad():
+        torch.testing.assert_close(model(local, cu_seqlens), own_rows(logits), rtol=1e-9, atol=1e-9)
+    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(BORDERS)])
+    assert seen == own_rows(positions[None]).tolist()  # attention cannot tell: rotary sees differences only
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("simulated", [None, 3])
+def test_packed_documents_equal_documents_one_by_one(simulated, checkpointing):
+    """Catches attention, rotary positions or a label that crosses the border of a document."""
+    cp = None if simulated is None else ContextParallel(exchange="simulated", world_size=simulated)
+    model = make(parallel=cp, activation_checkpointing=checkpointing)
+    compare_with_documents_one_by_one(model, *packed(), lambda logits: logits)
+
+
+def rank_packs_documents(rank, world_size, options):
+    cp = ContextParallel(**options)
+    tokens, cu_seqlens = packed()
+    model = make(parallel=cp, activation_checkpointing=world_size == 2)
+    compare_with_documents_one_by_one(model, cp.shard(tokens), cu_seqlens, cp.shard)
+    with pytest.raises(ValueError, match="cu_seqlens must be a 1-D int32 tensor"):
+        model.loss(cp.shard(tokens), cu_seqlens.long() if rank == 0 else cu_seqlens)
+    with pytest.raises(ValueError, match=r"the length of the sequence, 41"):
+        model.loss(cp.shard(tokens), cu_seqlens[:-1])
+    if world_size > 1:
+        with pytest.raises(ValueError, match=r"disagree on cu_seqlens: rank 0 has \[0, 41\], rank 1 has \[0, 17,"):
+            model.loss(cp.shard(tokens), cu_seqlens[[0, -1]] if rank == 0 else cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"sharding": "zigzag"}),
+        (2, {"lengths": (17, 24)}),
+        (3, {"lengths": (18, 0, 23)}),
+        (3, {"sharding": "zigzag"}),
+    ],
+)
+def test_packed_documents_on_p_ranks(world_size, options):
+    """Documents that end inside a shard, at its border, and at one that an empty rank shares; refused alike by all."""
+    run(world_size, rank_packs_documents, options)
 
 
 def refuse_on_every_rank(rank, world_size):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distributed import RankFailedError, run
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention
 from ring_dilated_attention.exchange import all_gather, ring
@@ -296,6 +297,27 @@ def rank_is_late(rank, world_size, backward):
 def test_a_rank_that_does_not_come(backward):
     """Catches a hang where one rank skips a call. The error says who was waited for, and in what."""
     run(3, rank_is_late, backward)
+
+
+def rank_has_no_use_for_its_output(rank, world_size):
+    cp = ContextParallel(timeout=timedelta(seconds=3))
+    x = torch.randn(1, 5, 4, 8, requires_grad=True)
+    out = dilated_attention(x, x, x, PATTERN, parallel=cp)
+    (x.sum() + 0 * out.sum() if rank == 0 else out.sum()).backward()
+    assert not torch.equal(x.grad, torch.ones_like(x))  # the other rank's queries see these keys
+    out = dilated_attention(x, x, x, PATTERN, parallel=cp)
+    if rank == 0:
+        x.sum().backward()
+    else:
+        message = message_of(out.sum().backward, ExchangeError)
+        assert "rank 0 did not enter backward 2" in message
+        assert message.endswith("only if its loss depends on the output of that call.")
+    dist.barrier()
+
+
+def test_a_rank_whose_loss_does_not_depend_on_its_output():
+    """Catches an error that leaves the user to find out the rule, and a remedy in the docstrings that is none."""
+    run(2, rank_has_no_use_for_its_output)
 
 
 # ContextParallel's own functions.
@@ -739,6 +761,51 @@ def rank_compiles(rank, world_size):
 def test_compiled_equals_eager_on_two_ranks():
     """Catches an exchange that is compiled away, reordered, or done once where it was twice."""
     run(2, rank_compiles)
+
+
+def rank_compiles_what_it_does_not_use(rank, world_size, backend, dynamic):
+    cp = ContextParallel(timeout=timedelta(seconds=20))
+
+    def function(x, num_used):
+        outs = [dilated_attention(x * k, x, x, PATTERN, parallel=cp) for k in (1, 2)]
+        return x.sin().sum() + sum(out.sum() for out in outs[:num_used])
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+    for num_used in (0, 1):
+        for needs_grad in (False, True):
+            before = cp.calls
+            x = torch.randn(1, 5 + num_used, 4, 8, requires_grad=needs_grad)
+            expected = function(x, num_used if rank == 1 else 2)
+            torch.testing.assert_close(compiled(x, num_used if rank == 1 else 2), expected)
+            assert cp.calls == before + 4
+
+
+@pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", None), ("inductor", True)])
+def test_a_rank_that_does_not_use_what_it_compiled(backend, dynamic):
+    """Catches a call that the compiler drops on one rank, of two in a graph the first too: the other would wait."""
+    run(2, rank_compiles_what_it_does_not_use, backend, dynamic, seconds=120)
+
+
+def rank_recomputes_in_compiled_code(rank, world_size):
+    warnings.simplefilter("error")
+    cp = ContextParallel(timeout=timedelta(seconds=20))
+
+    def block(x):
+        return dilated_attention(x.sin(), x, x, PATTERN, parallel=cp).square()
+
+    def function(x):
+        return x.cos().sum() + checkpoint(block, x, use_reentrant=False, context_fn=attention.save_attention).sum()
+
+    x = torch.randn(1, 5, 4, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(function(x), x)
+    (gradient,) = torch.autograd.grad(torch.compile(function, fullgraph=True, backend="aot_eager")(x), x)
+    torch.testing.assert_close(gradient, expected)
+    assert cp.calls == 2
+
+
+def test_compiled_recomputation_sends_nothing_twice():
+    """Catches a write that keeps the call in the graph and makes checkpointing repeat it."""
+    run(2, rank_recomputes_in_compiled_code)
 
 
 @pytest.mark.filterwarnings("default")  # torch's own checks warn of their own internals

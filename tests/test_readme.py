@@ -12,7 +12,7 @@ from ring_dilated_attention.cli import SUBCOMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-ONE_DEVICE, MANY = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ONE_DEVICE, MANY, SIMULATED = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def test_the_example_for_one_device():
@@ -43,9 +43,20 @@ def test_the_example_for_many(tmp_path):
     ]
 
 
+def test_the_example_of_simulated_ranks():
+    """It prints what it holds and sends for each rank, and nobody sends nothing."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SIMULATED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"rank {rank} of 4" for rank in range(4)]
+    assert all(re.search(r": held [\d,]{9,} bytes at most, sent [\d,]{9,}$", line) for line in lines)
+
+
 def test_examples_are_short():
     """Ten lines, not counting imports and the message at the end."""
-    for example in (ONE_DEVICE, MANY):
+    for example in (ONE_DEVICE, MANY, SIMULATED):
         lines = [line for line in example.splitlines() if line and not line.startswith(("import", "from", "print"))]
         assert len(lines) <= 10
 

@@ -44,7 +44,9 @@ def dilated_attention(
         key, value: (B, N, G, D) of the same dtype and device; H must be a multiple of G (grouped-query attention: query
             head h reads key/value head h // (H / G)).
         pattern: who attends whom.
-        parallel: the ranks that share the sequence. Every rank must make the call.
+        parallel: the ranks that share the sequence. Every rank must make the call, and run its backward if one does:
+            autograd passes by a call that the loss does not depend on. On a rank that has no use for its output, add
+            0 * out.sum() to the loss.
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
             at each. Under `parallel` they are global and the same on every rank.
         scale: of the scores; D ** -0.5 by default.
@@ -70,7 +72,7 @@ def dilated_attention(
     if scale <= 0:  # kernels put -inf at masked scores and scale afterwards: NaN for 0, +inf for negative scales
         query, scale = query * math.copysign(scale != 0, scale), abs(scale) or 1.0
     needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
-    out, lse, _ = _forward(
+    out, lse, number = _forward(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)),
         cu_seqlens,
         pattern.segment_lengths,
@@ -84,6 +86,8 @@ def dilated_attention(
         needs_grad if torch.is_grad_enabled() else "",
         return_lse,
     )
+    if parallel is not None and torch.compiler.is_compiling():
+        parallel.kept.add_(number)  # a graph drops a call that it does not use; a tensor that outlives it is a use
     return (out, lse) if return_lse else out
 
 
@@ -236,7 +240,7 @@ def _validate(
         raise ValueError(f"scale must be a finite number or None, got {scale!r}.")
     kernels.choose(backend, query)
     if cu_seqlens is not None:
-        _validate_cu_seqlens(cu_seqlens, batch)
+        validate_cu_seqlens(cu_seqlens, batch)
     if parallel is None and num_heads > seq_len and num_heads > 256:  # a shard may well be that short
         warnings.warn(
             f"query has {num_heads} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
@@ -245,7 +249,8 @@ def _validate(
         )
 
 
-def _validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
+def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
+    """What can be said of borders before the length of the whole sequence is known."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
         raise ValueError(

@@ -3,7 +3,7 @@
 B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,8 +17,9 @@ from .exchange import all_gather, ring
 from .exchange.all_to_all import to_heads, to_positions
 from .exchange.choose import check_dealing, choose_exchange
 from .exchange.comm import Link
+from .exchange.held import Held
 from .exchange.one_rank import OneRankLink
-from .exchange.simulated import run_ranks
+from .exchange.simulated import SimulatedLink, run_ranks
 from .parallel import ContextParallel, context_named
 from .pattern import DilatedPattern
 from .plan import Plan
@@ -223,9 +224,12 @@ def documents_of(cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...] | N
 
 
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:
-    """A simulated rank's rows of a full (B, N, ...) tensor; a view if they are one span."""
+    """A simulated rank's rows of a full (B, N, ...) tensor, laid out as a rank's own: the loop makes fewer calls then.
+
+    A view if they are one span of a batch of 1.
+    """
     if len(shard) == 1:
-        return x[:, shard[0].start : shard[0].stop]
+        return x[:, shard[0].start : shard[0].stop].contiguous()
     return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in shard)], dim=1)
 
 
@@ -247,9 +251,10 @@ def _simulated_forward(
 ) -> tuple[Tensor, Tensor]:
     plans, shards, kernel = _simulated_plans(call, world_size, context, query, key, cu_seqlens)
 
-    def work(rank: int, link: Link) -> tuple[Tensor, Tensor]:
+    def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor]:
         q, k, v = (_rows_of(x, shards[rank]) for x in (query, key, value))
-        return ring.forward(kernel, plans[rank], call.scale, q, k, v, link)
+        with _measured(context, rank, link, (q, k, v)):
+            return ring.forward(kernel, plans[rank], call.scale, q, k, v, link)
 
     parts = run_ranks(world_size, work)
     out, lse = torch.empty_like(query, memory_format=torch.contiguous_format), None
@@ -271,16 +276,30 @@ def _simulated_backward(
     query, key, value = tensors[2:5]
     plans, shards, kernel = _simulated_plans(call, world_size, context, query, key, cu_seqlens)
 
-    def work(rank: int, link: Link) -> tuple[Tensor, Tensor, Tensor]:
+    def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = (_rows_of(x, shards[rank]) for x in (tensors[0], *tensors[2:]))
         dlse = None if tensors[1] is None else _rows_of(tensors[1], shards[rank])
-        return ring.backward(kernel, plans[rank], call.scale, dout, dlse, q, k, v, out, lse, link)
+        with _measured(context, rank, link, (dout, dlse, q, k, v, out, lse)):
+            return ring.backward(kernel, plans[rank], call.scale, dout, dlse, q, k, v, out, lse, link)
 
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     for shard, parts in zip(shards, run_ranks(world_size, work), strict=True):
         for full, rows in zip((dq, dk, dv), parts, strict=True):
             _place(full, shard, rows)
     return dq, dk, dv
+
+
+@contextmanager
+def _measured(
+    context: ContextParallel, rank: int, link: SimulatedLink, rows: Sequence[Tensor | None]
+) -> Iterator[None]:
+    """Add what a simulated rank sends and holds to the context's list, if it keeps one."""
+    if context.uses is None:
+        yield
+        return
+    with Held(rows) as held:
+        yield
+    context.uses[rank] = context.uses[rank].after(link.bytes_sent, held.peak_bytes)
 
 
 def _simulated_plans(

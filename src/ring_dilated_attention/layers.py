@@ -182,11 +182,7 @@ class MultiheadDilatedAttention(nn.Module):
         if self.parallel is not None:
             lengths = self.parallel.handshake(num_positions, {"call": "positions of MultiheadDilatedAttention"})
             return self.parallel.local_positions(lengths, cu_seqlens)
-        positions = torch.arange(num_positions, device=query_BNE.device)
-        if cu_seqlens is None:
-            return positions
-        starts = cu_seqlens.to(query_BNE.device, torch.int64)
-        return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+        return document_positions(num_positions, cu_seqlens, query_BNE.device)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -256,6 +252,15 @@ def valid_lengths(key_padding_mask_BN: Tensor, batch: int, num_positions: int) -
             "into one row and pass cu_seqlens"
         )
     return lengths_B
+
+
+def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """0, 1, ... within each packed document, (N,) int64, of a sequence that one device holds."""
+    positions_N = torch.arange(num_positions, device=device)
+    if cu_seqlens is None:
+        return positions_N
+    starts = cu_seqlens.to(device, torch.int64)
+    return positions_N - starts[torch.searchsorted(starts, positions_N, right=True) - 1]
 
 
 def rotary_table(positions_N: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import EXCHANGES
 from .exchange.comm import ExchangeError, Link, Wait
+from .exchange.held import Use
 from .exchange.one_rank import OtherRanks
 from .sharding import (
     SHARDINGS,
@@ -49,7 +50,8 @@ class ContextParallel:
     """Shares a sequence among the ranks of a group: each holds its shard of the positions, and all heads.
 
     Every rank of the group must make it at the same time, and run every forward and every backward, also a rank that
-    owns no position.
+    owns no position. A backward runs only where the loss depends on the output of its forward: a rank that has no use
+    for the output adds 0 * out.sum() to its loss. (A forward runs also where nothing uses its output, compiled or not.)
 
     Ranks of one host stand side by side in the ring, whatever their numbers; `rank` is the place in the ring.
 
@@ -99,6 +101,8 @@ class ContextParallel:
         self.align, self.lengths = align, tuple(lengths) if lengths is not None else None
         self.others = others
         self.rank, self.name, self.calls = rank or 0, "", 0  # calls: forwards so far, the same on every rank
+        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
+        self.uses: list[Use] | None = None  # of the simulated ranks, while they are measured
         self.link: Link | None = None  # all ranks
         self.inner: Link | None = None  # the ranks that deal heads to each other, on a 2-D mesh
         self.outer: Link | None = None  # the ranks of the ring
@@ -134,6 +138,33 @@ class ContextParallel:
     def runs_all(self) -> bool:
         """All ranks are simulated, on full tensors."""
         return self.num_simulated > 0 and self.others is None
+
+    @contextmanager
+    def measuring(self) -> Iterator[list[Use]]:
+        """What each simulated rank sends and holds in the calls of a block: bytes sent in all, most bytes held at once.
+
+            with parallel.measuring() as ranks:
+                dilated_attention(query, key, value, pattern, parallel=parallel)
+            print(*ranks, sep="\\n")
+
+        A rank holds its rows of the call's tensors (in backward also of out, lse and the gradient of out) and all that
+        it makes: buffers, accumulators, partial results. What one of torch's ops makes and frees by itself (a kernel's
+        scratch) is not seen; `rda plan` lists it.
+
+        Raises:
+            ValueError: unless all ranks are simulated. (`rda bench memory` measures real ones.)
+        """
+        if not self.runs_all:
+            which = f"exchange={self.exchange!r}" + (" and rank" if self.others is not None else "")
+            raise ValueError(
+                f"measuring needs all ranks in this process, and this context was made with {which}. Make one with "
+                "exchange='simulated' and world_size alone."
+            )
+        self.uses = uses = [Use(rank, self.num_simulated) for rank in range(self.num_simulated)]
+        try:
+            yield uses
+        finally:
+            self.uses = None
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
         """Every rank's shard, given every rank's number of positions."""

@@ -154,6 +154,8 @@ class Link:
 
     def fail(self, moment: str, deed: str, error: Exception) -> NoReturn:
         failure = f"{moment}: {deed} (group {self.name!r}, rank {self.members[self.rank]}): {_reason(error)}"
+        if "did not enter backward" in deed and "imed out" in failure:
+            failure += " A rank runs the backward of a call only if its loss depends on the output of that call."
         # The others may be in another group of this context by now, waiting for this rank.
         for link in self.links:
             link.abandon(failure)

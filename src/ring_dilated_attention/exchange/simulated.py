@@ -84,6 +84,10 @@ class SimulatedLink(Link):
         self.wires, self.rank, self.world_size = wires, rank, world_size
         self.failure, self.backends = None, {}
 
+    @property
+    def bytes_sent(self) -> int:
+        return self.wires.bytes_sent.get(self.rank, 0)
+
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str
     ) -> Pending:
@@ -92,7 +96,7 @@ class SimulatedLink(Link):
         return SimulatedPending(self.wires, moment, events)
 
 
-def run_ranks(world_size: int, work: Callable[[int, Link], Any]) -> list[Any]:
+def run_ranks(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> list[Any]:
     """work(rank, link) for every rank; the results in the order of ranks."""
     wires, results = Wires(), [None] * world_size
 

@@ -5,6 +5,7 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import save_attention
-from ..layers import MultiheadDilatedAttention
+from ..attention import save_attention, validate_cu_seqlens
+from ..layers import MultiheadDilatedAttention, document_positions
 from ..parallel import ContextParallel
+from ..sharding import check_documents
 from .config import LongNetConfig
 
 IGNORED_LABEL = -1
@@ -61,9 +63,9 @@ class LongNetBlock(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(config.embed_dim)
         self.ffn = FeedForward(config.embed_dim, config.ffn_dim or 4 * config.embed_dim)
 
-    def forward(self, x_BNE: Tensor, positions_N: Tensor) -> Tensor:
+    def forward(self, x_BNE: Tensor, positions_N: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         normed = self.attention_layernorm(x_BNE)
-        x_BNE = x_BNE + self.attention(normed, normed, normed, positions=positions_N)[0]
+        x_BNE = x_BNE + self.attention(normed, normed, normed, positions=positions_N, cu_seqlens=cu_seqlens)[0]
         return x_BNE + self.ffn(self.ffn_layernorm(x_BNE))
 
 
@@ -104,35 +106,40 @@ class LongNetLM(nn.Module):
             block.ffn_layernorm.reset_parameters()
             block.ffn.reset_parameters(gain=gain)
 
-    def forward(self, tokens_BN: Tensor) -> Tensor:
-        """Integer tokens (B, N) -> logits (B, N, V) of the token after each of them."""
-        return self.head(self._hidden(tokens_BN, self._agree(tokens_BN)))
+    def forward(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Integer tokens (B, N) -> logits (B, N, V) of the token after each of them.
 
-    def loss(self, tokens_BN: Tensor) -> Tensor:
-        """Mean cross-entropy, in nats, of predicting every token of the sequence but the first.
+        cu_seqlens: as for `dilated_attention`: packed documents, batch 1. Each is computed as if it were alone.
+        """
+        lengths, _ = self._agree(tokens_BN, cu_seqlens)
+        return self.head(self._hidden(tokens_BN, lengths, cu_seqlens))
+
+    def loss(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy, in nats, of predicting every token but the first of each sequence or packed document.
 
         Under `parallel` the label of a shard's last position is the first token of the next shard. The value is the
         mean over all ranks, on every rank; the gradient is scaled so that the *mean* of the ranks' gradients (which
         DDP and FSDP2 take) is the gradient of one rank. They hook `forward`: wrap the model in `NextTokenLoss` first.
         """
-        lengths = self._agree(tokens_BN)
-        num_labels = tokens_BN.shape[0] * (sum(lengths) - 1)
+        lengths, borders = self._agree(tokens_BN, cu_seqlens)
+        num_labels = tokens_BN.shape[0] * sum(stop - start - 1 for start, stop in pairwise(borders))
         if num_labels < 1:
             raise ValueError(
-                f"tokens of shape {tuple(tokens_BN.shape)} on this rank, {sum(lengths)} positions over all ranks: the "
-                "loss predicts each token from those before it and needs a batch of sequences of at least 2"
+                f"tokens of shape {tuple(tokens_BN.shape)} on this rank, {sum(lengths)} positions over all ranks in "
+                f"{len(borders) - 1} documents: the loss predicts each token of a document from those before it and "
+                "needs a batch with a document of at least 2"
             )
-        labels_BN = self._next_tokens(tokens_BN)
-        local_sum = self._cross_entropy_sum(self._hidden(tokens_BN, lengths), labels_BN)
+        labels_BN = self._labels(tokens_BN, lengths, borders)
+        local_sum = self._cross_entropy_sum(self._hidden(tokens_BN, lengths, cu_seqlens), labels_BN)
         if self.parallel is None:
             return local_sum / num_labels
         return _GlobalMean.apply(local_sum, num_labels, self.parallel)
 
-    def _hidden(self, tokens_BN: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _hidden(self, tokens_BN: Tensor, lengths: Sequence[int], cu_seqlens: Tensor | None) -> Tensor:
         if self.parallel is None:
-            positions_N = torch.arange(tokens_BN.shape[1], device=tokens_BN.device)
+            positions_N = document_positions(tokens_BN.shape[1], cu_seqlens, tokens_BN.device)
         else:
-            positions_N = self.parallel.local_positions(lengths).to(tokens_BN.device)
+            positions_N = self.parallel.local_positions(lengths, cu_seqlens).to(tokens_BN.device)
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -140,12 +147,13 @@ class LongNetLM(nn.Module):
                     block,
                     x_BNE,
                     positions_N,
+                    cu_seqlens,
                     use_reentrant=False,
                     preserve_rng_state=False,
                     context_fn=save_attention,  # nothing is sent twice
                 )
             else:
-                x_BNE = block(x_BNE, positions_N)
+                x_BNE = block(x_BNE, positions_N, cu_seqlens)
         return self.final_layernorm(x_BNE)
 
     def _cross_entropy_sum(self, hidden_BNE: Tensor, labels_BN: Tensor) -> Tensor:
@@ -164,25 +172,47 @@ class LongNetLM(nn.Module):
         logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
 
-    def _agree(self, tokens_BN: Tensor) -> tuple[int, ...]:
-        """Every rank's number of positions; a ValueError on every rank if one of them has tokens that cannot be."""
+    def _agree(self, tokens_BN: Tensor, cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Every rank's number of positions, and the borders of the documents: (0, N) where none are packed.
+
+        A ValueError on every rank if one of them has tokens or borders that cannot be.
+        """
         failure = None
         if tokens_BN.dim() != 2 or tokens_BN.is_floating_point() or tokens_BN.is_complex():
             failure = (
                 f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
             )
-        if self.parallel is not None:
+        elif cu_seqlens is not None:
+            try:
+                validate_cu_seqlens(cu_seqlens, tokens_BN.shape[0])
+            except ValueError as error:
+                failure = str(error)
+        if self.parallel is None:
+            if failure:
+                raise ValueError(failure)
+            lengths: tuple[int, ...] = (tokens_BN.shape[1],)
+        else:
             batch, num_positions = (0, 0) if failure else tokens_BN.shape
-            return self.parallel.handshake(num_positions, {"call": "LongNetLM", "batch": batch}, failure)
-        if failure:
-            raise ValueError(failure)
-        return (tokens_BN.shape[1],)
+            given = None if failure or cu_seqlens is None else cu_seqlens.tolist()
+            fields = {"call": "LongNetLM", "batch": batch, "cu_seqlens": given}
+            lengths = self.parallel.handshake(num_positions, fields, failure)
+        if cu_seqlens is None:
+            return lengths, (0, sum(lengths))
+        borders = tuple(cu_seqlens.tolist())
+        check_documents(borders, sum(lengths))
+        return lengths, borders
 
-    def _next_tokens(self, tokens_BN: Tensor) -> Tensor:
+    def _labels(self, tokens_BN: Tensor, lengths: Sequence[int], borders: Sequence[int]) -> Tensor:
+        """The token after each. After the last of a document there is none, whatever stands there."""
         tokens_BN = tokens_BN.long()
-        if self.parallel is not None:
-            return self.parallel.shift_left(tokens_BN, IGNORED_LABEL)
-        return F.pad(tokens_BN[:, 1:], (0, 1), value=IGNORED_LABEL)
+        if self.parallel is None:
+            rows_N = torch.arange(tokens_BN.shape[1], device="cpu")
+            next_BN = F.pad(tokens_BN[:, 1:], (0, 1), value=IGNORED_LABEL)
+        else:
+            rows_N = self.parallel.local_positions(lengths)
+            next_BN = self.parallel.shift_left(tokens_BN, IGNORED_LABEL)
+        is_last_N = torch.isin(rows_N + 1, torch.tensor(borders, device="cpu"))
+        return next_BN.masked_fill(is_last_N.to(next_BN.device), IGNORED_LABEL)
 
 
 class NextTokenLoss(nn.Module):
@@ -196,8 +226,8 @@ class NextTokenLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens_BN: Tensor) -> Tensor:
-        return self.model.loss(tokens_BN)
+    def forward(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        return self.model.loss(tokens_BN, cu_seqlens)
 
 
 class _GlobalMean(torch.autograd.Function):
