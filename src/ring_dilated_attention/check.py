@@ -108,7 +108,7 @@ def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: 
         return [trial.row("failed", error=math.inf, reason=reason) for trial in trials]
     rows = []
     for i, trial in enumerate(trials):
-        result = worst(trial.cases, trial.dtype, [rank[i] for rank in ranks])
+        result = worst(trial.cases, trial.dtype, [rank[i] for rank in ranks], trial.device)
         verdict = "passed" if result.passed else "failed"
         rows.append(trial.row(verdict, num_cases=len(trial.cases), **result._asdict()))
     return rows
