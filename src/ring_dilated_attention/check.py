@@ -149,7 +149,8 @@ EXAMPLES = """examples:
 
 Each row is the result that came nearest to its tolerance over all cases: out, lse, dq, dk and dv, gradients of lse
 included. The tolerance is twice the error of torch's attention in the same dtype under the same mask, plus a floor
-(a quarter of the dtype's eps, 8 eps in float64). Exit codes: 0 all rows passed or cannot run here, 1 a row failed.
+(a quarter of the dtype's eps; 8 eps in float64, 4 in float32 on a GPU). Exit codes: 0 all rows passed or cannot run
+here, 1 a row failed.
 """
 
 

@@ -63,7 +63,7 @@ float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("cases", nargs="*", metavar="CASE", help="which cases to run")
-    parser.add_argument("--all", action="store_true", help="run every case")
+    parser.add_argument("--all", action="store_true", help="run every case that can run here")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes nothing unless --results is given")
     parser.add_argument("--page", action="store_true", help="only make the page from the records")
     parser.add_argument(
