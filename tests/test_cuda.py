@@ -15,6 +15,7 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ring_dilated_attention import (
     ContextParallel,
@@ -136,6 +137,20 @@ FEATURES = [
 def test_every_feature(case, backend):
     """Catches a feature of the definition that a kernel has wrong."""
     assert_right(case, MAIN, backend)
+
+
+@on_device
+@pytest.mark.parametrize("op", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_each_of_torchs_ops(op, head_dim):
+    """Catches an op that is called by the contract of another. Without a gradient of lse, whose column one refuses."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # else cuDNN's refuses
+    with sdpa_kernel(getattr(SDPBackend, op)):
+        require("sdpa")
+        for pattern in (PATTERN, DilatedPattern((50, 33), (3, 2))):
+            case = Case("op", pattern, N, 2, 4, 2, head_dim)
+            found = worst([case], MAIN, [[measure(case, MAIN, "sdpa", DEVICE, None, through_lse=False)]], DEVICE)
+            assert found.passed, found
 
 
 @on_device

@@ -28,7 +28,7 @@ SUMMARY = "share of the FLOP-bound speed-up on a GPU, beside torch's ops and a p
 NEEDS_GPU = True
 DENSE = tuple(Candidate("torch", op) for op in ("flash", "flash 3", "flash 4", "cuDNN"))
 # The first of each pattern is what the others must agree with.
-HOW = (("sdpa", "flash"), ("sdpa", "cuDNN"), ("triton", ""), ("torchscale", ""))
+HOW = (("sdpa", "flash"), ("sdpa", "flash 3"), ("sdpa", "cuDNN"), ("triton", ""), ("torchscale", ""))
 
 
 class Settings(NamedTuple):

@@ -59,7 +59,9 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     rows = []
     for i, (how, _) in enumerate(ITEMS):
         result = found.get(i, lost.get(i, ""))
-        rows.append(_Trial(settings, how).row | {"reason": result} if isinstance(result, str) else result)
+        rows.append(
+            _Trial(settings, how).row | {"reason": f"{names[i]}: {result}"} if isinstance(result, str) else result
+        )
     refuse_empty(rows)
     return rows
 
@@ -150,7 +152,9 @@ def longest_length(trial: _Trial) -> dict[str, Any]:
     def fits(seq_len: int) -> bool:
         try:
             rows[seq_len] = trial.peak_row(seq_len)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # torch's allocator, or a library that takes memory for itself
+            if "out of memory" not in str(error):
+                raise
             return False
         return most is None or rows[seq_len]["peak_bytes"] <= most
 

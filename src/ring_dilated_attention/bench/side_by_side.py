@@ -156,7 +156,8 @@ def _gate(group: Group, candidate: Candidate) -> dict[str, Any]:
     with chosen(candidate.op):
         if candidate.how in OWN:
             backend = backend_on(group.device, candidate.how, group.sizes.dtype)
-            return gate(group.sizes, pattern, backend=backend, device=group.device)
+            # An op that is all there is may not take the column for a gradient of lse, and what is timed has none.
+            return gate(group.sizes, pattern, backend=backend, device=group.device, through_lse=not candidate.op)
         if candidate.how == "torchscale":
             return {"errors": _peer_errors(group, candidate)}
     return {}
