@@ -7,7 +7,7 @@ TRITON ?= triton==3.7.1
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: run test faults bench clean
+.PHONY: run test gpu faults bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -24,6 +24,12 @@ test: $(VENV)/.installed
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# On a machine with a GPU, where torch is to be the build for it: make gpu TORCH=torch
+gpu: $(VENV)/.installed
+	$(BIN)/python -m pytest -rs tests/test_cuda.py tests/test_gpu_bench.py tests/test_sdpa.py tests/test_staging.py
+	$(BIN)/rda check --timeout 300
+	$(BIN)/rda bench gpu gpu_memory gpu_small
 
 # 30 trials of each kind: ranks that are killed, stopped, or raise. `make test` has one of each.
 faults: $(VENV)/.installed

@@ -7,9 +7,26 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import billion, crossover, flops, linear, memory, million, overlap, ranks, scaling, sent, torch_ring
+from ..processes import Launch, Worker, run_ranks
+from . import (
+    billion,
+    crossover,
+    device,
+    flops,
+    gpu,
+    gpu_memory,
+    gpu_small,
+    linear,
+    memory,
+    million,
+    overlap,
+    ranks,
+    scaling,
+    sent,
+    torch_ring,
+)
 from .gate import GateError
-from .record import make_record, write_page, write_record
+from .record import Record, make_record, write_page, write_record
 
 CASES: dict[str, ModuleType] = {
     "flops": flops,
@@ -23,6 +40,9 @@ CASES: dict[str, ModuleType] = {
     "million": million,
     "billion": billion,
     "crossover": crossover,
+    "gpu": gpu,
+    "gpu_memory": gpu_memory,
+    "gpu_small": gpu_small,
 }
 RESULTS = Path("benchmarks/results")
 
@@ -31,8 +51,8 @@ EXAMPLES = f"""cases:
 
 examples:
   rda bench flops            one case; its record goes to benchmarks/results/flops.json
-  rda bench --all            all of them, one after the other (more than half an hour on two cores)
-  rda bench --all --quick    tiny sizes, only to see that they run; nothing is written
+  rda bench --all            all that can run here, one after the other (more than half an hour on two cores)
+  rda bench --all --quick    tiny sizes, only to see that they run; nothing is written. A CPU stands in for a GPU
   rda bench --page           make benchmarks/README.md from the records again
 
 Leave the machine alone while a case runs. No row is timed before the same call passed against the definition in
@@ -43,7 +63,7 @@ float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("cases", nargs="*", metavar="CASE", help="which cases to run")
-    parser.add_argument("--all", action="store_true", help="run every case")
+    parser.add_argument("--all", action="store_true", help="run every case that can run here")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes nothing unless --results is given")
     parser.add_argument("--page", action="store_true", help="only make the page from the records")
     parser.add_argument(
@@ -60,9 +80,16 @@ def run(arguments: argparse.Namespace) -> int:
     if not names and not arguments.page:
         print(f"name a case ({', '.join(CASES)}), or --all, or --page; rda bench --help says more", file=sys.stderr)
         return 2
+    against = {name: why_not(CASES[name], is_quick=arguments.quick) for name in names}
+    for name, reason in against.items():
+        if reason and arguments.all:
+            print(f"{name}: skipped, it {reason}\n")
+        elif reason:
+            print(f"{name} {reason}", file=sys.stderr)
+            return 2
     folder = arguments.results or RESULTS
     is_kept = arguments.results is not None or not arguments.quick
-    for name in names:
+    for name in [name for name in names if not against[name]]:
         try:
             rows = run_case(CASES[name], is_quick=arguments.quick)
         except GateError as error:
@@ -70,10 +97,31 @@ def run(arguments: argparse.Namespace) -> int:
             return 1
         print(f"{name}: {CASES[name].table(rows)}\n")
         if is_kept:
-            print(f"record: {write_record(make_record(name, rows, is_quick=arguments.quick), folder)}")
+            print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
     if is_kept:
         print(f"page: {write_page(folder, {name: module.table for name, module in CASES.items()})}")
     return 0
+
+
+def why_not(case: ModuleType, *, is_quick: bool) -> str | None:
+    """The reason why a case cannot run here, or None. Quick, a CPU stands in for the GPU."""
+    return device.why_not() if needs_gpu(case) and not is_quick else None
+
+
+def needs_gpu(case: ModuleType) -> bool:
+    return getattr(case, "NEEDS_GPU", False)
+
+
+def record_of(name: str, rows: list[dict], *, is_quick: bool) -> Record:
+    """The GPU is asked in a process of its own: asking takes some of its memory for as long as a process lives."""
+    found = None
+    if needs_gpu(CASES[name]) and device.why_not() is None:
+        [found] = run_ranks(Launch(1), _describe_gpu)
+    return make_record(name, rows, is_quick=is_quick, gpu=found)
+
+
+def _describe_gpu(worker: Worker) -> dict[str, Any]:
+    return device.describe()
 
 
 def run_case(case: ModuleType, *, is_quick: bool) -> list[dict]:

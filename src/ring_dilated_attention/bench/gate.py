@@ -23,28 +23,45 @@ def small_case(sizes: Sizes, pattern: DilatedPattern) -> Case:
     return Case("the gate", small, seq_len, sizes.batch, heads, heads, sizes.head_dim)
 
 
-def gate_squares(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel | None = None) -> Squares:
+def gate_squares(
+    sizes: Sizes,
+    pattern: DilatedPattern,
+    parallel: ContextParallel | None = None,
+    *,
+    backend: str = "auto",
+    device: str = "cpu",
+    through_lse: bool = True,
+) -> Squares:
     """One rank's part of the gate."""
-    return measure(small_case(sizes, pattern), sizes.dtype, "auto", "cpu", parallel)
+    return measure(small_case(sizes, pattern), sizes.dtype, backend, device, parallel, through_lse=through_lse)
 
 
-def gate(sizes: Sizes, pattern: DilatedPattern, ranks: Sequence[Squares] | None = None) -> dict[str, Any]:
+def gate(
+    sizes: Sizes,
+    pattern: DilatedPattern,
+    ranks: Sequence[Squares] | None = None,
+    *,
+    backend: str = "auto",
+    device: str = "cpu",
+    through_lse: bool = True,
+) -> dict[str, Any]:
     """What goes into a row. `ranks` holds every rank's part; None measures here, on one device.
 
     Raises:
         GateError: if the tolerance is exceeded.
     """
     case = small_case(sizes, pattern)
-    parts = ranks if ranks is not None else [gate_squares(sizes, pattern)]
-    result = worst([case], sizes.dtype, [[part] for part in parts])
+    if ranks is None:
+        ranks = [gate_squares(sizes, pattern, backend=backend, device=device, through_lse=through_lse)]
+    result = worst([case], sizes.dtype, [[part] for part in ranks], device)
     if not result.passed:
         raise GateError(
-            f"{pattern} at {case.seq_len} positions on {len(parts)} ranks: relative L2 error {result.error:.2e} of "
+            f"{pattern} at {case.seq_len} positions on {len(ranks)} ranks: relative L2 error {result.error:.2e} of "
             f"{result.where} exceeds {result.tolerance:.2e}. Nothing was timed; `rda check` says more."
         )
     return {
         "passed": True,
-        "ranks": len(parts),
+        "ranks": len(ranks),
         "seq_len": case.seq_len,
         "segment_lengths": case.pattern.segment_lengths,
         "error": result.error,

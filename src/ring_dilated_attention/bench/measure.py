@@ -74,12 +74,14 @@ def attend(inputs: list[Tensor], pattern: DilatedPattern, parallel: ContextParal
     return out
 
 
-def make_tensors(sizes: Sizes, parallel: ContextParallel | None = None) -> tuple[list[Tensor], Tensor]:
-    """query, key and value, and the gradient of out. Random; each rank makes its own rows."""
+def make_tensors(
+    sizes: Sizes, parallel: ContextParallel | None = None, *, device: str = "cpu"
+) -> tuple[list[Tensor], Tensor]:
+    """query, key and value, and the gradient of out. Random; each rank makes its own rows, on the device itself."""
     length = sizes.seq_len if parallel is None else len(parallel.positions(sizes.seq_len))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     shape = (sizes.batch, length, sizes.num_heads, sizes.head_dim)
-    tensors = [torch.randn(shape, generator=generator, dtype=sizes.dtype) for _ in range(4)]
+    tensors = [torch.randn(shape, generator=generator, dtype=sizes.dtype, device=device) for _ in range(4)]
     return [x.requires_grad_() for x in tensors[:3]], tensors[3]
 
 

@@ -13,14 +13,17 @@ from ..training.report import hardware, versions
 Record = dict[str, Any]
 
 
-def make_record(name: str, rows: list[dict[str, Any]], *, is_quick: bool) -> Record:
+def make_record(
+    name: str, rows: list[dict[str, Any]], *, is_quick: bool, gpu: Mapping[str, Any] | None = None
+) -> Record:
+    """gpu: what `device.describe` says of the one that was measured."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "case": name,
         "command": f"rda bench {name}" + (" --quick" if is_quick else ""),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "hardware": hardware() | {"load_average_at_the_end": load},
+        "hardware": hardware() | {"load_average_at_the_end": load} | ({"gpu": gpu} if gpu else {}),
         "versions": versions(),
         "rows": rows,
     }
@@ -54,8 +57,10 @@ def write_page(folder: Path, render: Mapping[str, Callable[[list[dict[str, Any]]
 
 def provenance(record: Record) -> str:
     machine, found = record["hardware"], record["versions"]
+    gpu = machine.get("gpu")
+    on_gpu = f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}, triton {found['triton']}, " if gpu else ""
     return (
-        f"`{record['command']}`, {record['date'][:10]}, commit {record['commit'] or 'unknown'}: "
+        f"`{record['command']}`, {record['date'][:10]}, commit {record['commit'] or 'unknown'}: {on_gpu}"
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
         f"torch {found['torch']}, Python {found['python']}."
     )
@@ -91,6 +96,17 @@ def tensors(row: dict[str, Any]) -> str:
 def seconds(found: dict[str, float]) -> str:
     """Median with the spread, as a table shows it."""
     return f"{found['median']:.3g} ({found['min']:.3g} to {found['max']:.3g})"
+
+
+def not_measured(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Paragraphs that give each reason once, with the candidates that it stopped; none if all were measured."""
+    stopped: dict[str, set[str]] = {}
+    for row in rows:
+        if "reason" in row:
+            stopped.setdefault(row["reason"], set()).add(row["candidate"])
+    if not stopped:
+        return []
+    return ["Not measured:", "\n".join(f"- {'; '.join(sorted(names))}: {why}" for why, names in stopped.items())]
 
 
 def _commit() -> str | None:

@@ -18,7 +18,7 @@ from .options import Hyperparameters
 from .run import RECORD_FILE
 
 PICTURE_FILE = "loss.png"
-PACKAGES = ("torch", "numpy", "safetensors", "ring-dilated-attention")
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "ring-dilated-attention")
 
 
 def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel) -> int:
