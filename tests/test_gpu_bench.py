@@ -230,6 +230,26 @@ def test_the_cpu_answers_what_a_gpu_is_asked():
     assert 0 < most.bytes_per_second < 1e13
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none")
+@pytest.mark.filterwarnings("default")  # what profilers of a new machine warn of is not known beforehand
+def test_a_gpu_answers():
+    """Catches a question that torch, its profiler or nvidia-smi answers otherwise than was read."""
+    x = torch.randn(2**20, device="cuda")
+    found = device.profiled("cuda", lambda: x.mul(2).add(1))
+    assert found.launches == 2
+    assert all(kernel.seconds > 0 for kernel in found.kernels)
+    assert device.peak_bytes("cuda", lambda: torch.empty(2**20, device="cuda")) == 4 * 2**20
+    start = device.Mark("cuda")
+    torch.cuda._sleep(10_000_000)
+    end = device.Mark("cuda")
+    device.synchronize("cuda")
+    assert 1e-3 < end.since(start) < 1
+    most = device.ceilings("cuda", torch.bfloat16, rows=4096)
+    assert most.flops_per_second > 1e12
+    assert most.bytes_per_second > 1e10
+    assert {"name", "capability", "cuda", "driver_version"} <= device.describe().keys()
+
+
 @pytest.mark.parametrize("limit", [1, 5, 63, 64, 100, 127, 128, 1000, 4096])
 def test_the_longest_that_fits(limit):
     """Catches a search that stops early, or returns what was never seen to fit."""
