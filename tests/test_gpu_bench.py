@@ -231,6 +231,7 @@ def test_the_cpu_answers_what_a_gpu_is_asked():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none")
+@pytest.mark.filterwarnings("default")  # what profilers of a new machine warn of is not known beforehand
 def test_a_gpu_answers():
     """Catches a question that torch, its profiler or nvidia-smi answers otherwise than was read."""
     x = torch.randn(2**20, device="cuda")

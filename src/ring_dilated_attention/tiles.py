@@ -226,7 +226,7 @@ class QuerySide(NamedTuple):
 def query_side(
     kernel: ModuleType, dout: Tensor, dlse: Tensor | None, query: Tensor, out: Tensor, lse: Tensor
 ) -> QuerySide:
-    if not hasattr(kernel, "delta"):
+    if not (hasattr(kernel, "delta") and query.numel()):
         return QuerySide(dout, dlse, query, out, lse, None)
     return QuerySide(dout, dlse, query, out, lse.contiguous(), kernel.delta(dout, dlse, out))
 
