@@ -284,7 +284,10 @@ def rank_is_late(rank, world_size, backward):
     if rank == 1:
         time.sleep(5)
     message = message_of((lambda: out.sum().backward()) if backward else (lambda: call_with(cp)), ExchangeError)
-    assert f" did not enter {'backward' if backward else 'forward'} 1 (group 'control', rank {rank})" in message
+    assert (
+        f" did not enter {'backward' if backward else 'forward'} 1 (group 'control of {cp.name}', rank {rank})"
+        in message
+    )
     if rank != 1:
         assert 2.5 < time.monotonic() - start < 15  # 3 seconds, and a busy machine
         assert "rank 1 did not" in message
