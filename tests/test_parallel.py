@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention
+from ring_dilated_attention.bench.measure import Sizes, allocated, dilated_call
 from ring_dilated_attention.exchange import all_gather, ring
 from ring_dilated_attention.exchange.comm import ExchangeError
 from ring_dilated_attention.kernels import cpu
@@ -285,7 +286,10 @@ def rank_is_late(rank, world_size, backward):
     if rank == 1:
         time.sleep(5)
     message = message_of((lambda: out.sum().backward()) if backward else (lambda: call_with(cp)), ExchangeError)
-    assert f" did not enter {'backward' if backward else 'forward'} 1 (group 'control', rank {rank})" in message
+    assert (
+        f" did not enter {'backward' if backward else 'forward'} 1 (group 'control of {cp.name}', rank {rank})"
+        in message
+    )
     if rank != 1:
         assert 2.5 < time.monotonic() - start < 15  # 3 seconds, and a busy machine
         assert "rank 1 did not" in message
@@ -627,6 +631,24 @@ def rank_counts_bytes(rank, world_size):
 def test_bytes_sent_are_those_of_the_plan(world_size):
     """Catches a plan that promises less than is sent, forward and backward, to the byte."""
     assert all(seen > 0 for seen in run(world_size, rank_counts_bytes))
+
+
+def rank_measures_memory(rank, world_size):
+    """Peak of forward and backward under each exchange, in local tensors."""
+    sizes, peaks = Sizes(512 * world_size, 4, 64), {}
+    for exchange in ("ring", "all_gather"):
+        cp = ContextParallel(exchange=exchange)
+        call = dilated_call(sizes, DilatedPattern((sizes.seq_len,), (1,)), cp)
+        call()  # what is made once is not the call's
+        peaks[exchange] = allocated(call).peak_bytes / (512 * 4 * 64 * 4)
+    return peaks
+
+
+def test_gathered_chunks_are_there_once():
+    """Catches copies of what was gathered: what it costs is all others' chunks and their gradients, no more."""
+    for peaks in run(4, rank_measures_memory):
+        of_ring, of_all_gather = 2 * 2 + 2 * 2, 3 * (2 + 2)
+        assert peaks["all_gather"] - peaks["ring"] == pytest.approx(of_all_gather - of_ring, abs=0.5)
 
 
 def rank_in_float32(rank, world_size):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -113,6 +114,40 @@ def hosts_out_of_order(rank, world_size, case):
 def test_ranks_of_one_host_stand_side_by_side():
     """Shards go by the place in the ring; sends go to the right rank."""
     run(4, hosts_out_of_order, (41, 2, 4, 4, 24, [(5, 1), (13, 2), (64, 7)], {"is_causal": True}, {}))
+
+
+def mesh_rows_out_of_order(rank, world_size, case):
+    parallel.host_name = lambda: "aabbaa"[rank]
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("ring", "heads"))
+    cp = ContextParallel(mesh)
+    assert cp.link.members == [0, 1, 4, 5, 2, 3]
+    assert cp.inner.members == [[0, 1], [2, 3], [4, 5]][rank // 2]
+    assert cp.outer.members == [[0, 4, 2], [1, 5, 3]][rank % 2]
+    shards_equal_reference(rank, world_size, [(*case, {"group": mesh})])
+
+
+def test_mesh_rows_of_one_host_stand_side_by_side():
+    """The ring along the first axis goes by host too; heads are dealt in the mesh's own rows."""
+    run(6, mesh_rows_out_of_order, (41, 1, 4, 2, 8, [(5, 1), (13, 2), (64, 7)], {"is_causal": True}))
+
+
+def contexts_have_names(rank, world_size):
+    contexts = [ContextParallel(), ContextParallel()]
+    if rank == 0:
+        group = dist.new_group([0], use_local_synchronization=True)  # the others count one group less from here on
+        assert ContextParallel(group).name == ""
+    contexts.append(ContextParallel())
+    names = [cp.name for cp in contexts]
+    assert len(set(names)) == 3
+    for cp in contexts:
+        assert {link.name.split(" of ")[1] for link in cp._links} == {cp.name}
+    return names
+
+
+def test_errors_tell_contexts_apart():
+    """Catches a name that all contexts have, and one that is another on each rank."""
+    names, *others = run(2, contexts_have_names)
+    assert others == [names]
 
 
 def test_ring_order_is_stable():

@@ -42,7 +42,7 @@ def host_name() -> str:
 def context_named(name: str) -> "ContextParallel | None":
     """The context that an op was called with; "" is one device."""
     if name and name not in _contexts:
-        raise RuntimeError(f"the ContextParallel of group {name!r} is gone. Keep it as long as it is in use.")
+        raise RuntimeError(f"the ContextParallel {name!r} is gone. Keep it as long as it is in use.")
     return _contexts[name] if name else None
 
 
@@ -53,7 +53,8 @@ class ContextParallel:
     owns no position. A backward runs only where the loss depends on the output of its forward: a rank that has no use
     for the output adds 0 * out.sum() to its loss. (A forward runs also where nothing uses its output, compiled or not.)
 
-    Ranks of one host stand side by side in the ring, whatever their numbers; `rank` is the place in the ring.
+    Ranks of one host (over a 2-D mesh: rows of the mesh on one host) stand side by side in the ring, whatever their
+    numbers; `rank` is the place in the ring. Errors name this context's groups by its `name`, the same on every rank.
 
     Args:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
@@ -112,27 +113,27 @@ class ContextParallel:
         if self.num_simulated:
             self.name = f"simulated {next(_simulated)}"
         elif self.world_size > 1:
-            self._connect(members, mesh)
-            self.name = self.link.group.group_name if self.link is not None else ""
+            self._connect(members)
         if self.name:
             _contexts[self.name] = self
 
-    def _connect(self, members: list[int], mesh: DeviceMesh | None) -> None:
+    def _connect(self, members: list[int]) -> None:
         """Make the communicators. They are this context's own: a failed message breaks its group, and the user's must
         stay whole."""
         self._control = self._make_link("control", "gloo", members)
-        if self._inner_size == 1:
-            hosts = self._control.texts(host_name(), "the exchange of host names")
-            members = [members[k] for k in ring_order(hosts)]
-            self._control.reorder(members)
+        hosts = self._control.texts(host_name(), "the exchange of host names")
+        rows = [range(i, i + self._inner_size) for i in range(0, len(members), self._inner_size)]  # of a 2-D mesh
+        order = ring_order([", ".join(hosts[k] for k in row) for row in rows])
+        members = [members[k] for i in order for k in rows[i]]
+        self._control.reorder(members)
         self.link = self._make_link("data", None, members)
         self.rank = self.link.rank
         self.outer = self.link
         if self._inner_size > 1:
-            assert mesh is not None
-            self.inner = self._make_link("heads", None, mesh.mesh[self.rank // self._inner_size].tolist())
-            column = mesh.mesh[:, self.rank % self._inner_size].tolist()
-            self.outer = self._make_link("chunks", None, column) if len(column) > 1 else None
+            row, column = divmod(self.rank, self._inner_size)
+            self.inner = self._make_link("heads", None, members[row * self._inner_size :][: self._inner_size])
+            chunks = members[column :: self._inner_size]
+            self.outer = self._make_link("chunks", None, chunks) if len(chunks) > 1 else None
 
     @property
     def runs_all(self) -> bool:
@@ -401,7 +402,8 @@ class ContextParallel:
                 use_local_synchronization=len(members) != dist.get_world_size(),
                 group_desc=f"ring_dilated_attention:{purpose}",
             )
-            link = Link(group, purpose, members, self._links)
+            self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or hash
+            link = Link(group, f"{purpose} of {self.name}", members, self._links)
             link.open()
         except RuntimeError as error:
             raise ExchangeError(

@@ -1,7 +1,7 @@
 """The ring's plan in one round: every chunk goes straight to every rank that meets it, all at once.
 
 As many bytes as the ring, waiting once instead of g - 1 times; but a rank holds all the chunks that it meets, and their
-gradients. The right choice where chunks are small.
+gradients (or, after these, its own chunks' from everybody). The right choice where chunks are small.
 """
 
 from types import ModuleType
@@ -64,6 +64,7 @@ def backward(
     for hop in plan.hops:
         for tile in hop.tiles:
             backward_tile(kernel, routes.rebased(hop, tile), scale, side, chunks, dq, sums)
+    del chunks  # before the gradients of the own ones come
     routes.bring_home(grads, link, own)
     return dq.result(), own.dk.result(), own.dv.result()
 
@@ -86,21 +87,27 @@ class _Routes:
         own = pack(self.plan, key, value)
         if link is None:
             return own
-        parts = [self._joined(own, [m for peer, m in self.targets if peer == k]) for k in range(link.world_size)]
-        sizes = [sum(m.size for owner, m in self.receives if owner == k) * self.unit for k in range(link.world_size)]
-        return torch.cat(link.all_to_all_single(parts, sizes, own, f"{stage}, keys and values"))
+        chunks = own.new_empty(self.size * self.unit)
+        sends = [(own[m.offset * self.unit : (m.offset + m.size) * self.unit], peer) for peer, m in self.targets]
+        link.exchange(sends, self._slices(chunks, self.receives), f"{stage}, keys and values").wait()
+        return chunks
 
     def bring_home(self, grads: Tensor, link: Link | None, own: OwnKeys) -> None:
         """Send the gradients of others' chunks to their owners, and add those of the own chunks."""
         if link is None:
             return
-        sizes = [sum(m.size for owner, m in self.receives if owner == k) * self.unit for k in range(link.world_size)]
-        homes = [sum(m.size for peer, m in self.targets if peer == k) * self.unit for k in range(link.world_size)]
-        returned = torch.cat(link.all_to_all_single(list(grads.split(sizes)), homes, grads, "backward, gradients"))
+        returned = grads.new_empty(sum(m.size for _, m in self.targets) * self.unit)
+        sends, receives = self._slices(grads, self.receives), self._slices(returned, self.targets)
+        link.exchange(sends, receives, "backward, gradients").wait()
         start = 0
         for _, message in self.targets:
             add_home(self.plan, message, returned, own, at=start)
             start += message.size
+
+    def _slices(self, buffer: Tensor, messages: list[tuple[int, Message]]) -> list[tuple[Tensor, int]]:
+        """A buffer of messages, one after the other, cut into them; each with its peer."""
+        sizes = [message.size * self.unit for _, message in messages]
+        return list(zip(buffer.split(sizes), (peer for peer, _ in messages), strict=True)) if messages else []
 
     def rebased(self, hop: Hop, tile: Tile) -> Tile:
         """The tile with its keys where they lie in the gathered buffer."""
@@ -109,7 +116,3 @@ class _Routes:
         message = next(m for m in hop.receives if m.offset <= offset < m.offset + m.size)
         place = self.place[message.owner, message.offset]
         return tile._replace(key=tile.key._replace(offset=offset - message.offset + place))
-
-    def _joined(self, own: Tensor, messages: list[Message]) -> Tensor:
-        pieces = [own[m.offset * self.unit : (m.offset + m.size) * self.unit] for m in messages]
-        return torch.cat(pieces) if pieces else own[:0]

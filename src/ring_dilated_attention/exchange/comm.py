@@ -242,7 +242,7 @@ class Link:
         return pending
 
     def _stages(self, x: Tensor) -> bool:
-        """Whether a tensor must travel through host memory: gloo cannot send CUDA tensors."""
+        """Whether a tensor must travel through host memory: gloo cannot send CUDA tensors. (No GPU has run this.)"""
         return x.is_cuda and self.on_gloo(x)
 
     def _staged(self, x: Tensor, is_filled: bool, pending: Pending | None = None) -> Tensor:
