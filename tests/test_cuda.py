@@ -440,8 +440,8 @@ def test_autocast(backend):
 
 @pytest.mark.skipif(HAS_GPU or IS_REHEARSAL, reason="this is the real thing, or the rehearsal itself")
 def test_the_rehearsal():
-    """Catches a mistake of this file itself, which no one would see until there is a GPU. What takes longest is left out;
-    `triton_interpreted.py` has its like."""
+    """Catches a mistake of this file itself, which no one would see until there is a GPU. What takes longest is left
+    out; `triton_interpreted.py` has its like."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed (pip install triton==3.7.1)")
     longest = ("run_to_run", "operators_pass", "compiled_whole", "layouts", "paper")
