@@ -66,15 +66,16 @@ class Wires:
 
 
 class SimulatedPending(Pending):
-    """Messages of a simulated rank."""
+    """Messages of a simulated rank. Their tensors are kept until they are waited for, as those of a real one."""
 
-    def __init__(self, wires: Wires, moment: str, events: list[threading.Event]) -> None:
-        super().__init__(None, moment)
+    def __init__(self, wires: Wires, moment: str, events: list[threading.Event], tensors: list[Tensor]) -> None:
+        super().__init__(None, moment, tensors=tensors)
         self.wires, self.events = wires, events
 
     def wait(self) -> None:
         while self.events:
             self.wires.wait(self.events.pop(0))
+        self.tensors.clear()
 
 
 class SimulatedLink(Link):
@@ -93,7 +94,7 @@ class SimulatedLink(Link):
     ) -> Pending:
         events = [self.wires.post((self.rank, peer), x, True) for x, peer in sends]
         events += [self.wires.post((peer, self.rank), x, False) for x, peer in receives]
-        return SimulatedPending(self.wires, moment, events)
+        return SimulatedPending(self.wires, moment, events, [x for x, _ in (*sends, *receives)])
 
 
 def run_ranks(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> list[Any]:
