@@ -2,8 +2,8 @@
 # torch is installed first and by its exact pin: a plain `torch` brings gigabytes of CUDA packages.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-# The version that this torch is built with; the kernels are tested without a GPU too.
-TRITON ?= triton==3.7.1
+# The version that belongs to this torch: the kernels are tested without a GPU too. A CUDA build brings its own.
+TRITON ?= $(if $(filter torch==2.13.0,$(TORCH)),triton==3.7.1)
 VENV   := .venv
 BIN    := $(VENV)/bin
 
@@ -13,7 +13,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(BIN)/pip install --quiet --disable-pip-version-check '$(TRITON)' -e '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TRITON) -e '.[test]'
 	touch $@
 
 run: $(VENV)/.installed

@@ -110,8 +110,14 @@ def not_measured(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _commit() -> str | None:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    """The commit, "-dirty" if the package was changed since: other records and documents do not matter."""
+    package = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return git("describe", "--always") + ("-dirty" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError):
         return None
