@@ -20,6 +20,7 @@ class Tile(NamedTuple):
 
     is_causal: both sides are the same rows of the sequence, and row j sees keys 0..j.
     first_query, first_key: nothing was added to these rows before, so results are written, not added.
+    packed: where own key rows lie in the buffer of own chunks too, side by side: kernels read them faster there.
     """
 
     query: Rows
@@ -27,6 +28,7 @@ class Tile(NamedTuple):
     is_causal: bool
     first_query: bool
     first_key: bool
+    packed: Block | None = None
 
     @property
     def pairs(self) -> int:

@@ -93,6 +93,8 @@ def make_plan(
     planner = _planner(pattern, shards, num_heads, num_kv_heads, documents, held)
     local, rings = planner.local_and_rings(rank)
     offsets = _offsets(rings)
+    packs = [pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)]
+    places: dict[Rows | Block, Block] = dict(packs)
     hops = [planner.hop(s, rank, rings, offsets) for s in range(1, max(map(_last_hop, rings), default=0) + 1)]
     while hops and not any(hops[-1]):
         hops.pop()
@@ -103,10 +105,8 @@ def make_plan(
         num_rows=shard_length(shards[rank]),
         num_heads=planner.num_heads,
         num_kv_heads=planner.num_heads * num_kv_heads // num_heads,
-        local=tuple(part for tile in local for part in planner.cut(tile, rank)),
-        packs=tuple(
-            pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)
-        ),
+        local=tuple(part for tile in local for part in planner.cut(tile._replace(packed=places.get(tile.key)), rank)),
+        packs=tuple(packs),
         hops=tuple(hops),
         chunk_size=offsets[-1],
         query_covered=covered,
@@ -311,7 +311,8 @@ class _Planner:
         ratio = len(tile.query.heads) // num_kv
         for lo, hi in pairwise(num_kv * i // num_blocks for i in range(num_blocks + 1)):
             query = tile.query.of_heads(lo * ratio, hi * ratio)
-            yield tile._replace(query=query, key=tile.key.of_heads(lo, hi))
+            packed = tile.packed and tile.packed.of_heads(lo, hi)
+            yield tile._replace(query=query, key=tile.key.of_heads(lo, hi), packed=packed)
 
     def hop(self, s: int, rank: int, rings: Sequence[_Ring], offsets: Sequence[int]) -> Hop:
         """What the rank sends, receives and computes at hop s, over all its rings, in the order of the rings."""

@@ -180,26 +180,34 @@ class ChunkKeys(NamedTuple):
         return block_views(self.buffer, tile.key, self.batch, self.head_dim)
 
 
-def _key_views(tile: Tile, batch: slice, source: tuple[Tensor, Tensor] | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of a tile: own rows of (key, value), or a block of a buffer of chunks."""
+class OwnRows(NamedTuple):
+    """A rank's own keys and values (B, N, G, D), and the flat buffer of its own chunks while that holds them."""
+
+    key: Tensor
+    value: Tensor
+    chunks: Tensor | None
+
+
+def _key_views(tile: Tile, batch: slice, source: OwnRows | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a tile: own rows, or a block of a buffer of chunks."""
     if isinstance(tile.key, Block):
         assert isinstance(source, Tensor)
         return block_views(source, tile.key, like.shape[0], like.shape[3])
-    key, value = source
-    return rows_view(key[batch], tile.key), rows_view(value[batch], tile.key)
+    assert isinstance(source, OwnRows)
+    if tile.packed is not None and source.chunks is not None:
+        return block_views(source.chunks, tile.packed, like.shape[0], like.shape[3])
+    return rows_view(source.key[batch], tile.key), rows_view(source.value[batch], tile.key)
+
+
+def _own_tensors(source: OwnRows | Tensor) -> tuple[Tensor, ...]:
+    return (source.key, source.value) if isinstance(source, OwnRows) else ()
 
 
 def forward_tile(
-    kernel: ModuleType,
-    tile: Tile,
-    scale: float,
-    query: Tensor,
-    source: tuple[Tensor, Tensor] | Tensor,
-    to: MergedPartial,
+    kernel: ModuleType, tile: Tile, scale: float, query: Tensor, source: OwnRows | Tensor, to: MergedPartial
 ) -> None:
-    """Compute a tile and merge it. `source` is the own (key, value), or the flat buffer of received chunks."""
-    own = source if isinstance(source, tuple) else ()
-    for batch in batch_slices(tile.query, query, *own):
+    """Compute a tile and merge it. `source` is the own rows, or the flat buffer of received chunks."""
+    for batch in batch_slices(tile.query, query, *_own_tensors(source)):
         q = rows_view(query[batch], tile.query)
         k, v = _key_views(tile, batch, source, query)
         if hasattr(kernel, "forward_into"):
@@ -236,14 +244,13 @@ def backward_tile(
     tile: Tile,
     scale: float,
     side: QuerySide,
-    source: tuple[Tensor, Tensor] | Tensor,
+    source: OwnRows | Tensor,
     dq: Sum,
     keys: OwnKeys | ChunkKeys,
     before_keys: Callable[[], None] = lambda: None,
 ) -> None:
     """Add a tile's gradients to `dq` and `keys`. `before_keys` is called when everything else is under way."""
-    own = source if isinstance(source, tuple) else ()
-    for batch in batch_slices(tile.query, side.query, side.dout, side.out, *own):
+    for batch in batch_slices(tile.query, side.query, side.dout, side.out, *_own_tensors(source)):
         dout, q, out = (rows_view(x[batch], tile.query) for x in (side.dout, side.query, side.out))
         dlse, lse, delta = (
             None if x is None else _row_numbers(x[batch], tile.query) for x in (side.dlse, side.lse, side.delta)
@@ -266,13 +273,13 @@ def backward_tile(
 
 
 def local_gradients(
-    kernel: ModuleType, plan: Plan, scale: float, side: QuerySide, key: Tensor, value: Tensor
+    kernel: ModuleType, plan: Plan, scale: float, side: QuerySide, rows: OwnRows
 ) -> tuple[Sum, OwnKeys]:
     """The sums of gradients so far: of the tiles with own rows on both sides."""
     dq = Sum(side.query, plan.query_covered)
-    keys = OwnKeys(Sum(key, plan.key_covered), Sum(value, plan.key_covered))
+    keys = OwnKeys(Sum(rows.key, plan.key_covered), Sum(rows.value, plan.key_covered))
     for tile in plan.local:
-        backward_tile(kernel, tile, scale, side, (key, value), dq, keys)
+        backward_tile(kernel, tile, scale, side, rows, dq, keys)
     return dq, keys
 
 

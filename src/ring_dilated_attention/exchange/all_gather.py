@@ -15,6 +15,7 @@ from ..tiles import (
     ChunkKeys,
     MergedPartial,
     OwnKeys,
+    OwnRows,
     accumulator_dtype,
     add_home,
     backward_tile,
@@ -34,7 +35,7 @@ def forward(
     merged = MergedPartial(query, plan.query_covered)
     chunks = routes.gather(key, value, link, "forward")
     for tile in plan.local:
-        forward_tile(kernel, tile, scale, query, (key, value), merged)
+        forward_tile(kernel, tile, scale, query, OwnRows(key, value, None), merged)
     for hop in plan.hops:
         for tile in hop.tiles:
             forward_tile(kernel, routes.rebased(hop, tile), scale, query, chunks, merged)
@@ -58,7 +59,7 @@ def backward(
     routes = _Routes(plan, query.shape[0] * query.shape[3])
     chunks = routes.gather(key, value, link, "backward")
     side = query_side(kernel, dout, dlse, query, out, lse)
-    dq, own = local_gradients(kernel, plan, scale, side, key, value)
+    dq, own = local_gradients(kernel, plan, scale, side, OwnRows(key, value, None))
     grads = torch.zeros_like(chunks, dtype=accumulator_dtype(chunks.dtype))
     sums = ChunkKeys(grads, query.shape[0], query.shape[3])
     for hop in plan.hops:

@@ -14,6 +14,7 @@ from ..plan import Hop, Message, Plan
 from ..tiles import (
     ChunkKeys,
     MergedPartial,
+    OwnRows,
     accumulator_dtype,
     add_home,
     backward_tile,
@@ -35,7 +36,7 @@ def forward(
     moving = ring.start(0, chunks[0], chunks[1])
     merged = MergedPartial(query, plan.query_covered)
     for tile in plan.local:  # while the first chunks fly
-        forward_tile(kernel, tile, scale, query, (key, value), merged)
+        forward_tile(kernel, tile, scale, query, OwnRows(key, value, chunks[0]), merged)
     for s, hop in enumerate(plan.hops):
         moving.wait()
         chunk, free = chunks[(s + 1) % 2], chunks[s % 2]
@@ -67,7 +68,7 @@ def backward(
     chunks = ring.chunk_buffers(key, value)
     moving = ring.start(0, chunks[0], chunks[1])
     side = query_side(kernel, dout, dlse, query, out, lse)
-    dq, own = local_gradients(kernel, plan, scale, side, key, value)  # while the first chunks fly
+    dq, own = local_gradients(kernel, plan, scale, side, OwnRows(key, value, chunks[0]))  # while the first chunks fly
     grads = ring.gradient_buffers()
     arriving = ring.nothing()
     for s, hop in enumerate(plan.hops):
