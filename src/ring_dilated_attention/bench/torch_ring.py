@@ -164,6 +164,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     return (
         f"{first['seq_len']:,} positions over {first['ranks']} ranks of one thread, {tensors(first)}, forward and "
-        "backward. Both passed the gate. Torch's ring on the same tensors, and on contiguous copies in its layout, which "
-        f"are made before.\n\n{markdown(headers, lines)}"
+        "backward. Both passed the gate. Torch's ring on the same tensors, and on contiguous copies in its layout, "
+        f"made before.\n\n{markdown(headers, lines)}"
     )
