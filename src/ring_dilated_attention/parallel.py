@@ -1,12 +1,10 @@
 """ContextParallel: the ranks that share a sequence, how it is cut, how chunks travel, and the handshake of a call."""
 
-import hashlib
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import EXCHANGES
 from .exchange.comm import ExchangeError, Link, Wait
+from .exchange.handshake import agree
 from .exchange.held import Use
 from .exchange.one_rank import OtherRanks
+from .exchange.reshard import ShardRows, UnshardRows, rows_fields
 from .sharding import (
     SHARDINGS,
     Shard,
@@ -26,7 +26,6 @@ from .sharding import (
     document_positions,
     make_shards,
     ring_order,
-    shard_length,
     slice_shard,
 )
 
@@ -180,15 +179,15 @@ class ContextParallel:
         """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all."""
         self._refuse_one_rank("shard")
         shards = self.shards(self.default_lengths(x.shape[dim]))
-        return x if self.num_simulated else _Shard.apply(x, self, shards, dim)
+        return x if self.num_simulated else ShardRows.apply(x, self, shards, dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The full tensor, from every rank's rows. What follows is the same on every rank: the gradient is a slice."""
         self._refuse_one_rank("unshard")
         if self.num_simulated:
             return x
-        lengths = self.handshake(x.shape[dim], _rows_fields("unshard", x, dim))
-        return _Unshard.apply(x, self, self.shards(lengths), dim)
+        lengths = self.handshake(x.shape[dim], rows_fields("unshard", x, dim))
+        return UnshardRows.apply(x, self, self.shards(lengths), dim)
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
         """Positions within their document of the rows that `shard` gives this rank. (N_local,), int64, on the CPU.
@@ -274,38 +273,8 @@ class ContextParallel:
             if failure:
                 raise ValueError(failure)
             return (length,) if self.others is None else self._assumed_lengths(length)
-        moment = str(fields.get("call", "the call that this rank refuses"))
-        fields = {
-            **fields,
-            "sharding": self.sharding,
-            "exchange": self.exchange,
-            "align": self.align,
-            "lengths": self.lengths,
-        }
-        assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
-        marks = [_fingerprint(value) for value in fields.values()]
-        marks += [0] * (_NUM_FIELDS - len(marks))
-        records = self._control.all_to_all(torch.tensor([length, failure is not None, *marks], device="cpu"), moment)
-        table = torch.stack(records).tolist()
-        if any(row[1] for row in table):
-            texts = self._control.texts(failure or "", moment)
-            refused = [
-                f"rank {self._control.members[place]} refused the call: {text}"
-                for place, text in enumerate(texts)
-                if text
-            ]
-            raise ValueError("; ".join(refused) if failure is None or len(refused) > 1 else failure)
-        for column, name in enumerate(fields, start=2):
-            if len({row[column] for row in table}) > 1:
-                texts = self._control.texts(str(fields[name]), moment)
-                listed = ", ".join(
-                    f"rank {self._control.members[place]} has {text}" for place, text in enumerate(texts)
-                )
-                raise ValueError(
-                    f"ranks disagree on {name}: {listed}. All ranks of a group must make the same call; "
-                    "nothing was sent."
-                )
-        return tuple(row[0] for row in table)
+        how = {"sharding": self.sharding, "exchange": self.exchange, "align": self.align, "lengths": self.lengths}
+        return agree(self._control, length, {**fields, **how}, failure)
 
     def _first_columns(self, x: Tensor, shards: Sequence[Shard]) -> dict[int, Tensor]:
         """The first column (B, 1) of every span of every rank, by its global position."""
@@ -413,10 +382,6 @@ class ContextParallel:
         return link
 
 
-# Columns of the handshake's record: at least as many as any call compares.
-_NUM_FIELDS = 16
-
-
 def _check_one_rank(world_size: int | None, rank: int | None, others: OtherRanks | None) -> None:
     if (rank is None) != (others is None):
         raise ValueError(f"rank={rank} with others={others}: to run one rank alone takes both, to run all neither.")
@@ -426,10 +391,6 @@ def _check_one_rank(world_size: int | None, rank: int | None, others: OtherRanks
         raise ValueError(f"rank={rank}: only a simulated rank is chosen; give exchange='simulated' and world_size.")
     if not isinstance(rank, int) or not 0 <= rank < world_size:
         raise ValueError(f"rank must be an integer from 0 to {world_size - 1}, got {rank!r}.")
-
-
-def _fingerprint(value: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
 
 
 def _resolve(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -444,58 +405,6 @@ def _resolve(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}.")
     return group
-
-
-def _rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
-    """What must agree before ranks gather each other's rows."""
-    others = [length for i, length in enumerate(x.shape) if i != dim % x.dim()]
-    return {"call": call, "dim": dim, "other lengths": others, "dtype": x.dtype, "device": x.device.type}
-
-
-def _own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
-    parts = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
-    return torch.cat(parts or [x.narrow(dim, 0, 0)], dim=dim)  # a copy: a view would keep the full tensor alive
-
-
-def _all_rows(x: Tensor, context: ContextParallel, shards: Sequence[Shard], dim: int, moment: str) -> Tensor:
-    if context.link is None:
-        return x.clone()
-    gathered = context.link.all_gather(x, [shard_length(shard) for shard in shards], dim, moment)
-    parts = []
-    for shard, rows in zip(shards, gathered, strict=True):
-        pieces = rows.split([span.stop - span.start for span in shard], dim=dim) if shard else ()
-        parts += [(span.start, piece) for span, piece in zip(shard, pieces, strict=True)]
-    return torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])] or [x], dim=dim)
-
-
-class _Shard(torch.autograd.Function):
-    """Forward on rank k: x (.., N, ..) -> its rows (.., N_k, ..). Backward: all ranks' rows of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, context: ContextParallel, shards: tuple[Shard, ...], dim: int) -> Tensor:
-        ctx.context, ctx.shards, ctx.dim = context, shards, dim
-        return _own_rows(x, shards[context.rank], dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        fields = _rows_fields("backward of shard", grads[0], ctx.dim)
-        fields["length of the whole"] = sum(map(shard_length, ctx.shards))
-        ctx.context.handshake(grads[0].shape[ctx.dim], fields)
-        return _all_rows(grads[0], ctx.context, ctx.shards, ctx.dim, "backward of shard"), None, None, None
-
-
-class _Unshard(torch.autograd.Function):
-    """Forward: all ranks' rows, gathered, (.., N, ..). Backward on rank k: its rows of the gradient, which is the
-    same on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, context: ContextParallel, shards: tuple[Shard, ...], dim: int) -> Tensor:
-        ctx.context, ctx.shards, ctx.dim = context, shards, dim
-        return _all_rows(x, context, shards, dim, "unshard")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _own_rows(grads[0], ctx.shards[ctx.context.rank], ctx.dim), None, None, None
 
 
 __all__ = ["ContextParallel", "ExchangeError", "context_named"]
