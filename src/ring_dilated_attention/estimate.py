@@ -160,7 +160,7 @@ class _Sizes:
         return entries * len(tile.key.heads) * tile.key.num_rows * self.head_dim * self.itemsize
 
     def is_adopted(self, num_bytes: int, whole: int, is_first: bool) -> bool:
-        """Whether a tile's result becomes the accumulator (`tiles._is_whole`)."""
+        """Whether a tile's result becomes the accumulator (`tiles._adopted`)."""
         return is_first and not self.is_cast and num_bytes == whole
 
     def dout_copy(self, tile: Tile) -> int:

@@ -1,6 +1,7 @@
 """Ring attention over a plan (arXiv 2310.01889), with dilation before sending (LongNet). One device is the ring of one.
 
-A rank holds its shards, two K‖V buffers and, in backward, two dK‖dV buffers; nothing else that it receives is kept.
+A rank holds its shards, two K‖V buffers and, in backward, two dK‖dV buffers; nothing else that it receives is kept. An
+own chunk that is sent later than at the first hop is packed once more, for as long as that takes.
 """
 
 from collections.abc import Sequence
