@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from . import execute, kernels
 from .exchange.choose import Choice, check_dealing, choose_exchange
 from .execute import Call, documents_of
-from .parallel import ContextParallel, context_named
+from .parallel import ContextParallel, context_named, refuse
 from .pattern import DilatedPattern
 from .tiles import accumulator_dtype
 
@@ -66,11 +66,9 @@ def dilated_attention(
         _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend)
     except Exception as error:
         if isinstance(parallel, ContextParallel):
-            parallel.handshake(0, {}, failure=str(error) or type(error).__name__)
+            refuse(parallel.key, str(error) or type(error).__name__)
         raise
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    if scale <= 0:  # kernels put -inf at masked scores and scale afterwards: NaN for 0, +inf for negative scales
-        query, scale = query * math.copysign(scale != 0, scale), abs(scale) or 1.0
     needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
     out, lse, number = _forward(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)),
@@ -82,7 +80,7 @@ def dilated_attention(
         pattern.heads,
         scale,
         backend,
-        parallel.name if parallel is not None else "",
+        parallel.key if parallel is not None else "",
         needs_grad if torch.is_grad_enabled() else "",
         return_lse,
     )
@@ -236,7 +234,7 @@ def _validate(
     if not (batch and num_heads and head_dim):
         raise ValueError(f"query {tuple(query.shape)} has an empty batch, heads or head_dim.")
     pattern.check_heads(num_heads, key.shape[2])
-    if scale is not None and (not isinstance(scale, (int, float)) or not math.isfinite(scale)):
+    if scale is not None and (not isinstance(scale, (int, float)) or not abs(scale) < math.inf):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}.")
     kernels.choose(backend, query)
     if cu_seqlens is not None:
@@ -282,7 +280,7 @@ def _forward(
         tuple(segment_lengths), tuple(dilation_rates), is_causal=is_causal, phase=phase, heads=heads
     )
     call = Call(pattern, scale, backend, parallel, needs_grad, return_lse)
-    out, lse, number = execute.forward(call, query, key, value, cu_seqlens)
+    out, lse, number = execute.forward(call, call.signed(query), key, value, cu_seqlens)
     return out, lse, torch.tensor(number, device="cpu")
 
 
@@ -319,7 +317,9 @@ def _backward(
     )
     call = Call(pattern, scale, backend, parallel, needs_grad, return_lse)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    return execute.backward(call, int(number), dout, dlse, query, key, value, out, lse, cu_seqlens)
+    tensors = (dout, dlse, call.signed(query), key, value, out, lse)
+    dq, dk, dv = execute.backward(call, int(number), *tensors, cu_seqlens)
+    return call.signed(dq), dk, dv
 
 
 @_backward.register_fake

@@ -3,6 +3,7 @@
 B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from .exchange import all_gather, ring
 from .exchange.all_to_all import to_heads, to_positions
 from .exchange.choose import check_dealing, choose_exchange
 from .exchange.comm import Link
+from .exchange.handshake import all_or_none
 from .exchange.held import Held
 from .exchange.one_rank import OneRankLink
 from .exchange.simulated import SimulatedLink, run_ranks
@@ -31,7 +33,7 @@ _LOOPS: dict[str, ModuleType] = {"ring": ring, "all_gather": all_gather, "all_to
 
 @dataclass(frozen=True)
 class Call:
-    """What a call is beside its tensors. `parallel` is the name of a context, "" for one device."""
+    """What a call is beside its tensors. `parallel` is the key of a context, "" for one device."""
 
     pattern: DilatedPattern
     scale: float
@@ -39,6 +41,15 @@ class Call:
     parallel: str
     needs_grad: str
     return_lse: bool
+
+    @property
+    def kernel_scale(self) -> float:
+        """Kernels put -inf at masked scores and scale afterwards: NaN for 0, +inf for negative scales."""
+        return abs(self.scale) or 1.0
+
+    def signed(self, x: Tensor) -> Tensor:
+        """query, or dq, times what `kernel_scale` leaves out: the sign of the scale, or 0."""
+        return x if self.scale > 0 else x * math.copysign(self.scale != 0, self.scale)
 
 
 class _Route(NamedTuple):
@@ -63,14 +74,14 @@ def forward(
     number = context.calls + 1 if context is not None else 0
     if context is not None and context.runs_all:
         return *_simulated_forward(call, context.num_simulated, context, query, key, value, cu_seqlens), number
-    with _all_or_none(context, ValueError):
+    with all_or_none(context, ValueError):
         route = _route(call, context, "forward", number, query, key, cu_seqlens)
     if context is not None:
         context.calls = number  # on all ranks or on none: a call that one rank refused has no number
-    with _all_or_none(context):
+    with all_or_none(context):
         if route.inner is not None:
             query, key, value = (_heads(x, route, "forward") for x in (query, key, value))
-        out, lse = route.loop.forward(route.kernel, route.plan, call.scale, query, key, value, route.link)
+        out, lse = route.loop.forward(route.kernel, route.plan, call.kernel_scale, query, key, value, route.link)
         if route.inner is not None:
             out, lse = _positions(out, route, "forward"), _positions(lse.unsqueeze(-1), route, "forward")[..., 0]
     return out, lse, number
@@ -93,34 +104,20 @@ def backward(
     if context is not None and context.runs_all:
         tensors = (dout, dlse, query, key, value, out, lse)
         return _simulated_backward(call, context.num_simulated, context, tensors, cu_seqlens)
-    with _all_or_none(context, ValueError):
+    with all_or_none(context, ValueError):
         route = _route(call, context, "backward", number, query, key, cu_seqlens)
-    with _all_or_none(context):
+    with all_or_none(context):
         if route.inner is not None:
+            if dlse is None and call.return_lse:  # the loss of a rank may not use lse: all deal its gradient, or none
+                dlse = torch.zeros_like(lse)
             dout, query, key, value, out = (_heads(x, route, "backward") for x in (dout, query, key, value, out))
             lse = _heads(lse.unsqueeze(-1), route, "backward")[..., 0]
             dlse = None if dlse is None else _heads(dlse.unsqueeze(-1), route, "backward")[..., 0]
         tensors = (dout, dlse, query, key, value, out, lse)
-        grads = route.loop.backward(route.kernel, route.plan, call.scale, *tensors, route.link)
+        grads = route.loop.backward(route.kernel, route.plan, call.kernel_scale, *tensors, route.link)
         if route.inner is not None:
             grads = tuple(_positions(x, route, "backward") for x in grads)
     return grads
-
-
-@contextmanager
-def _all_or_none(context: ContextParallel | None, *agreed: type[Exception]) -> Iterator[None]:
-    """Whatever fails on this rank alone (memory, say) must not leave the others waiting for it.
-
-    `agreed` are the errors that all ranks raise alike: a call that all refuse breaks nothing.
-    """
-    try:
-        yield
-    except agreed:
-        raise
-    except BaseException as error:
-        if context is not None:
-            context.abandon(f"{type(error).__name__}: {error}")
-        raise
 
 
 def _heads(x: Tensor, route: _Route, stage: str) -> Tensor:
@@ -254,7 +251,7 @@ def _simulated_forward(
     def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor]:
         q, k, v = (_rows_of(x, shards[rank]) for x in (query, key, value))
         with _measured(context, rank, link, (q, k, v)):
-            return ring.forward(kernel, plans[rank], call.scale, q, k, v, link)
+            return ring.forward(kernel, plans[rank], call.kernel_scale, q, k, v, link)
 
     parts = run_ranks(world_size, work)
     out, lse = torch.empty_like(query, memory_format=torch.contiguous_format), None
@@ -280,7 +277,7 @@ def _simulated_backward(
         dout, q, k, v, out, lse = (_rows_of(x, shards[rank]) for x in (tensors[0], *tensors[2:]))
         dlse = None if tensors[1] is None else _rows_of(tensors[1], shards[rank])
         with _measured(context, rank, link, (dout, dlse, q, k, v, out, lse)):
-            return ring.backward(kernel, plans[rank], call.scale, dout, dlse, q, k, v, out, lse, link)
+            return ring.backward(kernel, plans[rank], call.kernel_scale, dout, dlse, q, k, v, out, lse, link)
 
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     for shard, parts in zip(shards, run_ranks(world_size, work), strict=True):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import dilated_attention
-from .parallel import ContextParallel
+from .attention import dilated_attention, validate_cu_seqlens
+from .parallel import ContextParallel, context_named, refuse
 from .pattern import DilatedPattern
 
 DEFAULT_ROTARY_BASE = 10_000.0
@@ -120,11 +120,14 @@ class MultiheadDilatedAttention(nn.Module):
         """
         try:
             self._check_inputs(query, key, value)
-            self._check_unsupported(need_weights, attn_mask, is_causal, positions)
+            self._check_unsupported(need_weights, attn_mask, is_causal)
             self._check_mask(key_padding_mask, cu_seqlens)
+            self._check_positions(positions, query)
+            if cu_seqlens is not None:
+                validate_cu_seqlens(cu_seqlens, query.shape[0])
         except ValueError as error:
             if self.parallel is not None:  # or the other ranks would wait for this one
-                self.parallel.handshake(0, {}, failure=str(error))
+                refuse(self.parallel.key, str(error))
             raise
         if key_padding_mask is not None:
             return self._forward_padded(query, key, value, key_padding_mask, positions), None
@@ -178,11 +181,9 @@ class MultiheadDilatedAttention(nn.Module):
         return self.out_proj(out_flat.unflatten(0, (batch, num_positions)))
 
     def _positions(self, query_BNE: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        num_positions = query_BNE.shape[1]
         if self.parallel is not None:
-            lengths = self.parallel.handshake(num_positions, {"call": "positions of MultiheadDilatedAttention"})
-            return self.parallel.local_positions(lengths, cu_seqlens)
-        return document_positions(num_positions, cu_seqlens, query_BNE.device)
+            return _positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
+        return document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -197,9 +198,7 @@ class MultiheadDilatedAttention(nn.Module):
                 "dilated attention is self-attention, the three must have the same batch and positions"
             )
 
-    def _check_unsupported(
-        self, need_weights: bool, attn_mask: Tensor | None, is_causal: bool | None, positions: Tensor | None
-    ) -> None:
+    def _check_unsupported(self, need_weights: bool, attn_mask: Tensor | None, is_causal: bool | None) -> None:
         if need_weights:
             raise ValueError("need_weights=True: the attention weights are never formed; pass need_weights=False")
         if attn_mask is not None:
@@ -212,8 +211,17 @@ class MultiheadDilatedAttention(nn.Module):
                 f"is_causal={is_causal}, but the pattern has is_causal={self.pattern.is_causal}: leave the argument "
                 "out, or make the pattern causal as wanted"
             )
-        if positions is not None and self.rotary_base is None:
+
+    def _check_positions(self, positions: Tensor | None, query: Tensor) -> None:
+        if positions is None:
+            return
+        if self.rotary_base is None:
             raise ValueError("positions were passed, but only rotary embeddings read them: construct with rotary=True")
+        if positions.shape != query.shape[1:2]:
+            raise ValueError(
+                f"positions have shape {tuple(positions.shape)}, the inputs need ({query.shape[1]},), one for each "
+                "row of this rank: ContextParallel.positions(N, cu_seqlens) tells them"
+            )
 
     def _check_mask(self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if key_padding_mask is None:
@@ -252,6 +260,22 @@ def valid_lengths(key_padding_mask_BN: Tensor, batch: int, num_positions: int) -
             "into one row and pass cu_seqlens"
         )
     return lengths_B
+
+
+@torch.library.custom_op("ring_dilated_attention::positions", mutates_args=())
+def _positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
+    """Positions within their document of this rank's rows, (N,) int64 on the CPU. An op, to be compiled as one: ranks
+    tell each other how many rows they have."""
+    context = context_named(parallel)
+    assert context is not None
+    given = None if cu_seqlens is None else cu_seqlens.tolist()
+    fields: dict[str, object] = {"call": "positions of MultiheadDilatedAttention", "cu_seqlens": given}
+    return context.local_positions(context.handshake(x.shape[1], fields), cu_seqlens)
+
+
+@_positions_on_ranks.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return torch.empty(x.shape[1], dtype=torch.int64, device="cpu")
 
 
 def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
+from typing import NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -12,14 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .exchange import EXCHANGES
+from .exchange.arguments import check_arguments, check_one_rank, resolve_group
 from .exchange.comm import ExchangeError, Link, Wait
-from .exchange.handshake import agree
+from .exchange.handshake import agree, all_or_none
 from .exchange.held import Use
 from .exchange.one_rank import OtherRanks
-from .exchange.reshard import ShardRows, UnshardRows, rows_fields
+from .exchange.reshard import ShardRows, UnshardRows, dim_failure, rows_fields
 from .sharding import (
-    SHARDINGS,
     Shard,
     check_documents,
     default_lengths,
@@ -31,18 +31,26 @@ from .sharding import (
 
 # The custom ops know a context by its name: they take no objects. An entry lives as long as its context.
 _contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
-_simulated = count()
+_made = count()
 
 
 def host_name() -> str:
     return socket.gethostname()
 
 
-def context_named(name: str) -> "ContextParallel | None":
+def context_named(key: str) -> "ContextParallel | None":
     """The context that an op was called with; "" is one device."""
-    if name and name not in _contexts:
-        raise RuntimeError(f"the ContextParallel {name!r} is gone. Keep it as long as it is in use.")
-    return _contexts[name] if name else None
+    if key and key not in _contexts:
+        raise RuntimeError(f"the ContextParallel {key!r} is gone. Keep it as long as it is in use.")
+    return _contexts[key] if key else None
+
+
+@torch.compiler.assume_constant_result  # a call that is refused while it is compiled: the others are told right away
+def refuse(key: str, reason: str) -> None:
+    """Tell the other ranks why this one refuses the call that they make. Raises a ValueError, as theirs do."""
+    context = context_named(key)
+    if context is not None:
+        context.handshake(0, {}, failure=reason)
 
 
 class ContextParallel:
@@ -54,6 +62,10 @@ class ContextParallel:
 
     Ranks of one host (over a 2-D mesh: rows of the mesh on one host) stand side by side in the ring, whatever their
     numbers; `rank` is the place in the ring. Errors name this context's groups by its `name`, the same on every rank.
+
+    A copy of a module that holds a context (EMA, nn.TransformerEncoder) holds the same one. `close` gives its groups
+    back. torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`; what else talks to
+    other ranks (`shard`, `unshard`, `shift_left`, LongNetLM's loss) goes outside.
 
     Args:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
@@ -89,18 +101,20 @@ class ContextParallel:
         others: OtherRanks | None = None,
     ) -> None:
         mesh = group if isinstance(group, DeviceMesh) else None
-        self.group = _resolve(group) if exchange != "simulated" else None
+        self.group = resolve_group(group) if exchange != "simulated" else None
         members = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
         if mesh is not None and mesh.ndim == 2:
             members = mesh.mesh.flatten().tolist()
         self.world_size = len(members)
         self.num_simulated = world_size if exchange == "simulated" and world_size is not None else 0
-        self._check(mesh, sharding, exchange, timeout, align, lengths, world_size)
-        _check_one_rank(world_size, rank, others)
+        num_ranks = self.num_simulated or self.world_size
+        check_arguments(num_ranks, mesh, sharding, exchange, timeout, align, lengths, world_size)
+        check_one_rank(world_size, rank, others)
         self.sharding, self.exchange, self.timeout = sharding, exchange, timeout
         self.align, self.lengths = align, tuple(lengths) if lengths is not None else None
         self.others = others
         self.rank, self.name, self.calls = rank or 0, "", 0  # calls: forwards so far, the same on every rank
+        self.key = ""  # what the ops know it by: other than its name, never that of another in this process
         self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
         self.uses: list[Use] | None = None  # of the simulated ranks, while they are measured
         self.link: Link | None = None  # all ranks
@@ -110,11 +124,12 @@ class ContextParallel:
         self._links: list[Link] = []  # all of these; they break together
         self._inner_size = mesh.shape[1] if mesh is not None and mesh.ndim == 2 else 1
         if self.num_simulated:
-            self.name = f"simulated {next(_simulated)}"
+            self.name = "simulated"
         elif self.world_size > 1:
             self._connect(members)
         if self.name:
-            _contexts[self.name] = self
+            self.key = f"{self.name}, number {next(_made)}"
+            _contexts[self.key] = self
 
     def _connect(self, members: list[int]) -> None:
         """Make the communicators. They are this context's own: a failed message breaks its group, and the user's must
@@ -133,6 +148,25 @@ class ContextParallel:
             self.inner = self._make_link("heads", None, members[row * self._inner_size :][: self._inner_size])
             chunks = members[column :: self._inner_size]
             self.outer = self._make_link("chunks", None, chunks) if len(chunks) > 1 else None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "ContextParallel":
+        """Itself: connections have no copies."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a ContextParallel holds connections of this process and cannot be pickled: save the module's state_dict, "
+            "and make the context anew in every process."
+        )
+
+    def close(self) -> None:
+        """Give the groups back, with their connections and threads. All ranks, when they need the context no more.
+
+        Also after an error has broken it, before the survivors make another. The context is of no use afterwards.
+        """
+        for link in self._links:
+            link.close()
+        self._links.clear()
 
     @property
     def runs_all(self) -> bool:
@@ -167,7 +201,13 @@ class ContextParallel:
             self.uses = None
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
-        """Every rank's shard, given every rank's number of positions."""
+        """Every rank's shard, given every rank's number of positions.
+
+        Raises:
+            ValueError: if they are not those that the context was made with.
+        """
+        if self.lengths is not None and tuple(lengths) != self.lengths:
+            raise ValueError(f"ranks have {tuple(lengths)} positions, but lengths={self.lengths} was given.")
         inner = self._inner_size
         if inner == 1:
             return make_shards(self.sharding, lengths)
@@ -178,6 +218,8 @@ class ContextParallel:
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all."""
         self._refuse_one_rank("shard")
+        if failure := dim_failure("shard", x, dim):
+            raise ValueError(failure)
         shards = self.shards(self.default_lengths(x.shape[dim]))
         return x if self.num_simulated else ShardRows.apply(x, self, shards, dim)
 
@@ -186,7 +228,9 @@ class ContextParallel:
         self._refuse_one_rank("unshard")
         if self.num_simulated:
             return x
-        lengths = self.handshake(x.shape[dim], rows_fields("unshard", x, dim))
+        failure = dim_failure("unshard", x, dim)
+        length, fields = (0, {}) if failure else (x.shape[dim], rows_fields("unshard", x, dim))
+        lengths = self.handshake(length, fields, failure)
         return UnshardRows.apply(x, self, self.shards(lengths), dim)
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -217,9 +261,14 @@ class ContextParallel:
             x: (B, N_local), any integer dtype.
         """
         self._refuse_one_rank("shift_left")
-        lengths = self.handshake(x.shape[1], {"call": "shift_left", "batch": x.shape[0], "fill": fill})
+        failure = None
+        if x.dim() != 2 or x.is_floating_point() or x.is_complex():
+            failure = f"shift_left takes integers (batch, N), got {x.dtype} {tuple(x.shape)}"
+        batch, length = (0, 0) if failure else x.shape
+        lengths = self.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
         shards = self._own_shards(lengths)
-        firsts = self._first_columns(x, shards)
+        with all_or_none(self):
+            firsts = self._first_columns(x, shards)
         parts, row = [], 0
         for span in shards[self.rank]:
             stop = row + span.stop - span.start
@@ -235,7 +284,8 @@ class ContextParallel:
             return x.clone()
         call = {"call": "all_reduce", "shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type}
         self.handshake(0, call)
-        return self.link.all_reduce(x.detach(), "all_reduce")
+        with all_or_none(self):
+            return self.link.all_reduce(x.detach(), "all_reduce")
 
     def abandon(self, reason: str) -> None:
         """Break this context's groups, so that the other ranks fail at once instead of waiting for this one.
@@ -320,47 +370,6 @@ class ContextParallel:
             self.sharding, seq_len, self.num_simulated or self.world_size, self.align, self._inner_size
         )
 
-    def _check(
-        self,
-        mesh: DeviceMesh | None,
-        sharding: str,
-        exchange: str,
-        timeout: timedelta,
-        align: int,
-        lengths: Sequence[int] | None,
-        world_size: int | None,
-    ) -> None:
-        if sharding not in SHARDINGS:
-            raise ValueError(f"sharding={sharding!r} is unknown; choose one of {SHARDINGS}.")
-        if exchange not in ("auto", *EXCHANGES):
-            raise ValueError(f"exchange={exchange!r} is unknown; choose one of {('auto', *EXCHANGES)}.")
-        if (exchange == "simulated") != (world_size is not None):
-            raise ValueError(
-                f"world_size={world_size} with exchange={exchange!r}: the number of ranks is given for "
-                "exchange='simulated', and for no other."
-            )
-        if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
-            raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}.")
-        if mesh is not None and mesh.ndim == 2 and exchange not in ("auto", "ring", "all_gather"):
-            raise ValueError(
-                f"exchange={exchange!r} cannot run on a 2-D mesh, whose last axis deals heads already; choose how "
-                "chunks travel along the first axis: 'auto', 'ring' or 'all_gather'."
-            )
-        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            raise ValueError(f"timeout must be a positive datetime.timedelta, got {timeout!r}.")
-        if isinstance(align, bool) or not isinstance(align, int) or align < 1:
-            raise ValueError(f"align must be an integer of at least 1, got {align!r}.")
-        if sharding == "zigzag" and (align != 1 or lengths is not None):
-            raise ValueError("zigzag shards are near-equal by definition; align and lengths are for contiguous ones.")
-        if lengths is not None:
-            num_ranks = self.num_simulated or self.world_size
-            if len(lengths) != num_ranks or any(not isinstance(n, int) or n < 0 for n in lengths):
-                raise ValueError(
-                    f"lengths must hold {num_ranks} integers of at least 0, one for each rank, got {lengths}."
-                )
-            if align != 1:
-                raise ValueError(f"give either align={align} or lengths={lengths}, not both.")
-
     def _make_link(self, purpose: str, backend: str | None, members: list[int]) -> Link:
         """A communicator of these global ranks, in this order."""
         try:
@@ -380,31 +389,6 @@ class ContextParallel:
                 f"rank {dist.get_rank()}): {error}"
             ) from error
         return link
-
-
-def _check_one_rank(world_size: int | None, rank: int | None, others: OtherRanks | None) -> None:
-    if (rank is None) != (others is None):
-        raise ValueError(f"rank={rank} with others={others}: to run one rank alone takes both, to run all neither.")
-    if rank is None:
-        return
-    if world_size is None:
-        raise ValueError(f"rank={rank}: only a simulated rank is chosen; give exchange='simulated' and world_size.")
-    if not isinstance(rank, int) or not 0 <= rank < world_size:
-        raise ValueError(f"rank must be an integer from 0 to {world_size - 1}, got {rank!r}.")
-
-
-def _resolve(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    if isinstance(group, DeviceMesh):
-        if group.ndim > 2:
-            raise ValueError(
-                f"the DeviceMesh has {group.ndim} axes {group.mesh_dim_names}; name one or two, as in mesh['cp']."
-            )
-        group = group.get_group(0)
-    if group is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}.")
-    return group
 
 
 __all__ = ["ContextParallel", "ExchangeError", "context_named"]

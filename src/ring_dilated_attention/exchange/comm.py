@@ -183,6 +183,13 @@ class Link:
                     if work is not None:
                         work.wait(timedelta(milliseconds=1))
 
+    def close(self) -> None:
+        """Give the group back. Its sockets and threads go with the last reference."""
+        self.failure = self.failure or "it was closed"
+        with suppress(ValueError, AssertionError):  # torch.distributed was shut down before
+            dist.destroy_process_group(self.group)
+        del self.group
+
     def _refuse_if_broken(self) -> None:
         if self.failure:
             raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
@@ -233,6 +240,9 @@ class Link:
                 )
             except RuntimeError as error:
                 self.fail(moment, ", ".join(deeds), error)
+            except ValueError as error:  # torch does not know the group any more
+                self.failure = "torch.distributed was shut down since it was made"
+                raise ExchangeError(f"{moment}: {self.failure}. Make a new ContextParallel.") from error
             if len(works) != len(batch):  # a transport that answers for all of them at once
                 deeds = [", ".join(deeds)] * len(works)
             pending.handles += map(Handle, works, deeds, peers)

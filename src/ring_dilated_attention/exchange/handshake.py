@@ -1,6 +1,9 @@
 """All ranks make the same call, or none does: one record of fixed size to and from everybody before each call."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -8,6 +11,28 @@ from .comm import Link
 
 # Columns of a record: at least as many as any call compares.
 _NUM_FIELDS = 16
+
+
+class Breakable(Protocol):
+    """Connections that can be broken on purpose, so that the other ranks fail at once instead of waiting."""
+
+    def abandon(self, reason: str) -> None: ...
+
+
+@contextmanager
+def all_or_none(connections: Breakable | None, *agreed: type[Exception]) -> Iterator[None]:
+    """Whatever fails on this rank alone (memory, say) must not leave the others waiting for it.
+
+    `agreed` are the errors that all ranks raise alike: a call that all refuse breaks nothing.
+    """
+    try:
+        yield
+    except agreed:
+        raise
+    except BaseException as error:
+        if connections is not None:
+            connections.abandon(f"{type(error).__name__}: {error}")
+        raise
 
 
 def agree(control: Link, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
@@ -34,7 +59,8 @@ def agree(control: Link, length: int, fields: dict[str, object], failure: str | 
             for member, text in zip(control.members, texts, strict=True)
             if text
         ]
-        raise ValueError("; ".join(refused) if failure is None or len(refused) > 1 else failure)
+        alike = len({text for text in texts if text}) == 1
+        raise ValueError(failure if failure is not None and alike else "; ".join(refused))
     for column, name in enumerate(fields, start=2):
         if len({row[column] for row in table}) > 1:
             texts = control.texts(str(fields[name]), moment)

@@ -7,9 +7,17 @@ import torch
 from torch import Tensor
 
 from ..sharding import Shard, shard_length
+from .handshake import all_or_none
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
+
+
+def dim_failure(call: str, x: Tensor, dim: int) -> str | None:
+    """Why a tensor cannot be cut or joined along a dim, or None."""
+    if -x.dim() <= dim < x.dim():
+        return None
+    return f"{call} along dim={dim} of a tensor {tuple(x.shape)}, which has {x.dim()}: give the dim of the positions"
 
 
 def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
@@ -26,12 +34,13 @@ def _own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
 def _all_rows(x: Tensor, context: "ContextParallel", shards: Sequence[Shard], dim: int, moment: str) -> Tensor:
     if context.link is None:
         return x.clone()
-    gathered = context.link.all_gather(x, [shard_length(shard) for shard in shards], dim, moment)
-    parts = []
-    for shard, rows in zip(shards, gathered, strict=True):
-        pieces = rows.split([span.stop - span.start for span in shard], dim=dim) if shard else ()
-        parts += [(span.start, piece) for span, piece in zip(shard, pieces, strict=True)]
-    return torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])] or [x], dim=dim)
+    with all_or_none(context):
+        gathered = context.link.all_gather(x, [shard_length(shard) for shard in shards], dim, moment)
+        parts = []
+        for shard, rows in zip(shards, gathered, strict=True):
+            pieces = rows.split([span.stop - span.start for span in shard], dim=dim) if shard else ()
+            parts += [(span.start, piece) for span, piece in zip(shard, pieces, strict=True)]
+        return torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])] or [x], dim=dim)
 
 
 class ShardRows(torch.autograd.Function):

@@ -182,6 +182,8 @@ class LongNetLM(nn.Module):
             failure = (
                 f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
             )
+        elif self.parallel is not None and not self._knows(tokens_BN):
+            failure = f"tokens from {tokens_BN.min()} to {tokens_BN.max()}, but vocab_size={self.config.vocab_size}"
         elif cu_seqlens is not None:
             try:
                 validate_cu_seqlens(cu_seqlens, tokens_BN.shape[0])
@@ -201,6 +203,12 @@ class LongNetLM(nn.Module):
         borders = tuple(cu_seqlens.tolist())
         check_documents(borders, sum(lengths))
         return lengths, borders
+
+    def _knows(self, tokens_BN: Tensor) -> bool:
+        """Whether all tokens have an embedding. (On a GPU torch asserts it, without waiting.)"""
+        if tokens_BN.device.type != "cpu" or not tokens_BN.numel():
+            return True
+        return bool((tokens_BN >= 0).all()) and bool((tokens_BN < self.config.vocab_size).all())
 
     def _labels(self, tokens_BN: Tensor, lengths: Sequence[int], borders: Sequence[int]) -> Tensor:
         """The token after each. After the last of a document there is none, whatever stands there."""
