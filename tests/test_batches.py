@@ -22,7 +22,7 @@ from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.sharding import default_lengths, make_shards
 
 LENGTH = 60
-BRANCHES = [((LENGTH,), (1,)), ((8, 24, LENGTH), (1, 2, 4)), ((17, 31, 45), (1, 1, 3))]
+BRANCHES = [((LENGTH,), (1,)), ((8, 24, LENGTH), (1, 2, 4)), ((17, 31, 45), (1, 1, 3)), ((LENGTH, 25), (16, 7))]
 PATTERNS = [DilatedPattern(*branches, is_causal=is_causal) for branches, is_causal in product(BRANCHES, [False, True])]
 
 

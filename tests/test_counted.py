@@ -18,6 +18,7 @@ CASES = [
     (DilatedPattern((20, 61), (1, 3), is_causal=True), 8, 4, torch.bfloat16, "contiguous"),
     (DilatedPattern((61, 9), (1, 2), is_causal=True), 4, 4, torch.float64, "zigzag"),
     (DilatedPattern((36,), (1,), is_causal=True), 8, 4, torch.float32, "zigzag"),
+    (DilatedPattern((8, 61), (1, 22), is_causal=True), 8, 8, torch.float32, "contiguous"),
 ]
 N, BATCH, HEAD_DIM = 61, 2, 8
 

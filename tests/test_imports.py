@@ -13,7 +13,7 @@ PACKAGE = Path(ring_dilated_attention.__file__).parent
 NAME = "ring_dilated_attention"
 
 # Modules without torch, for people who plan on a laptop.
-PURE = ("pattern", "sharding", "rows", "plan", "planner", "estimate", "schedule", "totals")
+PURE = ("pattern", "sharding", "rows", "rings", "plan", "planner", "estimate", "schedule", "totals")
 # What any file may use of torch.distributed: it makes and describes groups, and moves no data. All else is for comm.py.
 HARMLESS = {"ProcessGroup", "FileStore", "group", "new_group", "init_process_group", "destroy_process_group"}
 HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}

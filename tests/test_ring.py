@@ -49,6 +49,8 @@ def cases_for(world_size):
         (47, 2, 4, 2, 8, [(20, 1), (47, 2)], {"is_causal": True}, {"sharding": "zigzag"}),
         (47, 1, 4, 2, 8, [(9, 1), (30, 2)], {"is_causal": True}, {"sharding": "zigzag"}),
         (3, 1, 8, 8, 4, [(2, 1), (3, 8)], {}, {}),
+        (45, 1, 6, 2, 4, [(4, 1), (45, 16)], {}, {}),
+        (24, 2, 8, 8, 4, [(5, 1), (24, 12)], {"is_causal": True}, {"sharding": "zigzag"}),
     ]
 
 

@@ -232,6 +232,7 @@ JOBS = [
     (DilatedPattern((8, 20, 48), (1, 2, 3), is_causal=True), "zigzag", 61, 3, (4, 2), None),
     (DilatedPattern((20, 60), (1, 4), is_causal=True), "contiguous", 60, 5, (4, 2), None),
     (DilatedPattern((40, 60), (3, 7), heads="split"), "contiguous", 60, 4, (4, 4), None),
+    (DilatedPattern((8, 64), (1, 12), is_causal=True), "zigzag", 64, 4, (8, 8), None),
     (DilatedPattern((64,), (2,), is_causal=True), "zigzag", 64, 4, (2, 2), (19, 30, 15)),
 ]
 # FLOPs per second, bytes per second, latency. Powers of two keep virtual time exact, so that waits can be equal.

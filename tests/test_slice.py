@@ -102,6 +102,7 @@ def test_direct_evaluation_equals_the_definition(pattern, num_heads, num_kv_head
         (DilatedPattern((32, 128, 512), (1, 3, 65), is_causal=True), 4),
         (DilatedPattern((32, 128, 512), (1, 3, 33)), 2),
         (DilatedPattern((100, 300), (1, 9), is_causal=True, phase="blocked"), 1),
+        (DilatedPattern((32, 512), (1, 95), is_causal=True), 4),  # phases 0 and 1 are on rank 2, 2 and 3 on rank 3
     ],
 )
 def test_one_rank_equals_the_definition(pattern, num_kv_heads):

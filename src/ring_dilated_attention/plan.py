@@ -120,7 +120,7 @@ class Chunk(NamedTuple):
     """What a message carries: rows of a segment of a branch that one rank owns.
 
     origin: the first position of the segment.
-    lane: of a segment's rings, whose chunks are needed at different hops.
+    lane: which of the segment's rings: chunks of others are needed by other ranks or at other hops.
     rows: where the key/value rows lie in the message. Unlike elsewhere, they are rows of the whole sequence: global
         positions take the place of local ones.
     """

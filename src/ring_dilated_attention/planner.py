@@ -1,26 +1,19 @@
-"""(pattern, shards, rank) -> plan: local tiles, rings and hops. Pure integers, no torch.
+"""(pattern, shards, rank) -> plan: local tiles, rings (see `rings.py`) and hops. Pure integers, no torch."""
 
-A chunk is at place c + s of its ring at hop s, but only while someone needs it there: its *runs* are the stretches of
-hops at which the rank that it comes to does. Inside a run each passes it on; the first of a run has it from the owner.
-Under causality with contiguous shards no run wraps, and the ring is a line; under zigzag the later part of a shard,
-needed by lower ranks alone, goes straight to rank 0 when the earlier part gets there too. In backward the gradient of a
-chunk follows it one hop behind, starts from zero with each run, and goes straight home at its end.
-"""
-
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
-from itertools import accumulate, pairwise, product
-from typing import NamedTuple
+from functools import cache, lru_cache, partial
+from itertools import accumulate, count, groupby, pairwise, product
 
-from .pattern import DilatedPattern
+from .pattern import DilatedPattern, HeadGroup
 from .plan import Chunk, Hop, Message, Plan, Tile
+from .rings import Hops, Layout, Ring, causal_runs, lay_out
 from .rows import (
     Block,
     Piece,
     Rows,
-    Run,
     first_rows,
+    heads_between,
     kv_heads,
     kv_rows,
     make_runs,
@@ -30,46 +23,6 @@ from .rows import (
     segment_of,
 )
 from .sharding import Shard, shard_length
-
-
-class _Entry(NamedTuple):
-    """A run of heads in a chunk and the block that holds it."""
-
-    group: int
-    piece: Piece
-    run: Run
-    block: Block
-
-
-class _Chunk(NamedTuple):
-    """One rank's packed rows of a straddling segment."""
-
-    size: int
-    entries: tuple[_Entry, ...]
-
-
-Hops = tuple[tuple[int, int], ...]  # stretches of hops, first and last
-
-
-class _Ring(NamedTuple):
-    """A straddling segment of a branch: where it starts, and of each rank that holds rows of it, in order: the rank,
-    its pieces, its chunk, and the hops at which the chunk is needed. Pieces that are needed at different hops are in
-    chunks of different rings, one for each `lane`."""
-
-    branch: int
-    origin: int
-    lane: int
-    ranks: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
-    chunks: tuple[_Chunk, ...]
-    runs: tuple[Hops, ...]
-
-    def meets(self, chunk: int, s: int) -> bool:
-        """Whether the rank to which a chunk comes at hop s needs it."""
-        return any(first <= s <= last for first, last in self.runs[chunk])
-
-    def place_of(self, rank: int) -> int:
-        return bisect_left(self.ranks, rank)
 
 
 @lru_cache(maxsize=256)
@@ -95,7 +48,8 @@ def make_plan(
     offsets = _offsets(rings)
     packs = [pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)]
     places: dict[Rows | Block, Block] = dict(packs)
-    hops = [planner.hop(s, rank, rings, offsets) for s in range(1, max(map(_last_hop, rings), default=0) + 1)]
+    last_hop = max((ring.last_hop for ring in rings), default=0)
+    hops = [planner.hop(s, rank, rings, offsets) for s in range(1, last_hop + 1)]
     while hops and not any(hops[-1]):
         hops.pop()
     first_rates = pattern.dilation_rates[:1] if pattern.heads == "all" else pattern.dilation_rates
@@ -169,12 +123,12 @@ class _Planner:
         self.owners = sorted((span, rank) for rank, shard in enumerate(shards) for span in shard)
         self.starts = [span.start for span, _ in self.owners]
         self.row_of = {s: row for shard in shards for s, row in zip(shard, first_rows(shard), strict=False)}
-        self.rings: dict[tuple[int, int], tuple[_Ring, ...]] = {}  # made so far; all their ranks share them
+        self.rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # made so far; all their ranks share them
 
-    def local_and_rings(self, rank: int) -> tuple[list[Tile], list[_Ring]]:
+    def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
         """Tiles of all branches with own rows on both sides, and the rings of this rank."""
         tiles: list[Tile] = []
-        rings: dict[tuple[int, int], tuple[_Ring, ...]] = {}
+        rings: dict[tuple[int, int], tuple[Ring, ...]] = {}
         for branch, (length, _) in enumerate(self.pattern.branches):
             for span in self.shards[rank]:
                 for piece, segments in own_pieces(span, self.row_of[span], self.borders, length):
@@ -210,35 +164,62 @@ class _Planner:
         clipped = ((span, max(span.start, start), min(span.stop, stop)) for span in sorted(self.shards[rank]))
         return [Piece(a, b, self.row_of[span] + a - span.start) for span, a, b in clipped if a < b]
 
-    def rings_of(self, branch: int, origin: int, stop: int) -> tuple[_Ring, ...]:
+    def rings_of(self, branch: int, origin: int, stop: int) -> tuple[Ring, ...]:
         """The rings of segment origin..stop-1."""
         if (branch, origin) not in self.rings:
             self.rings[branch, origin] = tuple(self.make_rings(branch, origin, stop))
         return self.rings[branch, origin]
 
-    def make_rings(self, branch: int, origin: int, stop: int) -> Iterator[_Ring]:
-        members: dict[int, list[Piece]] = {}
-        for rank in self.candidates(branch, origin, stop):
-            pieces = [x for x in self.pieces(rank, origin, stop) if self.chunk(branch, origin, [x]).size]
-            if pieces:
-                members[rank] = pieces
-        starts = [[piece.start for piece in pieces] for pieces in members.values()]
-        everywhere: Hops = ((1, len(members) - 1),) if len(members) > 1 else ()
-        needed = _causal_runs(starts) if self.pattern.is_causal else [[everywhere] * len(place) for place in starts]
-        alike = all(len(set(place)) == 1 for place in needed)
-        for lane in range(1 if alike else max(map(len, needed))):
-            parts = [pieces if alike else pieces[lane : lane + 1] for pieces in members.values()]
-            runs = [hops[lane] if lane < len(hops) else () for hops in needed]
-            if any(runs):
-                yield _Ring(
-                    branch=branch,
-                    origin=origin,
-                    lane=lane,
-                    ranks=tuple(members),
-                    pieces=tuple(map(tuple, members.values())),
-                    chunks=tuple(self.chunk(branch, origin, part) for part in parts),
-                    runs=tuple(runs),
-                )
+    def make_rings(self, branch: int, origin: int, stop: int) -> Iterator[Ring]:
+        lanes, rate = count(), self.pattern.dilation_rates[branch]
+        for members, groups in self.members(branch, origin, stop):
+            starts = [[piece.start for piece in pieces] for pieces in members.values()]
+            everywhere: Hops = ((1, len(members) - 1),)
+            needed = causal_runs(starts) if self.pattern.is_causal else [[everywhere] * len(place) for place in starts]
+            alike = all(len(set(place)) == 1 for place in needed)
+            for i in range(1 if alike else max(map(len, needed))):
+                parts = [pieces if alike else pieces[i : i + 1] for pieces in members.values()]
+                runs = [hops[i] if i < len(hops) else () for hops in needed]
+                if any(runs):
+                    yield Ring(
+                        branch=branch,
+                        origin=origin,
+                        lane=next(lanes),
+                        ranks=tuple(members),
+                        pieces=tuple(map(tuple, members.values())),
+                        chunks=tuple(lay_out(groups, part, origin, rate) for part in parts),
+                        runs=tuple(runs),
+                    )
+
+    def members(self, branch: int, origin: int, stop: int) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
+        """The ranks that share a segment, with their pieces: once for all heads whose rows the same ranks need.
+
+        A rank needs a row if it has one of the same phase, if causal a later one: what counts then is its last piece.
+        """
+        rate = self.pattern.dilation_rates[branch]
+        pieces = {rank: self.pieces(rank, origin, stop) for rank in self.candidates(branch, origin, stop)}
+
+        @cache
+        def sharers(phase: int) -> tuple:
+            last = {
+                k: x for k, own in pieces.items() for x in own if x.start + (origin + phase - x.start) % rate < x.stop
+            }
+            return tuple(last.items() if self.pattern.is_causal else last)
+
+        heads: dict[tuple, list[HeadGroup]] = {}
+        for group in self.groups[branch]:
+            found = [sharers(group.phase + j) for j in range(len(group.query_heads) if group.phase_step else 1)]
+            for key, same in groupby(range(len(found)), key=found.__getitem__):
+                lo, *more = same
+                heads.setdefault(key, []).append(heads_between(group, lo, lo + 1 + len(more)))
+        for key, groups in heads.items():
+            ranks = [rank for rank, _ in key] if self.pattern.is_causal else key
+            if len(ranks) > 1:
+                held = {
+                    rank: [x for x in pieces[rank] if any(make_runs(g, x, origin, rate) for g in groups)]
+                    for rank in ranks
+                }
+                yield held, groups
 
     def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
         """The ranks that may hold rows of a segment. Goes from row to row: few ranks have any where rates are high."""
@@ -255,39 +236,28 @@ class _Planner:
             position = span.stop + (max(lowest - phase, 0) if phase <= highest else rate - phase + lowest)
         return sorted(ranks)
 
-    def chunk(self, branch: int, origin: int, pieces: Sequence[Piece]) -> _Chunk:
-        """The layout of one rank's rows of a segment: a block for each piece, head group and run."""
-        entries, size = [], 0
-        for piece in pieces:
-            for g, group in enumerate(self.groups[branch]):
-                for run in make_runs(group, piece, origin, self.pattern.dilation_rates[branch]):
-                    num_heads = len(kv_heads(group, run))
-                    entries.append(_Entry(g, piece, run, Block(size, num_heads, run.num_rows, 0, num_heads)))
-                    size += 2 * num_heads * run.num_rows
-        return _Chunk(size, tuple(entries))
-
-    def packs(self, ring: _Ring, rank: int, offset: int) -> Iterator[tuple[Rows, Block]]:
+    def packs(self, ring: Ring, rank: int, offset: int) -> Iterator[tuple[Rows, Block]]:
         """Which of the rank's own key/value rows go where in the buffer."""
         rate = self.pattern.dilation_rates[ring.branch]
         for entry in ring.chunks[ring.place_of(rank)].entries:
-            rows = kv_rows(self.groups[ring.branch][entry.group], entry.run, rate)
+            rows = kv_rows(entry.group, entry.run, rate)
             yield rows, entry.block._replace(offset=offset + entry.block.offset)
 
-    def global_rows(self, ring: _Ring, chunk: _Chunk) -> Iterator[tuple[Rows, Block]]:
+    def global_rows(self, ring: Ring, chunk: Layout) -> Iterator[tuple[Rows, Block]]:
         """Which key/value rows of the whole sequence go where in a chunk."""
         rate = self.pattern.dilation_rates[ring.branch]
         for group, piece, run, block in chunk.entries:
-            rows = kv_rows(self.groups[ring.branch][group], run, rate)
+            rows = kv_rows(group, run, rate)
             yield rows._replace(first=rows.first + piece.start - piece.row), block
 
-    def remote_tiles(self, ring: _Ring, i: int, chunk: int, offset: int) -> Iterator[Tile]:
+    def remote_tiles(self, ring: Ring, i: int, chunk: int, offset: int) -> Iterator[Tile]:
         """Queries of the ring's i-th rank times another's chunk, which lies in the buffer from `offset` on."""
         rate = self.pattern.dilation_rates[ring.branch]
         for query in ring.pieces[i]:
             for entry in ring.chunks[chunk].entries:
                 if self.pattern.is_causal and entry.piece.start > query.start:
                     continue
-                group = self.groups[ring.branch][entry.group]
+                group = entry.group
                 for q, k in matches(group, make_runs(group, query, ring.origin, rate), [entry.run]):
                     start = k.lo - entry.run.lo if group.phase_step else 0
                     block = entry.block._replace(
@@ -314,7 +284,7 @@ class _Planner:
             packed = tile.packed and tile.packed.of_heads(lo, hi)
             yield tile._replace(query=query, key=tile.key.of_heads(lo, hi), packed=packed)
 
-    def hop(self, s: int, rank: int, rings: Sequence[_Ring], offsets: Sequence[int]) -> Hop:
+    def hop(self, s: int, rank: int, rings: Sequence[Ring], offsets: Sequence[int]) -> Hop:
         """What the rank sends, receives and computes at hop s, over all its rings, in the order of the rings."""
         hop: dict[str, list] = {field: [] for field in Hop._fields}
         for ring, offset in zip(rings, offsets, strict=False):
@@ -324,7 +294,7 @@ class _Planner:
             target = ring.ranks[(i + s) % g]  # meets this rank's chunk
 
             def message(
-                peer: int, chunk: int, ring: _Ring = ring, offset: int = offset, is_gradient: bool = False
+                peer: int, chunk: int, ring: Ring = ring, offset: int = offset, is_gradient: bool = False
             ) -> Message:
                 return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk], is_gradient)
 
@@ -350,52 +320,6 @@ class _Planner:
         return Hop(**{field: tuple(entries) for field, entries in hop.items()})
 
 
-def _last_hop(ring: _Ring) -> int:
-    return max((hops[-1][1] for hops in ring.runs if hops), default=0)
-
-
-def _causal_runs(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
-    """For each piece of each place of a ring the hops at which it comes to a place that needs it.
-
-    A place needs a piece if one of its own starts later. Places are taken up as the start that is asked for falls, and
-    kept as stretches of neighbours.
-
-    Args:
-        starts: of the pieces of each place, in ascending order.
-    """
-    g = len(starts)
-    falling = sorted(range(g), key=lambda k: starts[k][-1])  # taken from the end
-    stretches: list[tuple[int, int]] = []
-    found: list[list[Hops]] = [[()] * len(place) for place in starts]
-    for start, c, j in sorted(((x, c, j) for c, place in enumerate(starts) for j, x in enumerate(place)), reverse=True):
-        while falling and starts[falling[-1]][-1] > start:
-            _take_up(stretches, falling.pop())
-        found[c][j] = _hops(stretches, c, g)
-    return found
-
-
-def _take_up(stretches: list[tuple[int, int]], k: int) -> None:
-    """Add a place to stretches of places, (first, last) in ascending order."""
-    i = bisect_left(stretches, (k, k))
-    lo = hi = k
-    if i < len(stretches) and stretches[i][0] == k + 1:
-        hi = stretches.pop(i)[1]
-    if i and stretches[i - 1][1] == k - 1:
-        i -= 1
-        lo = stretches.pop(i)[0]
-    stretches.insert(i, (lo, hi))
-
-
-def _hops(stretches: Sequence[tuple[int, int]], c: int, g: int) -> Hops:
-    """The hops at which a chunk of place c comes to some stretch of the g places: those above c, then those below."""
-    above = [(max(lo, c + 1) - c, hi - c) for lo, hi in stretches if hi > c]
-    below = [(lo - c + g, min(hi, c - 1) - c + g) for lo, hi in stretches if lo < c]
-    if above and below and above[-1][1] + 1 == below[0][0]:
-        (first, _), (_, last) = above.pop(), below.pop(0)
-        above.append((first, last))
-    return (*above, *below)
-
-
-def _offsets(rings: Sequence[_Ring]) -> list[int]:
+def _offsets(rings: Sequence[Ring]) -> list[int]:
     """Where each ring's chunks lie in a rank's buffer, and the size of the buffer."""
     return list(accumulate((max(chunk.size for chunk in ring.chunks) for ring in rings), initial=0))

@@ -116,6 +116,13 @@ def make_runs(group: HeadGroup, piece: Piece, origin: int, rate: int) -> list[Ru
     return runs
 
 
+def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
+    """Heads lo..hi-1 of a diagonal. Heads of one phase are never cut."""
+    if not group.phase_step:
+        return group
+    return HeadGroup(group.query_heads[lo:hi], group.kv_heads[lo:hi], group.phase + lo * group.phase_step, 1)
+
+
 def matches(group: HeadGroup, queries: Sequence[Run], keys: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
     """The common heads of each run of queries and each run of keys."""
     for q in queries:

@@ -3,10 +3,11 @@
 For contiguous shards of equal length L = n / p and one document. In a segment that starts at o, the phase s of a branch
 (w, r) has ceil((x - o - s) / r) rows before position x; everything below is sums and differences of such counts.
 
-A segment that crosses a border of shards has a ring of the ranks with rows of it. What one of them sends in a forward
-is, if causal (a line), the rows from o to the end of its own, unless it is the last; and all rows but the next member's
-otherwise. In backward the same again, and the gradients of the rows before its own, or of all others. Where r divides L
-and L divides w this is, not causal, the (g - 1) * 2 * B * L/r * H * D * itemsize per branch of g = w/L ranks.
+Each phase of a segment that crosses a border of shards is shared by the ranks with rows of it. What one of them sends
+in a forward is, if causal (a line), the rows from o to the end of its own, unless it is the last; and all rows but the
+next one's otherwise. In backward the same again, and the gradients of the rows before its own, or of all others. Where
+r divides L and L divides w this is, not causal, the (g - 1) * 2 * B * L/r * H * D * itemsize per branch of g = w/L
+ranks.
 """
 
 from collections.abc import Iterator
@@ -99,22 +100,28 @@ class Segment:
         return self.rows(self.origin, start), self.rows(start, stop), self.rows(stop, self.end)
 
     def sent_from(self, start: int, stop: int, *, is_causal: bool) -> Sent:
-        """What the rank that owns start..stop-1 sends in this segment's ring."""
-        before, own, after = self.shares(start, stop)
-        if not own:
-            return Sent(0, 0)
-        if is_causal:
-            return Sent(before + own if after else 0, before)
-        if not before + after:
-            return Sent(0, 0)
-        return Sent(before + own + after - self._next(stop if after else self.origin), before + after)
+        """What the rank that owns start..stop-1 sends of this segment."""
+        chunks = gradients = 0
+        for phase, heads in self.phases:
+            before, own, after = (
+                2 * heads * self._count(a, b, phase) for a, b in ((self.origin, start), (start, stop), (stop, self.end))
+            )
+            if not own or not before + after:
+                continue
+            if is_causal:
+                chunks += before + own if after else 0
+                gradients += before
+            else:
+                next_rows = self._next(stop if after else self.origin, phase)
+                chunks += before + own + after - 2 * heads * next_rows
+                gradients += before + after
+        return Sent(chunks, gradients)
 
-    def _next(self, position: int) -> int:
-        """Rows of the first rank with rows from a position on."""
-        offset = position - self.origin
-        first = self.origin + min(offset + (phase - offset) % self.rate for phase, _ in self.phases)
+    def _next(self, position: int, phase: int) -> int:
+        """How many rows of a phase the first rank has that has any from a position on."""
+        first = position + (self.origin + phase - position) % self.rate
         shard = first // self.shard_length * self.shard_length
-        return self.rows(max(shard, self.origin), min(shard + self.shard_length, self.end))
+        return self._count(max(shard, self.origin), min(shard + self.shard_length, self.end), phase)
 
     def _count(self, start: int, stop: int, phase: int) -> int:
         before_stop, before_start = (_rows_before(x - self.origin, phase, self.rate) for x in (stop, start))

@@ -110,7 +110,7 @@ class Others(OtherRanks):
     def __init__(self, tensors: CounterTensors, owner: int | None = None) -> None:
         self.tensors, self.owner = tensors, owner
         self.taken: list[tuple[Chunk, Tensor]] = []
-        self.home: dict[tuple[int, int], Tensor] = {}
+        self.home: dict[tuple[int, int, int], Tensor] = {}
 
     def keys_and_values(self, positions_GM: Tensor, heads_G1: Tensor) -> tuple[Tensor, Tensor]:
         key, value = (self.tensors.rows(name, positions_GM, heads_G1).unsqueeze(0) for name in ("key", "value"))
@@ -121,7 +121,7 @@ class Others(OtherRanks):
             self.taken.append((chunk, gradient.clone()))
 
     def gradient_home(self, chunk: Chunk) -> Tensor | None:
-        return self.home.get((chunk.branch, chunk.origin))
+        return self.home.get((chunk.branch, chunk.origin, chunk.lane))
 
 
 @dataclass
@@ -169,7 +169,7 @@ def run_share(job: Job, rank: int, step: Callable[[str], None], others: Others |
         its_others = Others(job.tensors, owner=rank)
         _Call(job, viewer, its_others).gradients()
         for chunk, gradient in its_others.taken:
-            place = chunk.branch, chunk.origin
+            place = chunk.branch, chunk.origin, chunk.lane
             others.home[place] = others.home[place] + gradient if place in others.home else gradient
     clock.lap("other ranks")
     step("backward with gradients that come home")
