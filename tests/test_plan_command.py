@@ -66,6 +66,8 @@ def test_pictures_are_made(tmp_path, capsys):
         (["--documents", "4000", "95"], "--documents add up to 4095, and --seq-len is 4096"),
         (["--documents", "4096", "0"], "--documents must be at least 1 each, got 0"),
         (["--documents", "4096", "--picture", "x"], "--picture draws one document"),
+        (["--documents", "4000", "96", "--batch", "2"], "so --batch must be 1, got 2. Leave out"),
+        (["--picture", f"{__file__}/new"], "test_plan_command.py/new cannot be written: a file is in the way. Choose"),
         (["--flops", "1e9"], "--bandwidth is missing: a time needs --flops and --bandwidth, or --hardware"),
         (["--latency", "1"], "--flops is missing"),
         (["--flops", "0", "--bandwidth", "1"], "--flops must be a positive number, got 0"),

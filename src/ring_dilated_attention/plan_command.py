@@ -5,11 +5,13 @@ import json
 import math
 import sys
 from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .estimate import KERNELS, AttentionMemory, attention_memory
+from .output import check_writable, progress_bar
 from .pattern import PHASE_RULES, DilatedPattern
 from .plan import Plan
 from .planner import make_plan
@@ -98,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_positive(arguments)
         check_documents(arguments)
         hardware = hardware_of(arguments)
+        check_picture(arguments)
         plans = make_plans(pattern, split(arguments, arguments.seq_len), arguments)
         memories = [memory_of(plan, arguments) for plan in plans]
     except ValueError as error:
@@ -153,8 +156,22 @@ def check_documents(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--documents must be at least 1 each, got {min(lengths)}")
     if sum(lengths) != arguments.seq_len:
         raise ValueError(f"--documents add up to {sum(lengths)}, and --seq-len is {arguments.seq_len}")
+    if arguments.batch != 1:
+        raise ValueError(
+            f"--documents are packed into one sequence, so --batch must be 1, got {arguments.batch}. "
+            "Leave out --batch; more sequences are more documents."
+        )
     if arguments.picture is not None:
         raise ValueError("--picture draws one document; leave out --documents")
+
+
+def check_picture(arguments: argparse.Namespace) -> None:
+    """Before the work, which may take minutes."""
+    if arguments.picture is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise ValueError("--picture needs matplotlib: pip install matplotlib")
+    check_writable("--picture", arguments.picture)
 
 
 def hardware_of(arguments: argparse.Namespace) -> Hardware | None:
@@ -191,12 +208,14 @@ def split(arguments: argparse.Namespace, seq_len: int) -> tuple[Shard, ...]:
 
 def make_plans(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: argparse.Namespace) -> list[Plan]:
     """Every rank's plan. A ring of a thousand ranks takes a moment for each, so that many show their progress."""
-    from tqdm import tqdm
-
     num_kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads
-    ranks = tqdm(range(len(shards)), unit="rank", file=sys.stderr, disable=len(shards) <= MOST_ROWS)
     documents = None if arguments.documents is None else tuple(accumulate(arguments.documents, initial=0))
-    return [make_plan(pattern, shards, rank, arguments.heads, num_kv_heads, documents) for rank in ranks]
+    plans = []
+    with progress_bar(len(shards), "rank", is_shown=len(shards) > MOST_ROWS) as bar:
+        for rank in range(len(shards)):
+            plans.append(make_plan(pattern, shards, rank, arguments.heads, num_kv_heads, documents))
+            bar.update()
+    return plans
 
 
 def step_of(plans: list[Plan], arguments: argparse.Namespace, hardware: Hardware | None) -> StepTime | None:

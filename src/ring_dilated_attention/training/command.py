@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 def check_packages() -> None:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        raise ValueError(f"needs {', '.join(missing)}: pip install 'ring-dilated-attention[train]'")
+        raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[train]' in a clone of the repository")
 
 
 def check_ranks(num_ranks: int | None) -> None:
