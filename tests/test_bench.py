@@ -27,6 +27,8 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
     found = json.loads((folder / f"{name}.json").read_text())
     assert found["command"] == f"rda bench {name} --quick"
     assert found["hardware"]["cores"] >= 1
+    assert found["hardware"]["threads_of_this_process"] == torch.get_num_threads()
+    assert "threads_per_rank" not in found["hardware"]  # this process is no rank
     assert found["versions"]["torch"] == torch.__version__
     assert found["rows"]
     for row in found["rows"]:
@@ -34,6 +36,8 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
         assert gate["passed"]
         assert gate["error"] <= gate["tolerance"]
         assert {"segment_lengths", "dilation_rates", "seq_len", "num_heads", "head_dim", "dtype"} <= row.keys()
+        if name in ("overlap", "torch_ring", "ranks", "scaling", "sent"):
+            assert row["threads_per_rank"] == 1
     page = (tmp_path / "README.md").read_text()
     assert f"## {name}" in page
     assert found["hardware"]["processor"] in page

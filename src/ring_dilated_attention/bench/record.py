@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..training.report import hardware, versions
 
 Record = dict[str, Any]
@@ -19,13 +21,15 @@ def make_record(
     name: str, rows: list[dict[str, Any]], *, is_quick: bool, gpu: Mapping[str, Any] | None = None
 ) -> Record:
     """gpu: what `device.describe` says of the one that was measured."""
+    # Ranks may have other numbers of threads than this process: their rows say how many.
+    machine = hardware() | {"threads_of_this_process": torch.get_num_threads()}
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "case": name,
         "command": f"rda bench {name}" + (" --quick" if is_quick else ""),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "hardware": hardware() | {"load_average_at_the_end": load} | ({"gpu": gpu} if gpu else {}),
+        "hardware": machine | {"load_average_at_the_end": load} | ({"gpu": gpu} if gpu else {}),
         "versions": versions(),
         "rows": rows,
     }
