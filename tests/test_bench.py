@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
     found = json.loads((folder / f"{name}.json").read_text())
     assert found["command"] == f"rda bench {name} --quick"
     assert found["hardware"]["cores"] >= 1
+    assert found["hardware"]["threads_of_this_process"] == torch.get_num_threads()
+    assert "threads_per_rank" not in found["hardware"]  # this process is no rank
     assert found["versions"]["torch"] == torch.__version__
     assert found["rows"]
     for row in found["rows"]:
@@ -32,6 +36,8 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
         assert gate["passed"]
         assert gate["error"] <= gate["tolerance"]
         assert {"segment_lengths", "dilation_rates", "seq_len", "num_heads", "head_dim", "dtype"} <= row.keys()
+        if name in ("overlap", "torch_ring", "ranks", "scaling", "sent"):
+            assert row["threads_per_rank"] == 1
     page = (tmp_path / "README.md").read_text()
     assert f"## {name}" in page
     assert found["hardware"]["processor"] in page
@@ -56,6 +62,47 @@ def test_the_gate_keeps_branches_and_dtype():
     case = gate.small_case(measure.Sizes(32_768, 4, 64), DilatedPattern((2048, 32_768), (1, 16), is_causal=True))
     assert case.seq_len == 256
     assert case.pattern == DilatedPattern((16, 256), (1, 16), is_causal=True)
+
+
+OTHERS_PAGE = "# My project\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["linear", "--quick", "--results", "project/results"], "project/README.md, which rda bench did not make"),
+        (
+            ["linear", "--quick", "--results", "project/README.md/results"],
+            "cannot be written: a file is in the way",
+        ),
+        (["--page", "--results", "project/results"], "project/README.md, which rda bench did not make"),
+        (["--page"], "--page: there are no records in benchmarks/results. Name the folder"),
+        (["linear", "--page"], "leave out --page"),
+        (["--all", "--page"], "leave out --page"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_it_is_measured(arguments, message, tmp_path, monkeypatch, capsys):
+    """Catches a user's own README that is overwritten, and a page of nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ring_dilated_attention.bench.command.run_case", None)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "README.md").write_text(OTHERS_PAGE)
+    assert cli.main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert (tmp_path / "project" / "README.md").read_text() == OTHERS_PAGE
+    assert not (tmp_path / "benchmarks").exists()
+
+
+def test_a_page_of_rda_bench_is_made_anew(tmp_path):
+    """From records of any age: those of this repository make its page again."""
+    benchmarks = Path(__file__).parent.parent / "benchmarks"
+    shutil.copytree(benchmarks / "results", tmp_path / "results")
+    shutil.copy(benchmarks / "README.md", tmp_path)
+    assert cli.main(["bench", "--page", "--results", str(tmp_path / "results")]) == 0
+    headings = re.findall(r"^## .*", (benchmarks / "README.md").read_text(), flags=re.MULTILINE)
+    assert re.findall(r"^## .*", (tmp_path / "README.md").read_text(), flags=re.MULTILINE) == headings
 
 
 def test_unknown_case_is_refused(capsys):

@@ -118,4 +118,11 @@ def test_the_table_says_once_what_cannot_run():
 
 def test_ranks_below_one_are_refused(capsys):
     assert cli.main(["check", "--ranks", "0"]) == 2
-    assert "at least 1, got [0]" in capsys.readouterr().err
+    assert "--ranks must be at least 1, got 0\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_timeout_is_a_positive_number(seconds, capsys):
+    """Catches a wait that never ends, and one that ends before it began."""
+    assert cli.main(["check", "--timeout", seconds]) == 2
+    assert f"--timeout must be a positive number of seconds, got {seconds}" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
@@ -66,6 +67,8 @@ def test_pictures_are_made(tmp_path, capsys):
         (["--documents", "4000", "95"], "--documents add up to 4095, and --seq-len is 4096"),
         (["--documents", "4096", "0"], "--documents must be at least 1 each, got 0"),
         (["--documents", "4096", "--picture", "x"], "--picture draws one document"),
+        (["--documents", "4000", "96", "--batch", "2"], "so --batch must be 1, got 2. Leave out"),
+        (["--picture", f"{__file__}/new"], "test_plan_command.py/new cannot be written: a file is in the way. Choose"),
         (["--flops", "1e9"], "--bandwidth is missing: a time needs --flops and --bandwidth, or --hardware"),
         (["--latency", "1"], "--flops is missing"),
         (["--flops", "0", "--bandwidth", "1"], "--flops must be a positive number, got 0"),
@@ -163,3 +166,63 @@ def test_the_kernel_decides_what_is_held(capsys):
     assert not any("one tile" in item["name"] for item in peaks[1]["peak_items"])
     assert cli.main(["plan", *common, "fused", "--ranks", "2"]) == 2
     assert "the fused kernel serves one device, and this plan has 1 hops. Use 'in-place'." in capsys.readouterr().err
+
+
+BRANCHES = ["--segment-lengths", "2048", "65536", "1048576", "--dilation-rates", "1", "16", "256"]
+
+
+def test_the_first_example_of_the_help_keeps_its_promise(capsys):
+    """Which branches stay and which travel; with shards of 131,072 positions only the longest one does."""
+    assert cli.main(["plan", "--seq-len", "1048576", "--ranks", "8", *BRANCHES]) == 0
+    out = capsys.readouterr().out
+    assert "branch 0 (w=2048, r=1) stays at home\n" in out
+    assert "branch 1 (w=65536, r=16) stays at home\n" in out
+    # 8 ranks send 7 chunks each: 12 heads times 512 rows of K and of V, 64 numbers of 4 bytes.
+    sent = 8 * 7 * 12 * 512 * 2 * 64 * 4
+    line = f"branch 2 (w=1048576, r=256) travels, {sent / 1e6:.1f} MB of keys and values in a forward, over all ranks\n"
+    assert line in out
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--causal", "--sharding", "zigzag"], ["--split-heads"], ["--kv-heads", "2", "--documents", "3000", "2001"]],
+)
+def test_what_branches_send_is_what_ranks_send(more, capsys):
+    """Catches a message that is counted for another branch's ring, or not at all."""
+    branches = ["--segment-lengths", "700", "5001", "900", "--dilation-rates", "1", "7", "3"]
+    common = ["--seq-len", "5001", "--ranks", "5", "--heads", "6", "--dtype", "bfloat16", *more]
+    found = planned(capsys, *branches, *common)
+    assert sum(row["forward_sent_bytes"] for row in found["branches"]) == sum(
+        row["forward_sent_bytes"] for row in found["ranks"]
+    )
+    for i, row in enumerate(found["branches"]):
+        assert row["forward_sent_bytes"] > 0
+        if "--split-heads" not in more:
+            alone = ["--segment-lengths", branches[1 + i], "--dilation-rates", branches[5 + i]]
+            assert planned(capsys, *alone, *common)["branches"] == [row]
+
+
+@pytest.mark.parametrize("rule", [{}, {"phase": "blocked"}, {"heads": "split"}])
+@pytest.mark.parametrize("lengths", [(1,), (7,), (40,), (5, 64), None])
+def test_queries_without_keys_are_counted(rule, lengths):
+    """By the definition, position by position; 8 heads. Catches a pattern that repeats itself later than assumed."""
+    for branches in (((8, 4),), ((10, 4),), ((3, 5),), ((6, 4), (40, 10)), ((50, 16), (9, 2)), ((20, 2), (8, 1))):
+        pattern = DilatedPattern(*zip(*branches, strict=True), **rule)
+        found, pairs = pattern.without_keys(8, lengths)
+        assert pairs % 8 == 0
+        expected = 0
+        for length in lengths or (pairs // 8,):
+            for t, head in product(range(length), range(8)):
+                phases = [pattern.phase_of(i, head, 8) for i in range(len(branches))]
+                expected += all(t % w % r != phase for (w, r), phase in zip(branches, phases, strict=True))
+        assert found == expected
+
+
+def test_queries_without_keys_are_said(capsys):
+    common = ["plan", "--seq-len", "4096", "--heads", "2", "--segment-lengths", "4096", "--dilation-rates"]
+    assert cli.main([*common, "4"]) == 0
+    assert "75.0% of all (query, head) pairs are in no branch: no key, and out is 0\n" in capsys.readouterr().out
+    assert cli.main([*common, "1"]) == 0
+    assert "in no branch" not in capsys.readouterr().out
+    assert "; r > w: a segment has one row" in DilatedPattern((4,), (5,)).explain(1)
+    assert "r > w" not in DilatedPattern((4,), (4,)).explain(1)

@@ -12,7 +12,7 @@ from ring_dilated_attention.cli import SUBCOMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-ONE_DEVICE, MANY, SIMULATED = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ONE_DEVICE, MANY, PACKED, SIMULATED = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def test_the_example_for_one_device():
@@ -23,10 +23,24 @@ def test_the_example_for_one_device():
     assert done.stdout == "torch.Size([1, 4096, 8, 64]) torch.Size([1, 4096, 8, 64])\n"
 
 
-def test_the_example_for_many(tmp_path):
+@pytest.mark.parametrize(
+    ("example", "expected"),
+    [
+        (MANY, [f"rank {rank}: (1, 2048, 8, 64), (1, 2048, 8, 64)" for rank in range(2)]),
+        (
+            PACKED,
+            [
+                "rank 0: rows at 0 to 3095, in all (1, 4096, 8, 64)",
+                "rank 1: rows at 24 to 2071, in all (1, 4096, 8, 64)",
+            ],
+        ),
+    ],
+    ids=["ring.py", "packed.py"],
+)
+def test_the_examples_for_many(example, expected, tmp_path):
     """As written, under torchrun with the README's number of processes."""
     [num_ranks] = re.findall(r"torchrun --nproc-per-node (\d+) ring\.py", README)
-    (tmp_path / "ring.py").write_text(MANY)
+    (tmp_path / "ring.py").write_text(example)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
     done = subprocess.run(
         [*torchrun, "ring.py"],
@@ -38,9 +52,7 @@ def test_the_example_for_many(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        f"rank {rank}: (1, 2048, 8, 64), (1, 2048, 8, 64)" for rank in range(int(num_ranks))
-    ]
+    assert sorted(done.stdout.splitlines()) == expected
 
 
 def test_the_example_of_simulated_ranks():
@@ -54,9 +66,19 @@ def test_the_example_of_simulated_ranks():
     assert all(re.search(r": held [\d,]{9,} bytes at most, sent [\d,]{9,}$", line) for line in lines)
 
 
+def test_names_of_the_text_are_the_packages():
+    """Catches a function that the text names and that `from ring_dilated_attention import` does not find."""
+    import ring_dilated_attention
+
+    for name in ("save_attention", "MultiheadDilatedAttention"):
+        assert name in README
+        assert name in ring_dilated_attention.__all__
+    assert {"shard", "unshard", "positions"} <= set(dir(ring_dilated_attention.ContextParallel))
+
+
 def test_examples_are_short():
     """Ten lines, not counting imports and the message at the end."""
-    for example in (ONE_DEVICE, MANY, SIMULATED):
+    for example in (ONE_DEVICE, MANY, PACKED, SIMULATED):
         lines = [line for line in example.splitlines() if line and not line.startswith(("import", "from", "print"))]
         assert len(lines) <= 10
 

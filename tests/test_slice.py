@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedPattern, cli, dilated_attention
 from ring_dilated_attention.exchange.one_rank import OtherRanks, grid
 from ring_dilated_attention.reference import dilated_attention_reference
 from ring_dilated_attention.sharding import make_shards
@@ -242,6 +242,16 @@ def test_the_billion_token_job():
     assert set(met) == {4, 5, 6, 7, 8, 9}
     assert met.count(9) == 251
     assert len({m.peer for hop in plan.hops for m in hop.targets}) == 36
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    """Catches minutes of work whose result is a traceback."""
+    (tmp_path / "file").touch()
+    for path, why in ((tmp_path / "file" / "record.json", "a file is in the way"), (tmp_path, "Is a directory")):
+        arguments = ["--seq-len", "1048576", "--ranks", "64", "--record", str(path)]
+        monkeypatch.setattr("ring_dilated_attention.bench.billion.measure", None)
+        assert cli.main(["slice", *arguments]) == 2
+        assert f"--record {path} cannot be written: {why}" in capsys.readouterr().err
 
 
 def test_a_job_in_which_nothing_travels_is_refused():

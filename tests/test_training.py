@@ -303,6 +303,10 @@ class TestCommand:
             ({"save_every": 0}, "--save-every 0 must be at least 1"),
             ({"embed_dim": 15}, "embed_dim=15 over num_heads=2"),
             ({"dilation_rates": 1}, "segment_lengths has 2 entries and dilation_rates has 1"),
+            (
+                {"ranks": 3, "exchange": "all_to_all"},
+                "2 key/value heads do not divide among 3 ranks: 2 mod 3 = 2. Choose",
+            ),
             ({"resume": "."}, "--resume .: there is no checkpoint in this folder"),
         ],
     )
@@ -329,7 +333,8 @@ class TestCommand:
         assert "--run-folder run holds a run already" in capsys.readouterr().err
         assert main(["train", "--resume", "run", "--steps", "6", "--seed", "0", "--segment-lengths", "8", "16"]) == 2
         assert "but --steps 6 was 5; --segment-lengths 8 16 was 8 48. Leave" in capsys.readouterr().err
-        assert main(["train", "--resume", "run"]) == 0  # nothing left to do but the report
+        assert main(["train", "--resume", "run"]) == 0
+        assert "the run in run is complete, all 5 steps of it; only its report" in capsys.readouterr().err
         Path("text.txt").write_bytes(TEXT[1:])
         capsys.readouterr()
         assert main(["train", "--resume", "run"]) == 2

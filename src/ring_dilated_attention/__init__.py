@@ -8,14 +8,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention import dilated_attention, explain
+    from .attention import dilated_attention, explain, save_attention
     from .layers import MultiheadDilatedAttention
     from .parallel import ContextParallel
     from .pattern import DilatedPattern
 
 __version__ = "0.1.0"
 
-__all__ = ["ContextParallel", "DilatedPattern", "MultiheadDilatedAttention", "dilated_attention", "explain"]
+__all__ = [
+    "ContextParallel",
+    "DilatedPattern",
+    "MultiheadDilatedAttention",
+    "dilated_attention",
+    "explain",
+    "save_attention",
+]
 
 _HOME = {
     "ContextParallel": "parallel",
@@ -23,6 +30,7 @@ _HOME = {
     "MultiheadDilatedAttention": "layers",
     "dilated_attention": "attention",
     "explain": "attention",
+    "save_attention": "attention",
 }
 
 

@@ -17,6 +17,7 @@ import torch
 from . import kernels
 from .compare import DTYPES, Case, Squares, measure, worst
 from .exchange import EXCHANGES
+from .output import progress_bar
 from .parallel import ContextParallel
 from .pattern import DilatedPattern
 from .processes import Launch, RankFailedError, Worker, run_ranks
@@ -171,7 +172,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if min(arguments.ranks) < 1:
-        print(f"--ranks must be at least 1, got {arguments.ranks}", file=sys.stderr)
+        print(f"--ranks must be at least 1, got {min(arguments.ranks)}", file=sys.stderr)
+        return 2
+    if not 0 < arguments.timeout < math.inf:
+        print(f"--timeout must be a positive number of seconds, got {arguments.timeout:g}", file=sys.stderr)
         return 2
     rows = check(arguments.ranks, arguments.timeout)
     if arguments.json:
@@ -182,8 +186,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row]:
-    from tqdm import tqdm
-
     launches: list[list[Trial]] = []
     impossible: list[Row] = []
     for num_ranks in ranks:
@@ -192,7 +194,7 @@ def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row
         impossible += rows
     results: list[Row] = []
     total = sum(len(trial.cases) for trials in launches for trial in trials)
-    with tqdm(total=total, unit="case", file=sys.stderr, dynamic_ncols=True) as bar:
+    with progress_bar(total, "case") as bar:
         for trials in launches:
             bar.set_postfix_str(f"{trials[0].backend}, {trials[0].exchange}, {trials[0].num_ranks} ranks")
             results += run_trials(trials, bar.update, seconds)

@@ -5,6 +5,7 @@ after the subcommand, for those that start other processes with it.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -26,7 +27,17 @@ SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # here, where it can be caught, and not at exit
+    except BrokenPipeError:  # whoever reads the output has enough of it, as in `rda plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest, which is flushed at exit
+        return 141  # as a shell reports SIGPIPE
+
+
+def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="rda",
         description="Exact dilated attention on one device or many.",

@@ -5,6 +5,8 @@ reads one phase per branch. Query i sees key j in a branch iff both lie in the s
 h reads (and j <= i if causal). A pair that several branches contain counts once per branch.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
@@ -145,8 +147,45 @@ class DilatedPattern:
             return tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in diagonal_held if heads)
         return tuple(group for s, heads in equal_held for group in _aligned(heads, s, ratio))
 
-    def explain(self, num_heads: int) -> str:
-        """Which heads read which phase of each branch, and which phases nobody reads. One line per branch."""
+    def without_keys(self, num_heads: int, lengths: Sequence[int] | None = None) -> tuple[int, int]:
+        """(query, head) pairs that no branch has, so that out is 0 there, and how many pairs there are in all.
+
+        Args:
+            lengths: of the documents; by default one, as long as the pattern takes to repeat itself, but 2^20 at most.
+        """
+        longest = max(lengths) if lengths is not None else math.inf
+        # (t mod w) mod r repeats after r where r divides w or nothing is longer than w, and else after w.
+        period = math.lcm(*(w if w % r and w < longest else r for w, r in self.branches))
+        lengths = lengths if lengths is not None else [min(period, 2**20)]
+        heads = Counter(
+            tuple(self.phase_of(i, h, num_heads) for i in range(len(self.branches))) for h in range(num_heads)
+        )
+        count = 0
+        for phases, num_alike in heads.items():
+            seen = self._seen(phases, min(period, max(lengths)))
+            for length in lengths:
+                whole, rest = divmod(length, period)
+                count += num_alike * (whole * seen.count(0) + seen.count(0, 0, rest))
+        return count, num_heads * sum(lengths)
+
+    def _seen(self, phases: Iterable[int | None], length: int) -> bytearray:
+        """For each position 1 if a head that reads these phases sees a key from there, itself at least."""
+        seen = bytearray(length)
+        for (w, r), phase in zip(self.branches, phases, strict=True):
+            if phase is not None:
+                segment = w if w % r else length  # where r divides w, the rows of a segment go on in the next
+                for start in range(0, length, segment):
+                    rows = range(start + phase, min(start + segment, length), r)
+                    seen[rows.start : rows.stop : r] = b"\1" * len(rows)
+        return seen
+
+    def explain(self, num_heads: int, lengths: Sequence[int] | None = None) -> str:
+        """Which heads read which phase of each branch, and which phases nobody reads. One line per branch, and one for
+        queries without keys, where there are any.
+
+        Args:
+            lengths: of the documents, for the last line; `without_keys` says what stands in for them.
+        """
         self.check_heads(num_heads, num_heads)
         lines = []
         for i, (length, rate) in enumerate(self.branches):
@@ -156,7 +195,12 @@ class DilatedPattern:
             heads = self.heads_of(i, num_heads)
             share = f"heads {heads.start}..{heads.stop - 1}" if self.heads == "split" else f"all {num_heads} heads"
             note = f"; phases that no head reads: {_shorten(unread)}" if unread else "; every phase is read"
+            if rate > length:
+                note += "; r > w: a segment has one row of a phase at most, so that a query sees only itself"
             lines.append(f"branch {i} (w={length}, r={rate}): {share} read phases {_shorten(sorted(read))}{note}")
+        without, pairs = self.without_keys(num_heads, lengths)
+        if without:
+            lines.append(f"{without / pairs:.1%} of all (query, head) pairs are in no branch: no key, and out is 0")
         return "\n".join(lines)
 
 

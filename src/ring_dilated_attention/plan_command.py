@@ -5,28 +5,40 @@ import json
 import math
 import sys
 from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from .estimate import KERNELS, AttentionMemory, attention_memory
+from .output import check_writable, progress_bar
 from .pattern import PHASE_RULES, DilatedPattern
 from .plan import Plan
-from .planner import make_plan
+from .plan_report import (
+    MOST_ROWS,
+    BranchRow,
+    RankRow,
+    ShardingRow,
+    as_json,
+    branch_lines,
+    model_json,
+    model_line,
+    sharding_lines,
+    summary,
+    table,
+)
+from .planner import chunk_finder, make_plan
 from .schedule import Hardware, StepTime, model_step
 from .sharding import SHARDINGS, Shard, default_lengths, make_shards
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# More ranks than this are shown by their extremes only.
-MOST_ROWS = 16
 MOST_COMPARED = 64
 # NVIDIA's data sheets, one way of a link. H100 SXM: 1,979 TFLOPS of 16-bit tensor cores with sparsity, so half of it,
 # and NVLink of 900 GB/s both ways together. DGX H100: a ConnectX-7 of 400 Gb/s for each GPU. Neither has a latency.
 PRESETS = {"h100-nvlink": Hardware(989.5e12, 450e9), "h100-infiniband": Hardware(989.5e12, 50e9)}
 
-EXAMPLES = """examples:
+EXAMPLES = f"""examples:
   rda plan --seq-len 1048576 --ranks 8 --segment-lengths 2048 65536 1048576 --dilation-rates 1 16 256
-        which branches stay at home and which travel: with shards of 131,072 positions only the longest one does
+        which branches stay at home and which travel: with shards of 131,072 positions only the longest one travels
   rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal
         dense ring attention; the last rank has seven times the work of the first
   rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal --sharding zigzag
@@ -43,20 +55,10 @@ One attention call, forward and backward. FLOPs count the pairs of the pattern (
 counts the rank's query, key, value and out, their gradients, the buffers of the ring and the kernel's partials. The
 time is a model: the ring loop of all ranks in virtual time, where a rank computes at --flops and sends and receives at
 --bandwidth each. Presets are rates of data sheets, which no kernel and no link reaches.
+
+Planning takes time with the square of the ranks that share a segment: seconds for 256, and four times as long for twice
+as many. The comparison of shardings, which plans once more for each, is left out above {MOST_COMPARED} ranks.
 """
-
-
-class RankRow(NamedTuple):
-    """One rank's share of a call, forward and backward."""
-
-    rank: int
-    positions: int
-    flops: int
-    share: float
-    forward_sent_bytes: int
-    sent_bytes: int
-    forward_peak_bytes: int
-    peak_bytes: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,22 +100,27 @@ def run(arguments: argparse.Namespace) -> int:
         check_positive(arguments)
         check_documents(arguments)
         hardware = hardware_of(arguments)
-        plans = make_plans(pattern, split(arguments, arguments.seq_len), arguments)
+        check_picture(arguments)
+        shards = split(arguments, arguments.seq_len)
+        plans = make_plans(pattern, shards, arguments)
         memories = [memory_of(plan, arguments) for plan in plans]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     rows = rank_rows(plans, memories, arguments)
+    branches = branch_rows(pattern, shards, plans, arguments)
     step = step_of(plans, arguments, hardware)
-    # Planning many ranks twice more takes minutes, and the comparison says little new there.
+    # Planning many ranks once more for each sharding takes minutes, and the comparison says little new there.
     compared = compare_shardings(pattern, arguments, hardware) if 1 < arguments.ranks <= MOST_COMPARED else []
     if arguments.json:
-        found = as_json(rows, memories) | {"shardings": [row._asdict() for row in compared]}
+        found = as_json(rows, memories, branches) | {"shardings": [row._asdict() for row in compared]}
         print(json.dumps(found if step is None else found | {"model": model_json(step, hardware)}, indent=1))
     else:
-        print(pattern.explain(arguments.heads))
+        print(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
         print(table(rows, step))
         print(summary(rows, memories))
+        if arguments.ranks > 1:
+            print(branch_lines(branches))
         if step is not None:
             print(model_line(step))
         if compared:
@@ -153,8 +160,22 @@ def check_documents(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--documents must be at least 1 each, got {min(lengths)}")
     if sum(lengths) != arguments.seq_len:
         raise ValueError(f"--documents add up to {sum(lengths)}, and --seq-len is {arguments.seq_len}")
+    if arguments.batch != 1:
+        raise ValueError(
+            f"--documents are packed into one sequence, so --batch must be 1, got {arguments.batch}. "
+            "Leave out --batch; more sequences are more documents."
+        )
     if arguments.picture is not None:
         raise ValueError("--picture draws one document; leave out --documents")
+
+
+def check_picture(arguments: argparse.Namespace) -> None:
+    """Before the work, which may take minutes."""
+    if arguments.picture is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise ValueError("--picture needs matplotlib: pip install matplotlib")
+    check_writable("--picture", arguments.picture)
 
 
 def hardware_of(arguments: argparse.Namespace) -> Hardware | None:
@@ -191,12 +212,20 @@ def split(arguments: argparse.Namespace, seq_len: int) -> tuple[Shard, ...]:
 
 def make_plans(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: argparse.Namespace) -> list[Plan]:
     """Every rank's plan. A ring of a thousand ranks takes a moment for each, so that many show their progress."""
-    from tqdm import tqdm
+    others = heads_and_documents(arguments)
+    plans = []
+    with progress_bar(len(shards), "rank", is_shown=len(shards) > MOST_ROWS) as bar:
+        for rank in range(len(shards)):
+            plans.append(make_plan(pattern, shards, rank, *others))
+            bar.update()
+    return plans
 
+
+def heads_and_documents(arguments: argparse.Namespace) -> tuple[int, int, tuple[int, ...] | None]:
+    """Query heads, key/value heads, and borders of documents, as a plan takes them."""
     num_kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads
-    ranks = tqdm(range(len(shards)), unit="rank", file=sys.stderr, disable=len(shards) <= MOST_ROWS)
     documents = None if arguments.documents is None else tuple(accumulate(arguments.documents, initial=0))
-    return [make_plan(pattern, shards, rank, arguments.heads, num_kv_heads, documents) for rank in ranks]
+    return arguments.heads, num_kv_heads, documents
 
 
 def step_of(plans: list[Plan], arguments: argparse.Namespace, hardware: Hardware | None) -> StepTime | None:
@@ -231,26 +260,26 @@ def rank_rows(plans: list[Plan], memories: list[AttentionMemory], arguments: arg
     return rows
 
 
-def balance(rows: list[RankRow]) -> float:
-    """Mean work over the largest: the efficiency that the distribution of work allows."""
-    largest = max(row.flops for row in rows)
-    return sum(row.flops for row in rows) / (len(rows) * largest) if largest else 1.0
-
-
-class ShardingRow(NamedTuple):
-    """One way of dealing positions to ranks: the mean work over the largest, the largest number of bytes that a rank
-    sends, and the time of a step where one is modelled."""
-
-    sharding: str
-    balance: float
-    sent_bytes: int
-    step_seconds: float | None
+def branch_rows(
+    pattern: DilatedPattern, shards: tuple[Shard, ...], plans: list[Plan], arguments: argparse.Namespace
+) -> list[BranchRow]:
+    """What each branch sends, from the messages of the plans. A message carries rows of one branch."""
+    sizes = [0] * len(pattern.branches)
+    for plan in plans:
+        find = chunk_finder(pattern, shards, plan.rank, *heads_and_documents(arguments))
+        branch_at: dict[int, int] = {}  # by offset, where all chunks of one ring lie
+        for message in (message for hop in plan.hops for message in hop.sends):
+            if message.offset not in branch_at:
+                branch_at[message.offset] = find(message).branch
+            sizes[branch_at[message.offset]] += message.size
+    row_bytes = arguments.batch * arguments.head_dim * ITEMSIZE[arguments.dtype]
+    return [BranchRow(*branch, size * row_bytes) for branch, size in zip(pattern.branches, sizes, strict=True)]
 
 
 def compare_shardings(
     pattern: DilatedPattern, arguments: argparse.Namespace, hardware: Hardware | None
 ) -> list[ShardingRow]:
-    """Every sharding of the same sequence: none is always better (DESIGN: w = 0.6 n on 4 ranks)."""
+    """Every sharding of the same sequence: none is always better (zigzag is not for causal w = 0.6 n on 4 ranks)."""
     found = []
     for sharding in SHARDINGS:
         lengths = default_lengths(sharding, arguments.seq_len, arguments.ranks)
@@ -262,100 +291,3 @@ def compare_shardings(
         step = step_of(plans, arguments, hardware)
         found.append(ShardingRow(sharding, even, sent, None if step is None else step.step_seconds))
     return found
-
-
-def better(found: list[ShardingRow]) -> str:
-    """Which sharding is faster or, where no time is modelled, more balanced; a difference below 0.1 % is none."""
-    costs = [1 / row.balance if row.step_seconds is None else row.step_seconds for row in found]
-    if max(costs) > 1.001 * min(costs):
-        return f"{found[costs.index(min(costs))].sharding} is the better one here"
-    alike = "equally balanced" if found[0].step_seconds is None else "equally fast"
-    sent = [row.sent_bytes for row in found]
-    return alike if len(set(sent)) == 1 else f"{alike}, and {found[sent.index(min(sent))].sharding} sends less"
-
-
-def sharding_lines(found: list[ShardingRow]) -> str:
-    def described(row: ShardingRow) -> str:
-        time = "" if row.step_seconds is None else f", {milliseconds(row.step_seconds)} modelled"
-        return f"{row.sharding} {row.balance:.1%} ({row.sent_bytes / 1e6:,.1f} MB sent at most{time})"
-
-    return f"balance by sharding, near-equal: {', '.join(map(described, found))}: {better(found)}"
-
-
-def table(rows: list[RankRow], step: StepTime | None) -> str:
-    shown = rows
-    if len(rows) > MOST_ROWS:
-        extremes = {min(rows, key=key) for key in _KEYS} | {max(rows, key=key) for key in _KEYS}
-        shown = sorted({rows[0], rows[-1]} | extremes)
-    lines: list[tuple[str, ...]] = [
-        ("rank", "positions", "GFLOP", "share", "sent forward", "sent", "peak forward", "peak", "exposed")
-    ]
-    exposed = [""] * len(rows) if step is None else [f"{share:.1%}" for share in exposed_shares(step)]
-    for row in shown:
-        sizes = (row.forward_sent_bytes, row.sent_bytes, row.forward_peak_bytes, row.peak_bytes)
-        lines.append(
-            (
-                str(row.rank),
-                f"{row.positions:,}",
-                f"{row.flops / 1e9:,.1f}",
-                f"{row.share:.1%}",
-                *(f"{size / 1e6:,.1f} MB" for size in sizes),
-                exposed[row.rank],
-            )
-        )
-    if step is None:
-        lines = [line[:-1] for line in lines]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = "\n".join("  ".join(cell.rjust(width) for cell, width in zip(x, widths, strict=True)) for x in lines)
-    return text if shown is rows else f"{text}\n({len(rows)} ranks; shown are the first, the last and the extremes)"
-
-
-_KEYS = (lambda row: row.flops, lambda row: row.sent_bytes, lambda row: row.peak_bytes)
-
-
-def summary(rows: list[RankRow], memories: list[AttentionMemory]) -> str:
-    """Balance, and what the rank with the largest peak holds then."""
-    largest = max(rows, key=lambda row: row.peak_bytes)
-    items = memories[largest.rank].forward_backward.items
-    lines = [f"balance: {balance(rows):.1%} (mean work over the largest)", f"rank {largest.rank} holds at its peak:"]
-    return "\n".join(lines + [f"  {item.num_bytes / 1e6:>12,.1f} MB  {item.name}" for item in items])
-
-
-def exposed_shares(step: StepTime) -> list[float]:
-    """What part of the step each rank only waits."""
-    whole = step.step_seconds
-    return [rank.exposed_seconds / whole if whole else 0.0 for rank in step.ranks]
-
-
-def model_line(step: StepTime) -> str:
-    return (
-        f"modelled step: {milliseconds(step.step_seconds)} (forward {milliseconds(step.forward_seconds)}, backward "
-        f"{milliseconds(step.backward_seconds)}), parallel efficiency {step.efficiency:.1%}, exposed at most "
-        f"{max(exposed_shares(step)):.1%} of it"
-    )
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.4g} ms"
-
-
-def model_json(step: StepTime, hardware: Hardware | None) -> dict[str, Any]:
-    assert hardware is not None
-    return {
-        "hardware": hardware._asdict(),
-        "step_seconds": step.step_seconds,
-        "forward_seconds": step.forward_seconds,
-        "backward_seconds": step.backward_seconds,
-        "efficiency": step.efficiency,
-        "ranks": [rank._asdict() for rank in step.ranks],
-    }
-
-
-def as_json(rows: list[RankRow], memories: list[AttentionMemory]) -> dict[str, Any]:
-    return {
-        "balance": balance(rows),
-        "ranks": [
-            row._asdict() | {"peak_items": [item._asdict() for item in memory.forward_backward.items]}
-            for row, memory in zip(rows, memories, strict=True)
-        ],
-    }

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..output import check_writable, progress_bar
 from ..processes import Launch, Worker, run_ranks
 from . import (
     billion,
@@ -26,7 +27,7 @@ from . import (
     torch_ring,
 )
 from .gate import GateError
-from .record import Record, make_record, write_page, write_record
+from .record import Record, make_record, page_of, write_page, write_record
 
 CASES: dict[str, ModuleType] = {
     "flops": flops,
@@ -80,6 +81,16 @@ def run(arguments: argparse.Namespace) -> int:
     if not names and not arguments.page:
         print(f"name a case ({', '.join(CASES)}), or --all, or --page; rda bench --help says more", file=sys.stderr)
         return 2
+    folder = arguments.results or RESULTS
+    is_kept = arguments.results is not None or not arguments.quick
+    try:
+        if names and arguments.page:
+            raise ValueError("--page only makes the page from the records; leave out --page, since cases make it too")
+        if is_kept or arguments.page:
+            check_folder(folder, is_empty_fine=bool(names))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     against = {name: why_not(CASES[name], is_quick=arguments.quick) for name in names}
     for name, reason in against.items():
         if reason and arguments.all:
@@ -87,8 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
         elif reason:
             print(f"{name} {reason}", file=sys.stderr)
             return 2
-    folder = arguments.results or RESULTS
-    is_kept = arguments.results is not None or not arguments.quick
     for name in [name for name in names if not against[name]]:
         try:
             rows = run_case(CASES[name], is_quick=arguments.quick)
@@ -98,9 +107,20 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{name}: {CASES[name].table(rows)}\n")
         if is_kept:
             print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
-    if is_kept:
+    if is_kept or arguments.page:
         print(f"page: {write_page(folder, {name: module.table for name, module in CASES.items()})}")
     return 0
+
+
+def check_folder(folder: Path, *, is_empty_fine: bool) -> None:
+    """Raise ValueError, before anything is measured, unless records and their page can be written."""
+    page_of(folder)
+    if not is_empty_fine and not any((folder / f"{name}.json").exists() for name in CASES):
+        raise ValueError(
+            f"--page: there are no records in {folder}. Name the folder that holds them with --results, or run a case."
+        )
+    if is_empty_fine:
+        check_writable("--results", folder)
 
 
 def why_not(case: ModuleType, *, is_quick: bool) -> str | None:
@@ -125,10 +145,8 @@ def _describe_gpu(worker: Worker) -> dict[str, Any]:
 
 
 def run_case(case: ModuleType, *, is_quick: bool) -> list[dict]:
-    from tqdm import tqdm
-
     settings = case.QUICK if is_quick else case.FULL
-    with tqdm(total=case.num_steps(settings), unit="call", file=sys.stderr, dynamic_ncols=True) as bar:
+    with progress_bar(case.num_steps(settings), "call") as bar:
         return case.run(settings, stepper(bar))
 
 

@@ -59,7 +59,8 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     found = run_ranks(launch, _measure_rank, sizes, pattern)
     passed = gate(sizes, pattern, [squares for squares, _ in found])
     for rank, (_, memory) in enumerate(found):
-        row = _row(sizes, pattern, NUM_RANKS, rank, memory) | {"gate": passed}
+        row = _row(sizes, pattern, NUM_RANKS, rank, memory)
+        row |= {"threads_per_rank": launch.num_threads, "gate": passed}
         assert row["sent_bytes"] == row["planned_sent_bytes"] > 0, "the plan and the messages disagree"
         rows.append(row | {"ratio": row["peak_bytes"] / alone["peak_bytes"], "target": 0.58})
     return rows

@@ -52,6 +52,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             "dilation_rates": pattern.dilation_rates,
             "is_causal": pattern.is_causal,
             **sizes.as_json(),
+            "threads_per_rank": launch.num_threads,
             "forward_seconds": times.forward,
             "backward_seconds": times.backward,
             "flops": sum(plan.flops(*arguments, backward=backward) for backward in (False, True)),

@@ -65,6 +65,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
                     "sharding": sharding,
                     **settings.sizes.as_json(),
                     "ranks": settings.num_ranks,
+                    "threads_per_rank": launch.num_threads,
                     "rank": rank,
                     **found[i][1],
                     "gate": passed,

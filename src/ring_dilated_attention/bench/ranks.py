@@ -73,7 +73,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             step(f"{setup.pattern.segment_lengths} on {num_ranks} ranks")
             launch = Launch(num_ranks, num_threads=1, seconds=settings.seconds)
             found: list[Found] = run_ranks(launch, _measure_rank, setup.sizes, setup.pattern)
-            row = _row(setup, num_ranks, found)
+            row = _row(setup, num_ranks, found) | {"threads_per_rank": launch.num_threads}
             alone = alone or row["forward_backward_bytes"]
             row["of_one_rank"] = num_ranks * row["forward_backward_bytes"] / alone
             rows.append(row | {"gate": gate(setup.sizes, setup.pattern, [part.squares for part in found])})

@@ -8,22 +8,28 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..training.report import hardware, versions
 
 Record = dict[str, Any]
+
+MADE_BY = "Made by `rda bench --page` from the records in"  # by which a page is known for one that may be made anew
 
 
 def make_record(
     name: str, rows: list[dict[str, Any]], *, is_quick: bool, gpu: Mapping[str, Any] | None = None
 ) -> Record:
     """gpu: what `device.describe` says of the one that was measured."""
+    # Ranks may have other numbers of threads than this process: their rows say how many.
+    machine = hardware() | {"threads_of_this_process": torch.get_num_threads()}
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "case": name,
         "command": f"rda bench {name}" + (" --quick" if is_quick else ""),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "hardware": hardware() | {"load_average_at_the_end": load} | ({"gpu": gpu} if gpu else {}),
+        "hardware": machine | {"load_average_at_the_end": load} | ({"gpu": gpu} if gpu else {}),
         "versions": versions(),
         "rows": rows,
     }
@@ -36,12 +42,27 @@ def write_record(record: Record, folder: Path) -> Path:
     return path
 
 
+def page_of(folder: Path) -> Path:
+    """README.md beside the folder of records.
+
+    Raises:
+        ValueError: if it is somebody else's.
+    """
+    page = folder.parent / "README.md"
+    if page.exists() and MADE_BY not in page.read_text(errors="replace"):
+        raise ValueError(
+            f"the page of the records in {folder} would be {page}, which rda bench did not make. Choose a --results "
+            f"folder inside a folder of its own, such as {folder.parent / 'benchmarks' / (folder.name or 'results')}."
+        )
+    return page
+
+
 def write_page(folder: Path, render: Mapping[str, Callable[[list[dict[str, Any]]], str]]) -> Path:
-    """README.md beside the folder of records: a table for each."""
+    """Make the page: a table for each record."""
     parts = [
         "# Benchmarks",
         "",
-        "Made by `rda bench --page` from the records in `results/`. Each row passed a correctness gate first: the same",
+        f"{MADE_BY} `results/`. Each row passed a correctness gate first: the same",
         "branches, heads and dtype at a small size against the definition in float64.",
     ]
     for name, table in render.items():
@@ -49,7 +70,7 @@ def write_page(folder: Path, render: Mapping[str, Callable[[list[dict[str, Any]]
         if path.exists():
             record = json.loads(path.read_text())
             parts += ["", f"## {name}", "", table(record["rows"]), "", provenance(record)]
-    page = folder.parent / "README.md"
+    page = page_of(folder)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(parts) + "\n")
     return page

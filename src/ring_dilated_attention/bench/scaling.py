@@ -65,6 +65,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
         passed = gate(settings.sizes, pattern, [found[i][0] for found in ranks])
         row = _row(settings.sizes, pattern, sharding, passed, [found[i][1] for found in ranks])
         rate = min(rates[i] for rates in links)
+        row["threads_per_rank"] = launch.num_threads
         rows.append(row | {"modelled": _modelled(settings.sizes, pattern, row, rate)})
     return rows
 
@@ -125,7 +126,6 @@ def _row(
         **sizes.as_json(),
         "exchange": "ring",
         "sharding": sharding,
-        "threads_per_rank": 1,
         "one_rank_seconds": quantiles(one),
         "two_ranks_seconds": quantiles(two),
         "two_processes_seconds": quantiles(apart),

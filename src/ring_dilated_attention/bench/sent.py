@@ -54,6 +54,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
                 "is_causal": settings.pattern.is_causal,
                 **sizes.as_json(),
                 "ranks": num_ranks,
+                "threads_per_rank": launch.num_threads,
                 "forward_bytes": [forward for _, forward, _ in found],
                 "backward_bytes": [backward for _, _, backward in found],
                 "planned_forward_bytes": [_bytes(plan, sizes, backward=False) for plan in plans],

@@ -46,8 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
+    from ..output import check_writable, progress_bar
     from ..slice.share import choose_rank
     from . import billion
     from .command import stepper
@@ -58,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         rank = choose_rank(job) if arguments.rank is None else arguments.rank
         if not 0 <= rank < job.num_ranks:
             raise ValueError(f"--rank must be from 0 to {job.num_ranks - 1}, got {rank}")
+        if arguments.record is not None:
+            check_writable("--record", arguments.record.parent, arguments.record.name)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -65,12 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         described = billion.describe(job, rank)
         print(json.dumps(described, indent=1) if arguments.json else billion.plan_table(described))
         return 0
-    with tqdm(total=billion.num_steps_of(job, rank), unit="step", file=sys.stderr, dynamic_ncols=True) as bar:
+    with progress_bar(billion.num_steps_of(job, rank), "step") as bar:
         row = billion.measure(job, rank, stepper(bar))
     record = make_record("billion", [row], is_quick=False) | {"command": " ".join(["rda slice", *arguments.argv])}
     text = json.dumps(record, indent=1)
     if arguments.record is not None:
-        arguments.record.parent.mkdir(parents=True, exist_ok=True)
         arguments.record.write_text(text + "\n")
     print(text if arguments.json else billion.table([row]))
     return 0 if row["passed"] else 1

@@ -58,6 +58,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
                 "sharding": "zigzag" if is_causal else "contiguous",
                 **settings.sizes.as_json(),
                 "ranks": NUM_RANKS,
+                "threads_per_rank": launch.num_threads,
                 "seconds": quantiles(ours),
                 "torch_seconds": quantiles(theirs),
                 "torch_layout_seconds": quantiles(in_their_layout),

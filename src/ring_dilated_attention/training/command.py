@@ -15,7 +15,7 @@ from ..exchange import EXCHANGES
 from .checkpoint import find_checkpoint
 from .interrupt import INTERRUPTED_EXIT_CODE, StopRequest
 from .launch import ABORTED, launch, under_torchrun
-from .options import add_hyperparameters
+from .options import Hyperparameters, add_hyperparameters
 from .run import RECORD_FILE, Run, prepare
 
 USER_ERROR_EXIT_CODE = 2
@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
     parser.add_argument(
-        "--save-every", type=int, default=30, metavar="N", help="steps between checkpoints (default 30)"
+        "--save-every",
+        type=int,
+        default=30,
+        metavar="N",
+        help="steps between checkpoints; older ones are deleted (default 30)",
     )
     parser.add_argument("--json", action="store_true", help="print the record on stdout, all else on stderr")
     parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # by `launch`, see interrupt.py
@@ -57,10 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
         check_packages()
         check_ranks(arguments.ranks)
         prepared = prepare(arguments)
+        check_exchange(arguments.exchange, prepared.hyperparameters, num_ranks_of(arguments))
         if is_first_rank():
             prepared.folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         return refuse(error)
+    if prepared.is_complete and is_first_rank() and not arguments.launched:
+        print(
+            f"rda train: the run in {prepared.folder} is complete, all {prepared.hyperparameters.steps} steps of it; "
+            "only its report is made again",
+            file=sys.stderr,
+        )
     if (arguments.ranks or 1) > 1 and not under_torchrun():
         return launch_ranks(arguments, prepared)
     try:
@@ -76,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 def check_packages() -> None:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        raise ValueError(f"needs {', '.join(missing)}: pip install 'ring-dilated-attention[train]'")
+        raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[train]' in a clone of the repository")
 
 
 def check_ranks(num_ranks: int | None) -> None:
@@ -87,6 +98,22 @@ def check_ranks(num_ranks: int | None) -> None:
     if under_torchrun() and num_ranks != int(os.environ["WORLD_SIZE"]):
         raise ValueError(
             f"--ranks {num_ranks}, but torchrun started WORLD_SIZE={os.environ['WORLD_SIZE']} ranks: leave --ranks out"
+        )
+
+
+def num_ranks_of(arguments: argparse.Namespace) -> int:
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else arguments.ranks or 1
+
+
+def check_exchange(exchange: str, options: Hyperparameters, num_ranks: int) -> None:
+    """What every rank would refuse when it attends for the first time."""
+    config = options.model_config()
+    num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
+    if exchange == "all_to_all" and num_kv_heads % num_ranks:
+        raise ValueError(
+            f"--exchange all_to_all deals heads to ranks, and {num_kv_heads} key/value heads do not divide among "
+            f"{num_ranks} ranks: {num_kv_heads} mod {num_ranks} = {num_kv_heads % num_ranks}. Choose --exchange ring, "
+            "which takes any number"
         )
 
 

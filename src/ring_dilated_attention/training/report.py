@@ -40,7 +40,7 @@ def make_record(
     return {
         "status": "complete" if state["step"] == options["steps"] else "interrupted",
         "run_folder": str(folder),
-        "hardware": hardware(),
+        "hardware": hardware() | {"threads_per_rank": torch.get_num_threads()},
         "versions": versions(),
         "hyperparameters": options,
         "document": state["document"],
@@ -112,7 +112,6 @@ def hardware() -> dict[str, Any]:
     return {
         "processor": _processor_name(),
         "cores": os.cpu_count(),
-        "threads_per_rank": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
     }

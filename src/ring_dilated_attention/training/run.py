@@ -24,6 +24,11 @@ class Run:
     save_every: int = 30
     activation_checkpointing: bool = False
 
+    @property
+    def is_complete(self) -> bool:
+        """Nothing is left to train."""
+        return self.checkpoint is not None and read_state(self.checkpoint)["step"] == self.hyperparameters.steps
+
 
 def prepare(arguments: argparse.Namespace) -> Run:
     """The run that the command line asks for.
