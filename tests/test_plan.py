@@ -27,7 +27,21 @@ def check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, borders, hel
     for rank, home in enumerate(simulation.home):
         expected = Counter({x: c for x, c in dense.items() if simulation.owner[x[2]] == rank})
         assert home == expected, f"gradients of rank {rank}'s keys"
+    for rank, plan in enumerate(simulation.plans):
+        check_packed(simulation, rank, plan.local)
     return simulation
+
+
+def check_packed(simulation, rank, tiles):
+    """Own keys that are read from the buffer of own chunks are the tile's."""
+    buffer = simulation.packed(rank)
+    for tile in tiles:
+        if tile.packed is not None:
+            assert (tile.packed.num_rows, len(tile.packed.heads)) == (tile.key.num_rows, len(tile.key.heads))
+            (view,) = simulation.view(rank, tile.key)
+            for i, (head, positions) in zip(tile.packed.heads, view, strict=True):
+                unit = tile.packed.offset + i * tile.packed.num_rows
+                assert [buffer[unit + j] for j in range(len(positions))] == [(head, x) for x in positions]
 
 
 def cut(seq_len, world_size, seed):
@@ -54,6 +68,20 @@ def test_tiles_cover_the_pattern_once(world_size, sharding, is_causal):
         lengths = default_lengths(sharding, n, world_size)
         for num_kv_heads in (4, 2, 1):
             check_plan(pattern, sharding, lengths, 4, num_kv_heads, (0, n))
+
+
+@pytest.mark.parametrize(("sharding", "is_causal"), [("contiguous", False), ("contiguous", True), ("zigzag", True)])
+def test_own_tiles_of_a_ring_read_the_packed_chunk(sharding, is_causal):
+    """Catches keys that are read H * D apart although they lie side by side in the chunk, which is packed anyway."""
+    pattern = DilatedPattern((16, 64), (1, 2), is_causal=is_causal)
+    shards = make_shards(sharding, default_lengths(sharding, 64, 2))
+    for rank in range(2):
+        plan = make_plan(pattern, shards, rank, 8, 4)
+        at_home = [tile for tile in plan.local if tile.key.step == 1]
+        straddling = [tile for tile in plan.local if tile.key.step == 2]
+        assert straddling
+        assert all(tile.packed is not None for tile in straddling)
+        assert all(tile.packed is None for tile in at_home)
 
 
 @settings(max_examples=150, deadline=None)

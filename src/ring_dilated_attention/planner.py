@@ -147,13 +147,14 @@ class _Planner:
         """Own queries of one piece times own keys of one piece of the same segment (and the `segments - 1` after)."""
         length, rate = self.pattern.branches[branch]
         same, is_causal, split = query == key, self.pattern.is_causal, self.pattern.heads == "split"
+        segment_step = length if segments > 1 else 0
         if is_causal and key.start > query.start:
             return
         for group in self.groups[branch]:
             for q, k in matches(group, make_runs(group, query, origin, rate), make_runs(group, key, origin, rate)):
                 yield Tile(
-                    query_rows(group, q, rate)._replace(segments=segments, segment_step=length),
-                    kv_rows(group, k, rate)._replace(segments=segments, segment_step=length),
+                    query_rows(group, q, rate)._replace(segments=segments, segment_step=segment_step),
+                    kv_rows(group, k, rate)._replace(segments=segments, segment_step=segment_step),
                     is_causal=is_causal and same,
                     first_query=same and (branch == 0 or split),
                     first_key=same and (branch == 0 or (split and not self.shares_kv)),
