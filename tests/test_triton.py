@@ -11,12 +11,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.execute import Call, forward
 from ring_dilated_attention.kernels.triton import in_place
-from ring_dilated_attention.kernels.triton.config import KERNELS, PATH, config, has_config, padded
+from ring_dilated_attention.kernels.triton.config import KERNELS, PATH, architecture, config, has_config, padded
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.7.1)"
@@ -112,3 +116,45 @@ def test_why_not():
         assert "not installed; pip install triton" in reason
     else:
         assert "serves CUDA tensors (others only in Triton's interpreter, TRITON_INTERPRET=1), got cpu" in reason
+
+
+def like(capability: tuple[int, int]) -> SimpleNamespace:
+    """What torch says of a device."""
+    return SimpleNamespace(major=capability[0], minor=capability[1], gcnArchName="")
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton", "sdpa", "auto"])
+def test_a_call_on_cuda_tensors_compiles_whole(backend, monkeypatch):
+    """Catches a graph break in the choice of a backend, which reads a file and asks torch's switches and the device.
+
+    The tensors are fake, so that no device is needed: what is traced is all that there is before the op.
+    """
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: like((9, 0)))
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    torch._dynamo.reset()
+    pattern = DilatedPattern((8, 16), (1, 2), is_causal=True)
+
+    def call(*tensors):
+        return dilated_attention(*tensors, pattern, backend=backend)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [torch.empty(1, 32, 2, 16, device="cuda:0", dtype=torch.bfloat16) for _ in range(3)]
+        out = torch.compile(call, fullgraph=True, backend="eager")(*tensors)
+    assert (out.shape, out.device.type) == ((1, 32, 2, 16), "cuda")
+
+
+@needs_triton
+def test_the_op_asks_again(monkeypatch):
+    """Catches a device without block sizes that compiled code takes: while it is traced, nobody asks."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: like((7, 5)))
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    architecture.cache_clear()
+    with FakeTensorMode():
+        query = torch.empty(1, 32, 2, 16, device="cuda:0", dtype=torch.float16)
+        reason = "has no block sizes for cuda:75 in configs.json"
+        assert in_place.why_not(query) == reason
+        call = Call(DilatedPattern((8,), (1,)), 0.25, "triton", "", "", False)
+        with pytest.raises(ValueError, match=reason):
+            forward(call, query, query, query, None)
+    architecture.cache_clear()
