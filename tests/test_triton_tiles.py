@@ -4,7 +4,7 @@ The reference is the definition (`reference.multiplicity`): every (query, key) p
 """
 
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -224,10 +224,21 @@ def test_the_choice_by_counted_work(lengths, rates, num_heads, kind, share):
 
 def test_a_fused_tile_wider_than_every_segment_is_not_considered():
     """Catches a tile of rows that are all in different segments: its work is nearly all masked."""
-    for candidates in (FORWARD, BACKWARD):
-        choice = choose_tile(DilatedPattern((64, 128), (63, 64)), (0, 512), 4, 4, 64, candidates)
+    for candidates, prefers_fused in product((FORWARD, BACKWARD), (False, True)):
+        call = (DilatedPattern((64, 128), (63, 64)), (0, 512), 4, 4, 64, candidates)
+        choice = choose_tile(*call, prefers_fused=prefers_fused)
         assert choice.kind == "branches"
         assert "R = 4032 is no less than the longest segment, 128" in choice.reason
+
+
+def test_the_fused_tile_that_is_preferred():
+    """Catches a preference for fused tiles that does not take the cheapest of them, or that is not heeded."""
+    pattern = DilatedPattern(*PATTERNS[2], is_causal=True)
+    for candidates in (FORWARD, BACKWARD):
+        call = (pattern, (0, 524_288), 12, 12, 64, candidates)
+        assert choose_tile(*call).kind == "branches"
+        choice = choose_tile(*call, prefers_fused=True)
+        assert (choice.kind, choice.block) == ("fused", candidates[-1][0].block_m)
 
 
 def test_the_choice_for_the_backward():

@@ -117,12 +117,18 @@ def candidates_for(query: Tensor, *, backward: bool) -> tuple[tuple[Kernel, ...]
 
 
 def choose(
-    pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int, *, backward: bool = False
+    pattern: DilatedPattern,
+    borders: tuple[int, ...],
+    query_BNHD: Tensor,
+    num_kv_heads: int,
+    *,
+    backward: bool = False,
+    prefers_fused: bool = False,
 ) -> Choice:
     """Fused, or branches one at a time, by counted work. The reason lists all candidates."""
     num_heads, head_dim = query_BNHD.shape[2:]
     candidates = candidates_for(query_BNHD, backward=backward)
-    return choose_tile(pattern, borders, num_heads, num_kv_heads, head_dim, candidates)
+    return choose_tile(pattern, borders, num_heads, num_kv_heads, head_dim, candidates, prefers_fused=prefers_fused)
 
 
 def forward(

@@ -346,9 +346,12 @@ def choose_tile(
     num_kv_heads: int,
     head_dim: int,
     candidates: tuple[tuple[Kernel, ...], ...],
+    *,
+    prefers_fused: bool = False,
 ) -> Choice:
     """The cheapest shape of the tiles of a pass on one device. `candidates` are the kernels that could carry it out.
 
+    prefers_fused: the cheapest fused one, if there is any.
     A matrix product costs 2 * D operations per pair; a row that is merged is read and written in float32.
     """
     step, longest = stride_of(pattern), max(pattern.segment_lengths)
@@ -370,5 +373,7 @@ def choose_tile(
         fused = sum(fused_work(*call, kernel) * kernel.products for kernel in kernels)
         found.append((fused * 2 * head_dim, Choice("fused", rows, useful / max(fused, 1), "")))
         reasons.append(f"fused, {rows} rows {step} apart: {found[-1][1].share:.0%} useful")
+    if prefers_fused:
+        found = [candidate for candidate in found if candidate[1].kind == "fused"] or found
     _, best = min(found, key=lambda candidate: candidate[0])
     return best._replace(reason="; ".join(reasons))
