@@ -229,6 +229,8 @@ def test_a_fused_tile_wider_than_every_segment_is_not_considered():
         choice = choose_tile(*call, prefers_fused=prefers_fused)
         assert choice.kind == "branches"
         assert "R = 4032 is no less than the longest segment, 128" in choice.reason
+        call = (DilatedPattern((2**31,), (300,)), (0, 200, 300), 4, 4, 64, candidates)
+        assert "R = 300 is no less than the longest segment, 200" in choose_tile(*call).reason
 
 
 def test_the_fused_tile_that_is_preferred():

@@ -358,6 +358,14 @@ def test_offsets_beyond_32_bits(kind):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_segment_length_beyond_32_bits(kind):
+    """Catches a segment length that is kept in 32 bits, or multiplied there: it means the whole of each document."""
+    branches = [(8, 1), (2**31, 2), (2**40, 3)]
+    call = Call(pattern_of(branches, is_causal=True), 1, 30, 2, 2, 16, torch.float32, (0, 9, 30))
+    call.check(call.run(kind))
+
+
 def test_precision_is_that_of_torchs_products():
     """Catches TF32 that nobody asked for, and a switch of torch's that is not read (all ways to set it are)."""
     assert launch.precision() == "ieee"

@@ -7,6 +7,7 @@ B batch, N positions, H query heads, G key/value heads, D head dim. Borders (0, 
 """
 
 from functools import lru_cache
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -56,9 +57,12 @@ def _tables(
     heads = phases_of_heads(pattern, num_heads)
     firsts = [pack_heads(packs, num_heads, num_kv_heads, i).start for i in range(num_heads // packs.size)]
     phases = [[heads[h][i] for h in firsts] for i in range(len(pattern.branches))]
+    longest = max(stop - start for start, stop in pairwise(borders))
+    # A longer segment ends with its document, and may not fit into 32 bits.
+    branches_here = [(min(width, longest), rate) for width, rate in pattern.branches]
     tiles, branches, phase = (
         torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (fused_tiles(borders, stride_of(pattern), positions), pattern.branches, phases)
+        for x in (fused_tiles(borders, stride_of(pattern), positions), branches_here, phases)
     )
     return _Tables(tiles, branches, phase, packs, crosses(pattern, borders, positions))
 

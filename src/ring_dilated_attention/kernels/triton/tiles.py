@@ -354,7 +354,8 @@ def choose_tile(
     prefers_fused: the cheapest fused one, if there is any.
     A matrix product costs 2 * D operations per pair; a row that is merged is read and written in float32.
     """
-    step, longest = stride_of(pattern), max(pattern.segment_lengths)
+    step = stride_of(pattern)
+    longest = min(max(pattern.segment_lengths), max(stop - start for start, stop in pairwise(borders)))
     call = (pattern, borders, num_heads, num_kv_heads)
     found: list[tuple[float, Choice]] = []
     reasons = []
