@@ -158,3 +158,15 @@ def test_the_op_asks_again(monkeypatch):
         with pytest.raises(ValueError, match=reason):
             forward(call, query, query, query, None)
     architecture.cache_clear()
+
+
+@needs_triton
+def test_sizes_do_not_compile_a_kernel_anew():
+    """Catches a size whose value is compiled in: documents of random lengths would compile for many steps."""
+    from ring_dilated_attention.kernels.triton.compile import CASES
+
+    for case in CASES:
+        parameters = case.kernel.params
+        sizes = {x.name for x in parameters if x.annotation_type == "i32"}
+        assert {x.name for x in parameters if x.do_not_specialize} == sizes
+        assert len(sizes) >= 2
