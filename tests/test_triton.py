@@ -170,3 +170,63 @@ def test_sizes_do_not_compile_a_kernel_anew():
         sizes = {x.name for x in parameters if x.annotation_type == "i32"}
         assert {x.name for x in parameters if x.do_not_specialize} == sizes
         assert len(sizes) >= 2
+
+
+@pytest.fixture
+def tune(monkeypatch):
+    """The tuner on a machine without a GPU: nothing is launched."""
+    import triton
+
+    from ring_dilated_attention.kernels.triton import tune
+
+    monkeypatch.setattr(tune, "timed", lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, return_mode: 1.0)
+    return tune
+
+
+@needs_triton
+def test_the_tuner_finds_half_of_any_forward(tune):
+    """Catches a number of rows of "forward" whose half is no candidate; and blocks of 16, which float32 may need."""
+    for dtype in tune.DTYPES.values():
+        for rows in {x.block_m for x in tune.candidates("forward", dtype)}:
+            assert tune.best("forward_half", 64, dtype, 8192, rows // 2).block_m == rows // 2
+        blocks = {x[:2] for x in tune.candidates("key_gradient", dtype)}
+        assert ((16, 16) in blocks) == (dtype == torch.float32)
+
+
+@needs_triton
+def test_the_tuner_passes_by_what_does_not_run(tune, monkeypatch, capsys):
+    """Catches a candidate that ends the tuning; and a device on which nothing runs any more, taken for one of these."""
+    import triton
+
+    errors = [
+        triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory"),
+        triton.runtime.errors.PTXASError("internal error"),
+        RuntimeError("PassManager::run failed"),
+    ]
+
+    def fails(call, return_mode):
+        if errors:
+            raise errors.pop()
+        return 1.0
+
+    monkeypatch.setattr(triton.testing, "do_bench", fails)
+    chosen = tune.best("forward", 64, torch.bfloat16, 8192, None)
+    assert chosen == list(tune.candidates("forward", torch.bfloat16))[3]
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("OutOfResources", "PTXASError", "PassManager::run failed"))
+
+    def always_fails(call, return_mode):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(triton.testing, "do_bench", always_fails)
+    with pytest.raises(RuntimeError, match="no candidate for forward with 32 rows ran"):
+        tune.best("forward", 64, torch.bfloat16, 8192, 32)
+
+    def is_lost():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", is_lost)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        tune.best("forward", 64, torch.bfloat16, 8192, None)
