@@ -124,7 +124,7 @@ def like(capability: tuple[int, int]) -> SimpleNamespace:
 
 
 @needs_triton
-@pytest.mark.parametrize("backend", ["triton", "sdpa", "auto"])
+@pytest.mark.parametrize("backend", ["triton", "triton-fused", "sdpa", "auto"])
 def test_a_call_on_cuda_tensors_compiles_whole(backend, monkeypatch):
     """Catches a graph break in the choice of a backend, which reads a file and asks torch's switches and the device.
 
