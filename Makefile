@@ -29,7 +29,9 @@ test: $(VENV)/.installed
 gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -rs tests/test_cuda.py tests/test_gpu_bench.py tests/test_sdpa.py tests/test_staging.py
 	$(BIN)/rda check --timeout 300
-	$(BIN)/rda bench gpu gpu_memory gpu_small
+	$(BIN)/rda bench gpu
+	$(BIN)/rda bench gpu_memory
+	$(BIN)/rda bench gpu_small
 
 # 30 trials of each kind: ranks that are killed, stopped, or raise. `make test` has one of each.
 faults: $(VENV)/.installed

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from types import ModuleType
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 
 from ring_dilated_attention import DilatedPattern, cli, kernels
 from ring_dilated_attention.bench import command, device, gpu, gpu_memory, gpu_small, shares, side_by_side
-from ring_dilated_attention.bench.apart import measure_apart
-from ring_dilated_attention.bench.candidates import Candidate, attention
+from ring_dilated_attention.bench.apart import Budget, measure_apart
+from ring_dilated_attention.bench.candidates import OWN, Candidate, attention
 from ring_dilated_attention.bench.measure import Sizes, Times
 from ring_dilated_attention.planner import make_plan
 from ring_dilated_attention.sharding import make_shards
@@ -42,7 +43,8 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
     assert ("gpu" in found["hardware"]) == torch.cuda.is_available()
     measured = [row for row in found["rows"] if "reason" not in row]
     ours = [row for row in measured if row["candidate"].startswith(("triton", "sdpa"))]
-    assert {row["candidate"].partition(",")[0] for row in ours} == {"triton", "sdpa"}
+    own = {"triton", "sdpa"} if name == "gpu" else set(OWN)
+    assert {row["candidate"].partition(",")[0] for row in ours} == own
     for row in ours:
         assert row["gate"]["passed"]
         assert row["gate"]["error"] <= row["gate"]["tolerance"]
@@ -128,9 +130,37 @@ def test_dense_at_another_length_is_said():
 
 def test_what_does_not_fit_the_budget_is_said():
     """Catches a run that is ended from outside, with nothing kept, because it takes too long."""
-    settings = gpu.QUICK._replace(device="cpu", budget=0)
-    with pytest.raises(AssertionError, match="nothing could be measured, first because: the budget of 0 s was spent"):
-        gpu.run(settings, ignore)
+    for case in (gpu, gpu_small, gpu_memory):
+        settings = case.QUICK._replace(device="cpu", budget=0)
+        with pytest.raises(AssertionError, match=r"nothing could be measured, first because: .*the budget was spent"):
+            case.run(settings, ignore)
+        assert case.FULL.budget + case.FULL.seconds <= 560  # a command may have 10 minutes
+
+
+def sleeps(worker, settings, left_out):
+    worker.report(min({0, 1, 2} - set(left_out)))
+    time.sleep(60)
+
+
+def test_the_budget_ends_a_process():
+    """Catches a group that takes its seconds anew for each process that is lost, or one that nothing ends."""
+    begun = time.monotonic()
+    found, lost = measure_apart(sleeps, None, 3, ignore, 4, Budget(6))
+    assert time.monotonic() - begun < 15
+    assert not found
+    assert [lost[i].startswith("its process was lost") for i in range(3)] == [True, True, False]
+    assert lost[2] == "not measured: the budget was spent"
+    assert measure_apart(sleeps, None, 2, ignore, 60, Budget(0)) == ({}, dict.fromkeys((0, 1), lost[2]))
+
+
+def test_a_budget_bounds_what_begins():
+    """Catches seconds that are counted from the beginning of a group, not of its case."""
+    budget = Budget(100)
+    assert 0 < budget.of(10) == 10
+    budget.start -= 95
+    assert 0 < budget.of(10) <= 5
+    budget.start -= 10
+    assert budget.of(10) < 0
 
 
 # Candidates that fail.
@@ -197,14 +227,14 @@ def none_begins(worker, settings, left_out):
 def test_one_that_takes_its_process_with_it():
     """Catches a lost process that is blamed on another candidate, or ends the case."""
     started = []
-    found, lost = measure_apart(some_die, (1, 2), 4, started.append, 60)
+    found, lost = measure_apart(some_die, (1, 2), 4, started.append, 60, Budget(60))
     assert found == {0: "result 0", 3: "result 3"}
     assert lost == dict.fromkeys((1, 2), "its process was lost: died without a word")
     assert started == [0, 1, 0, 2, 0, 3]
-    found, lost = measure_apart(some_die, (0, 1, 2, 3), 4, ignore, 60)
+    found, lost = measure_apart(some_die, (0, 1, 2, 3), 4, ignore, 60, Budget(60))
     assert not found
     assert lost[3] == "not measured: 3 processes were lost before it"
-    found, lost = measure_apart(none_begins, None, 2, ignore, 60)
+    found, lost = measure_apart(none_begins, None, 2, ignore, 60, Budget(60))
     assert lost == dict.fromkeys((0, 1), "its process was lost: RuntimeError: no context")
 
 

@@ -528,6 +528,7 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("layout", ["contiguous", "slice of packed qkv", *UNALIGNED])
 @pytest.mark.parametrize(("name", "dtype"), SERVED, ids=str)
+@pytest.mark.filterwarnings("default")  # what drivers of a new machine warn of is not known beforehand
 def test_the_ops_on_a_gpu(name, dtype, layout, case):
     """Catches what the stand-ins get wrong about the real ops: out, lse and every gradient, also of lse."""
     inputs, dout, dlse = make_inputs(case, dtype)
@@ -543,7 +544,7 @@ def test_the_ops_on_a_gpu(name, dtype, layout, case):
         roots = dilated_attention(*leaves, case.pattern, backend="sdpa", return_lse=True)
         grads = torch.autograd.grad(roots, leaves, [dout.to(roots[0]), dlse.to(roots[1])])
     expected = defined(case, inputs, dout, dlse)
-    allowed = tolerances(case, dtype)
+    allowed = tolerances(case, dtype, "cuda")
     for quantity, found in zip(QUANTITIES, (*roots, *grads), strict=True):
         error = relative(squares(found, expected[quantity]))
         assert error <= allowed[quantity], f"{quantity}: {error:.1e} > {allowed[quantity]:.1e}"

@@ -11,12 +11,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.execute import Call, forward
 from ring_dilated_attention.kernels.triton import in_place
-from ring_dilated_attention.kernels.triton.config import KERNELS, PATH, config, has_config, padded
+from ring_dilated_attention.kernels.triton.config import KERNELS, PATH, architecture, config, has_config, padded
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.7.1)"
@@ -112,3 +116,117 @@ def test_why_not():
         assert "not installed; pip install triton" in reason
     else:
         assert "serves CUDA tensors (others only in Triton's interpreter, TRITON_INTERPRET=1), got cpu" in reason
+
+
+def like(capability: tuple[int, int]) -> SimpleNamespace:
+    """What torch says of a device."""
+    return SimpleNamespace(major=capability[0], minor=capability[1], gcnArchName="")
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton", "triton-fused", "sdpa", "auto"])
+def test_a_call_on_cuda_tensors_compiles_whole(backend, monkeypatch):
+    """Catches a graph break in the choice of a backend, which reads a file and asks torch's switches and the device.
+
+    The tensors are fake, so that no device is needed: what is traced is all that there is before the op.
+    """
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: like((9, 0)))
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    torch._dynamo.reset()
+    pattern = DilatedPattern((8, 16), (1, 2), is_causal=True)
+
+    def call(*tensors):
+        return dilated_attention(*tensors, pattern, backend=backend)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [torch.empty(1, 32, 2, 16, device="cuda:0", dtype=torch.bfloat16) for _ in range(3)]
+        out = torch.compile(call, fullgraph=True, backend="eager")(*tensors)
+    assert (out.shape, out.device.type) == ((1, 32, 2, 16), "cuda")
+
+
+@needs_triton
+def test_the_op_asks_again(monkeypatch):
+    """Catches a device without block sizes that compiled code takes: while it is traced, nobody asks."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: like((7, 5)))
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    architecture.cache_clear()
+    with FakeTensorMode():
+        query = torch.empty(1, 32, 2, 16, device="cuda:0", dtype=torch.float16)
+        reason = "has no block sizes for cuda:75 in configs.json"
+        assert in_place.why_not(query) == reason
+        call = Call(DilatedPattern((8,), (1,)), 0.25, "triton", "", "", False)
+        with pytest.raises(ValueError, match=reason):
+            forward(call, query, query, query, None)
+    architecture.cache_clear()
+
+
+@needs_triton
+def test_sizes_do_not_compile_a_kernel_anew():
+    """Catches a size whose value is compiled in: documents of random lengths would compile for many steps."""
+    from ring_dilated_attention.kernels.triton.compile import CASES
+
+    for case in CASES:
+        parameters = case.kernel.params
+        sizes = {x.name for x in parameters if x.annotation_type == "i32"}
+        assert {x.name for x in parameters if x.do_not_specialize} == sizes
+        assert len(sizes) >= 2
+
+
+@pytest.fixture
+def tune(monkeypatch):
+    """The tuner on a machine without a GPU: nothing is launched."""
+    import triton
+
+    from ring_dilated_attention.kernels.triton import tune
+
+    monkeypatch.setattr(tune, "timed", lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, return_mode: 1.0)
+    return tune
+
+
+@needs_triton
+def test_the_tuner_finds_half_of_any_forward(tune):
+    """Catches a number of rows of "forward" whose half is no candidate; and blocks of 16, which float32 may need."""
+    for dtype in tune.DTYPES.values():
+        for rows in {x.block_m for x in tune.candidates("forward", dtype)}:
+            assert tune.best("forward_half", 64, dtype, 8192, rows // 2).block_m == rows // 2
+        blocks = {x[:2] for x in tune.candidates("key_gradient", dtype)}
+        assert ((16, 16) in blocks) == (dtype == torch.float32)
+
+
+@needs_triton
+def test_the_tuner_passes_by_what_does_not_run(tune, monkeypatch, capsys):
+    """Catches a candidate that ends the tuning; and a device on which nothing runs any more, taken for one of these."""
+    import triton
+
+    errors = [
+        triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory"),
+        triton.runtime.errors.PTXASError("internal error"),
+        RuntimeError("PassManager::run failed"),
+    ]
+
+    def fails(call, return_mode):
+        if errors:
+            raise errors.pop()
+        return 1.0
+
+    monkeypatch.setattr(triton.testing, "do_bench", fails)
+    chosen = tune.best("forward", 64, torch.bfloat16, 8192, None)
+    assert chosen == list(tune.candidates("forward", torch.bfloat16))[3]
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("OutOfResources", "PTXASError", "PassManager::run failed"))
+
+    def always_fails(call, return_mode):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(triton.testing, "do_bench", always_fails)
+    with pytest.raises(RuntimeError, match="no candidate for forward with 32 rows ran"):
+        tune.best("forward", 64, torch.bfloat16, 8192, 32)
+
+    def is_lost():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", is_lost)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        tune.best("forward", 64, torch.bfloat16, 8192, None)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain
 from ring_dilated_attention.bench.measure import allocated
 from ring_dilated_attention.estimate import attention_memory
-from ring_dilated_attention.kernels.triton import fused, in_place, launch
+from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, launch, tiles
 from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
 from ring_dilated_attention.kernels.triton.launch import pack_of
 from ring_dilated_attention.kernels.triton.tiles import Choice
@@ -96,13 +96,13 @@ class Call:
             error, allowed = relative_error(x, y), 2 * torchs + floor
             assert error <= allowed, f"{name}: {error:.2e} against {allowed:.2e}"
 
-    def run(self, kind: str, **kwargs) -> list[Tensor]:
-        """Through dilated_attention, with the shape of the tiles as given: "fused" or "branches"."""
+    def run(self, kind: str = "", *, backend: str = "triton", **kwargs) -> list[Tensor]:
+        """Through dilated_attention, with the shape of "triton"'s tiles as given: "fused" or "branches"."""
         leaves = [x.clone().requires_grad_() for x in self.inputs]
         borders = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
         with mock.patch.object(in_place, "choose", return_value=Choice(kind, 16, 0.0, "")):
             results = dilated_attention(
-                *leaves, self.pattern, backend="triton", return_lse=True, cu_seqlens=borders, **kwargs
+                *leaves, self.pattern, backend=backend, return_lse=True, cu_seqlens=borders, **kwargs
             )
             return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, [self.dout, self.dlse])]
 
@@ -141,6 +141,21 @@ def test_against_the_definition(case, kind):
     also a state (max, sum, acc) that is not the partial it stands for, or that of an empty one."""
     call = call_of(case)
     call.check(call.run(kind))
+
+
+def test_all_branches_at_once_by_name(monkeypatch):
+    """Catches a backend for the least memory that goes by the work after all, or fails where nothing can be fused."""
+    monkeypatch.setattr(tiles, "FLOPS_PER_BYTE", 0)  # merging costs nothing, so that tile by tile is less work
+    pattern = pattern_of([(2, 2), (20, 3), (40, 5)], is_causal=True)
+    call = Call(pattern, 1, 40, 2, 2, 16, torch.float32)
+    assert not in_place.whole(pattern, (0, 40), call.inputs[0], 2, backward=False).is_fused
+    with mock.patch.object(all_at_once, "forward_into", side_effect=AssertionError):
+        call.check(call.run(backend="triton-fused"))
+    reasons = explain(*call.inputs, pattern, backend="triton-fused").reasons
+    assert reasons["triton-fused"] == "chosen: asked for"
+    assert all(reasons[f"tiles, {stage}"].startswith("fused") for stage in ("forward", "backward"))
+    tiles_too_wide = Call(pattern_of([(6, 4), (8, 5)], is_causal=True), 1, 40, 2, 2, 16, torch.float32)
+    tiles_too_wide.check(tiles_too_wide.run(backend="triton-fused"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -259,12 +274,12 @@ def test_one_position(kind):
         torch.testing.assert_close(x.double(), y, rtol=1e-6, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
-def test_hops_of_the_ring(sharding):
+@pytest.mark.parametrize(("sharding", "backend"), [("contiguous", "triton"), ("zigzag", "triton-fused")])
+def test_hops_of_the_ring(sharding, backend):
     """Catches kernels that need as many keys as queries: a hop has its own number of keys, in a flat buffer."""
     call = call_of((1, 60, 4, 2, 16, [(8, 1), (60, 2)], {"is_causal": True}, None))
     parallel = ContextParallel(exchange="simulated", world_size=3, sharding=sharding)
-    call.check(call.run("branches", parallel=parallel))
+    call.check(call.run(backend=backend, parallel=parallel))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp2 of scores that are then masked
@@ -341,6 +356,14 @@ def test_offsets_beyond_32_bits(kind):
 
     for x, y in zip(run(*far), run(*near), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_segment_length_beyond_32_bits(kind):
+    """Catches a segment length that is kept in 32 bits, or multiplied there: it means the whole of each document."""
+    branches = [(8, 1), (2**31, 2), (2**40, 3)]
+    call = Call(pattern_of(branches, is_causal=True), 1, 30, 2, 2, 16, torch.float32, (0, 9, 30))
+    call.check(call.run(kind))
 
 
 def test_precision_is_that_of_torchs_products():

@@ -50,8 +50,9 @@ def dilated_attention(
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
             at each. Under `parallel` they are global and the same on every rank.
         scale: of the scores; D ** -0.5 by default.
-        backend: "cpu", "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops), "triton" (by name
-            only, until it has run on a GPU), or "auto".
+        backend: "cpu", "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops), "triton" or
+            "triton-fused" (all branches at once wherever one device holds the sequence: least memory, maybe more
+            work; both by name only, until they have run on a GPU), or "auto".
         return_lse: also return the logsumexp of the scores; gradients flow through it too.
 
     Returns:

@@ -4,6 +4,7 @@ It may hang the card, or make an access after which nothing runs in its process 
 the next process; an error that a process outlives is for the process to keep as the item's reason.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,29 +16,42 @@ from .gate import GateError
 MOST_LOST = 3
 
 
+class Budget:
+    """What is left of the seconds that a case may take, so that it ends with a record and is not ended from outside."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.start = seconds, time.monotonic()
+
+    def of(self, most: float) -> float:
+        """At most so many seconds."""
+        return min(most, self.seconds - (time.monotonic() - self.start))
+
+
 def measure_apart(
     function: Callable[..., dict[int, Any]],
     settings: Any,
     number: int,
     on_start: Callable[[int], None],
     seconds: float,
+    budget: Budget,
 ) -> tuple[dict[int, Any], dict[int, str]]:
     """function(worker, settings, left_out) in a process of its own, and again without the item that ended it.
 
-    It returns results by item, 0 .. number - 1, and reports each item before it begins.
+    It returns results by item, 0 .. number - 1, and reports each item before it begins. A process has so many
+    seconds, and all of them what is left of the budget.
 
     Returns:
         What it returned, and the reasons of the items that are not in it.
     """
     lost: dict[int, str] = {}
-    while len(lost) < min(MOST_LOST, number):
+    while len(lost) < min(MOST_LOST, number) and (left := budget.of(seconds)) > 0:
         begun: list[int] = []
 
         def on_report(rank: int, item: int, begun: list[int] = begun) -> None:
             begun.append(item)
             on_start(item)
 
-        launch = Launch(1, num_threads=torch.get_num_threads(), seconds=seconds)
+        launch = Launch(1, num_threads=torch.get_num_threads(), seconds=left)
         try:
             [found] = run_ranks(launch, function, settings, tuple(lost), on_report=on_report)
             return found, lost
@@ -46,7 +60,8 @@ def measure_apart(
             if not begun:
                 return {}, lost | {i: reason for i in range(number) if i not in lost}
             lost[begun[-1]] = reason
-    return {}, {i: lost.get(i, f"not measured: {len(lost)} processes were lost before it") for i in range(number)}
+    why = f"{len(lost)} processes were lost before it" if len(lost) == MOST_LOST else "the budget was spent"
+    return {}, {i: lost.get(i, f"not measured: {why}") for i in range(number)}
 
 
 def refuse_empty(rows: Sequence[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from ..pattern import DilatedPattern
 from .measure import Sizes
 from .peers import torchscale_attention
 
-OWN = ("triton", "sdpa")
+OWN = ("triton", "triton-fused", "sdpa")
 
 
 class Op(NamedTuple):

@@ -5,10 +5,9 @@ Beyond `dense_at_most` positions dense attention takes too long to repeat: its t
 measured length, scaled by FLOPs, and the row says so.
 
 On an H100 the case should take about 5 minutes: 2 of measuring, half of it dense attention, 1 of compiling kernels,
-and 2 of gates and of starting 12 processes. After `budget` seconds what is left becomes rows that say so.
+and 2 of gates and of starting 12 processes. No group begins or goes on after `budget` seconds; its rows say so.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,13 +15,13 @@ import torch
 
 from ..pattern import DilatedPattern
 from ..processes import Launch, Worker, run_ranks
-from .apart import refuse_empty
+from .apart import Budget, refuse_empty
 from .candidates import Candidate
 from .device import Ceilings, ceilings, resolve
 from .measure import Sizes
 from .record import branches, markdown, not_measured, tensors
 from .shares import FASTEST_DENSE_TARGETS, OWN_DENSE_TARGET, DenseTimes, dense_times, row_of
-from .side_by_side import Found, Group, measure_group
+from .side_by_side import Group, measure_group
 
 SUMMARY = "share of the FLOP-bound speed-up on a GPU, beside torch's ops and a peer"
 NEEDS_GPU = True
@@ -45,7 +44,7 @@ class Settings(NamedTuple):
     dense_at_most: int = 131_072
     ceiling_rows: int = 8192
     seconds: float = 120  # of a group's process
-    budget: float = 420
+    budget: float = 420  # seconds of the case
 
 
 FULL = Settings()
@@ -77,16 +76,13 @@ def _group(settings: Settings, sizes: Sizes, repeats: int, is_causal: bool) -> G
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
-    start = time.monotonic()
+    budget = Budget(settings.budget)
     step("ceilings")
     [most] = run_ranks(Launch(1, seconds=settings.seconds), _ceilings, settings)
     dense: dict[tuple[int, bool], DenseTimes] = {}
     rows: list[dict[str, Any]] = []
     for group in groups(settings):
-        if time.monotonic() - start > settings.budget:
-            found: list[Found | str] = [f"the budget of {settings.budget:g} s was spent"] * len(group.candidates)
-        else:
-            found = measure_group(group, step, seconds=settings.seconds)
+        found = measure_group(group, step, seconds=settings.seconds, budget=budget)
         key = (group.sizes.head_dim, group.is_causal)
         dense[key] = dense_times(group, found) or dense.get(key, {})
         for candidate, result in zip(group.candidates, found, strict=True):

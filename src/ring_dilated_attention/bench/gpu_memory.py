@@ -3,7 +3,7 @@
 Peaks are what torch's allocator gave out, inputs and gradients included; CUDA's own context comes on top. The fully
 fused kernel needs the eight tensors (query, key, value, out, and their gradients) and two numbers for each row.
 
-On an H100 it should take about 2 minutes.
+On an H100 it should take about 3 minutes, six processes to start among them.
 """
 
 import math
@@ -19,9 +19,9 @@ from ..attention import dilated_attention
 from ..compare import relative, squares, tolerances
 from ..pattern import DilatedPattern
 from ..processes import Worker
-from .apart import measure_apart, refuse_empty
+from .apart import Budget, measure_apart, refuse_empty
 from .candidates import OWN, Candidate, backend_on
-from .device import peak_bytes, release, resolve, synchronize
+from .device import peak_bytes, release, resolve
 from .gate import GateError, gate, small_case
 from .measure import Sizes, make_tensors
 from .record import branches, markdown, not_measured, tensors
@@ -41,7 +41,8 @@ class Settings(NamedTuple):
     pattern: DilatedPattern = DilatedPattern((2048, 4096, 8192, 16_384, 32_768), (1, 2, 4, 6, 12))
     limit_bytes: float = 8e9
     card_bytes: float | None = None
-    seconds: float = 240  # of the process
+    seconds: float = 120  # of a row
+    budget: float = 420  # of the case
 
 
 FULL = Settings()
@@ -55,29 +56,26 @@ def num_steps(settings: Settings) -> int:
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     settings = settings._replace(device=resolve(settings.device))
     names = [f"{how}, {what.__name__.replace('_', ' ')}" for how, what in ITEMS]
-    found, lost = measure_apart(_measure, settings, len(ITEMS), lambda i: step(names[i]), settings.seconds)
-    rows = []
-    for i, (how, _) in enumerate(ITEMS):
-        result = found.get(i, lost.get(i, ""))
+    rows, budget = [], Budget(settings.budget)
+    for item, name in zip(ITEMS, names, strict=True):
+        step(name)
+        found, lost = measure_apart(_measure, (settings, item), 1, lambda _: None, settings.seconds, budget)
+        result = found.get(0, lost.get(0, ""))
         rows.append(
-            _Trial(settings, how).row | {"reason": f"{names[i]}: {result}"} if isinstance(result, str) else result
+            _Trial(settings, item[0]).row | {"reason": f"{name}: {result}"} if isinstance(result, str) else result
         )
     refuse_empty(rows)
     return rows
 
 
-def _measure(worker: Worker, settings: Settings, left_out: Collection[int]) -> dict[int, dict[str, Any] | str]:
-    found: dict[int, dict[str, Any] | str] = {}
-    for i, (how, what) in enumerate(ITEMS):
-        if i not in left_out:
-            worker.report(i)
-            trial = _Trial(settings, how)
-            try:
-                found[i] = what(trial)
-            except Exception as error:  # noqa: BLE001  whatever it was, the row says it
-                found[i] = f"{type(error).__name__}: {error}"[:300]
-            synchronize(trial.device)  # raises if nothing runs in this process any more
-    return found
+def _measure(worker: Worker, what: tuple[Settings, "Item"], left_out: Collection[int]) -> dict[int, Any]:
+    """One row, in a process of its own: one that is ended takes no other with it."""
+    settings, (how, measure) = what
+    worker.report(0)
+    try:
+        return {0: measure(_Trial(settings, how))}
+    except Exception as error:  # noqa: BLE001  whatever it was, the row says it
+        return {0: f"{type(error).__name__}: {error}"[:300]}
 
 
 class _Trial:
@@ -166,7 +164,8 @@ def longest_length(trial: _Trial) -> dict[str, Any]:
     }
 
 
-ITEMS = tuple(product(OWN, (given_length, longest_length)))
+Item = tuple[str, Callable[[_Trial], dict[str, Any]]]
+ITEMS: tuple[Item, ...] = tuple(product(OWN, (given_length, longest_length)))
 
 
 def longest(fits: Callable[[int], bool], start: int, *, parts: int = 16) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..pattern import DilatedPattern
-from .apart import refuse_empty
+from .apart import Budget, refuse_empty
 from .candidates import OWN, Candidate
 from .crossover import first_faster
 from .device import resolve
@@ -32,6 +32,7 @@ class Settings(NamedTuple):
     branches: tuple[tuple[int, ...], tuple[int, ...]] = ((2048, 4096), (1, 2))
     repeats: int = 50
     seconds: float = 120  # of a group's process
+    budget: float = 420  # seconds of the case
 
 
 FULL = Settings()
@@ -59,8 +60,9 @@ def groups(settings: Settings) -> list[Group]:
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
+    budget = Budget(settings.budget)
     for group in groups(settings):
-        dense, *ours = measure_group(group, step, seconds=settings.seconds)
+        dense, *ours = measure_group(group, step, seconds=settings.seconds, budget=budget)
         rows += [
             _row(group, candidate, found, dense) for candidate, found in zip(group.candidates[1:], ours, strict=True)
         ]

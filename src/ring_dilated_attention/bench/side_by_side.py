@@ -12,7 +12,7 @@ from ..attention import explain
 from ..compare import defined, make_inputs, relative, squares, tolerances
 from ..pattern import DilatedPattern
 from ..processes import Worker
-from .apart import measure_apart
+from .apart import Budget, measure_apart
 from .candidates import OPS, OWN, Candidate, attention, backend_on, chosen
 from .device import Mark, Profile, peak_bytes, profiled, release, synchronize
 from .gate import GateError, gate, small_case
@@ -59,9 +59,10 @@ class Found(NamedTuple):
     host_seconds: list[float]
 
 
-def measure_group(group: Group, step: Callable[[str], None], *, seconds: float) -> list[Found | str]:
+def measure_group(group: Group, step: Callable[[str], None], *, seconds: float, budget: Budget) -> list[Found | str]:
     """For each candidate what was found, or the reason why nothing was. A process has so many seconds."""
-    found, lost = measure_apart(_measure, group, len(group.candidates), lambda i: step(_title(group, i)), seconds)
+    number = len(group.candidates)
+    found, lost = measure_apart(_measure, group, number, lambda i: step(_title(group, i)), seconds, budget)
     return [found[i] if i in found else lost[i] for i in range(len(group.candidates))]
 
 

@@ -7,6 +7,7 @@ carry is copied from the sender's buffer into the receiver's.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -100,9 +101,11 @@ class SimulatedLink(Link):
 def run_ranks(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> list[Any]:
     """work(rank, link) for every rank; the results in the order of ranks."""
     wires, results = Wires(), [None] * world_size
+    # A thread begins with the first device and its default stream, which waits for no other.
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def one(rank: int) -> None:
-        with wires.turn, torch.no_grad():
+        with wires.turn, torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
             try:
                 if wires.error is None:
                     results[rank] = work(rank, SimulatedLink(wires, rank, world_size))

@@ -5,9 +5,9 @@ from types import ModuleType
 from torch import Tensor
 
 from . import cpu, sdpa
-from .triton import in_place as triton
+from .triton import all_at_once, in_place
 
-BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "sdpa": sdpa, "triton": triton}
+BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "sdpa": sdpa, "triton": in_place, "triton-fused": all_at_once}
 
 
 def check_backend(backend: str) -> None:

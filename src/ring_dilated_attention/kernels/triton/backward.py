@@ -11,10 +11,10 @@ Names as in `blocks.py`.
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, key_gradient, load_rows, query_gradient, store_rows
+from .blocks import LOG2_E, SIZES, key_gradient, load_rows, query_gradient, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
     dout: tl.tensor,
     out: tl.tensor,
@@ -54,7 +54,7 @@ def delta_kernel(
     tl.store(delta + i_b * stride_eb + i_h * stride_eh + o_m * stride_em, b_delta, mask=m_x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def query_gradient_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -133,7 +133,7 @@ def query_gradient_kernel(
     store_rows(p_dq, o_dq, m_x, b_dq * scale, ACCUMULATE, D, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def key_gradient_kernel(
     q: tl.tensor,
     k: tl.tensor,

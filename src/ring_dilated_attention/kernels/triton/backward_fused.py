@@ -6,10 +6,10 @@ Tables as in `forward.fused_forward_kernel`, equations as in `backward.py`. `lse
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, key_gradient, load_rows, query_gradient, store_rows, visit_key_tile, visit_query_tile
+from .blocks import LOG2_E, SIZES, key_gradient, load_rows, query_gradient, store_rows, visit_key_tile, visit_query_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def fused_query_gradient_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -104,7 +104,7 @@ def fused_query_gradient_kernel(
     store_rows(p_dq, o_n * stride_gn + o_h * stride_gh, m_t, b_dq * scale, False, D, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def fused_key_gradient_kernel(
     q: tl.tensor,
     k: tl.tensor,

@@ -16,6 +16,12 @@ from . import tiles
 IS_INTERPRETED = triton.knobs.runtime.interpret  # read by triton once, when a kernel is decorated
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Arguments whose value triton must not look at: it would compile anew for a 1 and for multiples of 16, so with packed
+# documents for many steps. Strides stay: what they are multiples of decides how wide a load is.
+SIZES = (
+    *("num_tiles", "num_packs", "num_kv_heads", "num_heads", "num_rows", "num_keys", "num_branches"),
+    *("step", "pack_stride", "head_step"),
+)
 
 
 def _compiled(function: Callable) -> Any:

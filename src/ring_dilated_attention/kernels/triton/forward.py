@@ -7,10 +7,10 @@ head, follow each other in a tile: row i is position i // PACK, head i % PACK. O
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, attend, load_rows, normalized, store_rows, visit_query_tile
+from .blocks import LOG2_E, SIZES, attend, load_rows, normalized, store_rows, visit_query_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -101,7 +101,7 @@ def forward_kernel(
     tl.store(p_lse, b_lse, mask=m_x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def fused_forward_kernel(
     q: tl.tensor,
     k: tl.tensor,

@@ -7,6 +7,7 @@ B batch, N positions, H query heads, G key/value heads, D head dim. Borders (0, 
 """
 
 from functools import lru_cache
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -56,9 +57,12 @@ def _tables(
     heads = phases_of_heads(pattern, num_heads)
     firsts = [pack_heads(packs, num_heads, num_kv_heads, i).start for i in range(num_heads // packs.size)]
     phases = [[heads[h][i] for h in firsts] for i in range(len(pattern.branches))]
+    longest = max(stop - start for start, stop in pairwise(borders))
+    # A longer segment ends with its document, and may not fit into 32 bits.
+    branches_here = [(min(width, longest), rate) for width, rate in pattern.branches]
     tiles, branches, phase = (
         torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (fused_tiles(borders, stride_of(pattern), positions), pattern.branches, phases)
+        for x in (fused_tiles(borders, stride_of(pattern), positions), branches_here, phases)
     )
     return _Tables(tiles, branches, phase, packs, crosses(pattern, borders, positions))
 
@@ -117,12 +121,18 @@ def candidates_for(query: Tensor, *, backward: bool) -> tuple[tuple[Kernel, ...]
 
 
 def choose(
-    pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int, *, backward: bool = False
+    pattern: DilatedPattern,
+    borders: tuple[int, ...],
+    query_BNHD: Tensor,
+    num_kv_heads: int,
+    *,
+    backward: bool = False,
+    prefers_fused: bool = False,
 ) -> Choice:
     """Fused, or branches one at a time, by counted work. The reason lists all candidates."""
     num_heads, head_dim = query_BNHD.shape[2:]
     candidates = candidates_for(query_BNHD, backward=backward)
-    return choose_tile(pattern, borders, num_heads, num_kv_heads, head_dim, candidates)
+    return choose_tile(pattern, borders, num_heads, num_kv_heads, head_dim, candidates, prefers_fused=prefers_fused)
 
 
 def forward(

@@ -9,10 +9,11 @@ tests enumerate is what runs. They therefore use nothing but integers, min, max 
 which the languages differ.
 """
 
+from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -188,7 +189,11 @@ def visits(
 # hid them. So many operations take as long as moving one byte: bfloat16 on an H100 SXM, 989 TFLOP/s over 3.35 TB/s by
 # its data sheet (an A100: 156).
 FLOPS_PER_BYTE = 295
-_MOST_TILES = 1024  # counted; of more, evenly spaced ones
+# A count of more is an estimate from so many, evenly spread ones.
+_MOST_VISITORS = 1024  # (tile, heads) of one document
+_MOST_DOCUMENTS = 8
+# 1/x and 1/x^2 with x^3 = x + 1: their multiples modulo 1 fill a square evenly (as the golden ratio's fill a line).
+_ACROSS, _ALONG = 0.5698402909980532, 0.7548776662466927
 
 
 class Choice(NamedTuple):
@@ -216,9 +221,9 @@ class Kernel(NamedTuple):
 class Work(NamedTuple):
     """(query, key) pairs that count, pairs that a kernel computes, and rows that later branches read and write."""
 
-    pairs: int
-    computed: int
-    merged: int
+    pairs: float
+    computed: float
+    merged: float
 
 
 def kernels_of(blocks: tuple[tuple[int, int], ...]) -> tuple[Kernel, ...]:
@@ -228,44 +233,87 @@ def kernels_of(blocks: tuple[tuple[int, int], ...]) -> tuple[Kernel, ...]:
     return Kernel(*blocks[0], 3, 1, False), Kernel(*blocks[1], 4, 2, True)
 
 
+def documents_that_stand_for_all(borders: tuple[int, ...]) -> dict[int, float]:
+    """Lengths of documents, and how many of each: what a document costs depends on its length alone.
+
+    Lengths of several are rounded to five bits, so that those of the next batch have been counted before. If there are
+    more than _MOST_DOCUMENTS, so many positions, evenly spaced in the order of their documents' length, stand for all.
+    """
+    lengths = sorted(stop - start for start, stop in pairwise(borders))
+    if len(lengths) == 1:
+        return {lengths[0]: 1.0}
+    positions: Counter[int] = Counter()
+    for length in lengths:
+        positions[_rounded(length)] += length
+    if len(positions) > _MOST_DOCUMENTS:
+        ends = list(accumulate(positions.values()))
+        middles = ((i + 0.5) * ends[-1] / _MOST_DOCUMENTS for i in range(_MOST_DOCUMENTS))
+        drawn = Counter(list(positions)[bisect(ends, middle)] for middle in middles)
+        return {length: number * ends[-1] / _MOST_DOCUMENTS / length for length, number in drawn.items()}
+    return {length: number / length for length, number in positions.items()}
+
+
+def _rounded(length: int) -> int:
+    shift = max(length.bit_length() - 5, 0)
+    return (length + (1 << shift >> 1)) >> shift << shift
+
+
+def spread(number: int, period: int, most: int) -> Sequence[int]:
+    """0 .. number - 1 or, if these are more, one from each of `most` stretches, at all places of a period in turn.
+
+    Evenly spaced ones would fall at the same places of every segment, whose length is often a multiple of their step.
+    """
+    if number <= most:
+        return range(number)
+    periods = -(-number // period)
+    starts = (int((i + i * _ALONG % 1) / most * periods) * period for i in range(most))
+    return [min(start + int(i * _ACROSS % 1 * period), number - 1) for i, start in enumerate(starts)]
+
+
 def fused_work(
     pattern: DilatedPattern, borders: tuple[int, ...], num_heads: int, num_kv_heads: int, kernel: Kernel
 ) -> float:
-    """(query, key) pairs that a fused kernel computes for one batch entry, masked ones included."""
+    """(query, key) pairs that a fused kernel computes for one batch entry, masked ones included. Within 3 % if many."""
+    documents = documents_that_stand_for_all(borders)
+    return sum(
+        number * fused_document(pattern, length, num_heads, num_kv_heads, kernel)
+        for length, number in documents.items()
+    )
+
+
+@lru_cache(maxsize=4096)
+def fused_document(pattern: DilatedPattern, length: int, num_heads: int, num_kv_heads: int, kernel: Kernel) -> float:
     packs = packs_of(pattern, num_heads, num_kv_heads, kernel.block_m)
     phases = phases_of_heads(pattern, num_heads)
     firsts = (pack_heads(packs, num_heads, num_kv_heads, i).start for i in range(num_heads // packs.size))
-    kinds = Counter(phases[h] for h in firsts)
-    step = stride_of(pattern)
-    tiles = fused_tiles(borders, step, kernel.block_n if kernel.of_keys else kernel.block_m // packs.size)
-    groups = [tiles[i : i + step] for i in range(0, len(tiles), step)]  # all phases of a stretch
-    counted = groups[:: max(1, len(tiles) // _MOST_TILES)]
-    met = (
-        (visit, number)
-        for group in counted
-        for tile in group
-        for kind, number in kinds.items()
-        for visit in visits(
-            pattern,
-            tile,
-            kind,
-            kernel.block_m if kernel.of_keys else kernel.block_n,
-            of_keys=kernel.of_keys,
-            pack=packs.size,
-        )
-    )
-    if kernel.of_keys:
-        blocks = sum(number * -(-(visit.end - visit.begin_or_full) // kernel.block_m) for visit, number in met)
-    else:
-        blocks = sum(number * -(-visit.end // kernel.block_n) for visit, number in met)
-    return blocks * kernel.block_m * kernel.block_n * len(groups) / len(counted)
+    kinds = list(Counter(phases[h] for h in firsts).items())
+    positions = kernel.block_n if kernel.of_keys else kernel.block_m // packs.size
+    tiles = fused_tiles((0, length), stride_of(pattern), positions)
+    block = kernel.block_m if kernel.of_keys else kernel.block_n
+    blocks, counted = 0, spread(len(tiles) * len(kinds), stride_of(pattern) * len(kinds), _MOST_VISITORS)
+    for i in counted:
+        tile, (kind, number) = tiles[i // len(kinds)], kinds[i % len(kinds)]
+        for visit in visits(pattern, tile, kind, block, of_keys=kernel.of_keys, pack=packs.size):
+            seen = visit.end - visit.begin_or_full if kernel.of_keys else visit.end
+            blocks += number * -(-seen // block)
+    return blocks * kernel.block_m * kernel.block_n * len(tiles) * len(kinds) / len(counted)
 
 
 def branches_work(
     pattern: DilatedPattern, borders: tuple[int, ...], num_heads: int, num_kv_heads: int, kernel: Kernel
 ) -> Work:
     """What tiles of one branch at a time make a kernel do for one batch entry."""
-    plan = make_plan(pattern, make_shards("contiguous", borders[-1:]), 0, num_heads, num_kv_heads, borders)
+    documents = documents_that_stand_for_all(borders)
+    works = [
+        [number * x for x in branches_document(pattern, length, num_heads, num_kv_heads, kernel)]
+        for length, number in documents.items()
+    ]
+    return Work(*(sum(column) for column in zip(*works, strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def branches_document(pattern: DilatedPattern, length: int, num_heads: int, num_kv_heads: int, kernel: Kernel) -> Work:
+    plan = make_plan(pattern, make_shards("contiguous", (length,)), 0, num_heads, num_kv_heads)
     computed, merged = 0, 0
     for tile in plan.local:
         heads, kv_heads = len(tile.query.heads), len(tile.key.heads)
@@ -298,12 +346,16 @@ def choose_tile(
     num_kv_heads: int,
     head_dim: int,
     candidates: tuple[tuple[Kernel, ...], ...],
+    *,
+    prefers_fused: bool = False,
 ) -> Choice:
     """The cheapest shape of the tiles of a pass on one device. `candidates` are the kernels that could carry it out.
 
+    prefers_fused: the cheapest fused one, if there is any.
     A matrix product costs 2 * D operations per pair; a row that is merged is read and written in float32.
     """
-    step, longest = stride_of(pattern), max(pattern.segment_lengths)
+    step = stride_of(pattern)
+    longest = min(max(pattern.segment_lengths), max(stop - start for start, stop in pairwise(borders)))
     call = (pattern, borders, num_heads, num_kv_heads)
     found: list[tuple[float, Choice]] = []
     reasons = []
@@ -315,12 +367,14 @@ def choose_tile(
         merged = sum(work.merged * kernel.sums for work, kernel in zip(works, kernels, strict=True))
         cost = computed * 2 * head_dim + merged * 8 * head_dim * FLOPS_PER_BYTE
         found.append((cost, Choice("branches", rows, useful / max(computed, 1), "")))
-        reasons.append(f"branches, {rows} rows: {found[-1][1].share:.0%} useful, {merged} rows merged")
+        reasons.append(f"branches, {rows} rows: {found[-1][1].share:.0%} useful, {merged:.0f} rows merged")
         if step >= longest:
             reasons.append(f"fused, {rows} rows: R = {step} is no less than the longest segment, {longest}")
             continue
         fused = sum(fused_work(*call, kernel) * kernel.products for kernel in kernels)
         found.append((fused * 2 * head_dim, Choice("fused", rows, useful / max(fused, 1), "")))
         reasons.append(f"fused, {rows} rows {step} apart: {found[-1][1].share:.0%} useful")
+    if prefers_fused:
+        found = [candidate for candidate in found if candidate[1].kind == "fused"] or found
     _, best = min(found, key=lambda candidate: candidate[0])
     return best._replace(reason="; ".join(reasons))
