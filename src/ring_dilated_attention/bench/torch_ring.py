@@ -28,7 +28,7 @@ SETUPS = ("this library", "torch", "torch, on copies in its layout")
 
 class Settings(NamedTuple):
     sizes: Sizes = Sizes(16_384, 4, 64)
-    repeats: int = 9
+    repeats: int = 15
     seconds: float = 900
 
 
