@@ -20,8 +20,8 @@ run: $(VENV)/.installed
 	$(BIN)/rda train --ranks 2
 
 test: $(VENV)/.installed
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src benchmarks tests
+	$(BIN)/ruff format --check src benchmarks tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
@@ -29,16 +29,16 @@ test: $(VENV)/.installed
 gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -rs tests/test_cuda.py tests/test_gpu_bench.py tests/test_sdpa.py tests/test_staging.py
 	$(BIN)/rda check --timeout 300
-	$(BIN)/rda bench gpu
-	$(BIN)/rda bench gpu_memory
-	$(BIN)/rda bench gpu_small
+	$(BIN)/python -m benchmarks gpu
+	$(BIN)/python -m benchmarks gpu_memory
+	$(BIN)/python -m benchmarks gpu_small
 
 # 30 trials of each kind: ranks that are killed, stopped, or raise. `make test` has one of each.
 faults: $(VENV)/.installed
 	$(BIN)/python tests/fault_trials.py
 
 bench: $(VENV)/.installed
-	$(BIN)/rda bench --all
+	$(BIN)/python -m benchmarks --all
 
 clean:
 	rm -rf $(VENV) runs build dist src/*.egg-info

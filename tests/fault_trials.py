@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from faults import CAUSAL, Fault, Trial, run_trial
 
-from ring_dilated_attention.planner import make_plan
-from ring_dilated_attention.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 
 KINDS = ("kill", "stop", "raise")
 

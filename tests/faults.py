@@ -20,7 +20,7 @@ from distributed import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
-from ring_dilated_attention.exchange.comm import ExchangeError, Link
+from ring_dilated_attention.ranks.link import ExchangeError, Link
 
 DENSE = DilatedPattern((10**6,), (1,))
 CAUSAL = DilatedPattern((10**6,), (1,), is_causal=True)

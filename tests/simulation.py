@@ -8,10 +8,10 @@ from collections import Counter, deque
 from itertools import pairwise
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan import Tile
-from ring_dilated_attention.planner import make_plan
-from ring_dilated_attention.rows import Block, Rows
-from ring_dilated_attention.sharding import Shard
+from ring_dilated_attention.plan.plan import Tile
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.rows import Block, Rows
+from ring_dilated_attention.plan.sharding import Shard
 
 Triples = Counter[tuple[int, int, int]]
 

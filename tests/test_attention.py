@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
-from ring_dilated_attention.merge import merge_
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
+from ring_dilated_attention.run.merge import merge_
 
 
 @pytest.fixture(autouse=True, scope="module")

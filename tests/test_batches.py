@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.exchange import all_gather, ring
-from ring_dilated_attention.exchange.comm import Link, Pending
-from ring_dilated_attention.planner import make_plan
-from ring_dilated_attention.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.ranks.link import Link, Pending
+from ring_dilated_attention.run import all_gather, ring
 
 LENGTH = 60
 BRANCHES = [((LENGTH,), (1,)), ((8, 24, LENGTH), (1, 2, 4)), ((17, 31, 45), (1, 1, 3)), ((LENGTH, 25), (16, 7))]

@@ -1,4 +1,4 @@
-"""`rda bench` at tiny sizes: that every case runs, passes its gate first, and leaves a record that makes a page."""
+"""Benchmarks at tiny sizes: that every case runs, passes its gate first, and leaves a record that makes a page."""
 
 import json
 import math
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_dilated_attention import cli, kernels
-from ring_dilated_attention.bench import crossover, flops, gate, linear, measure, record, scaling
-from ring_dilated_attention.bench.command import CASES, needs_gpu
+from benchmarks import command, crossover, flops, gate, linear, measure, record, scaling
+from benchmarks.command import CASES, needs_gpu
+from ring_dilated_attention import kernels
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.planner import make_plan
-from ring_dilated_attention.sharding import make_shards
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import make_shards
 
 SIZES = measure.Sizes(512, 2, 16)
 PATTERN = DilatedPattern((128, 512), (1, 4))
@@ -23,9 +23,9 @@ PATTERN = DilatedPattern((128, 512), (1, 4))
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not needs_gpu(case)])
 def test_every_case_leaves_a_record(name, tmp_path, capsys):
     folder = tmp_path / "results"
-    assert cli.main(["bench", name, "--quick", "--results", str(folder)]) == 0
+    assert command.main([name, "--quick", "--results", str(folder)]) == 0
     found = json.loads((folder / f"{name}.json").read_text())
-    assert found["command"] == f"rda bench {name} --quick"
+    assert found["command"] == f"python -m benchmarks {name} --quick"
     assert found["hardware"]["cores"] >= 1
     assert found["hardware"]["threads_of_this_process"] == torch.get_num_threads()
     assert "threads_per_rank" not in found["hardware"]  # this process is no rank
@@ -53,7 +53,7 @@ def test_no_speed_without_a_green_gate(monkeypatch, tmp_path, capsys):
         return out * 1.01, lse
 
     monkeypatch.setattr(kernels.cpu, "forward", wrong)
-    assert cli.main(["bench", "linear", "--quick", "--results", str(tmp_path)]) == 1
+    assert command.main(["linear", "--quick", "--results", str(tmp_path)]) == 1
     assert "exceeds" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -70,13 +70,16 @@ OTHERS_PAGE = "# My project\n"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["linear", "--quick", "--results", "project/results"], "project/README.md, which rda bench did not make"),
+        (
+            ["linear", "--quick", "--results", "project/results"],
+            "project/README.md, which python -m benchmarks",
+        ),
         (
             ["linear", "--quick", "--results", "project/README.md/results"],
             "cannot be written: a file is in the way",
         ),
-        (["--page", "--results", "project/results"], "project/README.md, which rda bench did not make"),
-        (["--page"], "--page: there are no records in benchmarks/results. Name the folder"),
+        (["--page", "--results", "project/results"], "project/README.md, which python -m benchmarks"),
+        (["--page", "--results", "none/results"], "--page: there are no records in none/results. Name the folder"),
         (["linear", "--page"], "leave out --page"),
         (["--all", "--page"], "leave out --page"),
     ],
@@ -84,31 +87,31 @@ OTHERS_PAGE = "# My project\n"
 def test_what_cannot_be_written_is_refused_before_it_is_measured(arguments, message, tmp_path, monkeypatch, capsys):
     """Catches a user's own README that is overwritten, and a page of nothing."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ring_dilated_attention.bench.command.run_case", None)
+    monkeypatch.setattr("benchmarks.command.run_case", None)
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "README.md").write_text(OTHERS_PAGE)
-    assert cli.main(["bench", *arguments]) == 2
+    assert command.main([*arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
     assert (tmp_path / "project" / "README.md").read_text() == OTHERS_PAGE
-    assert not (tmp_path / "benchmarks").exists()
+    assert not (tmp_path / "none").exists()
 
 
-def test_a_page_of_rda_bench_is_made_anew(tmp_path):
+def test_a_page_is_made_anew(tmp_path):
     """From records of any age: those of this repository make its page again."""
     benchmarks = Path(__file__).parent.parent / "benchmarks"
     shutil.copytree(benchmarks / "results", tmp_path / "results")
     shutil.copy(benchmarks / "README.md", tmp_path)
-    assert cli.main(["bench", "--page", "--results", str(tmp_path / "results")]) == 0
+    assert command.main(["--page", "--results", str(tmp_path / "results")]) == 0
     headings = re.findall(r"^## .*", (benchmarks / "README.md").read_text(), flags=re.MULTILINE)
     assert re.findall(r"^## .*", (tmp_path / "README.md").read_text(), flags=re.MULTILINE) == headings
 
 
 def test_unknown_case_is_refused(capsys):
-    assert cli.main(["bench", "speed"]) == 2
+    assert command.main(["speed"]) == 2
     assert "unknown case 'speed'; choose from flops" in capsys.readouterr().err
-    assert cli.main(["bench"]) == 2
+    assert command.main([]) == 2
 
 
 @pytest.mark.parametrize("num_rows", [1, 31, 64, 200, 512, 700, 1024, 2048, 2500])
@@ -125,7 +128,7 @@ def test_rounded_causal_pairs(num_rows):
 
 def test_scaling_marks_what_is_modelled(tmp_path, capsys):
     """Catches a modelled figure that could be taken for a measured one; and records without any still make a page."""
-    assert cli.main(["bench", "scaling", "--quick", "--results", str(tmp_path / "results")]) == 0
+    assert command.main(["scaling", "--quick", "--results", str(tmp_path / "results")]) == 0
     assert "Two cores say nothing on 4 and 8 ranks" in capsys.readouterr().out
     rows = json.loads((tmp_path / "results" / "scaling.json").read_text())["rows"]
     for row in rows:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, explain
-from ring_dilated_attention.exchange.choose import SMALL_CHUNK_BYTES, choose_exchange
-from ring_dilated_attention.plan import dealt_bytes
-from ring_dilated_attention.planner import make_plan
-from ring_dilated_attention.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.choice import SMALL_CHUNK_BYTES, choose_exchange
+from ring_dilated_attention.plan.plan import dealt_bytes
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 
 CAUSAL = DilatedPattern((8192,), (1,), is_causal=True)
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ring_dilated_attention import cli, output
+from ring_dilated_attention.commands import cli, output
 
 PLAN = ["plan", "--seq-len", "4096", "--ranks", "32", "--segment-lengths", "4096", "--dilation-rates", "1"]
 EXTRA = ("tqdm", "numpy", "matplotlib", "safetensors")
@@ -23,7 +23,6 @@ def without_extra(monkeypatch):
         PLAN,
         ["slice", "--plan"],
         ["slice", "--seq-len", "65536", "--ranks", "64", "--heads", "1", "--head-dim", "16"],
-        ["bench", "linear", "--quick"],
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
@@ -53,7 +52,7 @@ def test_a_bar_that_is_not_shown_can_be_used_like_one(capsys):
 @pytest.mark.parametrize("more", [["--json"], []], ids=["much", "little"])
 def test_nobody_reads_on(more):
     """As `rda ... | head -1`: no traceback, whether the pipe breaks while it is written to or at the end."""
-    command = [sys.executable, "-m", "ring_dilated_attention.cli", *PLAN, "--ranks", "8", *more]
+    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", *PLAN, "--ranks", "8", *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     error = process.stderr.read()

@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
-from ring_dilated_attention.exchange.comm import ExchangeError
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.ranks.link import ExchangeError
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
 PATIENCE = timedelta(seconds=20)  # more than a test may take: no rank gets its error from a clock

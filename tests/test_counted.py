@@ -6,11 +6,11 @@ from distributed import run
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
-from ring_dilated_attention.exchange.comm import Link
 from ring_dilated_attention.kernels import cpu
-from ring_dilated_attention.plan import dealt_bytes
-from ring_dilated_attention.planner import make_plan
-from ring_dilated_attention.sharding import join_shards, make_shards
+from ring_dilated_attention.plan.plan import dealt_bytes
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import join_shards, make_shards
+from ring_dilated_attention.ranks.link import Link
 
 # pattern, query heads, key/value heads, dtype, sharding
 CASES = [

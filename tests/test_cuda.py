@@ -17,16 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ring_dilated_attention import (
-    ContextParallel,
-    DilatedPattern,
-    attention,
-    check,
-    dilated_attention,
-    explain,
-    kernels,
-)
-from ring_dilated_attention.compare import Case, measure, tolerances, worst
+from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention, explain, kernels
+from ring_dilated_attention.commands import check
+from ring_dilated_attention.commands.compare import Case, measure, tolerances, worst
 
 HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = not HAS_GPU and os.environ.get("TRITON_INTERPRET") == "1"

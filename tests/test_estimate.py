@@ -6,14 +6,14 @@ import sys
 import pytest
 import torch
 
+from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
-from ring_dilated_attention.bench.measure import allocated
-from ring_dilated_attention.estimate import _Sizes, attention_memory
-from ring_dilated_attention.exchange import ring
-from ring_dilated_attention.exchange.one_rank import OtherRanks
-from ring_dilated_attention.planner import make_plan
-from ring_dilated_attention.processes import Launch, run_ranks
-from ring_dilated_attention.sharding import default_lengths, make_shards, split_lengths
+from ring_dilated_attention.commands.processes import Launch, run_ranks
+from ring_dilated_attention.plan.memory import _Sizes, attention_memory
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards, split_lengths
+from ring_dilated_attention.ranks.one_rank import OtherRanks
+from ring_dilated_attention.run import ring
 
 # n, batch, heads, key/value heads, head dim, dtype, pattern
 CASES = [
@@ -208,5 +208,5 @@ def test_scratch_grows_with_threads():
 
 
 def test_estimate_does_not_import_torch():
-    code = "import sys, ring_dilated_attention.estimate; sys.exit('torch' in sys.modules)"
+    code = "import sys, ring_dilated_attention.plan.memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,7 +21,7 @@ from distributed import RankFailedError, Ranks, run
 from faults import CAUSAL, DENSE, Fault, Report, judge, live, run_trial
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
-from ring_dilated_attention.exchange.comm import ExchangeError, Link
+from ring_dilated_attention.ranks.link import ExchangeError, Link
 
 MIB = 2**20
 

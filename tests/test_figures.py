@@ -3,12 +3,12 @@
 import pytest
 from matplotlib.image import imread
 
-from ring_dilated_attention import figures
+from ring_dilated_attention.commands import figures
+from ring_dilated_attention.commands.scaled import scaled_down
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.planner import make_plan
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.reference import multiplicity
-from ring_dilated_attention.scaled import scaled_down
-from ring_dilated_attention.sharding import make_shards
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The GPU cases of `rda bench` at tiny sizes, with a CPU in the GPU's place (or on the GPU, where there is one)."""
+"""The GPU cases of the benchmarks at tiny sizes, with a CPU in the GPU's place (or on the GPU, where there is one)."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from ring_dilated_attention import DilatedPattern, cli, kernels
-from ring_dilated_attention.bench import command, device, gpu, gpu_memory, gpu_small, shares, side_by_side
-from ring_dilated_attention.bench.apart import Budget, measure_apart
-from ring_dilated_attention.bench.candidates import OWN, Candidate, attention
-from ring_dilated_attention.bench.measure import Sizes, Times
-from ring_dilated_attention.planner import make_plan
-from ring_dilated_attention.sharding import make_shards
+from benchmarks import command, device, gpu, gpu_memory, gpu_small, shares, side_by_side
+from benchmarks.apart import Budget, measure_apart
+from benchmarks.candidates import OWN, Candidate, attention
+from benchmarks.measure import Sizes, Times
+from ring_dilated_attention import DilatedPattern, kernels
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import make_shards
 
 NAMES = [name for name, case in command.CASES.items() if command.needs_gpu(case)]
 SIZES = Sizes(512, 2, 16)
@@ -37,9 +37,9 @@ def measure(*candidates, sizes=SIZES, repeats=1):
 def test_every_case_leaves_a_record(name, tmp_path, capsys):
     """Catches whatever a case does wrong on any device: groups, processes, rows, tables."""
     folder = tmp_path / "results"
-    assert cli.main(["bench", name, "--quick", "--results", str(folder)]) == 0
+    assert command.main([name, "--quick", "--results", str(folder)]) == 0
     found = json.loads((folder / f"{name}.json").read_text())
-    assert found["command"] == f"rda bench {name} --quick"
+    assert found["command"] == f"python -m benchmarks {name} --quick"
     assert ("gpu" in found["hardware"]) == torch.cuda.is_available()
     measured = [row for row in found["rows"] if "reason" not in row]
     ours = [row for row in measured if row["candidate"].startswith(("triton", "sdpa"))]
@@ -58,10 +58,10 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
 def test_without_a_gpu(monkeypatch, tmp_path, capsys):
     """Catches a case that fails where it could say why it cannot run, or that takes the others with it."""
     monkeypatch.setattr(device, "why_not", lambda: "needs a CUDA GPU, and torch sees none")
-    assert cli.main(["bench", "gpu", "--results", str(tmp_path)]) == 2
+    assert command.main(["gpu", "--results", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "gpu needs a CUDA GPU, and torch sees none\n"
     monkeypatch.setattr(command, "CASES", {name: command.CASES[name] for name in NAMES})
-    assert cli.main(["bench", "--all", "--results", str(tmp_path / "results")]) == 0
+    assert command.main(["--all", "--results", str(tmp_path / "results")]) == 0
     said = capsys.readouterr().out
     assert all(f"{name}: skipped, it needs a CUDA GPU, and torch sees none" in said for name in NAMES)
 

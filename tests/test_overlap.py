@@ -10,15 +10,15 @@ import pytest
 import torch
 from distributed import run
 
+from benchmarks import overlap
+from benchmarks.measure import Sizes
 from ring_dilated_attention import ContextParallel
-from ring_dilated_attention.bench import overlap
-from ring_dilated_attention.bench.measure import Sizes
-from ring_dilated_attention.exchange import ring
-from ring_dilated_attention.exchange.comm import Link, Pending
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.planner import make_plan
-from ring_dilated_attention.sharding import make_shards
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.ranks.link import Link, Pending
+from ring_dilated_attention.run import ring
 
 PATTERN = DilatedPattern((8, 64), (1, 2))
 SHARDS = make_shards("contiguous", (32, 32))

@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.measure import Sizes, allocated, dilated_call
 from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention
-from ring_dilated_attention.bench.measure import Sizes, allocated, dilated_call
-from ring_dilated_attention.exchange import all_gather, ring
-from ring_dilated_attention.exchange.comm import ExchangeError
 from ring_dilated_attention.kernels import cpu
-from ring_dilated_attention.planner import make_plan
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.ranks.link import ExchangeError
 from ring_dilated_attention.reference import dilated_attention_reference
+from ring_dilated_attention.run import all_gather, ring
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
 

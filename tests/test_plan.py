@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from simulation import Simulation, dense_triples
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.planner import chunk_finder, make_plan
-from ring_dilated_attention.rings import causal_runs
-from ring_dilated_attention.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.planner import chunk_finder, make_plan
+from ring_dilated_attention.plan.rings import causal_runs
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 
 
 def check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, borders, held=None):

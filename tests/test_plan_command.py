@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 
-from ring_dilated_attention import cli
+from ring_dilated_attention.commands import cli
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.planner import make_plan
-from ring_dilated_attention.schedule import Hardware, RankTime, model_step
-from ring_dilated_attention.sharding import make_shards
+from ring_dilated_attention.plan.clock import Hardware, RankTime, model_step
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import make_shards
 
 DENSE = ["--seq-len", "4096", "--segment-lengths", "4096", "--dilation-rates", "1", "--heads", "2"]
 
@@ -84,7 +84,7 @@ def test_bad_input_is_quoted(arguments, message, capsys):
 
 def test_it_does_not_import_torch():
     code = (
-        "import sys; from ring_dilated_attention.cli import main; "
+        "import sys; from ring_dilated_attention.commands.cli import main; "
         f"main(['plan', *{DENSE!r}]); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from distributed import run
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, parallel
-from ring_dilated_attention.exchange.simulated import run_ranks
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.plan.sharding import ring_order
+from ring_dilated_attention.ranks import context as parallel
+from ring_dilated_attention.ranks.simulated import run_ranks
 from ring_dilated_attention.reference import dilated_attention_reference
-from ring_dilated_attention.sharding import ring_order
 
 
 def shards_equal_reference(rank, world_size, cases):

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_dilated_attention.exchange import ring
-from ring_dilated_attention.exchange.comm import Link, Pending
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.planner import make_plan
-from ring_dilated_attention.schedule import Hardware, Network, RankTime, Side, model_step
-from ring_dilated_attention.sharding import SHARDINGS, default_lengths, make_shards
+from ring_dilated_attention.plan.clock import Hardware, Network, RankTime, Side, model_step
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import SHARDINGS, default_lengths, make_shards
+from ring_dilated_attention.ranks.link import Link, Pending
+from ring_dilated_attention.run import ring
 
 DENSE = DilatedPattern((8,), (1,))
 CAUSAL = DilatedPattern((4096,), (1,), is_causal=True)

@@ -14,7 +14,15 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restor
 from torch.nn.functional import pad
 
 from ring_dilated_attention import DilatedPattern, dilated_attention, explain
-from ring_dilated_attention.compare import QUANTITIES, Case, defined, make_inputs, relative, squares, tolerances
+from ring_dilated_attention.commands.compare import (
+    QUANTITIES,
+    Case,
+    defined,
+    make_inputs,
+    relative,
+    squares,
+    tolerances,
+)
 from ring_dilated_attention.kernels import cpu, cuda_ops, sdpa
 from ring_dilated_attention.kernels.cuda_ops import Tile
 

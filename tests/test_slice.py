@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, cli, dilated_attention
-from ring_dilated_attention.exchange.one_rank import OtherRanks, grid
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands.slice.counter import TENSORS, CounterTensors
+from ring_dilated_attention.commands.slice.direct import Direct
+from ring_dilated_attention.commands.slice.share import Job, Others, choose_rank, longnet_pattern, run_share
+from ring_dilated_attention.commands.slice.verify import tolerance, verify
+from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.ranks.one_rank import OtherRanks, grid
 from ring_dilated_attention.reference import dilated_attention_reference
-from ring_dilated_attention.sharding import make_shards
-from ring_dilated_attention.slice.counter import TENSORS, CounterTensors
-from ring_dilated_attention.slice.direct import Direct
-from ring_dilated_attention.slice.share import Job, Others, choose_rank, longnet_pattern, run_share
-from ring_dilated_attention.slice.verify import tolerance, verify
-from ring_dilated_attention.tiles import block_views
+from ring_dilated_attention.run.tiles import block_views
 
 
 def ignore(text):
@@ -249,7 +250,7 @@ def test_a_record_that_cannot_be_written_is_refused_before_the_work(tmp_path, mo
     (tmp_path / "file").touch()
     for path, why in ((tmp_path / "file" / "record.json", "a file is in the way"), (tmp_path, "Is a directory")):
         arguments = ["--seq-len", "1048576", "--ranks", "64", "--record", str(path)]
-        monkeypatch.setattr("ring_dilated_attention.bench.billion.measure", None)
+        monkeypatch.setattr("benchmarks.billion.measure", None)
         assert cli.main(["slice", *arguments]) == 2
         assert f"--record {path} cannot be written: {why}" in capsys.readouterr().err
 

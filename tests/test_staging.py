@@ -5,7 +5,7 @@ import torch
 from distributed import run
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
-from ring_dilated_attention.exchange.comm import Link
+from ring_dilated_attention.ranks.link import Link
 from ring_dilated_attention.reference import dilated_attention_reference
 
 PATTERN = DilatedPattern((8, 41), (1, 3), is_causal=True)

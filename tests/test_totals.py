@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.planner import chunk_finder, make_plan
-from ring_dilated_attention.sharding import default_lengths, make_shards
-from ring_dilated_attention.totals import Sent, pairs, sent_by_all, sent_by_rank
+from ring_dilated_attention.plan.planner import chunk_finder, make_plan
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.totals import Sent, pairs, sent_by_all, sent_by_rank
 
 
 @st.composite

@@ -15,7 +15,7 @@ from distributed import run as run_ranks
 from torch import nn
 
 from ring_dilated_attention import ContextParallel
-from ring_dilated_attention.cli import main
+from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.training import checkpoint as checkpoints
 from ring_dilated_attention.training.checkpoint import find_checkpoint, load_checkpoint, read_state, save_checkpoint
 from ring_dilated_attention.training.data import Document, load_document, source_files, strip_fasta
@@ -364,15 +364,14 @@ class TestCommand:
 
     @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
     def test_help_needs_no_torch(self, arguments):
-        code = (
-            f"import sys; from ring_dilated_attention.cli import main; sys.modules['torch'] = None; main({arguments})"
-        )
+        start = "import sys; from ring_dilated_attention.commands.cli import main; sys.modules['torch'] = None"
+        code = f"{start}; main({arguments})"
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert "rda train" in result.stdout
 
 
 def start(*arguments, output=subprocess.PIPE):
-    command = [sys.executable, "-m", "ring_dilated_attention.cli", "train", "--save-every", "5", *arguments]
+    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", "--save-every", "5", *arguments]
     return subprocess.Popen(command, stdout=output, stderr=output, text=True)
 
 

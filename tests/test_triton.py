@@ -18,9 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
-from ring_dilated_attention.execute import Call, forward
 from ring_dilated_attention.kernels.triton import in_place
 from ring_dilated_attention.kernels.triton.config import KERNELS, PATH, architecture, config, has_config, padded
+from ring_dilated_attention.ranks.execute import Call, forward
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.7.1)"

@@ -30,9 +30,9 @@ from ring_dilated_attention.kernels.triton.tiles import (
     stride_of,
     visits,
 )
-from ring_dilated_attention.planner import make_plan
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.reference import multiplicity
-from ring_dilated_attention.sharding import make_shards
 
 
 def met_by_query_tiles(pattern, borders, num_heads, num_kv_heads, block_m, block_n) -> Tensor:

@@ -17,16 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain
-from ring_dilated_attention.bench.measure import allocated
-from ring_dilated_attention.estimate import attention_memory
 from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, launch, tiles
 from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
 from ring_dilated_attention.kernels.triton.launch import pack_of
 from ring_dilated_attention.kernels.triton.tiles import Choice
-from ring_dilated_attention.planner import make_plan
+from ring_dilated_attention.plan.memory import attention_memory
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
-from ring_dilated_attention.sharding import make_shards
 
 assert IS_INTERPRETED, "set TRITON_INTERPRET=1"
 

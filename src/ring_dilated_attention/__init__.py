@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention import dilated_attention, explain, save_attention
     from .layers import MultiheadDilatedAttention
-    from .parallel import ContextParallel
     from .pattern import DilatedPattern
+    from .ranks.context import ContextParallel
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "ContextParallel": "parallel",
+    "ContextParallel": "ranks.context",
     "DilatedPattern": "pattern",
     "MultiheadDilatedAttention": "layers",
     "dilated_attention": "attention",

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from . import execute, kernels
-from .exchange.choose import Choice, check_dealing, choose_exchange
-from .execute import Call, documents_of
-from .parallel import ContextParallel, context_named, refuse
+from . import kernels
 from .pattern import DilatedPattern
-from .tiles import accumulator_dtype
+from .plan.choice import Choice, check_dealing, choose_exchange
+from .ranks import execute
+from .ranks.context import ContextParallel, context_named, refuse
+from .ranks.execute import Call, documents_of
+from .run.tiles import accumulator_dtype
 
 
 def dilated_attention(

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import dilated_attention, validate_cu_seqlens
-from .parallel import ContextParallel, context_named, refuse
 from .pattern import DilatedPattern
+from .ranks.context import ContextParallel, context_named, refuse
 
 DEFAULT_ROTARY_BASE = 10_000.0
 

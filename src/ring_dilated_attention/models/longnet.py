@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import save_attention, validate_cu_seqlens
 from ..layers import MultiheadDilatedAttention, document_positions
-from ..parallel import ContextParallel
-from ..sharding import check_documents
+from ..plan.sharding import check_documents
+from ..ranks.context import ContextParallel
 from .config import LongNetConfig
 
 IGNORED_LABEL = -1

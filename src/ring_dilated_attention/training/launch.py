@@ -25,7 +25,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*torchrun, "-m", "ring_dilated_attention.cli", "train", *arguments]
+    command = [*torchrun, "-m", "ring_dilated_attention.commands.cli", "train", *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
     pipe = process.stdin

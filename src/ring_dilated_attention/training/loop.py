@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..models.longnet import LongNetLM, NextTokenLoss
-from ..parallel import ContextParallel
+from ..ranks.context import ContextParallel
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Document
 from .memory import peak_resident_bytes, resident_bytes

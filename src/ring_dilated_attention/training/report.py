@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..estimate import attention_memory
-from ..parallel import ContextParallel
-from ..planner import make_plan
-from ..sharding import make_shards, split_lengths
+from ..plan.memory import attention_memory
+from ..plan.planner import make_plan
+from ..plan.sharding import make_shards, split_lengths
+from ..ranks.context import ContextParallel
 from .options import Hyperparameters
 from .run import RECORD_FILE
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...pattern import DilatedPattern
-from ...plan import Plan
+from ...plan.plan import Plan
 from .tiles import (
     Choice,
     Kernel,

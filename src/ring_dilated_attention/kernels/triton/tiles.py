@@ -18,8 +18,8 @@ from math import lcm
 from typing import NamedTuple
 
 from ...pattern import DilatedPattern
-from ...planner import make_plan
-from ...sharding import make_shards
+from ...plan.planner import make_plan
+from ...plan.sharding import make_shards
 
 
 def visit_query_tile(

@@ -1,0 +1,163 @@
+"""`python -m benchmarks`: run cases, write their records, make the page."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ring_dilated_attention.commands.output import check_writable, progress_bar, stepper
+from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+
+from . import (
+    billion,
+    crossover,
+    device,
+    flops,
+    gpu,
+    gpu_memory,
+    gpu_small,
+    linear,
+    memory,
+    million,
+    overlap,
+    ranks,
+    scaling,
+    sent,
+    torch_ring,
+)
+from .gate import GateError
+from .record import Record, make_record, page_of, write_page, write_record
+
+CASES: dict[str, ModuleType] = {
+    "flops": flops,
+    "linear": linear,
+    "memory": memory,
+    "scaling": scaling,
+    "ranks": ranks,
+    "sent": sent,
+    "overlap": overlap,
+    "torch_ring": torch_ring,
+    "million": million,
+    "billion": billion,
+    "crossover": crossover,
+    "gpu": gpu,
+    "gpu_memory": gpu_memory,
+    "gpu_small": gpu_small,
+}
+RESULTS = Path(__file__).with_name("results")
+
+EXAMPLES = f"""cases:
+{chr(10).join(f"  {name:<11} {module.SUMMARY}" for name, module in CASES.items())}
+
+examples:
+  python -m benchmarks flops            one case; its record goes to benchmarks/results/flops.json
+  python -m benchmarks --all            all that can run here, one by one (more than half an hour on two cores)
+  python -m benchmarks --all --quick    tiny sizes, to see that they run; writes nothing. A CPU stands in for a GPU
+  python -m benchmarks --page           make benchmarks/README.md from the records again
+
+Leave the machine alone while a case runs. No row is timed before the same call passed against the definition in
+float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure speed, memory and scaling, each behind a correctness gate.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="which cases to run")
+    parser.add_argument("--all", action="store_true", help="run every case that can run here")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; writes nothing unless --results is given")
+    parser.add_argument("--page", action="store_true", help="only make the page from the records")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="where records go; the page goes beside it (default: those of the clone)",
+    )
+    return run(parser.parse_args(argv))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    names = list(CASES) if arguments.all else arguments.cases
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        print(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}", file=sys.stderr)
+        return 2
+    if not names and not arguments.page:
+        print(
+            f"name a case ({', '.join(CASES)}), or --all, or --page; python -m benchmarks --help says more",
+            file=sys.stderr,
+        )
+        return 2
+    folder = arguments.results or RESULTS
+    is_kept = arguments.results is not None or not arguments.quick
+    try:
+        if names and arguments.page:
+            raise ValueError("--page only makes the page from the records; leave out --page, since cases make it too")
+        if is_kept or arguments.page:
+            check_folder(folder, is_empty_fine=bool(names))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    against = {name: why_not(CASES[name], is_quick=arguments.quick) for name in names}
+    for name, reason in against.items():
+        if reason and arguments.all:
+            print(f"{name}: skipped, it {reason}\n")
+        elif reason:
+            print(f"{name} {reason}", file=sys.stderr)
+            return 2
+    for name in [name for name in names if not against[name]]:
+        try:
+            rows = run_case(CASES[name], is_quick=arguments.quick)
+        except GateError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+        print(f"{name}: {CASES[name].table(rows)}\n")
+        if is_kept:
+            print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
+    if is_kept or arguments.page:
+        print(f"page: {write_page(folder, {name: module.table for name, module in CASES.items()})}")
+    return 0
+
+
+def check_folder(folder: Path, *, is_empty_fine: bool) -> None:
+    """Raise ValueError, before anything is measured, unless records and their page can be written."""
+    page_of(folder)
+    if not is_empty_fine and not any((folder / f"{name}.json").exists() for name in CASES):
+        raise ValueError(
+            f"--page: there are no records in {folder}. Name the folder that holds them with --results, or run a case."
+        )
+    if is_empty_fine:
+        check_writable("--results", folder)
+
+
+def why_not(case: ModuleType, *, is_quick: bool) -> str | None:
+    """The reason why a case cannot run here, or None. Quick, a CPU stands in for the GPU."""
+    return device.why_not() if needs_gpu(case) and not is_quick else None
+
+
+def needs_gpu(case: ModuleType) -> bool:
+    return getattr(case, "NEEDS_GPU", False)
+
+
+def record_of(name: str, rows: list[dict], *, is_quick: bool) -> Record:
+    """The GPU is asked in a process of its own: asking takes some of its memory for as long as a process lives."""
+    found = None
+    if needs_gpu(CASES[name]) and device.why_not() is None:
+        [found] = run_ranks(Launch(1), _describe_gpu)
+    return make_record(name, rows, is_quick=is_quick, gpu=found)
+
+
+def _describe_gpu(worker: Worker) -> dict[str, Any]:
+    return device.describe()
+
+
+def run_case(case: ModuleType, *, is_quick: bool) -> list[dict]:
+    settings = case.QUICK if is_quick else case.FULL
+    with progress_bar(case.num_steps(settings), "call") as bar:
+        return case.run(settings, stepper(bar))

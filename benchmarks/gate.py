@@ -1,0 +1,70 @@
+"""No speed without a green gate: the same branches, heads and dtype at a small size, checked against the definition."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ring_dilated_attention.commands.compare import Case, Squares, measure, worst
+from ring_dilated_attention.commands.scaled import scaled_down
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.ranks.context import ContextParallel
+
+from .measure import Sizes
+
+SMALL = 256
+
+
+class GateError(AssertionError):
+    """The call whose speed was to be measured computes something else."""
+
+
+def small_case(sizes: Sizes, pattern: DilatedPattern) -> Case:
+    """The same call at about SMALL positions, sequence and segments divided by one number."""
+    small, seq_len, _ = scaled_down(pattern, sizes.seq_len, SMALL)
+    heads = sizes.num_heads
+    return Case("the gate", small, seq_len, sizes.batch, heads, heads, sizes.head_dim)
+
+
+def gate_squares(
+    sizes: Sizes,
+    pattern: DilatedPattern,
+    parallel: ContextParallel | None = None,
+    *,
+    backend: str = "auto",
+    device: str = "cpu",
+    through_lse: bool = True,
+) -> Squares:
+    """One rank's part of the gate."""
+    return measure(small_case(sizes, pattern), sizes.dtype, backend, device, parallel, through_lse=through_lse)
+
+
+def gate(
+    sizes: Sizes,
+    pattern: DilatedPattern,
+    ranks: Sequence[Squares] | None = None,
+    *,
+    backend: str = "auto",
+    device: str = "cpu",
+    through_lse: bool = True,
+) -> dict[str, Any]:
+    """What goes into a row. `ranks` holds every rank's part; None measures here, on one device.
+
+    Raises:
+        GateError: if the tolerance is exceeded.
+    """
+    case = small_case(sizes, pattern)
+    if ranks is None:
+        ranks = [gate_squares(sizes, pattern, backend=backend, device=device, through_lse=through_lse)]
+    result = worst([case], sizes.dtype, [[part] for part in ranks], device)
+    if not result.passed:
+        raise GateError(
+            f"{pattern} at {case.seq_len} positions on {len(ranks)} ranks: relative L2 error {result.error:.2e} of "
+            f"{result.where} exceeds {result.tolerance:.2e}. Nothing was timed; `rda check` says more."
+        )
+    return {
+        "passed": True,
+        "ranks": len(ranks),
+        "seq_len": case.seq_len,
+        "segment_lengths": case.pattern.segment_lengths,
+        "error": result.error,
+        "tolerance": result.tolerance,
+    }

@@ -1,0 +1,83 @@
+"""Time against length at a fixed pattern: the exponent of a power law, which should be 1."""
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ring_dilated_attention.pattern import DilatedPattern
+
+from .gate import gate
+from .measure import Sizes, Times, dilated_call, quantiles
+from .record import branches, markdown, seconds, tensors
+
+SUMMARY = "time against length at a fixed pattern"
+TARGET = (0.97, 1.03)
+
+
+class Settings(NamedTuple):
+    lengths: tuple[int, ...] = (16_384, 32_768, 65_536, 131_072, 262_144)
+    sizes: Sizes = Sizes(seq_len=0, num_heads=4, head_dim=64)
+    pattern: DilatedPattern = DilatedPattern((2048, 4096), (1, 2))
+    repeats: int = 5
+
+
+FULL = Settings()
+QUICK = Settings((1024, 2048, 4096), Sizes(0, 2, 32), DilatedPattern((256, 512), (1, 2)), 2)
+
+
+def num_steps(settings: Settings) -> int:
+    return (1 + settings.repeats) * len(settings.lengths)
+
+
+def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
+    sizes = {n: settings.sizes._replace(seq_len=n) for n in settings.lengths}
+    gates = {n: gate(sizes[n], settings.pattern) for n in settings.lengths}
+    calls = {n: dilated_call(sizes[n], settings.pattern) for n in settings.lengths}
+    times: dict[int, list[Times]] = {n: [] for n in settings.lengths}
+    for repeat in range(1 + settings.repeats):
+        for n, call in calls.items():
+            step(f"{n:,} positions")
+            found = call()
+            if repeat:
+                times[n].append(found)
+    slope = exponent({n: statistics.median(t.both for t in found) for n, found in times.items()})
+    return [
+        {
+            "segment_lengths": settings.pattern.segment_lengths,
+            "dilation_rates": settings.pattern.dilation_rates,
+            "is_causal": settings.pattern.is_causal,
+            **sizes[n].as_json(),
+            "forward_seconds": quantiles(t.forward for t in found),
+            "seconds": quantiles(t.both for t in found),
+            "exponent": slope,
+            "target": TARGET,
+            "gate": gates[n],
+        }
+        for n, found in times.items()
+    ]
+
+
+def exponent(seconds_at: dict[int, float]) -> float:
+    """The slope of log time over log length, by least squares."""
+    x = [math.log(n) for n in seconds_at]
+    y = [math.log(t) for t in seconds_at.values()]
+    return statistics.linear_regression(x, y).slope
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    headers = ("positions", "forward, s", "forward + backward, s", "positions per second")
+    lines = [
+        (
+            f"{row['seq_len']:,}",
+            seconds(row["forward_seconds"]),
+            seconds(row["seconds"]),
+            f"{row['seq_len'] / row['seconds']['median']:,.0f}",
+        )
+        for row in rows
+    ]
+    first = rows[0]
+    return (
+        f"{branches(first)}, {tensors(first)}. Time grows with length to the power of "
+        f"{first['exponent']:.3f} (target {TARGET[0]} to {TARGET[1]}).\n\n{markdown(headers, lines)}"
+    )

@@ -1,0 +1,126 @@
+"""Seconds, and the exact peak of torch's allocator. One place for what a clock and a profiler are asked."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+
+from ring_dilated_attention.attention import dilated_attention
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.ranks.context import ContextParallel
+
+# What the profiler calls the elements of a message. Control messages are int64 and uint8, and not counted.
+_ITEMSIZE = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
+
+
+class Sizes(NamedTuple):
+    """Of query, key and value; the same on every rank."""
+
+    seq_len: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    batch: int = 1
+
+    def as_json(self) -> dict[str, Any]:
+        return self._asdict() | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+
+class Times(NamedTuple):
+    """Seconds of one forward and of its backward."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+class Allocated(NamedTuple):
+    """What a function took from torch's CPU allocator at its peak, inputs excluded, and the bytes of data it sent."""
+
+    peak_bytes: int
+    sent_bytes: int
+
+
+def dense_call(sizes: Sizes, *, is_causal: bool) -> Callable[[], Times]:
+    """Torch's attention on the same tensors: forward and backward, timed."""
+    inputs, dout = make_tensors(sizes)
+
+    def forward() -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in inputs)
+        return scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
+
+    return lambda: _time(forward, inputs, dout)
+
+
+def dilated_call(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel | None = None) -> Callable[[], Times]:
+    """`dilated_attention`: forward and backward, timed. Under `parallel`, on this rank's shard of the sequence."""
+    inputs, dout = make_tensors(sizes, parallel)
+    return lambda: _time(lambda: attend(inputs, pattern, parallel), inputs, dout)
+
+
+def attend(inputs: list[Tensor], pattern: DilatedPattern, parallel: ContextParallel | None) -> Tensor:
+    query, key, value = inputs
+    out = dilated_attention(query, key, value, pattern, parallel=parallel)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def make_tensors(
+    sizes: Sizes, parallel: ContextParallel | None = None, *, device: str = "cpu"
+) -> tuple[list[Tensor], Tensor]:
+    """query, key and value, and the gradient of out. Random; each rank makes its own rows, on the device itself."""
+    length = sizes.seq_len if parallel is None else len(parallel.positions(sizes.seq_len))
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (sizes.batch, length, sizes.num_heads, sizes.head_dim)
+    tensors = [torch.randn(shape, generator=generator, dtype=sizes.dtype, device=device) for _ in range(4)]
+    return [x.requires_grad_() for x in tensors[:3]], tensors[3]
+
+
+def stopwatch() -> Callable[[], float]:
+    """Seconds since it was made, then since it was last asked."""
+    last = time.perf_counter()
+
+    def lap() -> float:
+        nonlocal last
+        before, last = last, time.perf_counter()
+        return last - before
+
+    return lap
+
+
+def _time(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor) -> Times:
+    start = time.perf_counter()
+    out = forward()
+    middle = time.perf_counter()
+    torch.autograd.grad(out, inputs, dout)
+    return Times(middle - start, time.perf_counter() - middle)
+
+
+def allocated(function: Callable[[], object]) -> Allocated:
+    """Run it once under the profiler, whose allocator events are exact, kernel scratch included."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts and stops
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
+        function()
+    current = peak = sent = 0
+    assert profiled.profiler is not None
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            current += event.nbytes()
+            peak = max(peak, current)
+        elif event.name() == "gloo:send":
+            sent += torch.Size(event.shapes()[0]).numel() * _ITEMSIZE.get(event.dtypes()[0], 0)
+    return Allocated(peak, sent)
+
+
+def quantiles(values: Iterable[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {"min": ordered[0], "median": statistics.median(ordered), "max": ordered[-1], "repeats": len(ordered)}

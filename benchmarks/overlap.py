@@ -1,0 +1,226 @@
+"""Per hop: computation, communication and *exposed* communication (time in which a rank does nothing but wait).
+
+All of it comes from the run itself, which records every wait on every link: a rank that is behind shows where others
+wait for it, be it in a hop or in the handshake that opens a stage.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ring_dilated_attention.commands.compare import Squares
+from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.plan import Plan
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.ranks.context import ContextParallel
+from ring_dilated_attention.ranks.link import Wait
+
+from .gate import gate, gate_squares
+from .measure import Sizes, attend, make_tensors, quantiles
+from .record import branches, markdown, tensors
+
+SUMMARY = "per hop: computation, communication, and how much of it is exposed"
+HANDSHAKE, CHUNKS, GRADIENTS = "handshake", "keys and values", "gradients"  # how a moment ends
+
+
+class Settings(NamedTuple):
+    sizes: Sizes = Sizes(32_768, 4, 64)
+    num_ranks: int = 2
+    setups: tuple[tuple[DilatedPattern, str], ...] = (  # with the sharding
+        (DilatedPattern((2048, 32_768), (1, 16)), "contiguous"),
+        (DilatedPattern((32_768,), (1,), is_causal=True), "zigzag"),
+    )
+    repeats: int = 3
+    seconds: float = 900
+
+
+FULL = Settings()
+QUICK = Settings(
+    Sizes(2048, 2, 32),
+    3,
+    ((DilatedPattern((256, 2048), (1, 16)), "contiguous"), (DilatedPattern((2048,), (1,), is_causal=True), "zigzag")),
+    1,
+    120,
+)
+
+
+def num_steps(settings: Settings) -> int:
+    return len(settings.setups) * (1 + settings.repeats)
+
+
+def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
+    launch = Launch(settings.num_ranks, num_threads=1, is_pinned=True, seconds=settings.seconds)
+    ranks = run_ranks(launch, _rank, settings, on_report=lambda rank, message: step(message))
+    rows = []
+    for i, (pattern, sharding) in enumerate(settings.setups):
+        passed = gate(settings.sizes, pattern, [rank[i][0] for rank in ranks])
+        for rank, found in enumerate(ranks):
+            rows.append(
+                {
+                    "segment_lengths": pattern.segment_lengths,
+                    "dilation_rates": pattern.dilation_rates,
+                    "is_causal": pattern.is_causal,
+                    "sharding": sharding,
+                    **settings.sizes.as_json(),
+                    "ranks": settings.num_ranks,
+                    "threads_per_rank": launch.num_threads,
+                    "rank": rank,
+                    **found[i][1],
+                    "gate": passed,
+                }
+            )
+    return rows
+
+
+class Stage(NamedTuple):
+    """When a forward or a backward began and ended, and its waits."""
+
+    begin: float
+    end: float
+    waits: list[Wait]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def exposed(self) -> float:
+        return _exposed(self.waits)
+
+
+def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, Any]]]:
+    results = []
+    for pattern, sharding in settings.setups:
+        parallel = ContextParallel(exchange="ring", sharding=sharding)
+        squares = gate_squares(settings.sizes, pattern, parallel)
+        shards = parallel.shards(parallel.default_lengths(settings.sizes.seq_len))
+        heads = settings.sizes.num_heads
+        plan = make_plan(pattern, shards, parallel.rank, heads, heads)
+        steps = []
+        for repeat in range(1 + settings.repeats):
+            if worker.rank == 0:
+                worker.report(f"{pattern.segment_lengths}, {sharding}")
+            found = take_step(settings.sizes, pattern, parallel)
+            steps += [found] if repeat else []
+        results.append((squares, summary(plan, steps)))
+    return results
+
+
+def take_step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) -> dict[str, Stage]:
+    """One forward and its backward."""
+    inputs, dout = make_tensors(sizes, parallel)
+    parallel.all_reduce(torch.zeros(1))  # start together
+    with parallel.recorded_waits() as waits:
+        begin = time.perf_counter()
+        out = attend(inputs, pattern, parallel)
+        middle, num_forward = time.perf_counter(), len(waits)
+        torch.autograd.grad(out, inputs, dout)
+        end = time.perf_counter()
+    return {"forward": Stage(begin, middle, waits[:num_forward]), "backward": Stage(middle, end, waits[num_forward:])}
+
+
+def summary(plan: Plan, steps: Sequence[dict[str, Stage]]) -> dict[str, Any]:
+    """Of all repeats: the step, its exposed share, and the parts of each stage (handshake, own rows, hops)."""
+    seconds = [sum(stage.seconds for stage in step.values()) for step in steps]
+    exposed = [sum(stage.exposed for stage in step.values()) for step in steps]
+    return {
+        "step_seconds": quantiles(seconds),
+        "computing_seconds": quantiles(a - b for a, b in zip(seconds, exposed, strict=True)),
+        "exposed_share": quantiles(b / a for a, b in zip(seconds, exposed, strict=True)),
+        "parts": [part for name in steps[0] for part in _parts(plan, name, [step[name] for step in steps])],
+    }
+
+
+def _parts(plan: Plan, name: str, stages: Sequence[Stage]) -> Iterator[dict[str, Any]]:
+    """What one stage is made of, over all repeats. Its computation and exposed time add up to the stage."""
+    handshakes = (_exposed(w for w in stage.waits if w.moment.endswith(HANDSHAKE)) for stage in stages)
+    yield {"stage": name, "part": HANDSHAKE, "exposed_seconds": quantiles(handshakes)}
+    working = [_working(stage, len(plan.hops)) for stage in stages]
+    yield {
+        "stage": name,
+        "part": "own rows",
+        "pairs": sum(tile.pairs for tile in plan.local),
+        "computing_seconds": quantiles(found[0] for found in working),
+    }
+    for s, hop in enumerate(plan.hops, start=1):
+        waits = [[w for w in stage.waits if w.moment.startswith(f"{name}, hop {s}, ")] for stage in stages]
+        yield {
+            "stage": name,
+            "part": f"hop {s}",
+            "pairs": sum(tile.pairs for tile in hop.tiles),
+            "sent_units": sum(m.size for m in hop.sends),
+            "sent_gradient_units": sum(m.size for m in hop.grad_sends) if name == "backward" else 0,
+            "computing_seconds": quantiles(found[s] for found in working),
+            "chunks_in_flight_seconds": quantiles(_in_flight(found, CHUNKS) for found in waits),
+            "gradients_in_flight_seconds": quantiles(_in_flight(found, GRADIENTS) for found in waits),
+            "exposed_seconds": quantiles(map(_exposed, waits)),
+        }
+
+
+def _exposed(waits: Iterable[Wait]) -> float:
+    return sum(wait.end - wait.start for wait in waits)
+
+
+def _in_flight(waits: Sequence[Wait], kind: str) -> float:
+    """Seconds from posting the messages of one kind until the last of them was through."""
+    own = [wait for wait in waits if wait.moment.endswith(kind)]
+    return max((w.arrived for w in own), default=0.0) - min((w.posted for w in own), default=0.0)
+
+
+def _working(stage: Stage, num_hops: int) -> list[float]:
+    """Seconds outside of waits: on own rows, and on what each hop brought, until the next hop's has come."""
+    working = [0.0] * (1 + num_hops)
+    hop, last = 0, stage.begin
+    for wait in stage.waits:
+        working[hop] += wait.start - last
+        last = wait.end
+        if wait.moment.endswith(CHUNKS):
+            hop = int(wait.moment.split(", ")[1].removeprefix("hop "))
+    working[hop] += stage.end - last
+    return working
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    headers = (
+        "pattern",
+        "rank",
+        "stage",
+        "part",
+        "computing, ms",
+        "keys and values in flight, ms",
+        "gradients in flight, ms",
+        "exposed, ms",
+        "step, s",
+        "exposed share of it",
+    )
+    lines = []
+    for row in rows:
+        for i, part in enumerate(row["parts"]):
+            lines.append(
+                (
+                    f"{branches(row)}, {row['sharding']}" if i == 0 else "",
+                    str(row["rank"]) if i == 0 else "",
+                    part["stage"],
+                    part["part"],
+                    _milliseconds(part, "computing_seconds"),
+                    _milliseconds(part, "chunks_in_flight_seconds"),
+                    _milliseconds(part, "gradients_in_flight_seconds"),
+                    _milliseconds(part, "exposed_seconds"),
+                    f"{row['step_seconds']['median']:.2f}" if i == 0 else "",
+                    f"{row['exposed_share']['median']:.1%}" if i == 0 else "",
+                )
+            )
+    first = rows[0]
+    return (
+        f"{first['seq_len']:,} positions over {first['ranks']} ranks of one thread, {tensors(first)}, forward and "
+        "backward, recorded by the run itself. In flight: from posting a hop's messages until the last is through, "
+        "waiting for the other side to post its own included. Exposed: what a rank waited for them; the rest hid behind"
+        f" computation. The handshake opens a stage: nothing hides it.\n\n{markdown(headers, lines)}"
+    )
+
+
+def _milliseconds(part: dict[str, Any], name: str) -> str:
+    return f"{1e3 * part[name]['median']:.1f}" if part.get(name, {}).get("max") else ""

@@ -1,0 +1,146 @@
+"""Records: what a case found, on which hardware with which versions, as JSON, and the page made from all of them."""
+
+import datetime
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ring_dilated_attention.training.report import hardware, versions
+
+Record = dict[str, Any]
+
+# By which a page is known for one that may be made anew.
+MADE_BY = "Made by `python -m benchmarks --page` from the records in"
+
+
+def make_record(
+    name: str, rows: list[dict[str, Any]], *, is_quick: bool, gpu: Mapping[str, Any] | None = None
+) -> Record:
+    """gpu: what `device.describe` says of the one that was measured."""
+    # Ranks may have other numbers of threads than this process: their rows say how many.
+    machine = hardware() | {"threads_of_this_process": torch.get_num_threads()}
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {
+        "case": name,
+        "command": f"python -m benchmarks {name}" + (" --quick" if is_quick else ""),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "hardware": machine | {"load_average_at_the_end": load} | ({"gpu": gpu} if gpu else {}),
+        "versions": versions(),
+        "rows": rows,
+    }
+
+
+def write_record(record: Record, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record['case']}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def page_of(folder: Path) -> Path:
+    """README.md beside the folder of records.
+
+    Raises:
+        ValueError: if it is somebody else's.
+    """
+    page = folder.parent / "README.md"
+    if page.exists() and MADE_BY not in page.read_text(errors="replace"):
+        raise ValueError(
+            f"the page of the records in {folder} would be {page}, which python -m benchmarks did not make. Choose a "
+            f"--results folder in one of its own, such as {folder.parent / 'benchmarks' / (folder.name or 'results')}"
+        )
+    return page
+
+
+def write_page(folder: Path, render: Mapping[str, Callable[[list[dict[str, Any]]], str]]) -> Path:
+    """Make the page: a table for each record."""
+    parts = [
+        "# Benchmarks",
+        "",
+        f"{MADE_BY} `results/`. Each row passed a correctness gate first: the same",
+        "branches, heads and dtype at a small size against the definition in float64.",
+    ]
+    for name, table in render.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            record = json.loads(path.read_text())
+            parts += ["", f"## {name}", "", table(record["rows"]), "", provenance(record)]
+    page = page_of(folder)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join(parts) + "\n")
+    return page
+
+
+def provenance(record: Record) -> str:
+    machine, found = record["hardware"], record["versions"]
+    gpu = machine.get("gpu")
+    on_gpu = f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}, triton {found['triton']}, " if gpu else ""
+    return (
+        f"`{record['command']}`, {record['date'][:10]}, commit {record['commit'] or 'unknown'}: {on_gpu}"
+        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"torch {found['torch']}, Python {found['python']}."
+    )
+
+
+def markdown(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table, aligned in the source too; all columns but the first to the right."""
+    lines = [headers, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
+    rule = ["-" * (widths[0] + 2)] + ["-" * (width + 1) + ":" for width in widths[1:]]
+
+    def joined(cells: tuple[str, ...]) -> str:
+        first, *others = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "| " + " | ".join([first, *others]) + " |"
+
+    return "\n".join([joined(headers), f"|{'|'.join(rule)}|", *map(joined, rows)])
+
+
+def branches(row: dict[str, Any]) -> str:
+    """A row's pattern in words."""
+    pairs = f"({', '.join(map(str, row['segment_lengths']))})/({', '.join(map(str, row['dilation_rates']))})"
+    return pairs + (" causal" if row.get("is_causal") else "")
+
+
+def tensors(row: dict[str, Any]) -> str:
+    """Heads and dtype of a row in words."""
+    return f"{row['num_heads']} heads of {row['head_dim']}, {row['dtype']}"
+
+
+def seconds(found: dict[str, float]) -> str:
+    """Median with the spread, as a table shows it."""
+    return f"{found['median']:.3g} ({found['min']:.3g} to {found['max']:.3g})"
+
+
+def not_measured(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Paragraphs that give each reason once, with the candidates that it stopped; none if all were measured."""
+    stopped: dict[str, set[str]] = {}
+    for row in rows:
+        if "reason" in row:
+            stopped.setdefault(row["reason"], set()).add(row["candidate"])
+    if not stopped:
+        return []
+    return ["Not measured:", "\n".join(f"- {'; '.join(sorted(names))}: {why}" for why, names in stopped.items())]
+
+
+def _commit() -> str | None:
+    """The commit, "-dirty" if code was changed since: other records and documents do not matter."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("describe", "--always") + (
+            "-dirty" if git("status", "--porcelain", "--", "src", ":(glob)benchmarks/*.py") else ""
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None

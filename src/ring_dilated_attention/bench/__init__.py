@@ -1,1 +1,0 @@
-"""`rda bench`: cases that measure, each with a correctness gate, a JSON record and a table made from it."""

@@ -1,0 +1,1 @@
+"""What `rda` does for a user, a module per subcommand."""

@@ -1,0 +1,234 @@
+"""`rda check`: every backend and exchange that can run on this machine against the definition in float64.
+
+A few awkward cases, in every dtype, on several numbers of ranks; each backend and exchange in processes of its own.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import kernels
+from ..pattern import DilatedPattern
+from ..plan.choice import EXCHANGES
+from ..ranks.context import ContextParallel
+from .compare import DTYPES, Case, Squares, measure, worst
+from .output import progress_bar
+from .processes import Launch, RankFailedError, Worker, run_ranks
+
+SECONDS_PER_LAUNCH = 60
+
+CASES = (
+    Case("causal, n prime", DilatedPattern((16, 101), (1, 4), is_causal=True), 101, 2, 6, 6, 24),
+    Case("dense causal, zigzag", DilatedPattern((96,), (1,), is_causal=True), 96, 1, 4, 2, 32, sharding="zigzag"),
+    Case("blocked, grouped queries", DilatedPattern((20, 64), (2, 4), phase="blocked"), 96, 2, 6, 2, 16),
+    Case("heads split", DilatedPattern((11, 90), (3, 5), heads="split"), 90, 2, 5, 5, 16),
+    Case("packed documents", DilatedPattern((16, 64), (1, 2), is_causal=True), 97, 1, 4, 2, 24, (0, 1, 40, 97)),
+    Case("queries without keys", DilatedPattern((8, 97), (3, 8)), 97, 1, 3, 3, 16),
+)
+
+
+class Row(NamedTuple):
+    """A line of the table. `reason` says why it could not run, or how it failed."""
+
+    backend: str
+    exchange: str
+    dtype: str
+    num_ranks: int
+    verdict: str
+    num_cases: int = 0
+    error: float | None = None
+    tolerance: float | None = None
+    where: str = ""
+    reason: str = ""
+
+
+class Trial(NamedTuple):
+    """What becomes one row: all cases that it can run."""
+
+    backend: str
+    device: str
+    exchange: str
+    dtype: torch.dtype
+    num_ranks: int
+
+    @property
+    def num_processes(self) -> int:
+        return 1 if self.exchange == "simulated" else self.num_ranks
+
+    @property
+    def cases(self) -> list[Case]:
+        """All, but all_to_all deals heads, whose numbers must divide."""
+        deals = self.exchange == "all_to_all"
+        return [case for case in CASES if not deals or case.num_kv_heads % self.num_ranks == 0]
+
+    def row(self, verdict: str, **others: Any) -> Row:
+        return Row(self.backend, self.exchange, _name(self.dtype), self.num_ranks, verdict, **others)
+
+
+def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
+    """What can run on this machine on so many ranks, and the rows of what cannot, with the reason."""
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    trials, rows = [], []
+    for backend in kernels.BACKENDS:
+        for exchange in EXCHANGES if num_ranks > 1 else ("none",):
+            for dtype in DTYPES:
+                options = [Trial(backend, device, exchange, dtype, num_ranks) for device in devices]
+                against = [_why_not(option) for option in options]
+                usable = [option for option, reason in zip(options, against, strict=True) if reason is None]
+                if usable:
+                    trials.append(usable[0])
+                else:
+                    rows.append(options[0].row("cannot run", reason="; ".join(map(str, against))))
+    return trials, rows
+
+
+def _why_not(trial: Trial) -> str | None:
+    reason = kernels.reasons(torch.empty(1, 1, 1, 8, dtype=trial.dtype, device=trial.device))[trial.backend]
+    if reason is None and trial.device == "cuda" and torch.cuda.device_count() < trial.num_processes:
+        return f"needs a GPU for each of {trial.num_processes} processes, there are {torch.cuda.device_count()}"
+    return reason
+
+
+def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: float) -> list[Row]:
+    """Rows of trials that share backend and exchange, in processes of their own: a crash or a hang fails only these."""
+    has_gpu = any(trial.device == "cuda" for trial in trials)
+    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+    launch = Launch(trials[0].num_processes, backend=backend, seconds=seconds)
+    try:
+        ranks = run_ranks(launch, _measure_all, trials, seconds, on_report=lambda rank, message: on_step())
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        reason = str(error).strip().splitlines()[-1]
+        return [trial.row("failed", error=math.inf, reason=reason) for trial in trials]
+    rows = []
+    for i, trial in enumerate(trials):
+        result = worst(trial.cases, trial.dtype, [rank[i] for rank in ranks], trial.device)
+        verdict = "passed" if result.passed else "failed"
+        rows.append(trial.row(verdict, num_cases=len(trial.cases), **result._asdict()))
+    return rows
+
+
+def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> list[list[Squares]]:
+    contexts: dict[tuple[str, int], ContextParallel] = {}
+    results: list[list[Squares]] = []
+    for trial in trials:
+        device = f"cuda:{worker.rank}" if trial.device == "cuda" else trial.device
+        results.append([])
+        for case in trial.cases:
+            parallel = None
+            if trial.num_ranks > 1:
+                how = (case.sharding, trial.num_ranks)
+                if how not in contexts:
+                    contexts[how] = ContextParallel(
+                        sharding=case.sharding,
+                        exchange=trial.exchange,
+                        timeout=timedelta(seconds=seconds),
+                        world_size=trial.num_ranks if trial.exchange == "simulated" else None,
+                    )
+                parallel = contexts[how]
+            results[-1].append(measure(case, trial.dtype, trial.backend, device, parallel))
+            if worker.rank == 0:
+                worker.report(case.name)
+    return results
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+EXAMPLES = """examples:
+  rda check                 every backend and exchange on 1, 2 and 3 ranks
+  rda check --ranks 1       one rank only
+  rda check --json          the rows as JSON on stdout
+
+Each row is the result that came nearest to its tolerance over all cases: out, lse, dq, dk and dv, gradients of lse
+included. The tolerance is twice the error of torch's attention in the same dtype under the same mask, plus a floor
+(a quarter of the dtype's eps; 8 eps in float64, 4 in float32 on a GPU). Exit codes: 0 all rows passed or cannot run
+here, 1 a row failed.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 3], metavar="P", help="numbers of ranks (default 1 2 3)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=SECONDS_PER_LAUNCH,
+        metavar="S",
+        help="seconds for each backend, exchange, ranks",
+    )
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if min(arguments.ranks) < 1:
+        print(f"--ranks must be at least 1, got {min(arguments.ranks)}", file=sys.stderr)
+        return 2
+    if not 0 < arguments.timeout < math.inf:
+        print(f"--timeout must be a positive number of seconds, got {arguments.timeout:g}", file=sys.stderr)
+        return 2
+    rows = check(arguments.ranks, arguments.timeout)
+    if arguments.json:
+        print(json.dumps([_as_json(row) for row in rows], indent=1))
+    else:
+        print(table(rows))
+    return 1 if any(row.verdict == "failed" for row in rows) else 0
+
+
+def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row]:
+    launches: list[list[Trial]] = []
+    impossible: list[Row] = []
+    for num_ranks in ranks:
+        trials, rows = plan_trials(num_ranks)
+        launches += [list(x) for _, x in groupby(trials, key=lambda trial: (trial.backend, trial.exchange))]
+        impossible += rows
+    results: list[Row] = []
+    total = sum(len(trial.cases) for trials in launches for trial in trials)
+    with progress_bar(total, "case") as bar:
+        for trials in launches:
+            bar.set_postfix_str(f"{trials[0].backend}, {trials[0].exchange}, {trials[0].num_ranks} ranks")
+            results += run_trials(trials, bar.update, seconds)
+    return results + impossible
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows, aligned. What cannot run is said once per backend and reason."""
+    lines: list[tuple[str, ...]] = [
+        ("backend", "exchange", "ranks", "dtype", "cases", "worst error", "tolerance", "verdict", "where")
+    ]
+    for row in rows:
+        if row.verdict != "cannot run":
+            numbers = ("" if x is None else f"{x:.1e}" for x in (row.error, row.tolerance))
+            where = row.where or row.reason
+            names = (row.backend, row.exchange, str(row.num_ranks), row.dtype, f"{row.num_cases} of {len(CASES)}")
+            lines.append((*names, *numbers, row.verdict, where))
+    for backend, reason in dict.fromkeys((row.backend, row.reason) for row in rows if row.verdict == "cannot run"):
+        alike = [row for row in rows if (row.backend, row.reason, row.verdict) == (backend, reason, "cannot run")]
+        columns = (
+            _values([getattr(row, name) for row in alike], [getattr(row, name) for row in rows])
+            for name in ("exchange", "num_ranks", "dtype")
+        )
+        lines.append((backend, *columns, "", "", "", "cannot run", reason))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(x, widths, strict=True)).rstrip() for x in lines
+    )
+
+
+def _values(some: Sequence[object], every: Sequence[object]) -> str:
+    return "any" if set(some) == set(every) else ", ".join(map(str, dict.fromkeys(some)))
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    numbers = {name: value for name, value in row._asdict().items() if value not in (None, "")}
+    return {name: "inf" if value == math.inf else value for name, value in numbers.items()}

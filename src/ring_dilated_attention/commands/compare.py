@@ -1,0 +1,169 @@
+"""One call against the definition in float64: out, lse, dq, dk and dv, and how large their errors may be.
+
+A result passes if its relative L2 error is at most twice that of torch's attention in the same dtype under the same
+mask (log M as a bias), plus a floor. For `rda check` and the gate of `python -m benchmarks`.
+
+B batch, N positions, H query heads, G key/value heads, D head dim.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention import dilated_attention
+from ..pattern import DilatedPattern
+from ..ranks.context import ContextParallel
+from ..reference import dilated_attention_reference, multiplicity
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+QUANTITIES = ("out", "lse", "dq", "dk", "dv")
+# Added to every tolerance: rounding a result once costs about eps / 4 in relative L2. In float64 the definition's own
+# rounding is of that size too, so there the floor is larger.
+FLOOR = {dtype: torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.25) for dtype in DTYPES}
+# On a GPU exp2 and log2 of float32 are approximate (2 ulp each, PTX ISA), and torch's memory-efficient op makes one
+# product of float32 out of three of tf32. A single one of tf32 would be off by 1e-4 and more.
+FLOOR_ON_GPU = FLOOR | {torch.float32: 4 * torch.finfo(torch.float32).eps}
+
+
+class Case(NamedTuple):
+    """One call: its pattern and its sizes. `documents` are borders of packed documents."""
+
+    name: str
+    pattern: DilatedPattern
+    seq_len: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    documents: tuple[int, ...] | None = None
+    sharding: str = "contiguous"
+
+
+# Sums of squares, of the difference to the definition and of the definition: ranks' parts add up.
+Squares = dict[str, tuple[float, float]]
+
+
+def make_inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
+    """query, key and value rounded to `dtype`, and the gradients of out and lse. float64, and alike on every rank."""
+    generator = torch.Generator().manual_seed(case.seq_len)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).double()
+
+    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads)
+    inputs = [draw(case.batch, case.seq_len, h, case.head_dim) for h in heads]
+    dout = draw(case.batch, case.seq_len, case.num_heads, case.head_dim)
+    return inputs, dout, draw(case.batch, case.seq_len, case.num_heads)
+
+
+def defined(case: Case, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+    """out, lse and gradients by the definition."""
+    query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
+    out, lse = dilated_attention_reference(query, key, value, case.pattern, cu_seqlens=case.documents)
+    grads = torch.autograd.grad(_loss(out, lse, dout, dlse), leaves)
+    return dict(zip(QUANTITIES, (out.detach(), lse.detach(), *grads), strict=True))
+
+
+@lru_cache(maxsize=64)
+def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:
+    """Twice the relative L2 error of torch's CPU attention in this dtype under the same mask, plus the floor."""
+    inputs, dout, _ = make_inputs(case, dtype)
+    expected = defined(case, inputs, dout, None)
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    count = multiplicity(case.pattern, case.seq_len, case.num_heads, case.documents)
+    # log 2 is no bfloat16: the bias of 16-bit inputs is float32.
+    bias = count.to(torch.promote_types(dtype, torch.float32)).log().unsqueeze(0)
+    query, key, value = (x.transpose(1, 2) for x in leaves)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias)
+    out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    covered = torch.isfinite(expected["lse"])
+    grads = torch.autograd.grad(out, leaves, (dout * covered.unsqueeze(-1)).to(dtype))
+    lse = lse.where(covered, -torch.inf)  # the op says 0 where there is no key
+    found = dict(zip(QUANTITIES, (out * covered.unsqueeze(-1), lse, *grads), strict=True))
+    floor = (FLOOR if device == "cpu" else FLOOR_ON_GPU)[dtype]
+    return {name: 2 * relative(squares(found[name], expected[name])) + floor for name in QUANTITIES}
+
+
+def measure(
+    case: Case,
+    dtype: torch.dtype,
+    backend: str,
+    device: str,
+    parallel: ContextParallel | None,
+    *,
+    through_lse: bool = True,
+) -> Squares:
+    """This rank's difference to the definition, by quantity. Every rank of `parallel` must call it.
+
+    through_lse: gradients are also of lse, for which some kernels need one more column.
+    """
+    inputs, dout, dlse = make_inputs(case, dtype)
+    expected = defined(case, inputs, dout, dlse if through_lse else None)
+    take: Callable[[Tensor], Tensor] = parallel.shard if parallel is not None else torch.clone
+    query, key, value = leaves = [take(x).to(device, dtype).requires_grad_() for x in inputs]
+    cu_seqlens = None if case.documents is None else torch.tensor(case.documents, dtype=torch.int32)
+    out, lse = dilated_attention(
+        query,
+        key,
+        value,
+        case.pattern,
+        parallel=parallel,
+        cu_seqlens=cu_seqlens,
+        backend=backend,
+        return_lse=True,
+    )
+    loss = _loss(out, lse, take(dout).to(out), take(dlse).to(lse) if through_lse else None)
+    found = (out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves))
+    return {name: squares(x, take(expected[name])) for name, x in zip(QUANTITIES, found, strict=True)}
+
+
+def _loss(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    loss = (out * dout).sum()
+    return loss if dlse is None else loss + (lse.masked_fill(lse == -torch.inf, 0) * dlse).sum()
+
+
+def squares(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Sums of squares of the difference and of the expected. -inf must be met exactly."""
+    found = found.detach().cpu().double()
+    if not torch.equal(found == -torch.inf, expected == -torch.inf):
+        return math.inf, 1.0
+    found, expected = (x.masked_fill(x == -torch.inf, 0) for x in (found, expected))
+    return float((found - expected).square().sum()), float(expected.square().sum())
+
+
+def relative(sums: tuple[float, float]) -> float:
+    """The relative L2 error; a NaN is infinite, and so is a difference to zero."""
+    difference, size = sums
+    if math.isnan(difference):
+        return math.inf
+    if size == 0:
+        return 0.0 if difference == 0 else math.inf
+    return math.sqrt(difference / size)
+
+
+class Worst(NamedTuple):
+    """The result that comes nearest to its tolerance, or exceeds it most."""
+
+    error: float
+    tolerance: float
+    where: str
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance
+
+
+def worst(cases: Sequence[Case], dtype: torch.dtype, ranks: Sequence[Sequence[Squares]], device: str = "cpu") -> Worst:
+    """Over all cases and quantities. `ranks` holds each rank's squares, a dict per case."""
+    found = []
+    for i, case in enumerate(cases):
+        allowed = tolerances(case, dtype, device)
+        for name in QUANTITIES:
+            parts = [rank[i][name] for rank in ranks]
+            error = relative((sum(d for d, _ in parts), sum(s for _, s in parts)))
+            found.append(Worst(error, allowed[name], f"{name} of {case.name!r}"))
+    return max(found, key=lambda result: result.error / result.tolerance)

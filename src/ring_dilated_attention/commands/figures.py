@@ -1,0 +1,286 @@
+"""Pictures of a pattern and of its ring, drawn from `DilatedPattern` and from the plan of every rank. No torch.
+
+`python -m ring_dilated_attention.commands.figures docs` makes the two of the README, `rda plan --picture DIR` those of
+any call.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..pattern import DilatedPattern
+from ..plan.plan import Hop, Message, Plan
+from ..plan.planner import make_plan
+from ..plan.sharding import Shard, make_shards, shard_length
+from .scaled import scaled_down
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which most colour-blind readers can tell apart; first of branches, then of ranks.
+BRANCH_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999", "#F0E442")
+INK, FAINT, EMPTY = "#222222", "#999999", "#F2F2F2"
+# What a picture can hold.
+MOST_POSITIONS, MOST_HEADS, MOST_RANKS = 64, 4, len(RANK_COLOURS)
+DPI = 160
+
+
+def draw(
+    folder: Path,
+    pattern: DilatedPattern,
+    seq_len: int,
+    num_heads: int,
+    split: Callable[[int], tuple[Shard, ...]],
+) -> list[Path]:
+    """pattern.png and, for two to eight ranks, ring.png. Long sequences are drawn scaled down, and say so.
+
+    Args:
+        split: the shards of a sequence of a given length.
+    """
+    small, n, divisor = scaled_down(pattern, seq_len, MOST_POSITIONS)
+    pictures = {"pattern.png": draw_pattern(small, n, num_heads, divisor)}
+    if 1 < len(split(n)) <= MOST_RANKS:
+        pictures["ring.png"] = draw_ring(small, split(n), num_heads, divisor)
+    return _save(folder, pictures)
+
+
+def _save(folder: Path, pictures: dict[str, "Figure"]) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in pictures.items():
+        figure.savefig(folder / name, dpi=DPI, metadata={"Software": None})
+    return [folder / name for name in pictures]
+
+
+def multiplicity(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> list[list[list[int]]]:
+    """For each query and key of a head the branches in which the query sees the key."""
+    cells: list[list[list[int]]] = [[[] for _ in range(seq_len)] for _ in range(seq_len)]
+    for branch, (w, r) in enumerate(pattern.branches):
+        phase = pattern.phase_of(branch, head, num_heads)
+        if phase is None:
+            continue
+        for start in range(0, seq_len, w):
+            rows = range(start + phase, min(start + w, seq_len), r)
+            for i in rows:
+                for j in rows:
+                    if not pattern.is_causal or j <= i:
+                        cells[i][j].append(branch)
+    return cells
+
+
+def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int, divisor: int = 1) -> "Figure":
+    """One panel per head: which keys (columns) a query (row) sees, coloured by the first branch that has the pair."""
+    heads = range(min(num_heads, MOST_HEADS))
+    figure = _figure(2.7 * len(heads) + 0.5, 3.75)
+    panels = figure.subplots(1, len(heads), squeeze=False)[0]
+    for head, axes in zip(heads, panels, strict=True):
+        _draw_head(axes, pattern, seq_len, num_heads, head)
+    panels[0].set_ylabel("query")
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    entries: list[Any] = [
+        Patch(color=BRANCH_COLOURS[i % len(BRANCH_COLOURS)], label=f"segments of {w}, rate {r}")
+        for i, (w, r) in enumerate(pattern.branches)
+    ]
+    dot: dict[str, Any] = {
+        "linestyle": "none",
+        "marker": "o",
+        "markersize": 4,
+        "markeredgecolor": INK,
+        "markerfacecolor": "white",
+    }
+    entries.append(Line2D([], [], label="each dot: one more branch has the pair", **dot))
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
+    scale = "" if divisor == 1 else f" (lengths divided by {divisor:,})"
+    figure.suptitle(f"Which keys a query sees{', causal' if pattern.is_causal else ''}{scale}", fontsize=11)
+    return figure
+
+
+def _draw_head(axes: "Axes", pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> None:
+    from matplotlib.colors import to_rgb
+
+    cells = multiplicity(pattern, seq_len, num_heads, head)
+
+    def colour(i: int, j: int) -> tuple[float, float, float]:
+        if cells[i][j]:
+            return to_rgb(BRANCH_COLOURS[cells[i][j][0] % len(BRANCH_COLOURS)])
+        return to_rgb("white" if pattern.is_causal and j > i else EMPTY)
+
+    axes.imshow([[colour(i, j) for j in range(seq_len)] for i in range(seq_len)], interpolation="nearest")
+    dots = [
+        (j + 0.24 * (2 * k - (len(cells[i][j]) - 2)), i)  # beside each other, centred
+        for i in range(seq_len)
+        for j in range(seq_len)
+        for k in range(len(cells[i][j]) - 1)
+    ]
+    axes.scatter([x for x, _ in dots], [y for _, y in dots], s=100 / seq_len, c="white", linewidths=0, zorder=3)
+    axes.set_xticks([x - 0.5 for x in range(1, seq_len)], minor=True)
+    axes.set_yticks([x - 0.5 for x in range(1, seq_len)], minor=True)
+    axes.grid(which="minor", color="white", linewidth=0.5)
+    axes.tick_params(which="both", length=0, labelsize=7)
+    axes.set_xticks(range(0, seq_len, max(1, seq_len // 4)))
+    axes.set_yticks(range(0, seq_len, max(1, seq_len // 4)))
+    axes.spines[:].set_visible(False)
+    phases = [pattern.phase_of(i, head, num_heads) for i in range(len(pattern.branches))]
+    axes.set_title(f"head {head}: phases {', '.join('none' if p is None else str(p) for p in phases)}", fontsize=9)
+    axes.set_xlabel("key")
+
+
+def draw_ring(pattern: DilatedPattern, shards: Sequence[Shard], num_heads: int, divisor: int = 1) -> "Figure":
+    """Above, who owns which positions and which rows travel; below, hop by hop, what each rank computes and sends."""
+    plans = [make_plan(pattern, tuple(shards), rank, num_heads, num_heads) for rank in range(len(shards))]
+    num_hops = max(len(plan.hops) for plan in plans)
+    heights = [0.75 + 0.27 * len(pattern.branches), 0.75 * (num_hops + 1)]
+    figure = _figure(1.6 * len(shards) + 3, sum(heights) + 0.5)
+    above, below = figure.subplots(2, 1, height_ratios=heights, sharex=True)
+    _draw_shards(above, pattern, shards, plans)
+    _draw_hops(below, plans, num_hops)
+    below.set_xlim(-1.75, len(plans) - 0.3)
+    scale = "" if divisor == 1 else f" (lengths divided by {divisor:,})"
+    figure.suptitle(f"Dilate, then send: the ring of {len(shards)} ranks, forward{scale}", fontsize=11)
+    return figure
+
+
+def _draw_shards(axes: "Axes", pattern: DilatedPattern, shards: Sequence[Shard], plans: Sequence[Plan]) -> None:
+    seq_len = sum(map(shard_length, shards))
+    width = len(shards) / seq_len  # of a position; the strip is as wide as the columns of ranks below
+
+    for rank, (shard, plan) in enumerate(zip(shards, plans, strict=True)):
+        positions = [t for span in shard for t in range(span.start, span.stop)]
+        travelling = {positions[row] for row in _packed_rows(plan, head=0)}
+        for t in positions:
+            _draw_position(axes, t * width - 0.5, width, RANK_COLOURS[rank], is_filled=t in travelling)
+        for span in shard:
+            middle = (span.start + span.stop) / 2 * width - 0.5
+            axes.text(middle, 1.3, f"rank {rank}", ha="center", fontsize=9, color=INK)
+    _label(axes, 0.5, "positions; filled: rows\nof head 0 that travel")
+    for branch, (w, r) in enumerate(pattern.branches):
+        y = -0.7 - 0.8 * branch
+        travels = False
+        for start in range(0, seq_len, w):
+            stop = min(start + w, seq_len)
+            is_local = any(span.start <= start and stop <= span.stop for shard in shards for span in shard)
+            travels = travels or not is_local
+            style: dict[str, Any] = {"color": FAINT if is_local else INK, "linewidth": 1.2 if is_local else 2.4}
+            ends = [(start + 0.12) * width - 0.5, (stop - 0.12) * width - 0.5]
+            axes.plot(ends, [y, y], solid_capstyle="butt", **style)
+        _label(axes, y, f"segments of {w}, rate {r}: {'travel' if travels else 'stay'}")
+    axes.set_ylim(-0.3 - 0.8 * len(pattern.branches), 2)
+    axes.axis("off")
+
+
+def _label(axes: "Axes", y: float, text: str) -> None:
+    """At the left, one column for both halves of the picture."""
+    axes.text(-0.72, y, text, ha="right", va="center", fontsize=8, color=INK)
+
+
+def _packed_rows(plan: Plan, head: int) -> set[int]:
+    """Local rows of a head that go into the rank's own chunks."""
+    return {
+        rows.first + rows.heads.index(head) * rows.shift + j * rows.step
+        for rows, _ in plan.packs
+        if head in rows.heads
+        for j in range(rows.num_rows)
+    }
+
+
+def _draw_position(axes: "Axes", x: float, width: float, colour: str, *, is_filled: bool) -> None:
+    from matplotlib.patches import Rectangle
+
+    face = colour if is_filled else "white"
+    axes.add_patch(Rectangle((x + 0.08 * width, 0), 0.84 * width, 1, facecolor=face, edgecolor=colour, linewidth=1))
+
+
+def _draw_hops(axes: "Axes", plans: Sequence[Plan], num_hops: int) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    for moment in range(num_hops + 1):
+        y = -0.75 * moment
+        for rank, plan in enumerate(plans):
+            sources = [rank] if moment == 0 else _owners(_hop(plan, moment - 1))
+            box = FancyBboxPatch(
+                (rank - 0.31, y - 0.27), 0.62, 0.54, boxstyle="round,pad=0,rounding_size=0.06", linewidth=1
+            )
+            box.set(facecolor="white" if sources else EMPTY, edgecolor=RANK_COLOURS[rank])
+            axes.add_patch(box)
+            _draw_work(axes, rank, y, sources, is_local=moment == 0)
+            for message in _hop(plan, moment).sends:
+                _draw_message(axes, rank, message, y, len(plans))
+        what = "compute with own rows" if moment == 0 else f"compute with chunks of hop {moment}"
+        flies = f"\nwhile hop {moment + 1} flies" if moment < num_hops else ""
+        _label(axes, y, f"{what}{flies}")
+    axes.set_ylim(-0.75 * num_hops - 0.4, 0.4)
+    axes.axis("off")
+
+
+def _hop(plan: Plan, index: int) -> Hop:
+    return plan.hops[index] if index < len(plan.hops) else Hop()
+
+
+def _owners(hop: Hop) -> list[int]:
+    """The ranks whose chunks are computed with at a hop."""
+    return sorted({message.owner for message in hop.receives})
+
+
+def _draw_work(axes: "Axes", rank: int, y: float, sources: Sequence[int], *, is_local: bool) -> None:
+    if not sources:
+        axes.text(rank, y, "idle", ha="center", va="center", fontsize=8, color=FAINT)
+        return
+    text = (
+        f"queries of {rank}\n× own keys" if is_local else f"queries of {rank}\n× keys of {', '.join(map(str, sources))}"
+    )
+    axes.text(rank + 0.06, y, text, ha="center", va="center", fontsize=8, color=INK)
+    for i, source in enumerate(sources):
+        height = 0.4 / len(sources)
+        bottom = y + 0.2 - (i + 1) * height + 0.015
+        axes.bar(rank - 0.25, height - 0.03, width=0.07, bottom=bottom, color=RANK_COLOURS[source])
+
+
+def _draw_message(axes: "Axes", rank: int, message: Message, y: float, num_ranks: int) -> None:
+    """An arrow in the colour of the chunk's owner. Between the two ends of the ring it leaves at one side and comes in
+    at the other."""
+    arrow: dict[str, Any] = {
+        "arrowstyle": "-|>",
+        "color": RANK_COLOURS[message.owner],
+        "linewidth": 2,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
+    style: dict[str, Any] = {"arrowprops": arrow, "annotation_clip": False}
+    if message.peer == rank + 1:
+        axes.annotate("", xy=(rank + 0.68, y), xytext=(rank + 0.32, y), **style)
+    elif rank == num_ranks - 1 and message.peer == 0:
+        axes.annotate("", xy=(rank + 0.56, y), xytext=(rank + 0.32, y), **style)
+        axes.annotate("", xy=(-0.32, y), xytext=(-0.56, y), **style)
+    else:
+        bent = style | {"arrowprops": arrow | {"connectionstyle": "arc3,rad=-0.35"}}
+        side = 0.32 if message.peer > rank else -0.32
+        axes.annotate("", xy=(message.peer - side, y - 0.1), xytext=(rank + side, y - 0.1), **bent)
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_readme(folder: Path) -> list[Path]:
+    """The two pictures of the README: a causal pattern, and a ring of four in which one of two branches travels."""
+    shown = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True)
+    ring = DilatedPattern((4, 32), (1, 4))
+    pictures = {
+        "pattern.png": draw_pattern(shown, 32, 4),
+        "ring.png": draw_ring(ring, make_shards("contiguous", (8, 8, 8, 8)), 4),
+    }
+    return _save(folder, pictures)
+
+
+if __name__ == "__main__":
+    for path in draw_readme(Path(sys.argv[1] if len(sys.argv) > 1 else "docs")):
+        print(path)

@@ -1,0 +1,79 @@
+"""What commands put out: tables for a terminal, progress bars, and whether a file can be written. No torch."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+def check_writable(option: str, folder: Path, file: str | None = None) -> None:
+    """Make a folder now, so that work is not done whose result has no place.
+
+    Raises:
+        ValueError: unless new files can be written to it, or this one.
+    """
+    path = folder if file is None else folder / file
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        if file is not None and path.exists():
+            os.close(os.open(path, os.O_WRONLY))
+    except OSError as error:
+        why = "a file is in the way" if isinstance(error, (NotADirectoryError, FileExistsError)) else error.strerror
+        raise ValueError(f"{option} {path} cannot be written: {why}. Choose another place.") from error
+
+
+def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table for a terminal, all columns but the first to the right."""
+    lines = [headers, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
+    return "\n".join(
+        "  ".join([x[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(x[1:], widths[1:], strict=True))]).rstrip()
+        for x in lines
+    )
+
+
+def stepper(bar: Any) -> Callable[[str], None]:
+    """Called before each step with its name; the bar counts those that are done."""
+    started = False
+
+    def step(text: str) -> None:
+        nonlocal started
+        if started:
+            bar.update()
+        started = True
+        bar.set_postfix_str(text)
+
+    return step
+
+
+def progress_bar(total: int, unit: str, *, is_shown: bool = True) -> Any:
+    """A bar on stderr while a context lasts, or none where tqdm is not installed: it is no part of a result."""
+    if not is_shown or find_spec("tqdm") is None:
+        return _NoBar()
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit=unit, file=sys.stderr, dynamic_ncols=True)
+
+
+class _NoBar:
+    """What is used of tqdm, without a bar."""
+
+    def __enter__(self) -> "_NoBar":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def update(self) -> None:
+        pass
+
+    def set_postfix_str(self, text: str) -> None:
+        pass

@@ -1,0 +1,293 @@
+"""`rda plan`: what each rank would compute, send and hold, without computing, sending or holding it. No torch."""
+
+import argparse
+import json
+import math
+import sys
+from functools import partial
+from importlib.util import find_spec
+from itertools import accumulate
+from pathlib import Path
+
+from ..pattern import PHASE_RULES, DilatedPattern
+from ..plan.clock import Hardware, StepTime, model_step
+from ..plan.memory import KERNELS, AttentionMemory, attention_memory
+from ..plan.plan import Plan
+from ..plan.planner import chunk_finder, make_plan
+from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
+from .output import check_writable, progress_bar
+from .plan_report import (
+    MOST_ROWS,
+    BranchRow,
+    RankRow,
+    ShardingRow,
+    as_json,
+    branch_lines,
+    model_json,
+    model_line,
+    sharding_lines,
+    summary,
+    table,
+)
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MOST_COMPARED = 64
+# NVIDIA's data sheets, one way of a link. H100 SXM: 1,979 TFLOPS of 16-bit tensor cores with sparsity, so half of it,
+# and NVLink of 900 GB/s both ways together. DGX H100: a ConnectX-7 of 400 Gb/s for each GPU. Neither has a latency.
+PRESETS = {"h100-nvlink": Hardware(989.5e12, 450e9), "h100-infiniband": Hardware(989.5e12, 50e9)}
+
+EXAMPLES = f"""examples:
+  rda plan --seq-len 1048576 --ranks 8 --segment-lengths 2048 65536 1048576 --dilation-rates 1 16 256
+        which branches stay at home and which travel: with shards of 131,072 positions only the longest one travels
+  rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal
+        dense ring attention; the last rank has seven times the work of the first
+  rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal --sharding zigzag
+        the same, balanced
+  rda plan --seq-len 65536 --ranks 2 --segment-lengths 2048 65536 --dilation-rates 1 16 --picture docs
+        also draws the pattern and the ring
+  rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal --documents 100000 31072
+        packed documents; the shardings are compared on them
+  rda plan --seq-len 131072 --ranks 8 --segment-lengths 131072 --dilation-rates 1 --causal --sharding zigzag \\
+           --dtype bfloat16 --hardware h100-infiniband --flops 500e12 --latency 20e-6
+        how long a step takes, and how much of it each rank waits, where kernels reach 500 TFLOPS
+
+One attention call, forward and backward. FLOPs count the pairs of the pattern (2 products forward, 5 backward); memory
+counts the rank's query, key, value and out, their gradients, the buffers of the ring and the kernel's partials. The
+time is a model: the ring loop of all ranks in virtual time, where a rank computes at --flops and sends and receives at
+--bandwidth each. Presets are rates of data sheets, which no kernel and no link reaches.
+
+Planning takes time with the square of the ranks that share a segment: seconds for 256, and four times as long for twice
+as many. The comparison of shardings, which plans once more for each, is left out above {MOST_COMPARED} ranks.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("--seq-len", type=int, required=True, metavar="N", help="positions of the whole sequence")
+    parser.add_argument("--ranks", type=int, default=1, metavar="P", help="ranks that share it (default 1)")
+    parser.add_argument("--segment-lengths", type=int, nargs="+", required=True, metavar="W", help="one per branch")
+    parser.add_argument("--dilation-rates", type=int, nargs="+", required=True, metavar="R", help="one per branch")
+    parser.add_argument("--causal", action="store_true", help="a query sees no later key")
+    parser.add_argument("--phase", choices=PHASE_RULES, default="modulo", help="which phase a head reads")
+    parser.add_argument("--split-heads", action="store_true", help="each branch has heads of its own")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences at a time (default 1)")
+    parser.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default 12)")
+    parser.add_argument("--kv-heads", type=int, metavar="G", help="key/value heads (default as many)")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="default 64")
+    parser.add_argument("--dtype", choices=ITEMSIZE, default="float32", help="of query, key and value")
+    parser.add_argument(
+        "--kernel",
+        choices=KERNELS,
+        default=KERNELS[0],
+        help="for the memory: composed of torch's (default), Triton's in place, or fused (one rank)",
+    )
+    parser.add_argument("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
+    parser.add_argument("--align", type=int, default=1, metavar="A", help="borders of shards at multiples of it")
+    parser.add_argument(
+        "--documents", type=int, nargs="+", metavar="N", help="lengths of packed documents, which add up to --seq-len"
+    )
+    parser.add_argument("--hardware", choices=PRESETS, help="model a step's time with rates of data sheets")
+    parser.add_argument("--flops", type=float, metavar="RATE", help="or with a rank's FLOPs per second")
+    parser.add_argument("--bandwidth", type=float, metavar="BYTES", help="and bytes per second, one way")
+    parser.add_argument("--latency", type=float, metavar="S", help="of a message, in seconds (default 0)")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--picture", type=Path, metavar="DIR", help="draw the pattern and the ring into a folder")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        pattern = pattern_of(arguments)
+        check_positive(arguments)
+        check_documents(arguments)
+        hardware = hardware_of(arguments)
+        check_picture(arguments)
+        shards = split(arguments, arguments.seq_len)
+        plans = make_plans(pattern, shards, arguments)
+        memories = [memory_of(plan, arguments) for plan in plans]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    rows = rank_rows(plans, memories, arguments)
+    branches = branch_rows(pattern, shards, plans, arguments)
+    step = step_of(plans, arguments, hardware)
+    # Planning many ranks once more for each sharding takes minutes, and the comparison says little new there.
+    compared = compare_shardings(pattern, arguments, hardware) if 1 < arguments.ranks <= MOST_COMPARED else []
+    if arguments.json:
+        found = as_json(rows, memories, branches) | {"shardings": [row._asdict() for row in compared]}
+        print(json.dumps(found if step is None else found | {"model": model_json(step, hardware)}, indent=1))
+    else:
+        print(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
+        print(table(rows, step))
+        print(summary(rows, memories))
+        if arguments.ranks > 1:
+            print(branch_lines(branches))
+        if step is not None:
+            print(model_line(step))
+        if compared:
+            print(sharding_lines(compared))
+    if arguments.picture is not None:
+        from .figures import draw
+
+        shards_of = partial(split, arguments)
+        for path in draw(arguments.picture, pattern, arguments.seq_len, arguments.heads, shards_of):
+            print(path, file=sys.stderr)
+    return 0
+
+
+def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
+    return DilatedPattern(
+        arguments.segment_lengths,
+        arguments.dilation_rates,
+        is_causal=arguments.causal,
+        phase=arguments.phase,
+        heads="split" if arguments.split_heads else "all",
+    )
+
+
+def check_positive(arguments: argparse.Namespace) -> None:
+    for name in ("seq_len", "ranks", "batch", "heads", "head_dim", "align"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    if arguments.sharding == "zigzag" and arguments.align != 1:
+        raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
+
+
+def check_documents(arguments: argparse.Namespace) -> None:
+    lengths = arguments.documents
+    if lengths is None:
+        return
+    if min(lengths) < 1:
+        raise ValueError(f"--documents must be at least 1 each, got {min(lengths)}")
+    if sum(lengths) != arguments.seq_len:
+        raise ValueError(f"--documents add up to {sum(lengths)}, and --seq-len is {arguments.seq_len}")
+    if arguments.batch != 1:
+        raise ValueError(
+            f"--documents are packed into one sequence, so --batch must be 1, got {arguments.batch}. "
+            "Leave out --batch; more sequences are more documents."
+        )
+    if arguments.picture is not None:
+        raise ValueError("--picture draws one document; leave out --documents")
+
+
+def check_picture(arguments: argparse.Namespace) -> None:
+    """Before the work, which may take minutes."""
+    if arguments.picture is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise ValueError("--picture needs matplotlib: pip install matplotlib")
+    check_writable("--picture", arguments.picture)
+
+
+def hardware_of(arguments: argparse.Namespace) -> Hardware | None:
+    """The preset with the given numbers in place of its own, or None where a time is not asked for."""
+    values = (arguments.flops, arguments.bandwidth, arguments.latency)
+    given = {field: value for field, value in zip(Hardware._fields, values, strict=True) if value is not None}
+    if arguments.hardware is None and not given:
+        return None
+    if arguments.hardware is not None and arguments.flops is None and ITEMSIZE[arguments.dtype] != 2:
+        raise ValueError(
+            f"--hardware {arguments.hardware} has the rate of 16-bit types, and --dtype is {arguments.dtype}. "
+            "Choose --dtype bfloat16, or give --flops."
+        )
+    if arguments.hardware is None and None in (arguments.flops, arguments.bandwidth):
+        missing = "--flops" if arguments.flops is None else "--bandwidth"
+        raise ValueError(f"{missing} is missing: a time needs --flops and --bandwidth, or --hardware")
+    hardware = PRESETS.get(arguments.hardware, Hardware(0, 0))._replace(**given)
+    for name, value, is_fine in (
+        ("--flops", hardware.flops_per_second, 0 < hardware.flops_per_second < math.inf),
+        ("--bandwidth", hardware.bytes_per_second, 0 < hardware.bytes_per_second < math.inf),
+        ("--latency", hardware.latency_seconds, 0 <= hardware.latency_seconds < math.inf),
+    ):
+        if not is_fine:
+            raise ValueError(f"{name} must be a positive number{', or 0' * (name == '--latency')}, got {value}")
+    return hardware
+
+
+def split(arguments: argparse.Namespace, seq_len: int) -> tuple[Shard, ...]:
+    """The default split of a sequence, as `ContextParallel` makes it."""
+    return make_shards(
+        arguments.sharding, default_lengths(arguments.sharding, seq_len, arguments.ranks, arguments.align)
+    )
+
+
+def make_plans(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: argparse.Namespace) -> list[Plan]:
+    """Every rank's plan. A ring of a thousand ranks takes a moment for each, so that many show their progress."""
+    others = heads_and_documents(arguments)
+    plans = []
+    with progress_bar(len(shards), "rank", is_shown=len(shards) > MOST_ROWS) as bar:
+        for rank in range(len(shards)):
+            plans.append(make_plan(pattern, shards, rank, *others))
+            bar.update()
+    return plans
+
+
+def heads_and_documents(arguments: argparse.Namespace) -> tuple[int, int, tuple[int, ...] | None]:
+    """Query heads, key/value heads, and borders of documents, as a plan takes them."""
+    num_kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads
+    documents = None if arguments.documents is None else tuple(accumulate(arguments.documents, initial=0))
+    return arguments.heads, num_kv_heads, documents
+
+
+def step_of(plans: list[Plan], arguments: argparse.Namespace, hardware: Hardware | None) -> StepTime | None:
+    if hardware is None:
+        return None
+    return model_step(plans, arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype], hardware)
+
+
+def memory_of(plan: Plan, arguments: argparse.Namespace) -> AttentionMemory:
+    itemsize = ITEMSIZE[arguments.dtype]
+    return attention_memory(plan, arguments.batch, arguments.head_dim, itemsize, kernel=arguments.kernel)
+
+
+def rank_rows(plans: list[Plan], memories: list[AttentionMemory], arguments: argparse.Namespace) -> list[RankRow]:
+    batch, head_dim, itemsize = arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype]
+    flops = [sum(plan.flops(batch, head_dim, backward=backward) for backward in (False, True)) for plan in plans]
+    rows = []
+    for plan, memory, work in zip(plans, memories, flops, strict=True):
+        sent = [plan.bytes_sent(batch, head_dim, itemsize, backward=backward) for backward in (False, True)]
+        rows.append(
+            RankRow(
+                rank=plan.rank,
+                positions=plan.num_rows,
+                flops=work,
+                share=work / sum(flops) if sum(flops) else 0.0,
+                forward_sent_bytes=sent[0],
+                sent_bytes=sum(sent),
+                forward_peak_bytes=memory.forward.num_bytes,
+                peak_bytes=memory.forward_backward.num_bytes,
+            )
+        )
+    return rows
+
+
+def branch_rows(
+    pattern: DilatedPattern, shards: tuple[Shard, ...], plans: list[Plan], arguments: argparse.Namespace
+) -> list[BranchRow]:
+    """What each branch sends, from the messages of the plans. A message carries rows of one branch."""
+    sizes = [0] * len(pattern.branches)
+    for plan in plans:
+        find = chunk_finder(pattern, shards, plan.rank, *heads_and_documents(arguments))
+        branch_at: dict[int, int] = {}  # by offset, where all chunks of one ring lie
+        for message in (message for hop in plan.hops for message in hop.sends):
+            if message.offset not in branch_at:
+                branch_at[message.offset] = find(message).branch
+            sizes[branch_at[message.offset]] += message.size
+    row_bytes = arguments.batch * arguments.head_dim * ITEMSIZE[arguments.dtype]
+    return [BranchRow(*branch, size * row_bytes) for branch, size in zip(pattern.branches, sizes, strict=True)]
+
+
+def compare_shardings(
+    pattern: DilatedPattern, arguments: argparse.Namespace, hardware: Hardware | None
+) -> list[ShardingRow]:
+    """Every sharding of the same sequence: none is always better (zigzag is not for causal w = 0.6 n on 4 ranks)."""
+    found = []
+    for sharding in SHARDINGS:
+        lengths = default_lengths(sharding, arguments.seq_len, arguments.ranks)
+        plans = make_plans(pattern, make_shards(sharding, lengths), arguments)
+        arguments_of = (arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype])
+        sent = max(sum(plan.bytes_sent(*arguments_of, backward=b) for b in (False, True)) for plan in plans)
+        pairs = [plan.pairs for plan in plans]
+        even = sum(pairs) / (len(pairs) * max(pairs)) if max(pairs) else 1.0
+        step = step_of(plans, arguments, hardware)
+        found.append(ShardingRow(sharding, even, sent, None if step is None else step.step_seconds))
+    return found

@@ -1,0 +1,131 @@
+"""Several ranks on this machine, each a process of its own. For `rda check` and benchmarks; training uses torchrun."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+# torch._dynamo is what the first call of a custom op imports, for a second or two.
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "ring_dilated_attention.attention"]
+
+
+class RankFailedError(RuntimeError):
+    """What the ranks reported, with their tracebacks."""
+
+
+class Worker(NamedTuple):
+    """What a rank knows of itself. `report` sends something to the process that started it."""
+
+    rank: int
+    world_size: int
+    report: Callable[[Any], None]
+
+
+class Launch(NamedTuple):
+    """How to start ranks.
+
+    num_threads: torch's threads of each rank.
+    is_pinned: rank k runs on the k-th core that this process may use, and nowhere else (Linux).
+    backend: of torch.distributed. "cpu:gloo,cuda:nccl" gives rank k the k-th GPU.
+    seconds: after which every rank is ended.
+    """
+
+    world_size: int
+    num_threads: int = 1
+    is_pinned: bool = False
+    backend: str = "gloo"
+    seconds: float = 60
+
+
+def run_ranks(
+    launch: Launch, function: Callable[..., Any], *args: Any, on_report: Callable[[int, Any], object] | None = None
+) -> list[Any]:
+    """function(worker, *args) on every rank; its results in the order of ranks.
+
+    `function` must be a module's own. Ends every process, also when a rank fails, when time is up, or on Ctrl-C.
+
+    Raises:
+        RankFailedError: if a rank raised, died or ran out of time.
+    """
+    start: Any = multiprocessing.get_context(_METHOD)
+    if _METHOD == "forkserver":
+        start.set_forkserver_preload(_PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], []
+        try:
+            for rank in range(launch.world_size):
+                ours, theirs = start.Pipe(duplex=False)
+                process = start.Process(target=_rank, args=(theirs, rank, launch, folder, function, args), daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            return _collect(pipes, launch.seconds, on_report or (lambda rank, message: None))
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], seconds: float, on_report: Callable[[int, Any], object]) -> list[Any]:
+    deadline = time.monotonic() + seconds
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes:
+        ready = wait(list(open_pipes), timeout=max(0, deadline - time.monotonic()))
+        if not ready:
+            failures.update({rank: f"no answer within {seconds:.0f} s" for rank in open_pipes.values()})
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = open_pipes[pipe]
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                kind, value = "failure", "died without a word"
+            if kind == "report":
+                on_report(rank, value)
+                continue
+            del open_pipes[pipe]
+            (results if kind == "result" else failures)[rank] = value
+    if failures:
+        raise RankFailedError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Callable[..., Any], args: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter, which ends this process
+    try:
+        torch.set_num_threads(launch.num_threads)
+        if launch.is_pinned and hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
+        if "nccl" in launch.backend:
+            torch.cuda.set_device(rank)
+        store = dist.FileStore(str(Path(folder) / "store"), launch.world_size)
+        dist.init_process_group(
+            launch.backend,
+            store=store,
+            rank=rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=launch.seconds),
+        )
+        worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
+        pipe.send(("result", function(worker, *args)))
+    except Exception:  # noqa: BLE001  whatever it was, the starter reports it
+        pipe.send(("failure", traceback.format_exc()))

@@ -1,0 +1,326 @@
+"""(pattern, shards, rank) -> plan: local tiles, rings (see `rings.py`) and hops. Pure integers, no torch."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache, partial
+from itertools import accumulate, count, groupby, pairwise, product
+
+from ..pattern import DilatedPattern, HeadGroup
+from .plan import Chunk, Hop, Message, Plan, Tile
+from .rings import Hops, Layout, Ring, causal_runs, lay_out
+from .rows import (
+    Block,
+    Piece,
+    Rows,
+    first_rows,
+    heads_between,
+    kv_heads,
+    kv_rows,
+    make_runs,
+    matches,
+    own_pieces,
+    query_rows,
+    segment_of,
+)
+from .sharding import Shard, shard_length
+
+
+@lru_cache(maxsize=256)
+def make_plan(
+    pattern: DilatedPattern,
+    shards: tuple[Shard, ...],
+    rank: int,
+    num_heads: int,
+    num_kv_heads: int,
+    documents: tuple[int, ...] | None = None,
+    held: range | None = None,
+) -> Plan:
+    """Plan one rank's work.
+
+    Args:
+        shards: the spans of every rank (`sharding.make_shards`).
+        documents: global borders (0, ..., n) of packed documents; None is one document.
+        held: the query heads that the ranks of this plan hold, if not all.
+    """
+    pattern.check_heads(num_heads, num_kv_heads)
+    planner = _planner(pattern, shards, num_heads, num_kv_heads, documents, held)
+    local, rings = planner.local_and_rings(rank)
+    offsets = _offsets(rings)
+    packs = [pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)]
+    places: dict[Rows | Block, Block] = dict(packs)
+    last_hop = max((ring.last_hop for ring in rings), default=0)
+    hops = [planner.hop(s, rank, rings, offsets) for s in range(1, last_hop + 1)]
+    while hops and not any(hops[-1]):
+        hops.pop()
+    first_rates = pattern.dilation_rates[:1] if pattern.heads == "all" else pattern.dilation_rates
+    covered = all(rate == 1 for rate in first_rates)
+    return Plan(
+        rank=rank,
+        num_rows=shard_length(shards[rank]),
+        num_heads=planner.num_heads,
+        num_kv_heads=planner.num_heads * num_kv_heads // num_heads,
+        local=tuple(part for tile in local for part in planner.cut(tile._replace(packed=places.get(tile.key)), rank)),
+        packs=tuple(packs),
+        hops=tuple(hops),
+        chunk_size=offsets[-1],
+        query_covered=covered,
+        key_covered=covered and (pattern.heads == "all" or num_heads == num_kv_heads),
+    )
+
+
+def chunk_finder(
+    pattern: DilatedPattern,
+    shards: tuple[Shard, ...],
+    rank: int,
+    num_heads: int,
+    num_kv_heads: int,
+    documents: tuple[int, ...] | None = None,
+    held: range | None = None,
+) -> Callable[[Message], Chunk]:
+    """What the messages of a rank's plan carry. Takes the arguments of `make_plan`."""
+    planner = _planner(pattern, shards, num_heads, num_kv_heads, documents, held)
+    _, rings = planner.local_and_rings(rank)
+    ring_at = dict(zip(_offsets(rings), rings, strict=False))
+
+    def find(message: Message) -> Chunk:
+        ring = ring_at[message.offset]
+        chunk = ring.chunks[ring.place_of(message.owner)]
+        rows = tuple(planner.global_rows(ring, chunk))
+        return Chunk(message.owner, ring.branch, ring.origin, ring.lane, chunk.size, rows)
+
+    return find
+
+
+@lru_cache(maxsize=4)
+def _planner(
+    pattern: DilatedPattern,
+    shards: tuple[Shard, ...],
+    num_heads: int,
+    num_kv_heads: int,
+    documents: tuple[int, ...] | None,
+    held: range | None,
+) -> "_Planner":
+    borders = documents if documents is not None else (0, sum(map(shard_length, shards)))
+    return _Planner(pattern, shards, num_heads, num_kv_heads, borders, held)
+
+
+class _Planner:
+    """What the plans of all ranks share, and the steps of making one."""
+
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        shards: tuple[Shard, ...],
+        num_heads: int,
+        num_kv_heads: int,
+        borders: Sequence[int],
+        held: range | None,
+    ) -> None:
+        self.pattern, self.shards, self.borders = pattern, shards, borders
+        self.num_heads = num_heads if held is None else len(held)
+        self.shares_kv = num_heads != num_kv_heads
+        self.groups = [pattern.head_groups(i, num_heads, num_kv_heads, held) for i in range(len(pattern.branches))]
+        self.owners = sorted((span, rank) for rank, shard in enumerate(shards) for span in shard)
+        self.starts = [span.start for span, _ in self.owners]
+        self.row_of = {s: row for shard in shards for s, row in zip(shard, first_rows(shard), strict=False)}
+        self.rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # made so far; all their ranks share them
+
+    def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
+        """Tiles of all branches with own rows on both sides, and the rings of this rank."""
+        tiles: list[Tile] = []
+        rings: dict[tuple[int, int], tuple[Ring, ...]] = {}
+        for branch, (length, _) in enumerate(self.pattern.branches):
+            for span in self.shards[rank]:
+                for piece, segments in own_pieces(span, self.row_of[span], self.borders, length):
+                    origin, stop = segment_of(piece.start, self.borders, length)
+                    if segments:
+                        tiles += self.own_tiles(branch, origin, piece, piece, segments)
+                    elif (branch, origin) not in rings:
+                        rings[branch, origin] = self.rings_of(branch, origin, stop)
+                        own = self.pieces(rank, origin, stop)
+                        # Each piece with itself first: these tiles write where the others add.
+                        for query, key in sorted(product(own, own), key=lambda pair: pair[0] != pair[1]):
+                            tiles += self.own_tiles(branch, origin, query, key, 1)
+        return tiles, [ring for _, both in sorted(rings.items()) for ring in both if rank in ring.ranks]
+
+    def own_tiles(self, branch: int, origin: int, query: Piece, key: Piece, segments: int) -> Iterator[Tile]:
+        """Own queries of one piece times own keys of one piece of the same segment (and the `segments - 1` after)."""
+        length, rate = self.pattern.branches[branch]
+        same, is_causal, split = query == key, self.pattern.is_causal, self.pattern.heads == "split"
+        segment_step = length if segments > 1 else 0
+        if is_causal and key.start > query.start:
+            return
+        for group in self.groups[branch]:
+            for q, k in matches(group, make_runs(group, query, origin, rate), make_runs(group, key, origin, rate)):
+                yield Tile(
+                    query_rows(group, q, rate)._replace(segments=segments, segment_step=segment_step),
+                    kv_rows(group, k, rate)._replace(segments=segments, segment_step=segment_step),
+                    is_causal=is_causal and same,
+                    first_query=same and (branch == 0 or split),
+                    first_key=same and (branch == 0 or (split and not self.shares_kv)),
+                )
+
+    def pieces(self, rank: int, start: int, stop: int) -> list[Piece]:
+        """A rank's pieces of positions start..stop-1, in the order of positions."""
+        clipped = ((span, max(span.start, start), min(span.stop, stop)) for span in sorted(self.shards[rank]))
+        return [Piece(a, b, self.row_of[span] + a - span.start) for span, a, b in clipped if a < b]
+
+    def rings_of(self, branch: int, origin: int, stop: int) -> tuple[Ring, ...]:
+        """The rings of segment origin..stop-1."""
+        if (branch, origin) not in self.rings:
+            self.rings[branch, origin] = tuple(self.make_rings(branch, origin, stop))
+        return self.rings[branch, origin]
+
+    def make_rings(self, branch: int, origin: int, stop: int) -> Iterator[Ring]:
+        lanes, rate = count(), self.pattern.dilation_rates[branch]
+        for members, groups in self.members(branch, origin, stop):
+            starts = [[piece.start for piece in pieces] for pieces in members.values()]
+            everywhere: Hops = ((1, len(members) - 1),)
+            needed = causal_runs(starts) if self.pattern.is_causal else [[everywhere] * len(place) for place in starts]
+            alike = all(len(set(place)) == 1 for place in needed)
+            for i in range(1 if alike else max(map(len, needed))):
+                parts = [pieces if alike else pieces[i : i + 1] for pieces in members.values()]
+                runs = [hops[i] if i < len(hops) else () for hops in needed]
+                if any(runs):
+                    yield Ring(
+                        branch=branch,
+                        origin=origin,
+                        lane=next(lanes),
+                        ranks=tuple(members),
+                        pieces=tuple(map(tuple, members.values())),
+                        chunks=tuple(lay_out(groups, part, origin, rate) for part in parts),
+                        runs=tuple(runs),
+                    )
+
+    def members(self, branch: int, origin: int, stop: int) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
+        """The ranks that share a segment, with their pieces: once for all heads whose rows the same ranks need.
+
+        A rank needs a row if it has one of the same phase, if causal a later one: what counts then is its last piece.
+        """
+        rate = self.pattern.dilation_rates[branch]
+        pieces = {rank: self.pieces(rank, origin, stop) for rank in self.candidates(branch, origin, stop)}
+
+        @cache
+        def sharers(phase: int) -> tuple:
+            last = {
+                k: x for k, own in pieces.items() for x in own if x.start + (origin + phase - x.start) % rate < x.stop
+            }
+            return tuple(last.items() if self.pattern.is_causal else last)
+
+        heads: dict[tuple, list[HeadGroup]] = {}
+        for group in self.groups[branch]:
+            found = [sharers(group.phase + j) for j in range(len(group.query_heads) if group.phase_step else 1)]
+            for key, same in groupby(range(len(found)), key=found.__getitem__):
+                lo, *more = same
+                heads.setdefault(key, []).append(heads_between(group, lo, lo + 1 + len(more)))
+        for key, groups in heads.items():
+            ranks = [rank for rank, _ in key] if self.pattern.is_causal else key
+            if len(ranks) > 1:
+                held = {
+                    rank: [x for x in pieces[rank] if any(make_runs(g, x, origin, rate) for g in groups)]
+                    for rank in ranks
+                }
+                yield held, groups
+
+    def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
+        """The ranks that may hold rows of a segment. Goes from row to row: few ranks have any where rates are high."""
+        rate = self.pattern.dilation_rates[branch]
+        groups = self.groups[branch]
+        lowest = min((group.phase for group in groups), default=0)
+        highest = max((g.phase + (len(g.query_heads) - 1) * g.phase_step for g in groups), default=0)
+        ranks: set[int] = set()
+        position = origin + lowest
+        while position < stop:
+            span, rank = self.owners[bisect_right(self.starts, position) - 1]
+            ranks.add(rank)
+            phase = (span.stop - origin) % rate
+            position = span.stop + (max(lowest - phase, 0) if phase <= highest else rate - phase + lowest)
+        return sorted(ranks)
+
+    def packs(self, ring: Ring, rank: int, offset: int) -> Iterator[tuple[Rows, Block]]:
+        """Which of the rank's own key/value rows go where in the buffer."""
+        rate = self.pattern.dilation_rates[ring.branch]
+        for entry in ring.chunks[ring.place_of(rank)].entries:
+            rows = kv_rows(entry.group, entry.run, rate)
+            yield rows, entry.block._replace(offset=offset + entry.block.offset)
+
+    def global_rows(self, ring: Ring, chunk: Layout) -> Iterator[tuple[Rows, Block]]:
+        """Which key/value rows of the whole sequence go where in a chunk."""
+        rate = self.pattern.dilation_rates[ring.branch]
+        for group, piece, run, block in chunk.entries:
+            rows = kv_rows(group, run, rate)
+            yield rows._replace(first=rows.first + piece.start - piece.row), block
+
+    def remote_tiles(self, ring: Ring, i: int, chunk: int, offset: int) -> Iterator[Tile]:
+        """Queries of the ring's i-th rank times another's chunk, which lies in the buffer from `offset` on."""
+        rate = self.pattern.dilation_rates[ring.branch]
+        for query in ring.pieces[i]:
+            for entry in ring.chunks[chunk].entries:
+                if self.pattern.is_causal and entry.piece.start > query.start:
+                    continue
+                group = entry.group
+                for q, k in matches(group, make_runs(group, query, ring.origin, rate), [entry.run]):
+                    start = k.lo - entry.run.lo if group.phase_step else 0
+                    block = entry.block._replace(
+                        offset=offset + entry.block.offset, start=start, stop=start + len(kv_heads(group, k))
+                    )
+                    yield Tile(query_rows(group, q, rate), block, is_causal=False, first_query=False, first_key=False)
+
+    def cut(self, tile: Tile, rank: int) -> Iterator[Tile]:
+        """Cut a tile into head blocks, so that a kernel's results stay small beside the tensors they are added to.
+
+        A result is kept below a third of one local tensor, but no block gets fewer than 4 key/value heads, which a
+        backend's threads share. A first tile that covers everything stays whole: it becomes the accumulator.
+        """
+        local_size = shard_length(self.shards[rank]) * self.num_heads
+        size = len(tile.query.heads) * tile.query.num_rows * tile.query.segments
+        num_kv = len(tile.key.heads)
+        num_blocks = min(-(-3 * size // local_size), max(num_kv // 4, 1))
+        if num_blocks == 1 or (tile.first_query and size == local_size):
+            yield tile
+            return
+        ratio = len(tile.query.heads) // num_kv
+        for lo, hi in pairwise(num_kv * i // num_blocks for i in range(num_blocks + 1)):
+            query = tile.query.of_heads(lo * ratio, hi * ratio)
+            packed = tile.packed and tile.packed.of_heads(lo, hi)
+            yield tile._replace(query=query, key=tile.key.of_heads(lo, hi), packed=packed)
+
+    def hop(self, s: int, rank: int, rings: Sequence[Ring], offsets: Sequence[int]) -> Hop:
+        """What the rank sends, receives and computes at hop s, over all its rings, in the order of the rings."""
+        hop: dict[str, list] = {field: [] for field in Hop._fields}
+        for ring, offset in zip(rings, offsets, strict=False):
+            g, i, meets = len(ring.ranks), ring.place_of(rank), ring.meets
+            onward, back = ring.ranks[(i + 1) % g], ring.ranks[i - 1]
+            leaving, here, coming = (i + 1 - s) % g, (i - s) % g, (i - s - 1) % g  # chunks
+            target = ring.ranks[(i + s) % g]  # meets this rank's chunk
+
+            def message(
+                peer: int, chunk: int, ring: Ring = ring, offset: int = offset, is_gradient: bool = False
+            ) -> Message:
+                return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk], is_gradient)
+
+            gradient = partial(message, is_gradient=True)
+            if meets(leaving, s) and (s == 1 or meets(leaving, s - 1)):
+                hop["sends"].append(message(onward, leaving))
+            if meets(i, s):
+                hop["targets"].append(message(target, i))
+                if s > 1 and not meets(i, s - 1):
+                    hop["sends"].append(message(target, i))
+                if not meets(i, s + 1):
+                    hop["grad_receives"].append(gradient(target, i))
+            if meets(here, s):
+                is_first = s == 1 or not meets(here, s - 1)
+                hop["receives"].append(message(ring.ranks[here] if is_first else back, here))
+                if is_first:
+                    hop["grad_starts"].append(gradient(rank, here))
+                for tile in self.remote_tiles(ring, i, here, offset):
+                    hop["tiles"].extend(self.cut(tile, rank))
+                hop["grad_sends"].append(gradient(onward if meets(here, s + 1) else ring.ranks[here], here))
+            if meets(coming, s) and meets(coming, s + 1):
+                hop["grad_receives"].append(gradient(back, coming))
+        return Hop(**{field: tuple(entries) for field, entries in hop.items()})
+
+
+def _offsets(rings: Sequence[Ring]) -> list[int]:
+    """Where each ring's chunks lie in a rank's buffer, and the size of the buffer."""
+    return list(accumulate((max(chunk.size for chunk in ring.chunks) for ring in rings), initial=0))

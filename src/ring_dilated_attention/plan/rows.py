@@ -1,0 +1,146 @@
+"""Where rows lie: the rows that heads read in a piece of a segment, as strided views. Pure integers, no torch.
+
+A *piece* is the part of a segment that one span of a shard holds. The rows that one head reads in it have the stride of
+the dilation rate. A *run* is a stretch of a head group's heads whose rows form one view, also from head to head.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from ..pattern import HeadGroup
+from .sharding import Shard, Span
+
+
+class Rows(NamedTuple):
+    """A strided view (B, segments, heads, num_rows, D) of a (B, N, H, D) tensor.
+
+    Row j of segment i of the k-th head is local position first + i * segment_step + k * shift + j * step.
+    """
+
+    heads: range
+    first: int
+    shift: int
+    step: int
+    num_rows: int
+    segments: int = 1
+    segment_step: int = 0
+
+    def of_heads(self, lo: int, hi: int) -> "Rows":
+        return self._replace(heads=self.heads[lo:hi], first=self.first + lo * self.shift)
+
+
+class Block(NamedTuple):
+    """Rows of a received chunk: keys (B, num_heads, num_rows, D) at `offset`, values after; heads start to stop."""
+
+    offset: int
+    num_heads: int
+    num_rows: int
+    start: int
+    stop: int
+
+    @property
+    def heads(self) -> range:
+        return range(self.start, self.stop)
+
+    def of_heads(self, lo: int, hi: int) -> "Block":
+        return self._replace(start=self.start + lo, stop=self.start + hi)
+
+
+class Piece(NamedTuple):
+    """Positions start..stop-1 of one segment that lie in one span of a shard, from local row `row` on."""
+
+    start: int
+    stop: int
+    row: int
+
+
+class Run(NamedTuple):
+    """Heads lo..hi-1 of a head group whose rows in a piece form one strided view."""
+
+    lo: int
+    hi: int
+    first: int
+    num_rows: int
+
+
+def first_rows(shard: Shard) -> Iterator[int]:
+    return accumulate((span.stop - span.start for span in shard), initial=0)
+
+
+def segment_of(position: int, borders: Sequence[int], length: int) -> tuple[int, int]:
+    """Start and stop of the segment that holds a position. The last segment of a document may be shorter."""
+    i = bisect_right(borders, position) - 1
+    start = position - (position - borders[i]) % length
+    return start, min(start + length, borders[i + 1])
+
+
+def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Iterator[tuple[Piece, int]]:
+    """Cut a span into pieces by segment, each with the number of whole segments from there on that are alike.
+
+    0 stands for a piece of a segment that does not lie in the span as a whole.
+    """
+
+    def piece(start: int, stop: int) -> Piece:
+        return Piece(start, stop, row + start - span.start)
+
+    for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
+        document, end = borders[i], borders[i + 1]
+        start, stop = max(span.start, document), min(span.stop, end)
+        whole = document - (document - start) // length * length  # first border of a segment at or after start
+        if start < whole:
+            yield piece(start, min(whole, stop)), 0
+        if whole >= stop:
+            continue
+        segments, rest = divmod(stop - whole, length)
+        if segments:
+            yield piece(whole, whole + length), segments
+        if rest:
+            yield piece(stop - rest, stop), 1 if stop == end else 0
+
+
+def make_runs(group: HeadGroup, piece: Piece, origin: int, rate: int) -> list[Run]:
+    """Cut the heads of a group where their rows in a piece stop being one strided view. Heads without rows drop out."""
+    start, stop = piece.start - origin, piece.stop - origin
+    runs: list[Run] = []
+    for j in range(len(group.query_heads) if group.phase_step else 1):
+        first = start + (group.phase + j * group.phase_step - start) % rate
+        num_rows = max(0, -(-(stop - first) // rate))
+        row = piece.row + first - start
+        last = runs[-1] if runs else None
+        if num_rows and last and last.hi == j and last.num_rows == num_rows and row == last.first + (j - last.lo):
+            runs[-1] = last._replace(hi=j + 1)
+        elif num_rows:
+            runs.append(Run(j, j + 1 if group.phase_step else len(group.query_heads), row, num_rows))
+    return runs
+
+
+def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
+    """Heads lo..hi-1 of a diagonal. Heads of one phase are never cut."""
+    if not group.phase_step:
+        return group
+    return HeadGroup(group.query_heads[lo:hi], group.kv_heads[lo:hi], group.phase + lo * group.phase_step, 1)
+
+
+def matches(group: HeadGroup, queries: Sequence[Run], keys: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
+    """The common heads of each run of queries and each run of keys."""
+    for q in queries:
+        for k in keys:
+            lo, hi = max(q.lo, k.lo), min(q.hi, k.hi)
+            if lo < hi:
+                a, b = (r._replace(lo=lo, hi=hi, first=r.first + (lo - r.lo) * group.phase_step) for r in (q, k))
+                yield a, b
+
+
+def query_rows(group: HeadGroup, run: Run, rate: int) -> Rows:
+    return Rows(group.query_heads[run.lo : run.hi], run.first, group.phase_step, rate, run.num_rows)
+
+
+def kv_rows(group: HeadGroup, run: Run, rate: int) -> Rows:
+    return Rows(kv_heads(group, run), run.first, group.phase_step, rate, run.num_rows)
+
+
+def kv_heads(group: HeadGroup, run: Run) -> range:
+    """A diagonal has a key/value head for each query head; heads of one phase may share them, and are never cut."""
+    return group.kv_heads[run.lo : run.hi] if group.phase_step else group.kv_heads

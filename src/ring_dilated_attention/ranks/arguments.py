@@ -1,0 +1,85 @@
+"""The arguments of a `ContextParallel`, checked. Every error quotes the value and names what may be given instead."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..plan.choice import EXCHANGES
+from ..plan.sharding import SHARDINGS
+from .one_rank import OtherRanks
+
+
+def check_arguments(
+    num_ranks: int,
+    mesh: DeviceMesh | None,
+    sharding: str,
+    exchange: str,
+    timeout: timedelta,
+    align: int,
+    lengths: Sequence[int] | None,
+    world_size: int | None,
+) -> None:
+    if sharding not in SHARDINGS:
+        raise ValueError(f"sharding={sharding!r} is unknown; choose one of {SHARDINGS}.")
+    if exchange not in ("auto", *EXCHANGES):
+        raise ValueError(f"exchange={exchange!r} is unknown; choose one of {('auto', *EXCHANGES)}.")
+    if (exchange == "simulated") != (world_size is not None):
+        raise ValueError(
+            f"world_size={world_size} with exchange={exchange!r}: the number of ranks is given for "
+            "exchange='simulated', and for no other."
+        )
+    if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
+        raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}.")
+    if mesh is not None and mesh.ndim == 2 and exchange not in ("auto", "ring", "all_gather"):
+        raise ValueError(
+            f"exchange={exchange!r} cannot run on a 2-D mesh, whose last axis deals heads already; choose how "
+            "chunks travel along the first axis: 'auto', 'ring' or 'all_gather'."
+        )
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise ValueError(f"timeout must be a positive datetime.timedelta, got {timeout!r}.")
+    if isinstance(align, bool) or not isinstance(align, int) or align < 1:
+        raise ValueError(f"align must be an integer of at least 1, got {align!r}.")
+    if sharding == "zigzag" and (align != 1 or lengths is not None):
+        raise ValueError("zigzag shards are near-equal by definition; align and lengths are for contiguous ones.")
+    if lengths is not None:
+        if len(lengths) != num_ranks or any(not isinstance(n, int) or n < 0 for n in lengths):
+            raise ValueError(f"lengths must hold {num_ranks} integers of at least 0, one for each rank, got {lengths}.")
+        if align != 1:
+            raise ValueError(f"give either align={align} or lengths={lengths}, not both.")
+
+
+def check_one_rank(world_size: int | None, rank: int | None, others: OtherRanks | None) -> None:
+    if (rank is None) != (others is None):
+        raise ValueError(f"rank={rank} with others={others}: to run one rank alone takes both, to run all neither.")
+    if rank is None:
+        return
+    if world_size is None:
+        raise ValueError(f"rank={rank}: only a simulated rank is chosen; give exchange='simulated' and world_size.")
+    if not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ValueError(f"rank must be an integer from 0 to {world_size - 1}, got {rank!r}.")
+
+
+def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if isinstance(group, DeviceMesh):
+        if group.ndim > 2:
+            raise ValueError(
+                f"the DeviceMesh has {group.ndim} axes {group.mesh_dim_names}; name one or two, as in mesh['cp']."
+            )
+        group = group.get_group(0)
+    if group is None:
+        if dist.is_available() and dist.is_initialized():
+            return dist.group.WORLD
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            warnings.warn(
+                f"{os.environ['WORLD_SIZE']} processes were started (WORLD_SIZE), but torch.distributed is not "
+                "initialised, so this one computes alone. Call torch.distributed.init_process_group() first.",
+                stacklevel=3,
+            )
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}.")
+    return group

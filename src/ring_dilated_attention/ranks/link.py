@@ -1,0 +1,360 @@
+"""The only file that sends: messages between the ranks of one process group.
+
+Each is awaited exactly once, and errors name the group, the moment and the peer.
+"""
+
+import re
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..plan.plan import Message
+
+_UNUSED_TAG = 1  # all messages have tag 0
+_WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
+_Message = tuple[Callable[..., dist.Work | None], Tensor, int, str]  # isend or irecv, what, peer, what an error says
+
+
+class ExchangeError(RuntimeError):
+    """A rank died, is stuck, or gave up. The context is broken for good: make a new ContextParallel of those left."""
+
+
+class Wait(NamedTuple):
+    """When messages were posted, when the last was through, and when their rank began and ended to wait, in seconds.
+
+    end - start is *exposed* communication: time in which the rank did nothing else. Only on gloo can a host tell when
+    messages are through; elsewhere `arrived` is `end`.
+    """
+
+    moment: str
+    posted: float
+    arrived: float
+    start: float
+    end: float
+
+
+class Handle(NamedTuple):
+    """A message to wait for, what an error says of it, and its peer."""
+
+    work: dist.Work
+    deed: str
+    peer: int
+
+
+@dataclass
+class Pending:
+    """Messages in flight. `wait` returns when they have been sent and received; waiting again returns at once.
+
+    The tensors are kept alive, and a handle is awaited exactly once: gloo hangs on a second wait.
+    """
+
+    link: "Link | None"
+    moment: str
+    handles: list["Handle"] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    unstaged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    posted: float = field(default_factory=time.perf_counter)
+    progress: "_Progress | None" = None  # of a thread that waits for them already, while waits are recorded
+
+    def wait(self) -> None:
+        if not self.handles:
+            return
+        assert self.link is not None
+        start = time.perf_counter()
+        self.link.wait_for(self)
+        self.handles.clear()
+        for tensor, staged in self.unstaged:
+            tensor.copy_(staged, non_blocking=True)
+        self.tensors.clear()
+        self.unstaged.clear()
+        if self.link.waits is not None:
+            end = time.perf_counter()
+            arrived = end if self.progress is None else self.progress.end
+            self.link.waits.append(Wait(self.moment, self.posted, arrived, start, end))
+
+
+class Link:
+    """Messages within one process group. Ranks and peers are places in the ring, in the order of `members`.
+
+    Every pair of ranks must post its messages in the same order (the plan sees to it); no tags are used, because NCCL
+    knows none.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[Link] | None" = None
+    ) -> None:
+        self.group, self.name = group, name
+        self.world_size = len(members)
+        self.reorder(members)
+        self.failure: str | None = None
+        self.links = [] if links is None else links  # those that break when one of them does
+        self.links.append(self)
+        # Which transport serves which type of device. (dist.get_backend names one, or the user's text, or "undefined".)
+        self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self._waiter: _Waiter | None = None
+        self.waits: list[Wait] | None = None  # a list while waits are recorded
+
+    def open(self) -> None:
+        """One call of all ranks, for NCCL: torch leaves undefined what comes of a first batch of some ranks only."""
+        for device, backend in self.backends.items():
+            if backend == "nccl":
+                dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+
+    def reorder(self, members: Sequence[int]) -> None:
+        """Put the group's members, given by their global ranks, in this order."""
+        self.members = list(members)
+        self.order = [dist.get_group_rank(self.group, member) for member in members]  # rank in the group, by place
+        self.rank = self.order.index(dist.get_rank(self.group))
+
+    def on_gloo(self, x: Tensor) -> bool:
+        """Whether a tensor travels by gloo: also one of a device that this group has no transport for (`_staged`)."""
+        return self.backends.get(x.device.type, "gloo") == "gloo"
+
+    def wait_for(self, pending: Pending) -> None:
+        """Wait for messages, one after the other.
+
+        On gloo in a thread, to watch the peer meanwhile. When a connection breaks, gloo ends the waits for messages
+        that have not begun, but not for one that is partly through (signalException in gloo/transport/tcp/pair.cc):
+        that one lasts until its timeout. Posting on a broken connection, however, fails at once.
+        """
+        handles, progress = tuple(pending.handles), pending.progress or _Progress()
+        if not self.on_gloo(pending.tensors[0]):
+            _wait_for_each(handles, progress)
+        elif pending.progress is None:
+            if self._waiter is None:
+                self._waiter = _Waiter()
+            self._waiter.queue.put((handles, progress))
+        while not progress.ended.wait(_WATCH_SECONDS):
+            self._watch(handles, progress, pending.moment)
+        if progress.error is not None:
+            self.fail(pending.moment, handles[progress.num_done].deed, progress.error)
+
+    def _watch(self, handles: Sequence[Handle], progress: "_Progress", moment: str) -> None:
+        """Fail if the peer that is waited for has gone."""
+        num_done = progress.num_done
+        if num_done == len(handles):
+            return
+        try:
+            peer = self.order[handles[num_done].peer]
+            dist.irecv(torch.empty(1, device="cpu"), group=self.group, group_src=peer, tag=_UNUSED_TAG)
+        except RuntimeError as error:
+            # A rank that is done with everything may leave when its last message has come through.
+            if not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
+                self.fail(moment, handles[num_done].deed, error)
+
+    def fail(self, moment: str, deed: str, error: Exception) -> NoReturn:
+        failure = f"{moment}: {deed} (group {self.name!r}, rank {self.members[self.rank]}): {_reason(error)}"
+        if "did not enter backward" in deed and "imed out" in failure:
+            failure += " A rank runs the backward of a call only if its loss depends on the output of that call."
+        # The others may be in another group of this context by now, waiting for this rank.
+        for link in self.links:
+            link.abandon(failure)
+        raise ExchangeError(failure) from error
+
+    def abandon(self, reason: str) -> None:
+        """Break the group after a failure of this rank, so that the others fail at once instead of waiting for it.
+
+        On gloo neither abort, shutdown nor destroying the group closes its connections. A receive that runs out of time
+        closes them all; its tag is one that nobody sends with, since a message that does not fit would end the process.
+        Where the connection is broken already a receive fails without running out of time, so every peer is tried.
+        """
+        if self.failure or self.world_size == 1:
+            return
+        self.failure = reason
+        if set(self.backends.values()) != {"gloo"}:
+            self.group.abort()
+        if self.backends.get("cpu") != "gloo":
+            return
+        nothing = torch.empty(1, device="cpu")
+        for peer in self.order:
+            if peer != self.order[self.rank]:
+                with suppress(RuntimeError):
+                    work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_UNUSED_TAG)
+                    if work is not None:
+                        work.wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Give the group back. Its sockets and threads go with the last reference."""
+        self.failure = self.failure or "it was closed"
+        with suppress(ValueError, AssertionError):  # torch.distributed was shut down before
+            dist.destroy_process_group(self.group)
+        del self.group
+
+    def _refuse_if_broken(self) -> None:
+        if self.failure:
+            raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str
+    ) -> Pending:
+        """Start sending and receiving contiguous tensors, each with its peer. `moment` is quoted in errors."""
+        self._refuse_if_broken()
+        messages: list[_Message] = []
+        messages += [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
+        messages += [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]
+        return self._post(messages, moment)
+
+    def carry(
+        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+    ) -> Pending:
+        """`exchange`, for messages of a plan."""
+        return self.exchange([(x, m.peer) for x, m in sends], [(x, m.peer) for x, m in receives], moment)
+
+    def carry_apart(
+        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+    ) -> tuple[Pending, Pending]:
+        """`carry`, to wait apart for what is sent and for what is received.
+
+        Where a batch is one thing to wait for, both are that one. (Two batches would deadlock: in NCCL's stream the
+        receives would stand behind the sends, on every rank of a ring.)
+        """
+        if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
+            return self.carry(sends, (), moment), self.carry((), receives, moment)
+        both = self.carry(sends, receives, moment)
+        return both, both
+
+    def _post(self, messages: Sequence[_Message], moment: str) -> Pending:
+        """Post messages, together where the transport can."""
+        self._refuse_if_broken()
+        pending = Pending(self, moment)
+        messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
+        pending.tensors = [x for _, x, _, _ in messages]
+        on_gloo = all(map(self.on_gloo, pending.tensors))
+        # On gloo one by one, so that an error has one deed.
+        for batch in [[message] for message in messages] if on_gloo else [messages]:
+            deeds = [deed for *_, deed in batch]
+            peers = [peer for *_, peer, _ in batch]
+            try:
+                works = dist.batch_isend_irecv(
+                    [dist.P2POp(op, x, group=self.group, group_peer=self.order[peer]) for op, x, peer, _ in batch]
+                )
+            except RuntimeError as error:
+                self.fail(moment, ", ".join(deeds), error)
+            except ValueError as error:  # torch does not know the group any more
+                self.failure = "torch.distributed was shut down since it was made"
+                raise ExchangeError(f"{moment}: {self.failure}. Make a new ContextParallel.") from error
+            if len(works) != len(batch):  # a transport that answers for all of them at once
+                deeds = [", ".join(deeds)] * len(works)
+            pending.handles += map(Handle, works, deeds, peers)
+        if self.waits is not None and on_gloo and pending.handles:
+            pending.progress = _Progress()
+            Thread(target=_wait_for_each, args=(list(pending.handles), pending.progress), daemon=True).start()
+        return pending
+
+    def _stages(self, x: Tensor) -> bool:
+        """Whether a tensor must travel through host memory: gloo cannot send CUDA tensors. (No GPU has run this.)"""
+        return x.is_cuda and self.on_gloo(x)
+
+    def _staged(self, x: Tensor, is_filled: bool, pending: Pending | None = None) -> Tensor:
+        """The tensor, or a pinned copy of it on the host; a received copy is brought back when it is there."""
+        if not self._stages(x):
+            return x
+        host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=torch.cuda.is_available())
+        if is_filled:
+            host.copy_(x)  # waits for the kernels that write x
+        elif pending is not None:
+            pending.unstaged.append((x, host))
+        return host
+
+    def all_to_all(self, record: Tensor, moment: str) -> list[Tensor]:
+        """Everybody's record (all of one shape and dtype), in the order of ranks. Nobody returns before all have come.
+
+        Point to point, like all that follows, so that an error can name the rank that did not come.
+        """
+        records = [record if peer == self.rank else torch.empty_like(record) for peer in range(self.world_size)]
+        others = [(peer, f"rank {self.members[peer]} did not enter {moment}") for peer in self._others()]
+        messages: list[_Message] = [(dist.isend, record, peer, deed) for peer, deed in others]
+        messages += [(dist.irecv, records[peer], peer, deed) for peer, deed in others]
+        self._post(messages, f"{moment}, handshake").wait()
+        return records
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.world_size) if peer != self.rank]
+
+    def texts(self, text: str, moment: str) -> list[str]:
+        """Everybody's text, up to 1,024 bytes each."""
+        record = torch.zeros(1024, dtype=torch.uint8, device="cpu")
+        encoded = text.encode()[: len(record)]
+        record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
+        return [bytes(r[r != 0].tolist()).decode(errors="replace") for r in self.all_to_all(record, moment)]
+
+    def all_gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
+        """Every rank's tensor; they differ only in their length along `dim`."""
+        x = x.contiguous()
+        shapes = [(*x.shape[:dim], length, *x.shape[dim:][1:]) for length in lengths]
+        gathered = [x if peer == self.rank else x.new_empty(shape) for peer, shape in enumerate(shapes)]
+        sends = [(x, peer) for peer in self._others() if x.numel()]
+        self.exchange(sends, [(gathered[k], k) for k in self._others() if gathered[k].numel()], moment).wait()
+        return gathered
+
+    def all_to_all_single(
+        self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
+    ) -> list[Tensor]:
+        """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes."""
+        pieces = list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
+        pieces[self.rank].copy_(parts[self.rank])
+        sends = [(parts[peer].contiguous(), peer) for peer in self._others() if len(parts[peer])]
+        self.exchange(sends, [(pieces[peer], peer) for peer in self._others() if sizes[peer]], moment).wait()
+        return pieces
+
+    def all_reduce(self, x: Tensor, moment: str) -> Tensor:
+        """The sum of all ranks' tensors, which are small: each is sent to every rank."""
+        return torch.cat(self.all_gather(x.unsqueeze(0), [1] * self.world_size, 0, moment)).sum(0, dtype=x.dtype)
+
+
+class _Progress:
+    """Of the waits for some messages."""
+
+    def __init__(self) -> None:
+        self.num_done = 0
+        self.error: RuntimeError | None = None
+        self.end = 0.0
+        self.ended = Event()
+
+
+_Queue = SimpleQueue[tuple[Sequence[Handle], _Progress] | None]
+
+
+class _Waiter:
+    """Waits for messages in a thread of its own, for as long as it lives."""
+
+    def __init__(self) -> None:
+        self.queue: _Queue = SimpleQueue()
+        Thread(target=_serve, args=(self.queue,), daemon=True).start()
+        weakref.finalize(self, self.queue.put, None)
+
+
+def _serve(queue: _Queue) -> None:
+    while (entry := queue.get()) is not None:
+        _wait_for_each(*entry)
+        del entry  # and with it the messages' memory
+
+
+def _wait_for_each(handles: Sequence[Handle], progress: _Progress) -> None:
+    try:
+        for handle in handles:
+            handle.work.wait()
+            progress.num_done += 1
+    except RuntimeError as error:
+        progress.error = error
+    progress.end = time.perf_counter()
+    progress.ended.set()
+
+
+def _reason(error: Exception) -> str:
+    """What a transport says, without its source line and its advice."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    reason = re.sub(r"^\[\S+:\d+\] ", "", first).split(". This is typically")[0].rstrip(".")
+    if "onnection closed" in reason or "onnection reset" in reason:
+        reason += ": that rank died, or gave up after an error of its own"
+    return reason + "."

@@ -1,0 +1,76 @@
+"""One rank of a job of any size: its plan and its loop, while the other ranks' chunks are made on demand.
+
+B batch, G key/value heads, M rows of one head, D head dim.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..plan.plan import Chunk, Message
+from ..plan.rows import Rows
+from ..run.tiles import block_views
+from .link import Link, Pending
+
+
+class OtherRanks:
+    """What the other ranks send to the one that is run, and what they take from it.
+
+    A subclass makes keys and values. Gradients are zero unless it brings some: what this rank sends is then its own
+    contribution alone, and what comes home is nothing.
+    """
+
+    def keys_and_values(self, positions_GM: Tensor, heads_G1: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, G, M, D) at these global positions of these key/value heads."""
+        raise NotImplementedError
+
+    def take_gradient(self, chunk: Chunk, gradient: Tensor) -> None:
+        """This rank's contribution to the gradient of another's chunk, laid out as the chunk is. It must be copied."""
+
+    def gradient_home(self, chunk: Chunk) -> Tensor | None:
+        """The sum of all others' contributions to the gradient of a chunk of this rank, or None for zero."""
+        return None
+
+
+class OneRankLink(Link):
+    """Delivers what `others` make, at once."""
+
+    def __init__(self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], Chunk]) -> None:
+        self.rank, self.others, self.chunk_of = rank, others, chunk_of
+        self.failure, self.backends = None, {}
+
+    def carry(
+        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+    ) -> Pending:
+        for x, message in sends:
+            if message.is_gradient:
+                self.others.take_gradient(self.chunk_of(message), x)
+        for x, message in receives:
+            if not message.is_gradient:
+                self._make_chunk(x, self.chunk_of(message))
+            elif message.owner != self.rank:
+                x.zero_()  # others' contributions are not needed to compute this rank's
+            else:
+                gradient = self.others.gradient_home(self.chunk_of(message))
+                x.copy_(gradient) if gradient is not None else x.zero_()
+        return Pending(None, moment)
+
+    def _make_chunk(self, buffer: Tensor, chunk: Chunk) -> None:
+        for rows, block in chunk.rows:
+            made = self.others.keys_and_values(*grid(rows))
+            batch, head_dim = made[0].shape[0], made[0].shape[-1]
+            if batch * head_dim * chunk.size != buffer.numel():
+                raise ValueError(
+                    f"keys_and_values made {tuple(made[0].shape)} for {block.num_heads} heads of {block.num_rows} "
+                    f"rows, but batch * head_dim of this rank is {buffer.numel() // chunk.size}."
+                )
+            for target, x in zip(block_views(buffer, block, batch, head_dim), made, strict=True):
+                target.copy_(x)
+
+
+def grid(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Positions (G, M) and key/value heads (G, 1) of a chunk's rows."""
+    heads = torch.arange(rows.heads.start, rows.heads.stop, rows.heads.step).unsqueeze(1)
+    first = rows.first + torch.arange(len(rows.heads)).unsqueeze(1) * rows.shift
+    return first + torch.arange(rows.num_rows) * rows.step, heads

@@ -1,0 +1,73 @@
+"""Between a full tensor on every rank and each rank's rows of it, with gradients: a context's `shard` and `unshard`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..plan.sharding import Shard, shard_length
+from .handshake import all_or_none
+
+if TYPE_CHECKING:
+    from .context import ContextParallel
+
+
+def dim_failure(call: str, x: Tensor, dim: int) -> str | None:
+    """Why a tensor cannot be cut or joined along a dim, or None."""
+    if -x.dim() <= dim < x.dim():
+        return None
+    return f"{call} along dim={dim} of a tensor {tuple(x.shape)}, which has {x.dim()}: give the dim of the positions"
+
+
+def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
+    """What must agree before ranks gather each other's rows."""
+    others = [length for i, length in enumerate(x.shape) if i != dim % x.dim()]
+    return {"call": call, "dim": dim, "other lengths": others, "dtype": x.dtype, "device": x.device.type}
+
+
+def _own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
+    parts = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
+    return torch.cat(parts or [x.narrow(dim, 0, 0)], dim=dim)  # a copy: a view would keep the full tensor alive
+
+
+def _all_rows(x: Tensor, context: "ContextParallel", shards: Sequence[Shard], dim: int, moment: str) -> Tensor:
+    if context.link is None:
+        return x.clone()
+    with all_or_none(context):
+        gathered = context.link.all_gather(x, [shard_length(shard) for shard in shards], dim, moment)
+        parts = []
+        for shard, rows in zip(shards, gathered, strict=True):
+            pieces = rows.split([span.stop - span.start for span in shard], dim=dim) if shard else ()
+            parts += [(span.start, piece) for span, piece in zip(shard, pieces, strict=True)]
+        return torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])] or [x], dim=dim)
+
+
+class ShardRows(torch.autograd.Function):
+    """Forward on rank k: x (.., N, ..) -> its rows (.., N_k, ..). Backward: all ranks' rows of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: "ContextParallel", shards: tuple[Shard, ...], dim: int) -> Tensor:
+        ctx.context, ctx.shards, ctx.dim = context, shards, dim
+        return _own_rows(x, shards[context.rank], dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        fields = rows_fields("backward of shard", grads[0], ctx.dim)
+        fields["length of the whole"] = sum(map(shard_length, ctx.shards))
+        ctx.context.handshake(grads[0].shape[ctx.dim], fields)
+        return _all_rows(grads[0], ctx.context, ctx.shards, ctx.dim, "backward of shard"), None, None, None
+
+
+class UnshardRows(torch.autograd.Function):
+    """Forward: all ranks' rows, gathered, (.., N, ..). Backward on rank k: its rows of the gradient, which is the
+    same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: "ContextParallel", shards: tuple[Shard, ...], dim: int) -> Tensor:
+        ctx.context, ctx.shards, ctx.dim = context, shards, dim
+        return _all_rows(x, context, shards, dim, "unshard")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _own_rows(grads[0], ctx.shards[ctx.context.rank], ctx.dim), None, None, None
