@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain
-from ring_dilated_attention.kernels import BACKENDS
+from ring_dilated_attention.kernels.choose import BACKENDS
 from ring_dilated_attention.pattern import PHASE_RULES
-from ring_dilated_attention.plan.choice import EXCHANGES
+from ring_dilated_attention.plan.exchange import EXCHANGES
 from ring_dilated_attention.plan.sharding import SHARDINGS
 
 DENSE = DilatedPattern((8,), (1,))

@@ -5,10 +5,12 @@ reads one phase per branch. Query i sees key j in a branch iff both lie in the s
 h reads (and j <= i if causal). A pair that several branches contain counts once per branch.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from operator import index
 from typing import NamedTuple
@@ -61,6 +63,7 @@ class DilatedPattern:
     is_causal: bool = False
     phase: str = "modulo"
     heads: str = "all"
+    text: str = field(init=False, repr=False, compare=False)  # the pattern as a custom op takes it; see `from_text`
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
@@ -82,10 +85,17 @@ class DilatedPattern:
                 f"heads='split' has its own phase rule (branch i reads phase i mod r), got phase={self.phase!r}. "
                 "Leave phase at its default."
             )
+        fields = (self.segment_lengths, self.dilation_rates, self.is_causal, self.phase, self.heads)
+        object.__setattr__(self, "text", json.dumps(fields))
 
     @property
     def branches(self) -> tuple[Branch, ...]:
         return tuple(map(Branch, self.segment_lengths, self.dilation_rates))
+
+    @classmethod
+    def from_text(cls, text: str) -> "DilatedPattern":
+        """The pattern that has this `text`."""
+        return _from_text(text)
 
     def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
         """Raise ValueError unless the pattern can run on this many query and key/value heads."""
@@ -202,6 +212,12 @@ class DilatedPattern:
         if without:
             lines.append(f"{without / pairs:.1%} of all (query, head) pairs are in no branch: no key, and out is 0")
         return "\n".join(lines)
+
+
+@lru_cache(maxsize=256)
+def _from_text(text: str) -> DilatedPattern:
+    lengths, rates, is_causal, phase, heads = json.loads(text)
+    return DilatedPattern(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
 
 
 def _positive_integers(name: str, values: Iterable[int]) -> tuple[int, ...]:

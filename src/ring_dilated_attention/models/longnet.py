@@ -6,7 +6,6 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from ..layers import MultiheadDilatedAttention, document_positions
 from ..plan.sharding import check_documents
 from ..ranks.context import ContextParallel
 from .config import LongNetConfig
+from .sharded import GlobalMean, shift_left
 
 IGNORED_LABEL = -1
 # The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them.
@@ -133,7 +133,7 @@ class LongNetLM(nn.Module):
         local_sum = self._cross_entropy_sum(self._hidden(tokens_BN, lengths, cu_seqlens), labels_BN)
         if self.parallel is None:
             return local_sum / num_labels
-        return _GlobalMean.apply(local_sum, num_labels, self.parallel)
+        return GlobalMean.apply(local_sum, num_labels, self.parallel)
 
     def _hidden(self, tokens_BN: Tensor, lengths: Sequence[int], cu_seqlens: Tensor | None) -> Tensor:
         if self.parallel is None:
@@ -218,7 +218,7 @@ class LongNetLM(nn.Module):
             next_BN = F.pad(tokens_BN[:, 1:], (0, 1), value=IGNORED_LABEL)
         else:
             rows_N = self.parallel.local_positions(lengths)
-            next_BN = self.parallel.shift_left(tokens_BN, IGNORED_LABEL)
+            next_BN = shift_left(self.parallel, tokens_BN, IGNORED_LABEL)
         is_last_N = torch.isin(rows_N + 1, torch.tensor(borders, device="cpu"))
         return next_BN.masked_fill(is_last_N.to(next_BN.device), IGNORED_LABEL)
 
@@ -236,23 +236,3 @@ class NextTokenLoss(nn.Module):
 
     def forward(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         return self.model.loss(tokens_BN, cu_seqlens)
-
-
-class _GlobalMean(torch.autograd.Function):
-    """The ranks' sums s_0 ... s_{p-1} over n labels in all.
-
-    forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n
-    backward, on rank k:     ds_k = dL * p / n
-
-    Rank k's backward computes its part of the gradient of the *sum* of all s, so the ranks' gradients add up to
-    p * dL/dparameters, and their mean is the gradient of L.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, local_sum: Tensor, num_labels: int, parallel: ContextParallel) -> Tensor:
-        ctx.scale = parallel.world_size / num_labels
-        return parallel.all_reduce(local_sum) / num_labels
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
-        return grad_loss * ctx.scale, None, None
