@@ -126,7 +126,7 @@ class DilatedPattern:
         """
         numbers = {"max_len": (max_len, 1), "first_length": (first_length, 1), "ratio": (ratio, 2)}
         for name, (number, least) in numbers.items():
-            if not _is_integer(number) or number < least:
+            if not is_integer(number) or number < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}.")
         lengths, rates = [index(first_length)], [1]
         while lengths[-1] < max_len:
@@ -273,7 +273,7 @@ def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     if not entries:
         raise ValueError(f"{name} is empty. Give one entry per branch; dense attention is DilatedPattern.dense().")
     for entry in entries:
-        if not _is_integer(entry):
+        if not is_integer(entry):
             raise ValueError(f"{name} must hold integers, got {entry!r} in {list(entries)}.")
         if entry < 1:
             raise ValueError(f"{name} must be at least 1, got {entry} in {list(entries)}.")
@@ -282,7 +282,8 @@ def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     return tuple(index(entry) for entry in entries)
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Whether it can be counted with: an int or what numpy and torch make of one, but no bool."""
     try:
         index(value)  # type: ignore[arg-type]  # that is the question
     except TypeError:
