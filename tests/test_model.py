@@ -63,6 +63,7 @@ def test_loss_is_the_mean_over_next_tokens(monkeypatch):
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     expected.backward()
     gradients = [x.grad for x in model.parameters()]
+    monkeypatch.setattr(longnet, "LOSS_CHUNK_ROWS", 1)
     for rows in (5, 1000):
         monkeypatch.setattr(longnet, "LOSS_CHUNK_LOGITS", rows * CONFIG.vocab_size)
         model.zero_grad()
@@ -75,12 +76,33 @@ def test_loss_is_the_mean_over_next_tokens(monkeypatch):
 
 def test_loss_never_holds_all_logits():
     """Forward and backward of the loss stay below one (N, V) tensor."""
-    config = LongNetConfig((64,), (1,), vocab_size=4096, num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8)
-    model, tokens = LongNetLM(config), make_tokens(1, 4096)
+    config = LongNetConfig((64,), (1,), vocab_size=2048, num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8)
+    model, tokens = LongNetLM(config), make_tokens(1, 8192)
 
     all_logits = tokens.numel() * config.vocab_size * 4
     assert peak(lambda: model.loss(tokens).backward()) < all_logits / 2
     assert peak(lambda: model(tokens)) > all_logits
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(256, 4096), (1024, 1024), (2000, 1024), (128_256, 1024)])
+def test_chunks_of_the_loss_have_many_rows(vocab_size, rows):
+    """8 rows of a vocabulary of 128,256 took nine times as long as 1,024: each chunk has a gradient of the head."""
+    config = LongNetConfig((64,), (1,), vocab_size=vocab_size, num_layers=1, embed_dim=2, num_heads=1, ffn_dim=2)
+    model, seen = LongNetLM(config), []
+    model.head.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
+    tokens = torch.zeros(2, (rows + 6) // 2, dtype=torch.int64)
+    with torch.no_grad():
+        model.loss(tokens)
+    assert seen == [rows, 6]
+
+
+def test_the_loss_adds_little_to_the_activations():
+    """At most an eighth of what a step holds without it, where that is much beside 1,024 rows of logits."""
+    config = LongNetConfig((64,), (1,), vocab_size=1536, num_layers=4, embed_dim=64, num_heads=2)
+    model, tokens = LongNetLM(config), make_tokens(1, 8192)
+    lengths, _ = model._agree(tokens, None)
+    without = peak(lambda: model._hidden(tokens, lengths, None).sum().backward())
+    assert peak(lambda: model.loss(tokens).backward()) < without * 9 / 8
 
 
 def test_first_loss_is_that_of_a_uniform_guess():

@@ -20,8 +20,10 @@ from ..ranks.context import ContextParallel
 from .config import LongNetConfig
 
 IGNORED_LABEL = -1
-# The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them.
+# The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them,
 LOSS_CHUNK_LOGITS = 2**20
+# but so many rows at least: each chunk adds to the gradient of the head, (V, E), and fewer would spend the time there.
+LOSS_CHUNK_ROWS = 1024
 # Small, so that the first guess is near uniform.
 HEAD_STD = 0.02
 
@@ -169,7 +171,7 @@ class LongNetLM(nn.Module):
     def _cross_entropy_sum(self, hidden_BNE: Tensor, labels_BN: Tensor) -> Tensor:
         """Sum over this rank's positions; 0, but connected to every parameter, on a rank that owns none."""
         hidden_TE, labels_T = hidden_BNE.flatten(0, 1), labels_BN.flatten()
-        rows = max(1, LOSS_CHUNK_LOGITS // self.config.vocab_size)
+        rows = max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // self.config.vocab_size)
         total = hidden_TE.new_zeros((), dtype=torch.float32)
         for hidden, labels in zip(hidden_TE.split(rows), labels_T.split(rows), strict=True):
             total = total + checkpoint(
