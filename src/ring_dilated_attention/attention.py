@@ -229,7 +229,7 @@ def _validate(
         )
     if not (batch and num_held and head_dim):
         raise ValueError(f"query {tuple(query.shape)} has an empty batch, heads or head_dim.")
-    heads = _heads(num_held, key.shape[2], heads_held, num_heads)
+    heads = held_heads(num_held, max(num_held // max(key.shape[2], 1), 1), heads_held, num_heads)
     pattern.check_heads(num_heads or num_held, key.shape[2] * (num_heads or num_held) // num_held)
     _validate_scale(scale)
     choose(backend, query)
@@ -244,8 +244,12 @@ def _validate(
     return heads
 
 
-def _heads(num_held: int, num_kv_held: int, heads_held: Any, num_heads: Any) -> range:
-    """The query heads of the layer that the tensors hold."""
+def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> range:
+    """The query heads of the layer that tensors hold, of which `ratio` each share a key/value head.
+
+    Raises:
+        ValueError: if they are not consecutive heads of num_heads, or cut through those that share a key/value head.
+    """
     if heads_held is None and num_heads is None:
         return range(num_held)
     if not isinstance(heads_held, range) or isinstance(num_heads, bool) or not isinstance(num_heads, int):
@@ -253,12 +257,11 @@ def _heads(num_held: int, num_kv_held: int, heads_held: Any, num_heads: Any) -> 
             f"heads_held={heads_held!r} and num_heads={num_heads!r}: give both or none, as heads_held=range(3, 6) of "
             "num_heads=6."
         )
-    ratio = num_held // max(num_kv_held, 1)
     if heads_held.step != 1 or not 0 <= heads_held.start < heads_held.stop <= num_heads:
         raise ValueError(f"heads_held={heads_held} are not consecutive heads of num_heads={num_heads}.")
     if len(heads_held) != num_held:
         raise ValueError(f"heads_held={heads_held} are {len(heads_held)} heads, and query holds {num_held}.")
-    if num_held % max(num_kv_held, 1) == 0 and (num_heads % ratio or heads_held.start % ratio):
+    if num_heads % ratio or heads_held.start % ratio or num_held % ratio:
         raise ValueError(
             f"heads_held={heads_held} of num_heads={num_heads} cut through query heads that share a key/value head, "
             f"{ratio} each. Deal whole groups."

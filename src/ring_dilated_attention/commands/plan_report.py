@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from ..pattern import Branch
 from ..plan.clock import Hardware, StepTime
 from ..plan.memory import AttentionMemory
 
@@ -55,7 +56,7 @@ def branch_lines(rows: list[BranchRow], *, is_dealt: bool) -> str:
         return f"travels, {row.forward_sent_bytes / 1e6:,.1f} MB of keys and values in a forward, over all ranks"
 
     return "\n".join(
-        f"branch {i} (w={row.segment_length}, r={row.dilation_rate}) {described(row)}" for i, row in enumerate(rows)
+        f"branch {i} ({Branch(row.segment_length, row.dilation_rate)}) {described(row)}" for i, row in enumerate(rows)
     )
 
 
