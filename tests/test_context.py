@@ -8,9 +8,11 @@ import gc
 import os
 import pickle
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_atte
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.models.sharded import shift_left
+from ring_dilated_attention.ranks import ranks
+from ring_dilated_attention.ranks.batches import fingerprint
 from ring_dilated_attention.ranks.link import ExchangeError
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
@@ -216,3 +220,99 @@ def test_processes_that_were_started_together_but_not_initialised(monkeypatch):
     with pytest.warns(UserWarning, match=r"2 processes were started.*init_process_group") as caught:
         ContextParallel()
     assert caught[0].filename == __file__
+
+
+def rank_shards_batches(rank, world_size, sharding):
+    """A batch that every rank has, and one that a rank deals out, against the rows of the whole."""
+    cp = ContextParallel(sharding=sharding, timeout=PATIENCE)
+    torch.manual_seed(3)
+    borders = torch.tensor([0, 4, 11], dtype=torch.int32)
+    whole = {
+        "tokens": torch.randint(256, (2, 11), dtype=torch.uint8),
+        "features": torch.randn(2, 11, 3, dtype=torch.bfloat16),
+        "mask": torch.rand(2, 11) > 0.5,
+        "weights": torch.rand(11, dtype=torch.float64),
+        "cu_seqlens": borders,
+    }
+    rows = cp.shard(torch.arange(11)[None])[0]
+    for source in (None, *range(world_size)):
+        given = whole if source in (None, rank) else None
+        local = cp.shard_batch(given, source=source)
+        for name, x in whole.items():
+            expected = x if name == "cu_seqlens" else x[rows] if x.dim() == 1 else x[:, rows]
+            assert local[name].dtype == x.dtype
+            assert torch.equal(local[name], expected), name
+        assert torch.equal(local["positions"], cp.positions(11, borders))
+    given = {"tokens": whole["tokens"], "positions": torch.arange(11)}
+    assert torch.equal(cp.shard_batch(given)["positions"], rows)
+    other = {"tokens": whole["tokens"] + (rank == world_size - 1)}
+    message = message_of(lambda: cp.shard_batch(other))
+    assert "ranks disagree on samples" in message
+    assert "given different samples" in message
+    assert "DistributedSampler" in message
+    assert torch.equal(cp.shard_batch(other, source=0)["tokens"], whole["tokens"][:, rows])
+    longer = {"tokens": torch.zeros(2, 11 + (rank == 0))}
+    assert "ranks disagree on shapes of the batch" in message_of(lambda: cp.shard_batch(longer))
+    bad = {"tokens": torch.zeros(2, 11), "labels": torch.zeros(2, 10)}
+    message = message_of(lambda: cp.shard_batch(bad if rank == 0 else whole))
+    assert "one number of positions, but tokens has 11, labels has 10" in message
+    assert "source must be a rank from 0" in message_of(lambda: cp.shard_batch(whole, source=world_size))
+    assert "got None" in message_of(lambda: cp.shard_batch(None, source=0))
+    assert "must be a dict of tensors, got list" in message_of(lambda: cp.shard_batch([1], source=None))
+    message = message_of(lambda: cp.shard(torch.zeros(1, 8 + rank)))
+    assert "ranks disagree on length of the whole: rank 0 has 8, rank 1 has 9" in message
+
+
+@pytest.mark.parametrize(("world_size", "sharding"), [(2, "contiguous"), (3, "zigzag")])
+def test_batches_of_a_data_loader(world_size, sharding):
+    """Catches ranks of one sequence that were given different samples, or tensors of different lengths, and rows that
+    are not those of the shard."""
+    run(world_size, rank_shards_batches, sharding)
+
+
+def test_batches_alone():
+    """One process, and all ranks simulated in one, take the batch as it is."""
+    batch = {"tokens": torch.arange(6)[None], "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
+    for cp in (ContextParallel(), ContextParallel(exchange="simulated", world_size=3)):
+        for source in (None, 0):
+            local = cp.shard_batch(batch, source=source)
+            assert torch.equal(local["tokens"], batch["tokens"])
+            assert local["positions"].tolist() == [0, 1, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bool, torch.int64])
+def test_fingerprints_tell_tensors_apart(dtype):
+    """Catches a sum that does not see places: a shuffled sample has the same numbers."""
+    x = torch.arange(97).remainder(2).to(dtype)
+    assert fingerprint(x) == fingerprint(x.clone())
+    others = [x, x.roll(1), x[:-1], torch.zeros_like(x)]
+    assert len(set(map(fingerprint, others))) == 4
+
+
+def rank_cannot_choose(rank, world_size):
+    cp = ContextParallel(timeout=timedelta(seconds=30))
+    right = ranks.choose
+
+    def refuses(backend, query):
+        raise ValueError("no backend can run this: none here")
+
+    x = torch.zeros(1, 4, 2, 8, requires_grad=True)
+    for stage in ("forward", "backward"):
+        out = dilated_attention(x, x, x, PATTERN, parallel=cp) if stage == "backward" else None
+        ranks.choose = refuses if rank == 1 else right
+        started = time.monotonic()
+        message = message_of(partial(attention, x, cp) if out is None else out.sum().backward)
+        assert "no backend can run this: none here" in message
+        assert ("rank 1 refused the call" in message) == (rank == 0)
+        assert time.monotonic() - started < 10
+        ranks.choose = right
+
+
+def attention(x, cp):
+    """The op itself: what compiled code calls, whose tracing cannot ask."""
+    return torch.ops.ring_dilated_attention.forward(x, x, x, None, PATTERN.text, 0.3, "auto", cp.key, "", False, 0, 2)
+
+
+def test_a_rank_on_which_no_kernel_serves():
+    """Catches an error inside the op on one rank alone, for which the others would wait until their time is up."""
+    run(2, rank_cannot_choose)

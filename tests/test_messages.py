@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from datetime import timedelta
+from fractions import Fraction
 
 import pytest
 import torch
@@ -176,6 +177,8 @@ def test_cu_seqlens_of_positions(cu_seqlens):
     [
         ({"scale": "1"}, ("scale must be a finite number", "got '1'")),
         ({"scale": torch.tensor(1.0)}, ("scale must be a finite number", "got tensor(1.)")),
+        ({"scale": True}, ("scale must be a finite number", "got True")),
+        ({"scale": 10**400}, ("scale must be a finite number", "got 1000")),
         ({"scale": float("nan")}, ("scale must be a finite number", "got nan")),
         ({"scale": float("inf")}, ("scale must be a finite number", "got inf")),
         ({"backend": "flash"}, ("backend='flash' is unknown", "auto", *BACKENDS)),
@@ -293,3 +296,13 @@ def test_explain_of_a_pattern_says_which_phases_nobody_reads():
     blocked = DilatedPattern((64,), (4,), phase="blocked").explain(5)  # ceil(5 / 4) = 2 heads of each phase
     assert "phases that no head reads: 3" in blocked
     refused(lambda: DilatedPattern((8, 8), (1, 1), heads="split").explain(1), "2 branches", "only 1")
+
+
+def test_scales_of_numpy_and_fractions_are_numbers():
+    """Catches a check of Python's own types, which refuses what a config file or an array gives."""
+    import numpy as np
+
+    inputs, pattern = tensors(), DENSE
+    expected = dilated_attention(*inputs, pattern, scale=0.25)
+    for scale in (np.float32(0.25), np.float64(0.25), Fraction(1, 4)):
+        assert torch.equal(dilated_attention(*inputs, pattern, scale=scale), expected)

@@ -20,9 +20,9 @@ from .kernels.contract import BackwardRows
 from .pattern import DilatedPattern
 from .plan.memory import Sizes
 from .plan.sharding import Cut
+from .ranks.call import Call
 from .ranks.context import ContextParallel, context_named, refuse
-from .ranks.contract import Call, Ranks
-from .ranks.own_rows import OwnRows, documents_of
+from .ranks.ranks import Ranks, documents_of
 from .run.views import accumulator_dtype
 
 
@@ -232,9 +232,9 @@ def _validate(
     heads = held_heads(num_held, max(num_held // max(key.shape[2], 1), 1), heads_held, num_heads)
     pattern.check_heads(num_heads or num_held, key.shape[2] * (num_heads or num_held) // num_held)
     _validate_scale(scale)
-    choose(backend, query)
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, batch)
+    choose(backend, query)
     if parallel is None and num_held > seq_len and num_held > 256:  # a shard may well be that short
         warnings.warn(
             f"query has {num_held} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
@@ -325,7 +325,7 @@ def _call(
     return Call(DilatedPattern.from_text(pattern), scale, backend, needs_grad, return_lse, heads, num_heads)
 
 
-_ALONE = OwnRows(Cut("contiguous", 1))
+_ALONE = Ranks(Cut("contiguous", 1))
 
 
 def _ranks(parallel: str) -> Ranks:

@@ -1,6 +1,6 @@
 """ContextParallel: the ranks that share a sequence, how it is cut, and the handshake of a call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import NoReturn
@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..plan.sharding import Cut, check_documents, document_positions
 from .arguments import check_arguments, check_one_rank, resolve_group
-from .contract import Ranks
+from .batches import shard_batch
 from .link import ExchangeError
 from .one_rank import OneRank, OtherRanks
-from .own_rows import OwnRows
 from .processes import Processes
+from .ranks import Ranks
 from .reshard import ShardRows, UnshardRows, dim_failure, rows_fields
 from .simulated import SimulatedRanks
 
@@ -107,7 +107,7 @@ class ContextParallel:
         elif len(members) > 1:
             self.ranks = Processes(members, self.cut, exchange, timeout)
         else:
-            self.ranks = OwnRows(self.cut)
+            self.ranks = Ranks(self.cut)
         self.rank, self.world_size, self.name = self.ranks.rank, self.ranks.world_size, self.ranks.name
         self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
         # What the ops know it by: other than its name, never that of another in this process.
@@ -137,12 +137,38 @@ class ContextParallel:
         return self.ranks.calls
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all."""
+        """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all.
+
+        All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.)
+
+        Raises:
+            ValueError: on every rank, where shapes differ: they would be no cut of one sequence.
+        """
         self.ranks.check_all_here("shard")
-        if failure := dim_failure("shard", x, dim):
-            raise ValueError(failure)
+        failure = dim_failure("shard", x, dim)
+        fields = {} if failure else {**rows_fields("shard", x, dim), "length of the whole": x.shape[dim]}
+        self.handshake(0, fields, failure)
         shards = self.ranks.shards(self.ranks.lengths_of(x.shape[dim]))
         return x if len(shards) == 1 else ShardRows.apply(x, self.ranks, shards, dim)
+
+    def shard_batch(self, batch: Mapping[str, Tensor] | None, *, source: int | None = None) -> dict[str, Tensor]:
+        """This rank's rows of one sample of a data loader: tokens, labels, position ids, masks, borders of documents.
+
+            local = parallel.shard_batch(batch)              # every rank has the batch; that it is the same is checked
+            local = parallel.shard_batch(batch, source=0)    # rank 0 has it, and sends each rank its rows alone
+
+        Tensors (B, N, ...) are cut along N, tensors (N,) too; "cu_seqlens" stays whole. They may stay on the CPU: no
+        rank needs the whole on its device. "positions" (N_local,), int64, within documents, is added unless given.
+
+        Args:
+            batch: by name, alike on all ranks. With `source`, that rank's; others may pass None.
+            source: the rank (place in the ring) that deals its batch out. Without one, fingerprints are compared.
+
+        Raises:
+            ValueError: on every rank, where ranks were given different samples (a sampler left at its default gives
+                each rank its own), or tensors that cannot be cut alike.
+        """
+        return shard_batch(self.ranks, batch, source)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The full tensor, from every rank's rows. What follows is the same on every rank: the gradient is a slice."""

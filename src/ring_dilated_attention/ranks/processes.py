@@ -11,17 +11,17 @@ from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, choose_exchange
 from ..plan.memory import Sizes
 from ..plan.sharding import Cut, ring_order
-from .contract import Call
+from .call import Call
 from .handshake import agree
 from .link import ExchangeError, GroupLink
-from .own_rows import Links, OwnRows, call_fields
+from .ranks import Links, Ranks, call_fields
 
 
 def host_name() -> str:
     return socket.gethostname()
 
 
-class Processes(OwnRows):
+class Processes(Ranks):
     """The processes of a group. Their communicators are their own: a failed message breaks its group, and the user's
     must stay whole.
 
@@ -85,13 +85,11 @@ class Processes(OwnRows):
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
         return self.all.all_gather(x, lengths, dim, moment)
 
+    def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
+        return self.all.all_to_all_single(parts, sizes, like, moment)
+
     def choose(
-        self,
-        call: Call,
-        lengths: Sequence[int],
-        num_kv_heads: int,
-        sizes: Sizes,
-        documents: tuple[int, ...] | None,
+        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
     ) -> Choice:
         num_kv_held = num_kv_heads * len(call.heads) // call.num_heads
         if self.cut.inner > 1:

@@ -1,4 +1,4 @@
-"""A process that holds its own rows: handshake -> plan -> program. One alone, of several, or of a larger job."""
+"""What ranks do in a call: handshake -> plan -> program; and what differs between their kinds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from ..plan.sharding import Cut, Shard, check_documents
 from ..run import executor
 from ..run.executor import Means
 from ..run.link import Dealer, Link
-from .contract import Call
+from .call import Call
 from .handshake import all_or_none
 
 
@@ -25,8 +25,12 @@ class Links(NamedTuple):
     heads: Dealer | None
 
 
-class OwnRows:
-    """What all kinds of processes that hold their own rows have in common; this one is alone."""
+class Ranks:
+    """The ranks that share sequences, seen from this process, which is alone. Other kinds override what differs.
+
+    rank: its place in the ring. world_size: processes. name: by which errors call them, "" for one alone. calls: its
+    forwards so far, the same on every rank.
+    """
 
     rank, world_size, name = 0, 1, ""
 
@@ -34,33 +38,42 @@ class OwnRows:
         self.cut, self.calls = cut, 0
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
+        """Every process's number of rows of a sequence that it cuts."""
         return self.cut.default_lengths(seq_len)
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+        """Every process's shard, given every process's number of rows."""
         return self.cut.shards(lengths)
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+        """Every rank's number of rows, once all turn out to make the same call.
+
+        Raises:
+            ValueError: on every rank, if any refuses or fields differ.
+        """
         if failure:
             raise ValueError(failure)
         return (length,)
 
     def check_all_here(self, method: str) -> None:
-        pass
+        """Raise ValueError where other ranks' tensors cannot be had."""
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
+        """Every process's record, all of one shape and dtype, on the CPU."""
         return [record]
 
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
+        """Every process's tensor; they differ only in their length along `dim`."""
         return [x]
 
+    def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
+        """Send a flat part to every process (parts may be empty) and receive one from each, of the given sizes."""
+        return list(parts)
+
     def choose(
-        self,
-        call: Call,
-        lengths: Sequence[int],
-        num_kv_heads: int,
-        sizes: Sizes,
-        documents: tuple[int, ...] | None,
+        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
     ) -> Choice:
+        """The exchange of a call over rows of these lengths, and why."""
         return Choice("none", "one rank: nothing to send")
 
     def links(self, exchange: str, plan_arguments: tuple) -> Links:
@@ -68,14 +81,15 @@ class OwnRows:
         return Links(None, None)
 
     def abandon(self, reason: str) -> None:
-        pass
+        """Break the connections, so that other ranks fail at once instead of waiting for this one."""
 
     def close(self) -> None:
-        pass
+        """Give the connections back."""
 
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, int]:
+        """out (B, N, H, D), lse (B, N, H), and the number of the call, by which its backward is recognised."""
         number = self.calls + 1 if self.name else 0  # alone there is nobody to agree with
         with all_or_none(self, ValueError):
             rank_plan, means = self.route(call, "forward", number, query, key, cu_seqlens)
@@ -86,6 +100,7 @@ class OwnRows:
     def backward(
         self, call: Call, number: int, rows: BackwardRows, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq (B, N, H, D), dk and dv (B, N, G, D)."""
         with all_or_none(self, ValueError):
             rank_plan, means = self.route(call, "backward", number, rows.query, rows.key, cu_seqlens)
         with all_or_none(self):

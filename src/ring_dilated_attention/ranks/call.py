@@ -1,0 +1,39 @@
+"""What a call is beside its tensors."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..pattern import DilatedPattern
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call is beside its tensors. heads: those that the tensors hold, of num_heads query heads in all."""
+
+    pattern: DilatedPattern
+    scale: float
+    backend: str
+    needs_grad: str
+    return_lse: bool
+    heads: range
+    num_heads: int
+
+    @property
+    def held(self) -> range | None:
+        """The heads, if they are not all."""
+        return None if len(self.heads) == self.num_heads else self.heads
+
+    def num_kv_heads(self, num_held: int) -> int:
+        """Key/value heads in all, given those that the tensors hold."""
+        return num_held * self.num_heads // len(self.heads)
+
+    @property
+    def kernel_scale(self) -> float:
+        """Kernels put -inf at masked scores and scale afterwards: NaN for 0, +inf for negative scales."""
+        return abs(self.scale) or 1.0
+
+    def signed(self, x: Tensor) -> Tensor:
+        """query, or dq, times what `kernel_scale` leaves out: the sign of the scale, or 0."""
+        return x if self.scale > 0 else x * math.copysign(self.scale != 0, self.scale)
