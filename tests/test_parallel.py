@@ -173,7 +173,7 @@ def rank_goes_another_way(rank, world_size):
     assert "ranks disagree on dtype: rank 0 has torch.int32, rank 1 has torch.float32" in message
     message = message_of((lambda: all_reduce(cp, torch.ones(1))) if rank == 1 else first.backward)
     assert "ranks disagree on call: rank 0 has backward 1, rank 1 has all_reduce" in message
-    message = message_of(cp.shard(torch.ones(1, 8 + 2 * (rank == 1), requires_grad=True)).sum().backward)
+    message = message_of(lambda: cp.shard(torch.ones(1, 8 + 2 * (rank == 1))))
     assert "ranks disagree on length of the whole: rank 0 has 8, rank 1 has 10" in message
     assert all_reduce(cp, torch.full((2,), 1.0 + rank)).tolist() == [world_size * (world_size + 1) / 2] * 2
     assert_works(cp)
@@ -184,12 +184,12 @@ def rank_cuts_otherwise(rank, world_size):
     even, uneven = (6,) * world_size, (5, 7, *[6] * (world_size - 2))
     for name, values in {"align": (1, 8), "lengths": (even, uneven)}.items():
         cp = ContextParallel(**{name: values[rank == 1]}, timeout=timedelta(seconds=20))
-        leaf = torch.ones(1, 6 * world_size, 4, 8, requires_grad=True)
-        x = cp.shard(leaf)
+        whole, x = torch.ones(1, 6 * world_size, 4, 8), torch.ones(1, 6, 4, 8)
         calls = [
+            lambda whole=whole, cp=cp: cp.shard(whole),
+            lambda whole=whole, cp=cp: cp.shard_batch({"x": whole}),
             lambda x=x, cp=cp: dilated_attention(x, x, x, PATTERN, parallel=cp),
             lambda x=x, cp=cp: cp.unshard(x),
-            x.sum().backward,
             lambda cp=cp: all_reduce(cp, torch.ones(1)),
             lambda cp=cp, x=x: shift_left(cp, x[:, :, 0, 0].long(), fill=0),
         ]
@@ -616,7 +616,7 @@ def rank_counts_bytes(rank, world_size):
                 cp.shard(torch.ones(3, 64, h, 8, dtype=dtype)).requires_grad_() for h in (heads, kv_heads, kv_heads)
             ]
             dilated_attention(*local, pattern, parallel=cp).sum().backward()
-            shards = cp.cut.shards(cp.cut.default_lengths(64))
+            shards = cp.cut.shards_of(cp.cut.default_lengths(64))
             rank_plan = plan_exchange(exchange, pattern, shards, cp.rank, heads, kv_heads)
             sizes = memory.Sizes(3, 8, dtype.itemsize)
             expected = [rank_plan.bytes_sent(sizes, backward=backward) for backward in (False, True)]

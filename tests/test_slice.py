@@ -158,7 +158,7 @@ def test_contributions_of_all_ranks_add_up(is_causal, context):
     for rank in range(p):
         parallel = ContextParallel(exchange="simulated", world_size=p, rank=rank, others=others, **context)
         own = torch.cat(
-            [torch.arange(*span) for span in parallel.cut.shards(parallel.cut.default_lengths(n))[rank]]
+            [torch.arange(*span) for span in parallel.cut.shards_of(parallel.cut.default_lengths(n))[rank]]
             or [torch.arange(0)]
         )
         local = [x[:, own].requires_grad_() for x in full]

@@ -19,10 +19,10 @@ from .kernels.choose import BACKENDS, choose, reasons
 from .kernels.contract import BackwardRows
 from .pattern import DilatedPattern
 from .plan.memory import Sizes
-from .plan.sharding import Cut
+from .plan.sharding import Cut, documents_of
 from .ranks.call import Call
 from .ranks.context import ContextParallel, context_named, refuse
-from .ranks.ranks import Ranks, documents_of
+from .ranks.ranks import Ranks
 from .run.views import accumulator_dtype
 
 
@@ -171,7 +171,7 @@ def explain(
     if lengths is None:
         given = None if parallel is None else parallel.cut.lengths
         lengths = given or [num_rows] * ranks.world_size
-    documents = documents_of(cu_seqlens, sum(lengths))
+    documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
     sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
     call = Call(pattern, 1.0, backend, "", False, heads, len(heads))
     exchange, found["exchange"] = ranks.choose(call, lengths, num_kv_heads, sizes, documents)

@@ -10,7 +10,7 @@ from ..kernels.choose import choose
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.memory import Sizes
-from ..plan.sharding import Cut, Shard, check_documents
+from ..plan.sharding import Cut, Shard, documents_of
 from ..run import executor
 from ..run.executor import Means
 from ..run.link import Dealer, Link
@@ -43,7 +43,7 @@ class Ranks:
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
         """Every process's shard, given every process's number of rows."""
-        return self.cut.shards(lengths)
+        return self.cut.shards_of(lengths)
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         """Every rank's number of rows, once all turn out to make the same call.
@@ -120,7 +120,7 @@ class Ranks:
             self.agree(0, {}, str(error) or type(error).__name__)  # the others are told at once
             raise
         lengths = self.agree(query.shape[1], fields, None)
-        documents = documents_of(cu_seqlens, sum(lengths))
+        documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
         num_kv_heads = call.num_kv_heads(key.shape[2])
         sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
         exchange = self.choose(call, lengths, num_kv_heads, sizes, documents).exchange
@@ -158,12 +158,3 @@ def call_fields(
         "gradients": call.needs_grad or "none",
         "return_lse": call.return_lse,
     }
-
-
-def documents_of(cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...] | None:
-    """The borders as integers, checked against the length of the whole sequence."""
-    if cu_seqlens is None:
-        return None
-    borders = tuple(cu_seqlens.tolist())
-    check_documents(borders, seq_len)
-    return borders

@@ -18,12 +18,12 @@ from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.memory import Sizes
 from ..plan.plan import Message
-from ..plan.sharding import Cut, Shard, make_shards
+from ..plan.sharding import Cut, Shard, documents_of, make_shards
 from ..run import executor
 from ..run.executor import Means
 from .call import Call
 from .held import Held, Use
-from .ranks import Ranks, documents_of
+from .ranks import Ranks
 
 
 class _Stopped(RuntimeError):
@@ -199,8 +199,8 @@ class SimulatedRanks(Ranks):
         self, call: Call, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[tuple[Shard, ...], list[RankPlan], Means]:
         means = Means(choose(call.backend, query), call.kernel_scale)
-        documents = documents_of(cu_seqlens, query.shape[1])
-        shards = self.cut.shards(self.cut.default_lengths(query.shape[1]))
+        documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), query.shape[1])
+        shards = self.cut.shards_of(self.cut.default_lengths(query.shape[1]))
         heads = (call.num_heads, call.num_kv_heads(key.shape[2]))
         plans = [
             plan_exchange("ring", call.pattern, shards, rank, *heads, documents, call.held)
