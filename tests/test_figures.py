@@ -8,7 +8,7 @@ from ring_dilated_attention.commands.scaled import scaled_down
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.reference import branches_by_pair
+from ring_dilated_attention.reference import multiplicity
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from ring_dilated_attention.reference import branches_by_pair
     ],
 )
 def test_cells_are_the_definition(pattern):
-    expected = branches_by_pair(pattern, 29, 4)
+    expected = multiplicity(pattern, 29, 4)
     for head in range(4):
         cells = figures.branches_by_pair(pattern, 29, 4, head)
         assert [[len(branches) for branches in row] for row in cells] == expected[head].tolist()
