@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._pytree import tree_map
@@ -142,6 +144,26 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.scale, None
+
+
+def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:
+    """After fully_shard: that gradients are averaged over the ranks that share a sequence. Nothing else would say so.
+
+    Raises:
+        ValueError: if parameters are sharded over a mesh without these ranks: each would go on with its own part.
+    """
+    if parallel.group is None or not any(isinstance(part, FSDPModule) for part in module.modules()):
+        return
+    sharing = set(dist.get_process_group_ranks(parallel.group))
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            sharded = set(parameter.device_mesh.mesh.flatten().tolist())
+            if not sharing <= sharded:
+                raise ValueError(
+                    f"{name} is sharded over the ranks {sorted(sharded)}, but the ranks {sorted(sharing)} share each "
+                    "sequence, and nobody would average their gradients. Shard over both axes: fully_shard(module, "
+                    'mesh=mesh["dp", "cp"]), which replicates over the first and shards over the second.'
+                )
 
 
 class _Replacement(NamedTuple):
