@@ -154,7 +154,6 @@ def test_query_key_value(inputs, fragments):
         (integers(), 1, ("borders (0, ..., N)", "got 0 entries")),
         (integers(0, 8).to("meta"), 1, ("borders (0, ..., N)", "on meta")),
         (integers(0, 1, 2, 3, 4, 5, 6, 7), 1, ("[0, 1, ..., 7]", "8 entries")),
-        (integers(), 1, ("must start at 0", "0 entries")),
         (integers(0, 8, dtype=torch.int64), 1, ("1-D int32 tensor", "got torch.int64 (2,)", "dtype=int32")),
         (integers(0, 8).float(), 1, ("1-D int32 tensor", "got torch.float32 (2,)")),
         (integers(0, 8)[None], 1, ("1-D int32 tensor", "got torch.int32 (1, 2)")),
