@@ -74,8 +74,8 @@ class Processes(Ranks):
             self.outer = self._open("chunks", None, chunks) if len(chunks) > 1 else None
 
     def _told(self) -> list[str]:
-        """Everybody's host, and below it the contexts that were dropped. Those that all dropped are closed: torch numbers
-        its groups by how many there are, so that ranks must give them back together."""
+        """Everybody's host, and below it the contexts that were dropped. Those that all dropped are closed: torch
+        numbers its groups by how many there are, so that ranks must give them back together."""
         told = self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names")
         for name in set.intersection(*(set(text.split("\n")[1:]) for text in told)):
             for link in _dropped.pop(name, ()):
@@ -97,8 +97,8 @@ class Processes(Ranks):
         return link
 
     def _new_group(self, purpose: str, backend: str | None, members: list[int]) -> dist.ProcessGroup:
-        """torch names a group of some ranks by these and the number of groups there are. Where some were given back, that
-        was another's name already: a group of this rank alone makes it one more, on every rank alike."""
+        """torch names a group of some ranks by these and the number of groups there are. Where some were given back,
+        that was another's name already: a group of this rank alone makes it one more, on every rank alike."""
         while True:
             try:
                 return dist.new_group(
