@@ -107,10 +107,10 @@ def test_feed_forward_in_chunks_without_gradients(monkeypatch):
         torch.testing.assert_close(model(case.tokens()), expected, rtol=1e-13, atol=1e-13)
 
 
-def test_all_layers_are_before_the_last_layernorm():
+def test_collected_states_are_before_the_last_layernorm():
     model = fill(LongNetEncoder(SMALL).double())
     tokens = torch.arange(10)[None]
-    states = model(tokens, all_layers=True)
+    states = model(tokens, collect=torch.clone)
     assert [tuple(x.shape) for x in states] == [(1, 10, 8)] * 2
     torch.testing.assert_close(model.output_projection(model.layer_norm(states[-1])), model(tokens))
 

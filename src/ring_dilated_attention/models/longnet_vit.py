@@ -194,38 +194,42 @@ class LongNetViT(CheckedLoading, nn.Module):
             ValueError: for input that does not fit, on every rank of `parallel`: features of another width, no tiles,
                 tiles that are not finite, coordinates outside the grid.
         """
-        failure = self._failure(x, coords, lengths)
-        batch, num_own = (0, 0) if failure else x.shape[:2]
-        num_tiles = num_own
-        if self.parallel is not None:
-            fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
-            num_tiles = sum(self.parallel.handshake(num_own, fields, failure))
-        if failure is None and num_tiles == 0:
-            failure = f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding"
-        if failure:
-            raise ValueError(failure)
+        num_tiles = self._check(x, coords, lengths, all_layer_embed)
         if lengths is None:
-            tokens = torch.cat((self._class_token(batch), self._embed(x, coords)), 1)
-            states = self._encode(tokens, None, all_layer_embed)
-            return [self.norm(x_BE) for x_BE in self._pooled(states, num_tiles)]
-        counts = [int(n) for n in lengths]
-        is_tile_BL = torch.arange(num_own, device="cpu") < torch.tensor(counts, device="cpu")[:, None]
-        tiles_TE = self._embed(x[is_tile_BL.to(x.device)], coords[is_tile_BL.to(coords.device)])
-        slides = [torch.cat((self.cls_token[0], tiles)) for tiles in tiles_TE.split(counts)]
-        borders = list(accumulate((n + 1 for n in counts), initial=0))
-        cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
-        states = self._encode(torch.cat(slides).unsqueeze(0), cu_seqlens, all_layer_embed)
-        pools = ([self._pool(x_1TE[:, a:b]) for a, b in pairwise(borders)] for x_1TE in states)
-        return [self.norm(torch.cat(slides)) for slides in pools]
+            cu_seqlens = None
+            tokens_BNE = torch.cat((self._class_token(len(x)), self._embed(x, coords)), 1)
 
-    def _encode(self, tokens_BNE: Tensor, cu_seqlens: Tensor | None, all_layers: bool) -> list[Tensor]:
-        found = self.encoder(embeddings_BNE=tokens_BNE, cu_seqlens=cu_seqlens, all_layers=all_layers)
-        return found if isinstance(found, list) else [found]
+            def pool(x_BNE: Tensor) -> Tensor:
+                return self._pool(x_BNE, num_tiles)
+
+        else:
+            counts = [int(n) for n in lengths]
+            borders = list(accumulate((n + 1 for n in counts), initial=0))
+            cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
+            tokens_BNE = self._packed(x, coords, counts)
+
+            def pool(x_BNE: Tensor) -> Tensor:
+                return torch.cat([self._pool(x_BNE[:, a:b], b - a - 1) for a, b in pairwise(borders)])
+
+        # Pooled layer by layer, so that no more than one state is held.
+        collect = pool if all_layer_embed else None
+        found = self.encoder(embeddings_BNE=tokens_BNE, cu_seqlens=cu_seqlens, collect=collect)
+        pooled = torch.stack(found) if isinstance(found, list) else pool(found)[None]
+        if self.parallel is not None:
+            pooled = SumOverRanks.apply(pooled, self.parallel)
+        return [self.norm(x_BE) for x_BE in pooled.to(tokens_BNE.dtype).unbind()]
+
+    def _packed(self, x: Tensor, coords: Tensor, counts: Sequence[int]) -> Tensor:
+        """Class token and tiles of one slide after the other, (1, T, E)."""
+        is_tile_BL = _are_tiles(x, counts)
+        tiles_TE = self._embed(x[is_tile_BL.to(x.device)], coords[is_tile_BL.to(coords.device)])
+        slides = [torch.cat((self.cls_token[0], tiles)) for tiles in tiles_TE.split(list(counts))]
+        return torch.cat(slides).unsqueeze(0)
 
     def _class_token(self, batch: int) -> Tensor:
         """(B, 1, E) on the rank that holds position 0, and no row on others, who have a gradient for it too."""
-        is_first = self.parallel is None or self.parallel.rank == 0
-        return self.cls_token.expand(batch, -1, -1)[:, : int(is_first)]
+        num_class = int(self.parallel is None or self.parallel.rank == 0)
+        return self.cls_token.expand(batch, -1, -1)[:, :num_class]
 
     def _embed(self, x: Tensor, coords: Tensor) -> Tensor:
         """(..., C) and (..., 2) to (..., E)."""
@@ -248,24 +252,36 @@ class LongNetViT(CheckedLoading, nn.Module):
         x, y = cells.long().unbind(-1)
         return torch.cat((table[y], table[x]), -1)
 
-    def _pool(self, x_BNE: Tensor) -> Tensor:
-        """(B, E) of whole slides."""
-        return x_BNE[:, 1:].mean(1) if self.global_pool else x_BNE[:, 0]
-
-    def _pooled(self, states: Sequence[Tensor], num_tiles: int) -> list[Tensor]:
-        if self.parallel is None:
-            return [self._pool(x_BNE) for x_BNE in states]
-        num_class = int(self.parallel.rank == 0)
-        wide = torch.promote_types(states[0].dtype, torch.float32)
+    def _pool(self, x_BNE: Tensor, num_tiles: int) -> Tensor:
+        """(B, E): the mean of a slide's tiles or its class token. Under `parallel` this rank's part of the sum."""
+        num_class = int(self.parallel is None or self.parallel.rank == 0)
+        wide = torch.promote_types(x_BNE.dtype, torch.float32)
         if self.global_pool:
-            sums = [x_BNE[:, num_class:].sum(1, dtype=wide) / num_tiles for x_BNE in states]
-        else:
-            sums = [x_BNE[:, :num_class].sum(1, dtype=wide) for x_BNE in states]
-        summed = SumOverRanks.apply(torch.stack(sums), self.parallel)
-        return list(summed.to(states[0].dtype).unbind())
+            return x_BNE[:, num_class:].sum(1, dtype=wide) / num_tiles
+        return x_BNE[:, :num_class].sum(1, dtype=wide)
 
-    def _failure(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None) -> str | None:
-        """Why this input cannot be, as far as this rank sees, or None."""
+    def _check(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None, all_layer_embed: bool) -> int:
+        """The number of tiles over all ranks. A ValueError on every rank if one of them has input that cannot be."""
+        failure = self._shape_failure(x, coords, lengths)
+        batch, num_own = (0, 0) if failure else x.shape[:2]
+        tile_counts: tuple[int, ...] = (num_own,)
+        if self.parallel is not None:
+            fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
+            tile_counts = self.parallel.handshake(num_own, fields, failure)
+        if failure is None and not sum(tile_counts):
+            failure = f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding"
+        if failure:
+            raise ValueError(failure)
+        first = 0 if self.parallel is None else sum(tile_counts[: self.parallel.rank])
+        failure = self._tile_failure(x, coords, None if lengths is None else [int(n) for n in lengths], first)
+        if self.parallel is not None:
+            self.parallel.handshake(num_own, {"call": "LongNetViT, its tiles"}, failure)
+        if failure:
+            raise ValueError(failure)
+        return sum(tile_counts)
+
+    def _shape_failure(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None) -> str | None:
+        """Why these shapes cannot be, or None."""
         if x.dim() != 3 or x.shape[-1] != self.in_chans or not x.is_floating_point():
             hint = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
             return (
@@ -274,30 +290,40 @@ class LongNetViT(CheckedLoading, nn.Module):
             )
         if coords.shape != (*x.shape[:2], 2):
             return f"coords have shape {tuple(coords.shape)}, these features need {(*x.shape[:2], 2)}: x and y of each"
-        is_tile_BL = torch.ones(x.shape[:2], dtype=torch.bool, device="cpu")
-        if lengths is not None:
-            if self.parallel is not None:
-                return "lengths and parallel: a padded batch cannot be sharded; embed the slides one by one"
-            counts = [int(n) for n in lengths]
-            if len(counts) != len(x) or any(not 1 <= n <= x.shape[1] for n in counts):
-                return f"lengths={counts} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
-            is_tile_BL = torch.arange(x.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
-        is_finite_BL = torch.isfinite(x).all(-1).cpu()
-        wrong = (is_tile_BL & ~is_finite_BL).nonzero().tolist()
+        if lengths is None:
+            return None
+        if self.parallel is not None:
+            return "lengths and parallel: a padded batch cannot be sharded; embed the slides one by one"
+        counts = [int(n) for n in lengths]
+        if len(counts) != len(x) or any(not 1 <= n <= x.shape[1] for n in counts):
+            return f"lengths={counts} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
+        return None
+
+    def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
+        """Which tile cannot be, or None. Tiles count from `first`, the number of this rank's first tile."""
+        is_tile_BL = _are_tiles(x, counts)
+        wrong = (is_tile_BL & ~torch.isfinite(x).all(-1).cpu()).nonzero().tolist()
         if wrong:
             slide, tile = wrong[0]
-            return f"the features of tile {tile} of slide {slide} are not finite{_and_more(wrong)}"
+            return f"the features of tile {first + tile} of slide {slide} are not finite{_and_more(wrong)}"
         cells = self._cells(coords)
         wrong = (is_tile_BL & ~((cells >= 0) & (cells < self.slide_ngrids)).all(-1)).nonzero().tolist()
         if wrong:
             slide, tile = wrong[0]
-            at, cell = (tuple(pair[slide, tile].tolist()) for pair in (coords, cells))
+            at, cell = (", ".join(f"{z:g}" for z in pair[slide, tile].tolist()) for pair in (coords, cells))
             return (
-                f"tile {tile} of slide {slide} at {at} lies in cell {cell}, outside the grid of {self.slide_ngrids} x "
-                f"{self.slide_ngrids} cells of tile_size={self.tile_size:g}{_and_more(wrong)}: give coordinates from 0 "
-                "on, and the tile_size that is one step in them"
+                f"tile {first + tile} of slide {slide} at ({at}) lies in cell ({cell}), outside the grid of "
+                f"{self.slide_ngrids} x {self.slide_ngrids} cells of tile_size={self.tile_size:g}{_and_more(wrong)}: "
+                "give coordinates from 0 on, and the tile_size that is one step in them"
             )
         return None
+
+
+def _are_tiles(x: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """(B, L) bool on the CPU: not padding."""
+    if counts is None:
+        return torch.ones(x.shape[:2], dtype=torch.bool, device="cpu")
+    return torch.arange(x.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
 
 
 def _and_more(wrong: Sequence[object]) -> str:

@@ -181,7 +181,7 @@ class _LongNet(CheckedLoading, nn.Module):
         *,
         embeddings_BNE: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        all_layers: bool = False,
+        collect: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor | list[Tensor]:
         """Tokens, or embeddings in their place, to logits (B, N, V), or (B, N, E) for a model without an output layer.
 
@@ -189,8 +189,8 @@ class _LongNet(CheckedLoading, nn.Module):
             tokens_BN: integers (B, N).
             embeddings_BNE: (B, N, E), to which learned positions are added as to those of tokens.
             cu_seqlens: as for `dilated_attention`: packed documents, batch 1. Each is computed as if it were alone.
-            all_layers: return the embeddings and every layer's output instead, (B, N, E) each, before the last
-                LayerNorm.
+            collect: return a list instead: what this function makes of the embeddings and of each layer's output,
+                (B, N, E) each, before the last LayerNorm. Only what it returns is kept.
 
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`.
@@ -203,7 +203,7 @@ class _LongNet(CheckedLoading, nn.Module):
             num_positions,
             parallel=self.parallel,
             cu_seqlens=cu_seqlens,
-            fields={"pattern": self.pattern, "batch": batch, "all_layers": all_layers},
+            fields={"pattern": self.pattern, "batch": batch, "collects": collect is not None},
             failure=failure,
         )
         x_BNE = self._embed(tokens_BN, embeddings_BNE, layout)
@@ -211,7 +211,7 @@ class _LongNet(CheckedLoading, nn.Module):
         if self.config.padding == "torchscale":
             dtype = torch.promote_types(x_BNE.dtype, torch.float32)
             counted = zero_rows(self.pattern, self.config.num_heads, layout, device=x_BNE.device, dtype=dtype)
-        states = [x_BNE]
+        collected = [] if collect is None else [collect(x_BNE)]
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x_BNE = checkpoint(
@@ -226,10 +226,10 @@ class _LongNet(CheckedLoading, nn.Module):
                 )
             else:
                 x_BNE = layer(x_BNE, layout, counted, cu_seqlens)
-            if all_layers:
-                states.append(x_BNE)
-        if all_layers:
-            return states
+            if collect is not None:
+                collected.append(collect(x_BNE))
+        if collect is not None:
+            return collected
         x_BNE = x_BNE if self.layer_norm is None else self.layer_norm(x_BNE)
         return x_BNE if self.output_projection is None else self.output_projection(x_BNE)
 
