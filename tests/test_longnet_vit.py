@@ -1,6 +1,10 @@
 """GigaPath's slide encoder against what the original computed, in batches, on ranks, and with bad input."""
 
 import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -334,3 +338,27 @@ def test_weights_that_are_refused(tmp_path):
             load_slide_encoder(tmp_path / name)
     with pytest.raises(ValueError, match=r"none\.pth cannot be read as weights: .*No such file"):
         load_slide_encoder(tmp_path / "none.pth")
+
+
+def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
+    """Its five lines run as they stand, with the smaller size in place of the larger."""
+    page = (Path(__file__).parent.parent / "docs" / "gigapath.md").read_text()
+    [lines] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[:1]
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": LongNetViT.published("gigapath-flash").state_dict()}, "slide_encoder.pth")
+    names = {"features": torch.randn(1, 20, 384), "coords": torch.arange(40).view(1, 20, 2) * 256}
+    assert '"gigapath"' in lines
+    exec(lines.replace('"gigapath"', '"gigapath-flash"'), names)
+    assert names["embedding"].shape == (1, 384)
+    for link in re.findall(r"\]\(([^)#:]+?)\)", page):
+        assert (Path(__file__).parent.parent / "docs" / link).exists()
+
+
+def test_the_example(tmp_path):
+    example = Path(__file__).parent.parent / "examples" / "slide.py"
+    done = subprocess.run(
+        [sys.executable, example, "--folder", tmp_path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1,145 tiles, embedding (1, 64)" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"slide.npz", "slide.png"}
