@@ -200,7 +200,10 @@ def bad_slides(folder):
     yield write(folder / "outside.h5", features, coords + 256_000), "tile 0 of slide 0 at (2"
     yield write(folder / "negative.npz", features, coords - 20_000), "lies in cell (-"
     yield write(folder / "empty.pt", features[:0], coords[:0]), "no tiles"
-    yield write(folder / "nan.pt", features.index_fill(0, torch.tensor(4), torch.nan), coords), "tile 4 of slide 0 are"
+    yield (
+        write(folder / "nan.pt", features.index_fill(0, torch.tensor(4), torch.nan), coords),
+        "not finite: tile 4 of slide 0",
+    )
     yield write(folder / "wide.h5", torch.cat((features, features), 1), coords), "in_chans=5"
     yield write(folder / "fewer.npz", features, coords[1:]), "features has 9 tiles and coords has 8"
     yield write(folder / "flat.npz", features.flatten(), coords), "features has shape (45,)"

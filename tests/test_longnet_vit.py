@@ -247,13 +247,17 @@ def test_two_ranks_hold_half_of_what_one_holds():
         (lambda x, c: (x.long(), c), "dtype torch.int64"),
         (lambda x, c: (x, c[..., :1]), r"coords have shape \(2, 9, 1\), these features need \(2, 9, 2\)"),
         (lambda x, c: (x[:, :0], c[:, :0]), r"no tiles: features have shape \(2, 0, 5\)"),
-        (lambda x, c: (x.index_fill(1, torch.tensor([3, 5]), torch.nan), c), "tile 3 of slide 0 are not finite"),
+        (
+            lambda x, c: (x.index_fill(1, torch.tensor([3, 5]), torch.nan), c),
+            r"not finite: tile 3 of slide 0 \(and 3 more\)",
+        ),
         (
             lambda x, c: (x, c.index_fill(1, torch.tensor(4), -1.0)),
             r"tile 4 of slide 0 at \(-1, -1\) lies in cell \(-1, ",
         ),
-        (lambda x, c: (x, c + 20 * 256), r"grid of 20 x 20 cells of tile_size=256 \(nor 17 others\)"),
-        (lambda x, c: (x, c * torch.nan), "lies in cell"),
+        (lambda x, c: (x, c + 20 * 256), r"grid of 20 x 20 cells of tile_size=256: tile 0 .* \(and 17 more\)"),
+        (lambda x, c: (x, c * torch.nan), r"at \(nan, nan\) lies in cell"),
+        (lambda x, c: (x.tolist(), c), "features must be a tensor, got list"),
     ],
 )
 def test_input_that_is_refused(change, message):

@@ -233,23 +233,23 @@ class LongNetViT(CheckedLoading, nn.Module):
 
     def _embed(self, x: Tensor, coords: Tensor) -> Tensor:
         """(..., C) and (..., 2) to (..., E)."""
-        weights = self.cls_token
-        return self.patch_embed(x.to(weights.dtype)) + self._positions(self._cells(coords)).to(weights)
+        return self.patch_embed(x.to(self.cls_token.dtype)) + self._positions(self._cells(coords))
 
     def _cells(self, coords: Tensor) -> Tensor:
         """The cell of each tile along x and y, (..., 2), float64 on the CPU: NaN and inf stay what they are."""
         return (coords.detach().to("cpu", torch.float64) / self.tile_size).floor()
 
     def _positions(self, cells: Tensor) -> Tensor:
-        """Sine and cosine of the cells, (..., E) float64: the first half of the channels for y, the second for x.
+        """Sine and cosine of the cells, (..., E): the first half of the channels for y, the second for x.
 
-        Each half is [sin, cos] of cell * 10000^(-k / (E / 4)), k from 0 to E / 4 - 1.
+        Each half is [sin, cos] of cell * 10000^(-k / (E / 4)), k from 0 to E / 4 - 1, rounded once, to the weights'
+        dtype.
         """
         num_frequencies = self.cls_token.shape[-1] // 4
         exponents = torch.arange(num_frequencies, dtype=torch.float64, device="cpu") / num_frequencies
         angles = torch.arange(self.slide_ngrids, device="cpu")[:, None] * 10_000.0**-exponents
-        table = torch.cat((angles.sin(), angles.cos()), 1)
-        x, y = cells.long().unbind(-1)
+        table = torch.cat((angles.sin(), angles.cos()), 1).to(self.cls_token)
+        x, y = cells.long().to(table.device).unbind(-1)
         return torch.cat((table[y], table[x]), -1)
 
     def _pool(self, x_BNE: Tensor, num_tiles: int) -> Tensor:
@@ -282,6 +282,9 @@ class LongNetViT(CheckedLoading, nn.Module):
 
     def _shape_failure(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None) -> str | None:
         """Why these shapes cannot be, or None."""
+        for name, given in (("features", x), ("coords", coords)):
+            if not isinstance(given, Tensor):
+                return f"{name} must be a tensor, got {type(given).__name__}"
         if x.dim() != 3 or x.shape[-1] != self.in_chans or not x.is_floating_point():
             hint = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
             return (
@@ -305,16 +308,16 @@ class LongNetViT(CheckedLoading, nn.Module):
         wrong = (is_tile_BL & ~torch.isfinite(x).all(-1).cpu()).nonzero().tolist()
         if wrong:
             slide, tile = wrong[0]
-            return f"the features of tile {first + tile} of slide {slide} are not finite{_and_more(wrong)}"
+            return f"features that are not finite: tile {first + tile} of slide {slide}{_and_more(wrong)}"
         cells = self._cells(coords)
         wrong = (is_tile_BL & ~((cells >= 0) & (cells < self.slide_ngrids)).all(-1)).nonzero().tolist()
         if wrong:
             slide, tile = wrong[0]
-            at, cell = (", ".join(f"{z:g}" for z in pair[slide, tile].tolist()) for pair in (coords, cells))
+            at, cell = (", ".join(f"{z:.10g}" for z in pair[slide, tile].tolist()) for pair in (coords, cells))
             return (
-                f"tile {first + tile} of slide {slide} at ({at}) lies in cell ({cell}), outside the grid of "
-                f"{self.slide_ngrids} x {self.slide_ngrids} cells of tile_size={self.tile_size:g}{_and_more(wrong)}: "
-                "give coordinates from 0 on, and the tile_size that is one step in them"
+                f"coordinates outside the grid of {self.slide_ngrids} x {self.slide_ngrids} cells of "
+                f"tile_size={self.tile_size:.10g}: tile {first + tile} of slide {slide} at ({at}) lies in cell ({cell})"
+                f"{_and_more(wrong)}. Give coordinates from 0 on, and the tile_size that is one step in them"
             )
         return None
 
@@ -327,4 +330,4 @@ def _are_tiles(x: Tensor, counts: Sequence[int] | None) -> Tensor:
 
 
 def _and_more(wrong: Sequence[object]) -> str:
-    return f" (nor {len(wrong) - 1} others)" if len(wrong) > 1 else ""
+    return f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
