@@ -217,16 +217,32 @@ def _compare_gradients(worker: Worker, settings: Settings) -> dict[str, Any]:
     theirs, reason = _original(model, settings.size, settings.compared_tiles, settings)
     if theirs is None:
         return {"original": {"reason": reason}}
+    found = _compare_attention_gradients(model)
     gradients: list[dict[str, Tensor]] = []
     for one in (model, theirs):
         one(x, coords)[0].sin().sum().backward()
         gradients.append({name: p.grad for name, p in one.named_parameters() if p.grad is not None})
-    found = {}
     for kind in ("q_proj.weight", "k_proj.weight", "v_proj.weight", ""):
         names = [name for name in gradients[0] if name.endswith(kind)]
         ours, original = (torch.cat([of[name].flatten() for name in names]) for of in gradients)
         found[kind or "all parameters"] = _relative(original, ours)
     return {"original": {"gradient_difference": found}}
+
+
+def _compare_attention_gradients(model: LongNetViT) -> dict[str, float]:
+    """The same of one attention at a small size, for inputs and a gradient that are all normal."""
+    pattern, length, _ = scaled_down(model.encoder.pattern, 16 * SMALL, SMALL)
+    head_dim = model.encoder.config.head_dim
+    original = checkout.attention_module(pattern, NUM_HEADS, head_dim)
+    generator = torch.Generator().manual_seed(0)
+    *inputs, dout = (torch.randn(1, length, NUM_HEADS, head_dim, generator=generator) for _ in range(4))
+    inputs = [x.requires_grad_() for x in inputs]
+    ours = torchscale_attention(inputs[0], inputs[1], inputs[2], pattern)
+    theirs, _ = original(*(x.flatten(2) for x in inputs))
+    assert isinstance(ours, Tensor)
+    gradients = (torch.autograd.grad(out, inputs, dout.view_as(out)) for out in (theirs, ours))
+    names = ("attention's query", "attention's key", "attention's value")
+    return {name: _relative(x, y) for name, x, y in zip(names, *gradients, strict=True)}
 
 
 def _train(worker: Worker, settings: Settings) -> dict[str, Any]:

@@ -189,14 +189,22 @@ def test_configs_that_are_refused(options, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "give either tokens or embeddings_BNE="),
+        ({}, "give either tokens or embeddings="),
         ({"tokens_BN": torch.zeros(1, 3)}, "dtype torch.float32: pass integers"),
         ({"tokens_BN": torch.tensor([[11]])}, "tokens from 11 to 11, but vocab_size=11"),
-        ({"embeddings_BNE": torch.zeros(1, 3, 7)}, r"shape \(1, 3, 7\), not \(batch, N, 8\)"),
-        ({"embeddings_BNE": torch.zeros(2, 3, 8), "cu_seqlens": torch.tensor([0, 3])}, "1-D int32"),
+        ({"embeddings": torch.zeros(1, 3, 7)}, r"shape \(1, 3, 7\), not \(batch, N, 8\)"),
+        ({"embeddings": torch.zeros(1, 3, 8), "cu_seqlens": torch.tensor([0, 3])}, "1-D int32"),
+        ({"embeddings": torch.zeros(2, 3, 8), "cu_seqlens": torch.tensor([0, 3]).int()}, "batch must be 1, got 2"),
         ({"tokens_BN": torch.zeros(1, 3, dtype=int), "cu_seqlens": torch.tensor([0, 2], dtype=torch.int32)}, "length"),
     ],
 )
 def test_input_that_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         LongNetEncoder(SMALL)(**arguments)
+
+
+def test_more_positions_than_were_learned():
+    model = LongNetEncoder(TorchscaleConfig(**{**vars(SMALL), "num_learned_positions": 10}))
+    assert model(torch.zeros(1, 8, dtype=int)).shape == (1, 8, 11)
+    with pytest.raises(ValueError, match="9 positions, and 10 learned ones from 2 on: at most 8"):
+        model(torch.zeros(1, 9, dtype=int))

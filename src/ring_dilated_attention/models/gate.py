@@ -105,10 +105,9 @@ def torchscale_attention(
         if failure is None and (not isinstance(query, Tensor) or query.dim() != 4):
             got = tuple(query.shape) if isinstance(query, Tensor) else type(query).__name__
             failure = f"query must be a tensor (batch, seq, heads, head_dim), got {got}"
-        num_positions = 0 if failure else query.shape[1]
         layout = agree_on_layout(
             "torchscale_attention",
-            num_positions,
+            (0, 0) if failure else (query.shape[0], query.shape[1]),
             parallel=parallel,
             cu_seqlens=cu_seqlens,
             fields=fields,

@@ -62,7 +62,7 @@ class Layout:
 
 def agree_on_layout(
     call: str,
-    num_positions: int,
+    shape: tuple[int, int],
     *,
     parallel: ContextParallel | None = None,
     cu_seqlens: Tensor | None = None,
@@ -73,7 +73,7 @@ def agree_on_layout(
 
     Args:
         call: its name, for errors.
-        num_positions: of this rank.
+        shape: batch and number of positions of this rank.
         cu_seqlens: global borders of packed documents, for a batch of 1.
         fields: what else must agree, by name.
         failure: why this rank refuses the call, if it does.
@@ -81,9 +81,10 @@ def agree_on_layout(
     Raises:
         ValueError: on every rank, if one refuses, or if fields, borders and lengths do not fit.
     """
+    batch, num_positions = shape
     if cu_seqlens is not None and failure is None:
         try:
-            validate_cu_seqlens(cu_seqlens, 1)
+            validate_cu_seqlens(cu_seqlens, batch)
         except ValueError as error:
             failure = str(error)
     given = None if cu_seqlens is None or failure else tuple(cu_seqlens.tolist())
@@ -92,7 +93,8 @@ def agree_on_layout(
             raise ValueError(failure)
         lengths: tuple[int, ...] = (num_positions,)
     else:
-        lengths = parallel.handshake(num_positions, {"call": call, "cu_seqlens": given, **(fields or {})}, failure)
+        agreed = {"call": call, "batch": batch, "cu_seqlens": given, **(fields or {})}
+        lengths = parallel.handshake(num_positions, agreed, failure)
     total = sum(lengths)
     if given is not None:
         check_documents(given, total)

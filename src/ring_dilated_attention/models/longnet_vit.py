@@ -213,7 +213,7 @@ class LongNetViT(CheckedLoading, nn.Module):
 
         # Pooled layer by layer, so that no more than one state is held.
         collect = pool if all_layer_embed else None
-        found = self.encoder(embeddings_BNE=tokens_BNE, cu_seqlens=cu_seqlens, collect=collect)
+        found = self.encoder(embeddings=tokens_BNE, cu_seqlens=cu_seqlens, collect=collect)
         pooled = torch.stack(found) if isinstance(found, list) else pool(found)[None]
         if self.parallel is not None:
             pooled = SumOverRanks.apply(pooled, self.parallel)

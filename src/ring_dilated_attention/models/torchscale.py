@@ -179,7 +179,7 @@ class _LongNet(CheckedLoading, nn.Module):
         self,
         tokens_BN: Tensor | None = None,
         *,
-        embeddings_BNE: Tensor | None = None,
+        embeddings: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         collect: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor | list[Tensor]:
@@ -187,7 +187,7 @@ class _LongNet(CheckedLoading, nn.Module):
 
         Args:
             tokens_BN: integers (B, N).
-            embeddings_BNE: (B, N, E), to which learned positions are added as to those of tokens.
+            embeddings: (B, N, E), to which learned positions are added as to those of tokens.
             cu_seqlens: as for `dilated_attention`: packed documents, batch 1. Each is computed as if it were alone.
             collect: return a list instead: what this function makes of the embeddings and of each layer's output,
                 (B, N, E) each, before the last LayerNorm. Only what it returns is kept.
@@ -195,18 +195,17 @@ class _LongNet(CheckedLoading, nn.Module):
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`.
         """
-        given = embeddings_BNE if tokens_BN is None else tokens_BN
-        failure = self._failure(tokens_BN, embeddings_BNE)
-        batch, num_positions = (0, 0) if failure or given is None else given.shape[:2]
+        given = embeddings if tokens_BN is None else tokens_BN
+        failure = self._failure(tokens_BN, embeddings)
         layout = agree_on_layout(
             type(self).__name__,
-            num_positions,
+            (0, 0) if failure or given is None else (given.shape[0], given.shape[1]),
             parallel=self.parallel,
             cu_seqlens=cu_seqlens,
-            fields={"pattern": self.pattern, "batch": batch, "collects": collect is not None},
+            fields={"pattern": self.pattern, "collects": collect is not None},
             failure=failure,
         )
-        x_BNE = self._embed(tokens_BN, embeddings_BNE, layout)
+        x_BNE = self._embed(tokens_BN, embeddings, layout)
         counted = None
         if self.config.padding == "torchscale":
             dtype = torch.promote_types(x_BNE.dtype, torch.float32)
@@ -233,29 +232,35 @@ class _LongNet(CheckedLoading, nn.Module):
         x_BNE = x_BNE if self.layer_norm is None else self.layer_norm(x_BNE)
         return x_BNE if self.output_projection is None else self.output_projection(x_BNE)
 
-    def _embed(self, tokens_BN: Tensor | None, embeddings_BNE: Tensor | None, layout: Layout) -> Tensor:
+    def _embed(self, tokens_BN: Tensor | None, embeddings: Tensor | None, layout: Layout) -> Tensor:
         if tokens_BN is not None:
             assert self.embed_tokens is not None
             x_BNE = self.embed_tokens(tokens_BN.long())
         else:
-            assert embeddings_BNE is not None
-            x_BNE = embeddings_BNE
+            assert embeddings is not None
+            x_BNE = embeddings
         x_BNE = x_BNE * math.sqrt(self.config.embed_dim) if self.config.scale_embedding else x_BNE
         if self.embed_positions is not None:
+            num_rows = self.embed_positions.num_embeddings
+            if layout.longest + FIRST_LEARNED_POSITION > num_rows:  # on all ranks
+                raise ValueError(
+                    f"{layout.longest} positions, and {num_rows} learned ones from {FIRST_LEARNED_POSITION} on: at most "
+                    f"{num_rows - FIRST_LEARNED_POSITION}"
+                )
             x_BNE = x_BNE + self.embed_positions(layout.positions().to(x_BNE.device) + FIRST_LEARNED_POSITION)
         return x_BNE if self.layernorm_embedding is None else self.layernorm_embedding(x_BNE)
 
-    def _failure(self, tokens_BN: Tensor | None, embeddings_BNE: Tensor | None) -> str | None:
+    def _failure(self, tokens_BN: Tensor | None, embeddings: Tensor | None) -> str | None:
         """Why the input cannot be, as far as this rank sees, or None."""
-        if (tokens_BN is None) == (embeddings_BNE is None):
-            return "give either tokens or embeddings_BNE=, not both and not neither"
-        if embeddings_BNE is not None:
-            if embeddings_BNE.dim() != 3 or embeddings_BNE.shape[-1] != self.config.embed_dim:
-                return f"embeddings have shape {tuple(embeddings_BNE.shape)}, not (batch, N, {self.config.embed_dim})"
+        if (tokens_BN is None) == (embeddings is None):
+            return "give either tokens or embeddings=, not both and not neither"
+        if embeddings is not None:
+            if embeddings.dim() != 3 or embeddings.shape[-1] != self.config.embed_dim:
+                return f"embeddings have shape {tuple(embeddings.shape)}, not (batch, N, {self.config.embed_dim})"
             return None
         assert tokens_BN is not None
         if self.embed_tokens is None:
-            return "this model has no vocab_size: give embeddings_BNE= instead of tokens"
+            return "this model has no vocab_size: give embeddings= instead of tokens"
         if tokens_BN.dim() != 2 or tokens_BN.is_floating_point() or tokens_BN.is_complex():
             shape, dtype = tuple(tokens_BN.shape), tokens_BN.dtype
             return f"tokens have shape {shape} and dtype {dtype}: pass integers (batch, N)"
