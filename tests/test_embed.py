@@ -14,6 +14,7 @@ from torchscale_cases import fill, waves
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli, embedder
+from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry
 from ring_dilated_attention.commands.slides import Keys
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
@@ -170,6 +171,18 @@ def test_goes_on_where_it_ended(weights, slides, tmp_path, capsys, monkeypatch):
     assert report["slides"].keys() == {"a", "b", "c"}
     (tmp_path / "first").write_bytes(first)
     assert torch.equal(read(out)[0]["a"], read(tmp_path / "first")[0]["a"])
+
+
+def test_two_processes_lose_nothing(tmp_path):
+    """Both write the same file: what the other has written meanwhile is kept."""
+    settings = {"embedding": "the mean", "dtype": "float32"}
+    mine, other = (EmbeddingFile(tmp_path / "out.st", settings) for _ in range(2))
+    other.add("b", [2.0], Entry(1, 1, 256.0))
+    other.write()
+    mine.add("a", [1.0], Entry(1, 1, 256.0))
+    mine.write()
+    assert read(tmp_path / "out.st")[0] == {"a": torch.ones(1), "b": torch.full((1,), 2.0)}
+    assert EmbeddingFile(tmp_path / "out.st", settings).entries.keys() == {"a", "b"}
 
 
 def test_other_settings_are_not_mixed(weights, slides, tmp_path, capsys):

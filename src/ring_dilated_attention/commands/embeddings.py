@@ -43,17 +43,28 @@ class EmbeddingFile:
         self.entries: dict[str, Entry] = {}
         self._written = time.monotonic()
         self._is_new = False
-        if path.exists():
-            self._read()
+        self._seen: tuple[int, int] | None = None  # the file as this process knows it
+        self._read()
+
+    def _stat(self) -> tuple[int, int] | None:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_mtime_ns, found.st_size
 
     def _read(self) -> None:
+        """Take in what the file holds, if it is not as this process knows it."""
+        if self._stat() in (None, self._seen):
+            return
+        self._seen = self._stat()
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(self.path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 names = file.keys() if metadata.get("made_by") == MADE_BY else []
-                self.embeddings = {name: file.get_tensor(name) for name in names}
+                self.embeddings |= {name: file.get_tensor(name) for name in names if name not in self.embeddings}
         except (OSError, SafetensorError) as error:
             raise ValueError(f"--out {self.path} is there and cannot be read: {error}. Choose another name.") from error
         if metadata.get("made_by") != MADE_BY:
@@ -65,7 +76,8 @@ class EmbeddingFile:
                     f"--out {self.path} holds embeddings made with {name}={settings.get(name)!r}, not "
                     f"{self.settings.get(name)!r}. Choose another name, or the settings that it was made with."
                 )
-        self.entries = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
+        found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
+        self.entries = found | self.entries
 
     def has(self, name: str, num_bytes: int) -> bool:
         """Whether a slide's embedding is there.
@@ -104,6 +116,7 @@ class EmbeddingFile:
             return
         from safetensors.torch import save_file
 
+        self._read()  # another process may have written meanwhile
         metadata = {
             "made_by": MADE_BY,
             "embedding": self.settings["embedding"],
@@ -118,4 +131,4 @@ class EmbeddingFile:
             unfinished.replace(self.path)
         finally:
             unfinished.unlink(missing_ok=True)
-        self._written, self._is_new = time.monotonic(), False
+        self._written, self._is_new, self._seen = time.monotonic(), False, self._stat()

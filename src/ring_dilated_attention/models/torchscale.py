@@ -243,10 +243,9 @@ class _LongNet(CheckedLoading, nn.Module):
         if self.embed_positions is not None:
             num_rows = self.embed_positions.num_embeddings
             if layout.longest + FIRST_LEARNED_POSITION > num_rows:  # on all ranks
-                raise ValueError(
-                    f"{layout.longest} positions, and {num_rows} learned ones from {FIRST_LEARNED_POSITION} on: at most "
-                    f"{num_rows - FIRST_LEARNED_POSITION}"
-                )
+                most = num_rows - FIRST_LEARNED_POSITION
+                known = f"{num_rows} learned ones from {FIRST_LEARNED_POSITION} on"
+                raise ValueError(f"{layout.longest} positions, and {known}: at most {most}")
             x_BNE = x_BNE + self.embed_positions(layout.positions().to(x_BNE.device) + FIRST_LEARNED_POSITION)
         return x_BNE if self.layernorm_embedding is None else self.layernorm_embedding(x_BNE)
 
