@@ -12,7 +12,9 @@ from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetEncoder, TorchscaleConfig, map_names
 
 needs_torchscale = pytest.mark.skipif(bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale")
-SMALL = TorchscaleConfig((8, 16), (1, 2), num_layers=1, embed_dim=8, num_heads=2, ffn_dim=12, vocab_size=11)
+SMALL = TorchscaleConfig(
+    (8, 16), (1, 2), num_layers=1, embed_dim=8, num_heads=2, ffn_dim=12, num_tokens=11, num_logits=11
+)
 
 
 def tolerance(name):
@@ -77,7 +79,7 @@ def rank_computes(rank, world_size, name):
     parts = [case.model()(part) for part in tokens.tensor_split([13, 14], dim=1)]
     out = cp.unshard(model(cp.shard(tokens), cu_seqlens=borders))
     torch.testing.assert_close(out, torch.cat(parts, 1), rtol=1e-11, atol=1e-11)
-    with pytest.raises(ValueError, match="tokens from 0 to 11, but vocab_size=11"):
+    with pytest.raises(ValueError, match="tokens from 0 to 11, but num_tokens=11"):
         model(torch.tensor([[0, 11 if rank == 1 else 1]]))
 
 
@@ -177,7 +179,7 @@ def test_settings_that_are_refused(settings, message):
         ({"padding": "zeros"}, "padding='zeros' is unknown; choose one of"),
         ({"num_layers": 0}, "num_layers=0 must be at least 1"),
         ({"deepnorm": True}, "deepnorm=True is for models that normalise after the residual"),
-        ({"shares_embedding": True, "vocab_size": None}, "shares_embedding=True needs a vocab_size"),
+        ({"shares_embedding": True, "num_logits": 12}, "num_tokens=11 and num_logits=12: the embedding"),
         ({"embed_dim": 6, "xpos_scale_base": 512}, "xpos with a head dim of 3"),
     ],
 )
@@ -191,7 +193,7 @@ def test_configs_that_are_refused(options, message):
     [
         ({}, "give either tokens or embeddings="),
         ({"tokens_BN": torch.zeros(1, 3)}, "dtype torch.float32: pass integers"),
-        ({"tokens_BN": torch.tensor([[11]])}, "tokens from 11 to 11, but vocab_size=11"),
+        ({"tokens_BN": torch.tensor([[11]])}, "tokens from 11 to 11, but num_tokens=11"),
         ({"embeddings": torch.zeros(1, 3, 7)}, r"shape \(1, 3, 7\), not \(batch, N, 8\)"),
         ({"embeddings": torch.zeros(1, 3, 8), "cu_seqlens": torch.tensor([0, 3])}, "1-D int32"),
         ({"embeddings": torch.zeros(2, 3, 8), "cu_seqlens": torch.tensor([0, 3]).int()}, "batch must be 1, got 2"),
@@ -208,3 +210,10 @@ def test_more_positions_than_were_learned():
     assert model(torch.zeros(1, 8, dtype=int)).shape == (1, 8, 11)
     with pytest.raises(ValueError, match="9 positions, and 10 learned ones from 2 on: at most 8"):
         model(torch.zeros(1, 9, dtype=int))
+
+
+def test_without_tokens_or_without_logits():
+    config = TorchscaleConfig(**{**vars(SMALL), "num_tokens": None, "num_logits": None})
+    assert LongNetEncoder(config)(embeddings=torch.zeros(1, 5, 8)).shape == (1, 5, 8)
+    with pytest.raises(ValueError, match="embeds no tokens"):
+        LongNetEncoder(config)(torch.zeros(1, 5, dtype=int))

@@ -62,7 +62,7 @@ class PatchEmbed(nn.Module):
         return self.proj(x)
 
 
-class LongNetViT(CheckedLoading, nn.Module):
+class LongNetViT(CheckedLoading):
     """GigaPath's slide encoder, with its published parameter names.
 
         model = LongNetViT.published("gigapath", global_pool=True)

@@ -129,7 +129,7 @@ class Layer(nn.Module):
         return (residual_BNE if self.alpha == 1.0 else residual_BNE * self.alpha) + x_BNE
 
 
-class _LongNet(CheckedLoading, nn.Module):
+class _LongNet(CheckedLoading):
     """What encoder and decoder share: all but causality."""
 
     is_causal: bool
@@ -146,8 +146,8 @@ class _LongNet(CheckedLoading, nn.Module):
         self.parallel = parallel
         self.activation_checkpointing = activation_checkpointing
         self.pattern = config.pattern(is_causal=self.is_causal)
-        width, vocab_size = config.embed_dim, config.vocab_size
-        self.embed_tokens = nn.Embedding(vocab_size, width) if vocab_size is not None else None
+        width, num_tokens, num_logits = config.embed_dim, config.num_tokens, config.num_logits
+        self.embed_tokens = nn.Embedding(num_tokens, width) if num_tokens is not None else None
         learned = config.num_learned_positions
         self.embed_positions = nn.Embedding(learned, width) if learned is not None else None
         self.layernorm_embedding = nn.LayerNorm(width, eps=config.layernorm_eps) if config.layernorm_embedding else None
@@ -155,8 +155,8 @@ class _LongNet(CheckedLoading, nn.Module):
         is_normalized = config.normalize_before and (self.is_causal or config.normalize_output)
         self.layer_norm = nn.LayerNorm(width, eps=config.layernorm_eps) if is_normalized else None
         self.output_projection = None
-        if vocab_size is not None and config.has_output_layer:
-            self.output_projection = nn.Linear(width, vocab_size, bias=False)
+        if num_logits is not None:
+            self.output_projection = nn.Linear(width, num_logits, bias=False)
             nn.init.normal_(self.output_projection.weight, std=width**-0.5)
             if self.embed_tokens is not None and config.shares_embedding:
                 self.output_projection.weight = self.embed_tokens.weight
@@ -259,13 +259,13 @@ class _LongNet(CheckedLoading, nn.Module):
             return None
         assert tokens_BN is not None
         if self.embed_tokens is None:
-            return "this model has no vocab_size: give embeddings= instead of tokens"
+            return "this model embeds no tokens (num_tokens=None): give embeddings= instead"
         if tokens_BN.dim() != 2 or tokens_BN.is_floating_point() or tokens_BN.is_complex():
             shape, dtype = tuple(tokens_BN.shape), tokens_BN.dtype
             return f"tokens have shape {shape} and dtype {dtype}: pass integers (batch, N)"
-        if tokens_BN.numel() and not 0 <= int(tokens_BN.min()) <= int(tokens_BN.max()) < self.config.vocab_size:  # type: ignore[operator]
-            low, high = int(tokens_BN.min()), int(tokens_BN.max())
-            return f"tokens from {low} to {high}, but vocab_size={self.config.vocab_size}"
+        low, high = (int(tokens_BN.min()), int(tokens_BN.max())) if tokens_BN.numel() else (0, 0)
+        if low < 0 or high >= self.embed_tokens.num_embeddings:
+            return f"tokens from {low} to {high}, but num_tokens={self.embed_tokens.num_embeddings}"
         return None
 
 

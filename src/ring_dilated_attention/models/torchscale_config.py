@@ -18,7 +18,8 @@ class TorchscaleConfig:
 
     Args:
         segment_lengths, dilation_rates: the branches; heads read phases by torchscale's blocked rule.
-        vocab_size: tokens that have an embedding, and a logit where `has_output_layer`; None for a model of embeddings.
+        num_tokens: tokens that have an embedding; None for a model of embeddings alone.
+        num_logits: of the output layer; None for none.
         num_learned_positions: rows of a learned position embedding, two more than there are positions; None for none.
         shares_embedding: the output layer has the token embedding's weights.
         normalize_before: LayerNorm before attention and feed-forward (else after the residual).
@@ -37,9 +38,9 @@ class TorchscaleConfig:
     embed_dim: int = 768
     num_heads: int = 12
     ffn_dim: int = 3072
-    vocab_size: int | None = None
+    num_tokens: int | None = None
+    num_logits: int | None = None
     num_learned_positions: int | None = None
-    has_output_layer: bool = True
     shares_embedding: bool = False
     activation: str = "gelu"
     normalize_before: bool = True
@@ -69,8 +70,11 @@ class TorchscaleConfig:
         for name, choices in (("activation", ACTIVATIONS), ("padding", PADDINGS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {choices}.")
-        if self.shares_embedding and (self.vocab_size is None or not self.has_output_layer):
-            raise ValueError("shares_embedding=True needs a vocab_size, and has_output_layer=True to share it with.")
+        if self.shares_embedding and (self.num_tokens is None or self.num_tokens != self.num_logits):
+            sizes = f"num_tokens={self.num_tokens} and num_logits={self.num_logits}"
+            raise ValueError(
+                f"shares_embedding=True, but {sizes}: the embedding and the output layer then have one size."
+            )
         if self.deepnorm and (self.normalize_before or self.sub_layernorm):
             raise ValueError(
                 "deepnorm=True is for models that normalise after the residual, without sub-LayerNorms: pass "
@@ -123,9 +127,9 @@ class TorchscaleConfig:
             given["normalize_before"] = True
         return cls(
             **given,
-            vocab_size=num_tokens if num_tokens else settings["vocab_size"] if has_output_layer else None,
+            num_tokens=num_tokens,
+            num_logits=settings["vocab_size"] if has_output_layer else None,
             num_learned_positions=num_learned_positions,
-            has_output_layer=has_output_layer,
             scale_embedding=not settings.get("no_scale_embedding", True),
             xpos_scale_base=settings.get("xpos_scale_base", 512) if settings.get("xpos_rel_pos") else None,
             padding=padding,
