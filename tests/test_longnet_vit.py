@@ -217,10 +217,10 @@ def test_on_ranks(name, lengths):
 def memory_model(parallel=None):
     torch.manual_seed(0)
     sizes = {"segment_lengths": (512, 2048, 8192), "dilation_rates": (1, 4, 16), "activation_checkpointing": True}
-    return LongNetViT(32, 64, 4, 16, **sizes, global_pool=True, parallel=parallel)
+    return LongNetViT(32, 64, 3, 16, **sizes, global_pool=True, parallel=parallel)
 
 
-def peak(parallel=None, num_tiles=6000):
+def peak(parallel=None, num_tiles=4000):
     """Bytes that a step of fine-tuning holds at once, this rank's tiles included."""
     own = slice(None) if parallel is None else parallel.positions(num_tiles)
     x, coords = torch.randn(1, num_tiles, 32)[:, own], torch.zeros(1, num_tiles, 2)[:, own]
