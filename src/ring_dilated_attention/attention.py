@@ -70,13 +70,13 @@ def dilated_attention(
         ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
         ExchangeError: when a rank does not come, within the timeout of `parallel`.
     """
-    query, key, value = map(_autocast, (query, key, value))
     try:
+        query, key, value = map(_autocast, (query, key, value))
         heads = _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend, heads_held, num_heads)
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    except Exception as error:
+    except Exception as error:  # whatever it is: the others would wait
         if isinstance(parallel, ContextParallel):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
@@ -286,6 +286,11 @@ def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
         raise ValueError(
             f"cu_seqlens must be a 1-D int32 tensor, got {got}. Make it with torch.tensor(..., dtype=int32)."
         )
+    if cu_seqlens.device.type == "meta" or cu_seqlens.numel() < 2:
+        raise ValueError(
+            f"cu_seqlens must hold the borders (0, ..., N) of one document at least, got {cu_seqlens.numel()} entries "
+            f"on {cu_seqlens.device}."
+        )
     if batch != 1:
         raise ValueError(f"cu_seqlens packs documents into one sequence, so batch must be 1, got {batch}. Flatten it.")
 
@@ -307,7 +312,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the number of the call, by which its backward is recognised."""
     call = _call(pattern, scale, backend, needs_grad, return_lse, first_head, num_heads, query)
-    out, lse, number = _ranks(parallel).forward(call, call.signed(query), key, value, cu_seqlens)
+    out, lse, number = _ranks(parallel).forward(call, query, key, value, cu_seqlens)
     return out, lse, torch.tensor(number, device="cpu")
 
 
@@ -361,9 +366,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = _call(pattern, scale, backend, needs_grad, return_lse, first_head, num_heads, query)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    rows = BackwardRows(dout, dlse, call.signed(query), key, value, out, lse)
-    dq, dk, dv = _ranks(parallel).backward(call, int(number), rows, cu_seqlens)
-    return call.signed(dq), dk, dv
+    rows = BackwardRows(dout, dlse, query, key, value, out, lse)
+    return _ranks(parallel).backward(call, int(number), rows, cu_seqlens)
 
 
 @_backward.register_fake

@@ -41,7 +41,7 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
     else:
         described = _told(ranks, described, source, failure)
         whole = batch if ranks.rank == source else None
-    length = _length(described)
+    length = ranks.last_whole = _length(described)
     shards = ranks.shards(ranks.lengths_of(length))
     local: dict[str, Tensor] = {}
     for name, (shape, dtype) in described.items():

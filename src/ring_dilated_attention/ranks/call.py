@@ -1,11 +1,12 @@
 """What a call is beside its tensors."""
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..pattern import DilatedPattern
+
+LEAST_SCALE = 2.0**-126  # the least normal float32
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class Call:
 
     @property
     def kernel_scale(self) -> float:
-        """Kernels put -inf at masked scores and scale afterwards: NaN for 0, +inf for negative scales."""
-        return abs(self.scale) or 1.0
+        """Kernels put -inf at masked scores and scale afterwards: NaN for what float32 takes for 0, +inf below 0."""
+        return abs(self.scale) if abs(self.scale) >= LEAST_SCALE else 1.0
 
-    def signed(self, x: Tensor) -> Tensor:
-        """query, or dq, times what `kernel_scale` leaves out: the sign of the scale, or 0."""
-        return x if self.scale > 0 else x * math.copysign(self.scale != 0, self.scale)
+    def scaled(self, x: Tensor) -> Tensor:
+        """query, or dq, times what `kernel_scale` leaves out: mostly 1."""
+        factor = self.scale / self.kernel_scale
+        return x if factor == 1 else x * factor

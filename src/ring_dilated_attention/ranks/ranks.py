@@ -36,6 +36,7 @@ class Ranks:
 
     def __init__(self, cut: Cut) -> None:
         self.cut, self.calls = cut, 0
+        self.last_whole: int | None = None  # the length of the sequence that was cut last
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
         """Every process's number of rows of a sequence that it cuts."""
@@ -54,6 +55,9 @@ class Ranks:
         if failure:
             raise ValueError(failure)
         return (length,)
+
+    def notice(self, lengths: Sequence[int]) -> None:
+        """Warn, once, of numbers of rows that look like a mistake."""
 
     def check_all_here(self, method: str) -> None:
         """Raise ValueError where other ranks' tensors cannot be had."""
@@ -92,7 +96,7 @@ class Ranks:
         """out (B, N, H, D), lse (B, N, H), and the number of the call, by which its backward is recognised."""
         number = self.calls + 1 if self.name else 0  # alone there is nobody to agree with
         with all_or_none(self, ValueError):
-            rank_plan, means = self.route(call, "forward", number, query, key, cu_seqlens)
+            rank_plan, means, query = self.route(call, "forward", number, query, key, cu_seqlens)
         self.calls = number  # on all ranks or on none: a call that one rank refused has no number
         with all_or_none(self):
             return *executor.forward(rank_plan, means, query, key, value), number
@@ -102,24 +106,27 @@ class Ranks:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, N, H, D), dk and dv (B, N, G, D)."""
         with all_or_none(self, ValueError):
-            rank_plan, means = self.route(call, "backward", number, rows.query, rows.key, cu_seqlens)
+            rank_plan, means, query = self.route(call, "backward", number, rows.query, rows.key, cu_seqlens)
         with all_or_none(self):
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
                 # The loss of a rank may not use lse: all deal its gradient, or none.
                 rows = rows._replace(dlse=torch.zeros_like(rows.lse))
-            return executor.backward(rank_plan, means, rows)
+            dq, dk, dv = executor.backward(rank_plan, means, rows._replace(query=query))
+            return call.scaled(dq), dk, dv
 
     def route(
         self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[RankPlan, Means]:
-        """What this rank does, and by what means: handshake, choose the exchange, plan."""
+    ) -> tuple[RankPlan, Means, Tensor]:
+        """What this rank does, by what means, and the query that kernels take: handshake, choose the exchange, plan."""
         try:
             kernel = choose(call.backend, query)
             fields = self.fields(call, stage, number, query, key, cu_seqlens)
+            scaled = call.scaled(query)
         except Exception as error:
             self.agree(0, {}, str(error) or type(error).__name__)  # the others are told at once
             raise
         lengths = self.agree(query.shape[1], fields, None)
+        self.notice(lengths)
         documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
         num_kv_heads = call.num_kv_heads(key.shape[2])
         sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
@@ -131,7 +138,7 @@ class Ranks:
         if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
             borders = documents or (0, query.shape[1])
             whole = kernel.choose_pass(call.pattern, borders, query, num_kv_heads, stage == "backward").found
-        return rank_plan, Means(kernel, call.kernel_scale, links.ring, links.heads, whole)
+        return rank_plan, Means(kernel, call.kernel_scale, links.ring, links.heads, whole), scaled
 
     def fields(
         self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None

@@ -163,6 +163,7 @@ class SimulatedRanks(Ranks):
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, int]:
         shards, plans, means = self.plan(call, query, key, cu_seqlens)
+        query = call.scaled(query)
 
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor]:
             given = [_rows_of(x, shards[rank]) for x in (query, key, value)]
@@ -181,6 +182,7 @@ class SimulatedRanks(Ranks):
         self, call: Call, number: int, rows: BackwardRows, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         shards, plans, means = self.plan(call, rows.query, rows.key, cu_seqlens)
+        rows = rows._replace(query=call.scaled(rows.query))
 
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor, Tensor]:
             parts = {name: _rows_of(x, shards[rank]) for name, x in rows._asdict().items() if x is not None}
@@ -193,7 +195,7 @@ class SimulatedRanks(Ranks):
         for shard, parts in zip(shards, run_in_turn(len(shards), work), strict=True):
             for full, part in zip((dq, dk, dv), parts, strict=True):
                 _place(full, shard, part)
-        return dq, dk, dv
+        return call.scaled(dq), dk, dv
 
     def plan(
         self, call: Call, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
