@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention
 from ring_dilated_attention.integrations.torch import ShardHeads, ShardSequence, held_heads, replace_attention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
-from ring_dilated_attention.models.sharded import all_reduce
+from ring_dilated_attention.ranks.reduce import all_reduce
 
 PATTERN = DilatedPattern((4, 9), (1, 3))
 CAUSAL = DilatedPattern((4, 9), (1, 3), is_causal=True)
@@ -145,7 +145,7 @@ def gradients_of(module, loss, parallel=None):
     found = {name: p.grad.clone() for name, p in module.named_parameters()}
     module.zero_grad()
     if parallel is not None:
-        found = {name: all_reduce(parallel, x) / parallel.world_size for name, x in found.items()}
+        found = {name: all_reduce(parallel.ranks, x) / parallel.world_size for name, x in found.items()}
     return found
 
 
@@ -173,7 +173,7 @@ def rank_shards_an_encoder(rank, world_size, sharding):
         loss = (found**2).sum() / expected.numel() * world_size
     found = gradients_of(model, loss, parallel)
     close(found, gradients)
-    close(all_reduce(parallel, x.grad) / world_size, dx)
+    close(all_reduce(parallel.ranks, x.grad) / world_size, dx)
 
 
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])

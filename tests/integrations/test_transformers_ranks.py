@@ -17,7 +17,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, save_attention
 from ring_dilated_attention.integrations.transformers import SameSample, context_parallel
-from ring_dilated_attention.models.sharded import all_reduce
+from ring_dilated_attention.ranks.reduce import all_reduce
 
 LENGTHS = {"plain": 19, "short": 3}
 
@@ -45,7 +45,7 @@ def loss_and_gradients(model, batch, parallel=None):
     gradients = [x.grad.clone() for x in model.parameters() if x.grad is not None]
     model.zero_grad()
     if parallel is not None:
-        gradients = [all_reduce(parallel, x) / parallel.world_size for x in gradients]
+        gradients = [all_reduce(parallel.ranks, x) / parallel.world_size for x in gradients]
     return out.loss.detach(), gradients
 
 

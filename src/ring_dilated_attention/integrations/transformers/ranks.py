@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from ...models.sharded import GlobalMean
 from ...ranks.context import ContextParallel, refuse
+from ...ranks.reduce import GlobalMean, all_reduce
 from ..torch import check_averaged
 from .config import NAME
 
@@ -118,7 +118,9 @@ class ShardedForward:
             logits = output.logits.flatten(0, -2)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             local_sum = F.cross_entropy(logits, self.labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-        output["loss"] = GlobalMean.apply(local_sum, self.num_labels, self.parallel)
+        ranks = self.parallel.ranks
+        total, count = all_reduce(ranks, local_sum), torch.as_tensor(self.num_labels)
+        output["loss"] = GlobalMean.apply(local_sum, total, count, ranks.world_size)
         self.num_labels = self.labels = None
         return output
 
