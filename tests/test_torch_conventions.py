@@ -10,11 +10,18 @@ import torch
 from distributed import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention
-from ring_dilated_attention.integrations.torch import ShardHeads, ShardSequence, held_heads, replace_attention
-from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.integrations.torch import (
+    ShardHeads,
+    ShardSequence,
+    check_averaged,
+    held_heads,
+    replace_attention,
+)
+from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
 from ring_dilated_attention.ranks.reduce import all_reduce
 
 PATTERN = DilatedPattern((4, 9), (1, 3))
@@ -253,3 +260,78 @@ def test_replaced_for_ranks():
     parallel = ContextParallel()
     module = replace_attention(encoder(), PATTERN, parallel=parallel)
     assert all(layer.self_attn.parallel is parallel for layer in module.layers)
+
+
+# --- FSDP2
+
+
+CONFIG = LongNetConfig((4, 16), (1, 2), embed_dim=16, num_layers=2, num_heads=2, vocab_size=40)
+SAMPLES = torch.randint(0, 40, (3, 2, 37), generator=torch.Generator().manual_seed(1))
+
+
+def steps(model, tokens_of, clip=0.2):
+    """Losses, norms of gradients and parameters of three steps, as DTensor or not."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    found = []
+    for batch in SAMPLES:
+        loss = model(tokens_of(batch))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.detach(), whole(norm)]
+    return found, {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def rank_shards_parameters(rank, world_size):
+    """Two replicas of sequences that two ranks share: parameters sharded over all four, or over each replica's two."""
+    torch.manual_seed(0)
+    losses, parameters = steps(NextTokenLoss(LongNetLM(CONFIG).double()), lambda batch: batch)
+    assert min(losses[1::2]) > 0.2  # or clipping would not be seen
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    parallel = ContextParallel(mesh["cp"])
+    own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
+    for over in (mesh["dp", "cp"]._flatten("all"), mesh):
+        torch.manual_seed(0)
+        model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).double())
+        for block in model.model.blocks:
+            fully_shard(block, mesh=over)
+        fully_shard(model, mesh=over)
+        check_averaged(model, parallel)
+        found, found_parameters = steps(model, lambda batch: parallel.shard(batch[own]))
+        close(found[1::2], losses[1::2])
+        close(found_parameters, parameters)
+    # Over dp alone: each rank of a sequence goes on with its own part of the gradient.
+    torch.manual_seed(0)
+    model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).double())
+    check_averaged(model, parallel)  # nothing sharded: DDP's to average
+    fully_shard(model, mesh=mesh["dp"])
+    assert not torch.allclose(steps(model, lambda batch: parallel.shard(batch[own]))[0][1], losses[1], rtol=1e-3)
+    column, row = [[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank // 2]
+    expected = f"is sharded over the ranks {column}, but the ranks {row} share each sequence, and nobody would average"
+    assert expected in message_of(lambda: check_averaged(model, parallel))
+
+
+def test_fsdp2_on_a_mesh_of_data_and_sequences():
+    """DTensor parameters, clipped. And proof that the refusal is of something wrong."""
+    run(4, rank_shards_parameters)
+
+
+def rank_computes_in_bfloat16(rank, world_size):
+    parallel = ContextParallel()
+    torch.manual_seed(0)
+    model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mp_policy=policy)
+    torch.manual_seed(0)
+    exact, _ = steps(NextTokenLoss(LongNetLM(CONFIG)), lambda batch: batch)
+    found, _ = steps(model, parallel.shard)
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0.02, check_dtype=False)
+
+
+def test_fsdp2_in_bfloat16():
+    run(2, rank_computes_in_bfloat16)
