@@ -44,6 +44,6 @@ for _ in range(2):
     report("dense")
 convert_to_dilated(model, DilatedPattern((32, 128), (1, 2)))
 report("dilated, as it is")
-for _ in range(4):
+for _ in range(2):
     train(100)
     report("dilated, trained on")

@@ -9,10 +9,9 @@ import pytest
 # By the beginning of a file's name, what it needs.
 NEEDS = {
     "test_transformers": ("transformers", "accelerate"),
-    "test_accelerate": ("transformers", "accelerate"),
-    "test_deepspeed": ("transformers", "deepspeed"),
+    "test_accelerate": ("accelerate",),
+    "test_deepspeed": ("deepspeed",),
     "test_lightning": ("lightning",),
-    "test_examples": ("transformers", "accelerate", "deepspeed", "lightning"),
 }
 MISSING = sorted({name for names in NEEDS.values() for name in names if find_spec(name) is None})
 collect_ignore_glob = [f"{test}*.py" for test, names in NEEDS.items() if set(names) & set(MISSING)]
