@@ -30,10 +30,11 @@ test: $(VENV)/.installed
 OTHERS     := .venv-integrations
 EXTENSIONS := TORCH_EXTENSIONS_DIR=$(CURDIR)/$(OTHERS)/extensions PATH=$(CURDIR)/$(OTHERS)/bin:$$PATH
 
-$(OTHERS)/.installed: pyproject.toml
+$(OTHERS)/.installed: pyproject.toml tests/integrations/versions.txt
 	$(PYTHON) -m venv $(OTHERS)
 	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check $(TRITON) -e '.[test,hf,deepspeed,lightning]'
+	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check \
+		$(TRITON) -c tests/integrations/versions.txt -e '.[test,hf,deepspeed,lightning]'
 	$(EXTENSIONS) python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().is_compatible() and B().load()'
 	touch $@
 

@@ -5,12 +5,15 @@ import re
 import resource
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "examples"
+PAGES = {name: (ROOT / "docs" / name).read_text() for name in ("integrations.md", "fairscale.md")}
 # What each needs, and on how many processes it runs.
 CASES = {
     "train_fsdp2": ((), 4),
@@ -74,3 +77,35 @@ def test_is_short(example):
     assert len(lines) <= 60
     code = "\n".join(lines).partition('"""\n\n')[2].splitlines()
     assert len([line for line in code if line.strip() and not line.strip().startswith("#")]) <= 40
+
+
+def anchors(page):
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_of_the_pages(name):
+    for path, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", PAGES[name]):
+        target = ROOT / "docs" / (path or name)
+        assert target.exists()
+        assert not anchor or anchor in anchors(target.read_text())
+
+
+def test_what_the_page_names_exists():
+    """The versions that are tested, and what its code imports of ours."""
+    page = PAGES["integrations.md"]
+    versions = (ROOT / "tests" / "integrations" / "versions.txt").read_text()
+    found = re.findall(r"^(\w+)==([\d.]+)$", versions, flags=re.MULTILINE)
+    assert len(found) == 4
+    for package, version in found:
+        assert f"{package} {version}" in page.lower()
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        compile(block, "integrations.md", "exec")
+        for module, names in re.findall(r"^from (ring_dilated_attention\S*) import (.*)$", block, flags=re.MULTILINE):
+            if find_spec("transformers") is None and "transformers" in module:
+                continue
+            loaded = import_module(module)
+            for one in names.split(", "):
+                assert hasattr(loaded, one)
