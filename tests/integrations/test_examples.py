@@ -23,6 +23,7 @@ CASES = {
     "train_accelerate": (("accelerate",), 2),
     "train_deepspeed": (("deepspeed",), 2),
     "train_lightning": (("lightning",), 2),
+    "train_fabric": (("lightning",), 4),
 }
 
 
