@@ -7,8 +7,20 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..limits import (
+    LARGEST,
+    MOST_HEADS,
+    MOST_RANKS,
+    check_at_least,
+    check_each,
+    check_memory,
+    check_ranks_fit,
+)
+
 if TYPE_CHECKING:
     from .share import Job
+
+MOST_SEED = 2**61 - 1  # times the number of tensors it fits 64 bits
 
 EXAMPLES = """examples:
   rda slice                    rank 64,507 of 65,536 that share 1,073,741,824 positions; minutes on two cores
@@ -54,9 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         job = job_of(arguments)
+        if arguments.rank is not None and not 0 <= arguments.rank < job.num_ranks:
+            raise ValueError(f"--rank must be from 0 to {job.num_ranks - 1}, got {arguments.rank}")
         rank = choose_rank(job) if arguments.rank is None else arguments.rank
-        if not 0 <= rank < job.num_ranks:
-            raise ValueError(f"--rank must be from 0 to {job.num_ranks - 1}, got {rank}")
+        if not arguments.plan:
+            check_share(job, rank)
         if arguments.record is not None:
             check_writable("--record", arguments.record.parent, arguments.record.name)
     except ValueError as error:
@@ -82,21 +96,43 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if row["passed"] else 1
 
 
+def check_numbers(arguments: argparse.Namespace) -> None:
+    for option, most in (("seq_len", LARGEST), ("ranks", MOST_RANKS), ("heads", MOST_HEADS), ("head_dim", LARGEST)):
+        check_at_least(f"--{option.replace('_', '-')}", getattr(arguments, option), most=most)
+    check_each("--segment-lengths", arguments.segment_lengths or ())
+    check_each("--dilation-rates", arguments.dilation_rates or ())
+    if not -MOST_SEED <= arguments.seed <= MOST_SEED:
+        raise ValueError(f"--seed must be from {-MOST_SEED:,} to {MOST_SEED:,}, got {arguments.seed:,}")
+    check_ranks_fit(arguments.ranks, arguments.seq_len)
+
+
+def check_share(job: "Job", rank: int) -> None:
+    """Raise ValueError if there is nothing to verify, or not the memory to run it."""
+    from .report import describe
+
+    plan = describe(job, rank)["rank_plan"]
+    if not plan["pairs"]:
+        raise ValueError(
+            f"rank {rank} of {job.num_ranks} holds no row of any branch: there is nothing to verify. Leave out --rank, "
+            "or see with --plan what it holds."
+        )
+    check_memory(f"rank {rank} holds", plan["peak_bytes"], "use more --ranks, or see the figures with --plan")
+
+
 def job_of(arguments: argparse.Namespace) -> "Job":
     """The job that the arguments describe. ValueError if they do not fit."""
     from ...pattern import DilatedPattern
     from .share import Job, longnet_pattern
 
-    for name in ("seq_len", "ranks", "heads", "head_dim"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    check_numbers(arguments)
     if arguments.seq_len % arguments.ranks:
         rest = arguments.seq_len % arguments.ranks
         raise ValueError(
             f"--seq-len {arguments.seq_len} must be a multiple of --ranks {arguments.ranks}; {rest} remain"
         )
-    pattern = longnet_pattern(arguments.seq_len, is_causal=not arguments.not_causal)
-    if arguments.segment_lengths is not None or arguments.dilation_rates is not None:
+    if arguments.segment_lengths is None and arguments.dilation_rates is None:
+        pattern = longnet_pattern(arguments.seq_len, is_causal=not arguments.not_causal)
+    else:
         lengths, rates = arguments.segment_lengths or (), arguments.dilation_rates or ()
         pattern = DilatedPattern(lengths, rates, is_causal=not arguments.not_causal)
     num_kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads
