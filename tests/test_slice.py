@@ -277,7 +277,7 @@ def test_a_short_job_is_verified(more, capsys):
     ("more", "message"),
     [
         (["--rank", "4"], "--rank must be from 0 to 3, got 4"),
-        (["--ranks", "2048"], "--ranks 2,048 share --seq-len 1,024 positions, so that 1,024 of them would own none"),
+        (["--ranks", "2048"], "--ranks 2,048 share the 1,024 positions of --seq-len, so that 1,024 of them"),
         (["--seq-len", str(2**70), "--ranks", "2"], "--seq-len must be at most 9,223,372,036,854,775,807 (64 bits)"),
         (["--seq-len", str(2**40), "--ranks", str(2**30)], "--ranks must be at most 1,048,576, got 1,073,741,824"),
         (["--heads", "100000"], "--heads must be at most 65,536, got 100,000"),

@@ -23,12 +23,12 @@ def check_each(option: str, values: Iterable[int]) -> None:
         check_at_least(option, value, least=-LARGEST)
 
 
-def check_ranks_fit(num_ranks: int, seq_len: int) -> None:
+def check_ranks_fit(num_ranks: int, seq_len: int, what: str = "--seq-len") -> None:
     """The library serves ranks that own nothing; who asks a command for them has mistaken one number for another."""
     if num_ranks > seq_len:
         raise ValueError(
-            f"--ranks {num_ranks:,} share --seq-len {seq_len:,} positions, so that {num_ranks - seq_len:,} of them "
-            f"would own none: choose at most {seq_len:,} ranks"
+            f"--ranks {num_ranks:,} share the {seq_len:,} positions of {what}, so that {num_ranks - seq_len:,} of "
+            f"them would own none: choose at most {seq_len:,} ranks"
         )
 
 

@@ -200,7 +200,7 @@ def _steps(sizes: _Sizes, ledger: _Ledger) -> Iterator[tuple[Tile, bool]]:
 
 
 def _forward(sizes: _Sizes, ledger: _Ledger) -> None:
-    ledger.hold("two K‖V chunks", 2 * sizes.chunk)
+    ledger.hold("two chunks of keys and values", 2 * sizes.chunk)
     has_accumulators = False
 
     def allocate() -> None:
@@ -229,18 +229,18 @@ def _forward(sizes: _Sizes, ledger: _Ledger) -> None:
     ledger.hold("out", sizes.query)
     with ledger.holding(lse_in_float64=0 if sizes.is_fused else sizes.wide(sizes.lse)):
         ledger.hold("lse", sizes.lse)
-    ledger.release("two K‖V chunks")
+    ledger.release("two chunks of keys and values")
 
 
 def _backward(sizes: _Sizes, ledger: _Ledger) -> None:
-    ledger.hold("two K‖V chunks", 2 * sizes.chunk)
+    ledger.hold("two chunks of keys and values", 2 * sizes.chunk)
     ledger.hold("delta", sizes.delta)
     gradients = _Gradients(sizes, ledger)
     for tile, is_own in _steps(sizes, ledger):
         if not is_own:
-            ledger.hold("two dK‖dV chunks", 2 * sizes.summed(sizes.chunk))
+            ledger.hold("two chunks of their gradients", 2 * sizes.summed(sizes.chunk))
         gradients.add_tile(tile, is_own=is_own)
-    ledger.hold("two dK‖dV chunks", 2 * sizes.summed(sizes.chunk))
+    ledger.hold("two chunks of their gradients", 2 * sizes.summed(sizes.chunk))
     gradients.finish()
 
 

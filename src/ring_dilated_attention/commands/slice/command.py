@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..interrupts import leaving_at_once
 from ..limits import (
     LARGEST,
     MOST_HEADS,
@@ -16,6 +17,7 @@ from ..limits import (
     check_memory,
     check_ranks_fit,
 )
+from ..output import check_writable, progress_bar, stepper
 
 if TYPE_CHECKING:
     from .share import Job
@@ -59,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ...training.report import hardware, versions
-    from ..output import check_writable, progress_bar, stepper
-    from . import report
-    from .share import choose_rank
+    with leaving_at_once("rda slice"):
+        from ...training.report import hardware, versions
+        from . import report
+        from .share import choose_rank
 
     try:
         job = job_of(arguments)

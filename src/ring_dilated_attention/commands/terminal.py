@@ -1,0 +1,48 @@
+"""The streams of a command: closed ones, full ones, and terminals that cannot show a letter. No torch."""
+
+import io
+import os
+import sys
+
+
+def prepare_streams() -> None:
+    """Nothing that is printed ends a command, whatever stands at the other end of its streams.
+
+    Where a terminal has no such letter (of a path, say), the letter's number is shown. A stream that is closed is
+    opened on nothing: otherwise the first file that the command opens would get its number, and what is printed.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def say(text: str) -> None:
+    """A line on stderr, if it takes one."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        drop_unwritten()
+
+
+def drop_unwritten() -> None:
+    """What cannot be written is not tried again at exit, where it would be a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def described(error: OSError | MemoryError) -> str:
+    """What an error of the system says, in words, with its file."""
+    if isinstance(error, MemoryError):
+        return "there is not enough memory"
+    words = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {words}" if error.filename else words
