@@ -98,6 +98,18 @@ def test_what_cannot_be_written_is_refused_before_it_is_measured(arguments, mess
     assert not (tmp_path / "none").exists()
 
 
+def test_a_record_of_somebody_else_is_refused(tmp_path, monkeypatch, capsys):
+    """Before anything is measured, and where a page is to be made from it."""
+    monkeypatch.setattr("benchmarks.command.run_case", None)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "linear.json").write_text("[]")
+    assert command.main(["linear", "--quick", "--results", str(tmp_path / "results")]) == 2
+    assert "linear.json was not made by python -m benchmarks, and nothing is written" in capsys.readouterr().err
+    assert command.main(["--page", "--results", str(tmp_path / "results")]) == 2
+    assert "linear.json is no record of python -m benchmarks: run its case again" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["results", "linear.json"]
+
+
 def test_a_page_is_made_anew(tmp_path):
     """From records of any age: those of this repository make its page again."""
     benchmarks = Path(__file__).parent.parent / "benchmarks"

@@ -2,6 +2,8 @@
 
 import os
 import random
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -153,13 +155,49 @@ def test_what_is_held_back_comes_at_the_end():
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_a_disk_that_is_full_is_a_sentence(monkeypatch, capsys):
-    def full(*_):
-        raise OSError(28, "No space left on device", "somewhere")
+PICTURES = [*PLAN, "--ranks", "2", "--picture"]
+SLICE = ["slice", "--seq-len", "64", "--ranks", "4", "--heads", "1", "--head-dim", "8", "--record"]
 
-    monkeypatch.setattr("ring_dilated_attention.commands.plan.make_plans", full)
-    assert cli.main(PLAN) == 2
-    assert capsys.readouterr().err == "rda plan: somewhere: No space left on device\n"
+
+@pytest.mark.parametrize("arguments", [[*PICTURES, "out"], [*SLICE, "out/pattern.png"]], ids=["plan", "slice"])
+def test_nothing_of_somebody_else_is_overwritten(arguments, tmp_path, monkeypatch, capsys):
+    """What a command made itself it makes anew."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert cli.main(arguments) == 0
+    Path("out/pattern.png").write_text("mine")
+    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    capsys.readouterr()
+    assert cli.main(arguments) == 2
+    out, error = capsys.readouterr()
+    assert re.fullmatch(r"out/pattern.png was not made by rda \w+ --\w+, and nothing is written over it\..*\n", error)
+    assert out == ""
+    assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
+
+
+@pytest.mark.parametrize("arguments", [[*PICTURES, "a/b/out"], [*SLICE, "a/b/out/record"]], ids=["plan", "slice"])
+def test_refused_commands_make_no_folder(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*arguments, "--kv-heads", "5"]) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert cli.main(arguments) == 0
+    assert len(list(Path("a/b/out").iterdir())) == (2 if arguments[0] == "plan" else 1)
+
+
+@pytest.mark.parametrize("arguments", [[*PICTURES, "out"], [*SLICE, "out/record"]], ids=["plan", "slice"])
+def test_a_full_disk_is_a_sentence(arguments, tmp_path, monkeypatch, capsys):
+    """No file may grow beyond 100 bytes: what the system says then is what it says of a full disk."""
+    monkeypatch.chdir(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        assert cli.main(arguments) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = capsys.readouterr().err
+    assert re.search(rf"rda {arguments[0]}: out/\S+: File too large\n$", error)
+    assert "Traceback" not in error
+    assert list(Path("out").iterdir()) == []
 
 
 def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The main job: which bytes a step reads, what a checkpoint survives, and how the command ends."""
+"""The main job: which bytes a step reads, that a resumed run is the same run, and how the command ends."""
 
 import json
 import os
@@ -12,15 +12,13 @@ from pathlib import Path, PurePosixPath
 import pytest
 import torch
 from distributed import run as run_ranks
-from torch import nn
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
-from ring_dilated_attention.training import checkpoint as checkpoints
-from ring_dilated_attention.training.checkpoint import find_checkpoint, load_checkpoint, read_state, save_checkpoint
+from ring_dilated_attention.training.checkpoint import find_checkpoint
 from ring_dilated_attention.training.data import Document, load_document, source_files, strip_fasta
 from ring_dilated_attention.training.interrupt import StopRequest
-from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, make_optimizer, train
+from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, train
 from ring_dilated_attention.training.memory import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.report import summary, write_report
@@ -116,70 +114,6 @@ class TestDocument:
         document = load_document([], 32_768, 4)
         assert len(document.content) > 3e6
         assert Path(json.__file__).read_bytes() in document.content
-
-
-class TestCheckpoint:
-    @pytest.fixture
-    def trained(self):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-        optimizer = make_optimizer(model, Hyperparameters())
-        for _ in range(3):
-            model(torch.randn(5, 3)).square().sum().backward()
-            optimizer.step()
-        return model, optimizer
-
-    def test_restores_every_tensor(self, trained, tmp_path):
-        model, optimizer = trained
-        state = {"step": 3, "bits_per_byte": [8.1, 1 / 3]}
-        checkpoint = save_checkpoint(tmp_path, state, model, optimizer)
-        assert read_state(checkpoint) == state
-        other = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-        other_optimizer = make_optimizer(other, Hyperparameters())
-        load_checkpoint(checkpoint, other, other_optimizer)
-        for a, b in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(a, b)
-            assert optimizer.state[a].keys() == other_optimizer.state[b].keys() == {"step", "exp_avg", "exp_avg_sq"}
-            assert all(
-                torch.equal(optimizer.state[a][key], other_optimizer.state[b][key]) for key in optimizer.state[a]
-            )
-
-    def test_holds_no_pickle_and_only_the_newest_stays(self, trained, tmp_path):
-        for step in (3, 10, 9):
-            save_checkpoint(tmp_path, {"step": step}, *trained)
-        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000009"]
-        names = {path.name for path in find_checkpoint(tmp_path).iterdir()}
-        assert names == {"model.safetensors", "optimizer.safetensors", "state.json"}
-
-    @pytest.mark.parametrize("failing", ["save_file", "_flush", "rename"])
-    def test_failure_while_writing_leaves_the_last_one_whole(self, trained, tmp_path, monkeypatch, failing):
-        before = save_checkpoint(tmp_path, {"step": 3}, *trained)
-
-        def fail(*_):
-            raise OSError("disk full")
-
-        with monkeypatch.context() as patch:
-            if failing == "save_file":
-                patch.setattr("safetensors.torch.save_file", fail)
-            elif failing == "_flush":
-                patch.setattr(checkpoints, "_flush", fail)
-            else:
-                patch.setattr(Path, "rename", fail)
-            with pytest.raises(OSError, match="disk full"):
-                save_checkpoint(tmp_path, {"step": 6}, *trained)
-        assert find_checkpoint(tmp_path) == before
-        load_checkpoint(before, *trained)
-        after = save_checkpoint(tmp_path, {"step": 6}, *trained)
-        assert list(tmp_path.iterdir()) == [after]
-
-    def test_damaged_file_is_named(self, trained, tmp_path):
-        checkpoint = save_checkpoint(tmp_path, {"step": 3}, *trained)
-        (checkpoint / "state.json").write_text("{")
-        with pytest.raises(ValueError, match=r"state\.json cannot be read"):
-            read_state(checkpoint)
-        (checkpoint / "model.safetensors").write_bytes(b"\0" * 20)
-        with pytest.raises(ValueError, match="checkpoint-000003 cannot be loaded"):
-            load_checkpoint(checkpoint, *trained)
 
 
 class TestLoop:

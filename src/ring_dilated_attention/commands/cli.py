@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from .interrupts import EXIT_CODE, ignore_from_now_on, leaving_at_once
-from .terminal import described, drop_unwritten, prepare_streams, say
+from .interrupts import leaving_at_once
+from .terminal import guarded
 
 
 class Subcommand(NamedTuple):
@@ -31,25 +31,7 @@ SUBCOMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = f"rda {asked_for(arguments)}" if asked_for(arguments) in SUBCOMMANDS else "rda"
-    prepare_streams()
-    try:
-        try:
-            return run(arguments, command)
-        finally:
-            sys.stdout.flush()  # here, where it can be caught, and not at exit
-    except BrokenPipeError:  # whoever reads the output has enough of it, as in `rda plan ... | head`
-        drop_unwritten()
-        return 141  # as a shell reports SIGPIPE
-    except KeyboardInterrupt:
-        say(f"\n{command}: interrupted")
-        return EXIT_CODE
-    except (OSError, MemoryError) as error:
-        drop_unwritten()
-        say(f"{command}: {described(error)}")
-        return 2
-    finally:
-        if argv is None:
-            ignore_from_now_on()
+    return guarded(command, lambda: run(arguments, command), is_process=argv is None)
 
 
 def asked_for(arguments: Sequence[str]) -> str:

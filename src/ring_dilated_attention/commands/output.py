@@ -11,15 +11,15 @@ from typing import Any
 
 
 def check_writable(option: str, folder: Path, file: str | None = None) -> None:
-    """Make a folder now, so that work is not done whose result has no place.
+    """Before the work, so that none is done whose result has no place. Nothing is made yet.
 
     Raises:
-        ValueError: unless new files can be written to it, or this one.
+        ValueError: unless new files can be written to a folder, or to where it would be made; or to this file of it.
     """
     path = folder if file is None else folder / file
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        with tempfile.TemporaryFile(dir=there):
             pass
         if file is not None and path.exists():
             os.close(os.open(path, os.O_WRONLY))

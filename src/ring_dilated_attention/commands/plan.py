@@ -15,6 +15,7 @@ from ..plan.memory import KERNELS, AttentionMemory, attention_memory
 from ..plan.plan import Plan
 from ..plan.planner import chunk_finder, make_plan
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
+from .figures import check_pictures, draw
 from .limits import MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_memory, check_ranks_fit
 from .output import check_writable, progress_bar
 from .plan_report import (
@@ -129,8 +130,6 @@ def run(arguments: argparse.Namespace) -> int:
         if compared:
             print(sharding_lines(compared))
     if arguments.picture is not None:
-        from .figures import draw
-
         shards_of = partial(split, arguments)
         for path in draw(arguments.picture, pattern, arguments.seq_len, arguments.heads, shards_of):
             print(path, file=sys.stderr)
@@ -196,6 +195,7 @@ def check_picture(arguments: argparse.Namespace) -> None:
     if find_spec("matplotlib") is None:
         raise ValueError("--picture needs matplotlib: pip install matplotlib")
     check_writable("--picture", arguments.picture)
+    check_pictures(arguments.picture)
 
 
 def hardware_of(arguments: argparse.Namespace) -> Hardware | None:

@@ -1,8 +1,38 @@
-"""The streams of a command: closed ones, full ones, and terminals that cannot show a letter. No torch."""
+"""How a command ends, and its streams: closed ones, full ones, and terminals that cannot show a letter. No torch."""
 
 import io
 import os
 import sys
+from collections.abc import Callable
+
+from .interrupts import EXIT_CODE, ignore_from_now_on
+
+
+def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
+    """run()'s exit code; 130 after Ctrl-C, and 2 after a sentence where the system has no room for what it does.
+
+    Args:
+        is_process: nothing comes after it.
+    """
+    prepare_streams()
+    try:
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()  # here, where it can be caught, and not at exit
+    except BrokenPipeError:  # whoever reads the output has enough of it, as in `rda plan ... | head`
+        drop_unwritten()
+        return 141  # as a shell reports SIGPIPE
+    except KeyboardInterrupt:
+        say(f"\n{command}: interrupted")
+        return EXIT_CODE
+    except (OSError, MemoryError) as error:
+        drop_unwritten()
+        say(f"{command}: {described(error)}")
+        return 2
+    finally:
+        if is_process:
+            ignore_from_now_on()
 
 
 def prepare_streams() -> None:

@@ -66,12 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
             prepared.folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         return refuse(error)
-    if prepared.is_complete and is_first_rank() and not arguments.launched:
-        print(
-            f"rda train: the run in {prepared.folder} is complete, all {prepared.hyperparameters.steps} steps of it; "
-            "only its report is made again",
-            file=sys.stderr,
-        )
     if (arguments.ranks or 1) > 1 and not under_torchrun():
         return launch_ranks(arguments, prepared)
     try:
@@ -140,10 +134,17 @@ def train_here(arguments: argparse.Namespace, run: Run) -> dict[str, Any]:
 
     if under_torchrun():
         dist.init_process_group("gloo")
+    was_complete = run.is_complete
     with StopRequest(watch_stdin=arguments.launched, second_aborts=not under_torchrun()) as stop:
         record = train(run, ContextParallel(exchange=arguments.exchange), stop)
     if is_first_rank():
         write_report(record)
+        if was_complete:
+            print(
+                f"rda train: the run in {run.folder} is complete, all {run.hyperparameters.steps} steps of it; only "
+                "its report was made again",
+                file=sys.stderr,
+            )
         print(summary(record), file=sys.stderr if arguments.json else sys.stdout)
         if arguments.json:
             print(json.dumps(record))

@@ -16,7 +16,7 @@ from .memory import peak_resident_bytes, resident_bytes
 from .options import Hyperparameters
 from .progress import Progress
 from .report import make_record, planned_attention_bytes
-from .run import Run, initial_state
+from .run import Run, initial_state, with_offer
 
 NATS_PER_BIT = math.log(2)
 
@@ -39,7 +39,10 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     loss_of = average_gradients(NextTokenLoss(model), parallel)
     state = initial_state(run)
     if run.checkpoint is not None:
-        load_checkpoint(run.checkpoint, model, optimizer)
+        try:
+            load_checkpoint(run.checkpoint, model, optimizer)
+        except ValueError as error:
+            raise with_offer(error, run.checkpoint) from error
     resident_before, stopping = resident_bytes(), False
     with Progress(options, state["step"], parallel.rank, planned_attention_bytes(options, parallel)) as progress:
         while state["step"] < options.steps and not stopping:
@@ -59,10 +62,14 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
             state["step_seconds"].append(time.perf_counter() - began)
             progress.update(state["bits_per_byte"][-1], state["step_seconds"][-1], resident)
             due = state["step"] % run.save_every == 0 or state["step"] == options.steps
-            if parallel.rank == 0 and (due or stopping):
-                save_checkpoint(run.folder, state, model, optimizer)
+            if due or stopping:
+                check_parameters(model, state["step"])
+                if parallel.rank == 0:
+                    save_checkpoint(run.folder, state, model, optimizer)
     complete = state["step"] == options.steps
     held_out = held_out_bits_per_byte(model, run.document, parallel) if complete else None
+    if held_out is not None:
+        check_finite(held_out, state["step"])
     ranks = gather_memory(options, parallel, resident_before)
     return make_record(run.folder, state, held_out, ranks, sum(x.numel() for x in model.parameters()))
 
@@ -102,6 +109,12 @@ def shard(window: bytearray, parallel: ContextParallel) -> Tensor:
 def check_finite(loss: float, step: int) -> None:
     if not math.isfinite(loss):
         raise TrainingDiverged(f"the loss is {loss} at step {step}: start again with a smaller --learning-rate")
+
+
+def check_parameters(model: nn.Module, step: int) -> None:
+    """A checkpoint of these would replace one from which the run could go on."""
+    if not all(bool(x.isfinite().all()) for x in model.parameters()):
+        raise TrainingDiverged(f"a parameter is not finite at step {step}: start again with a smaller --learning-rate")
 
 
 def exchange_status(parallel: ContextParallel, stop_requested: bool) -> tuple[list[int], bool]:

@@ -5,7 +5,7 @@ of ranks, the exchange, how often to save) is not here.
 """
 
 import argparse
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,28 @@ class Hyperparameters:
         """As JSON gives it back: lists for tuples."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "Hyperparameters":
+        """From what `to_dict` gave.
+
+        Raises:
+            ValueError: if a field is missing, foreign or of another type, and for values that cannot be.
+        """
+        names = {item.name for item in fields(cls)}
+        if saved.keys() != names:
+            missing, foreign = sorted(names - saved.keys()), sorted(saved.keys() - names)
+            raise ValueError(f"hyperparameters lack {missing or 'none'} and have {foreign or 'none'} besides")
+        for item in fields(cls):
+            value, kind = saved[item.name], item.metadata["type"]
+            entries = value if isinstance(item.default, tuple) and isinstance(value, list) else [value]
+            is_typed = isinstance(item.default, tuple) == isinstance(value, list)
+            if value is None and item.default is None:
+                continue
+            if not is_typed or any(type(x) not in ((int, float) if kind is float else (kind,)) for x in entries):
+                wanted = kind.__name__ if is_typed else "a list" if isinstance(item.default, tuple) else "one value"
+                raise ValueError(f"hyperparameter {item.name} is {value!r}, not {wanted}")
+        return cls(**saved)
+
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
@@ -89,8 +111,8 @@ def add_hyperparameters(parser: argparse._ArgumentGroup) -> None:
         )
 
 
-def resolve(arguments: argparse.Namespace, saved: dict[str, Any] | None) -> Hyperparameters:
-    """The hyperparameters of a new run, or of the saved one that is resumed.
+def resolve(arguments: argparse.Namespace, saved: Hyperparameters | None) -> Hyperparameters:
+    """The hyperparameters of a new run, or those of the saved one that is resumed.
 
     Raises:
         ValueError: for values that cannot be, and for those that differ from the saved run's.
@@ -100,19 +122,18 @@ def resolve(arguments: argparse.Namespace, saved: dict[str, Any] | None) -> Hype
         given["data"] = [str(Path(name).resolve()) for name in given["data"]]
     if saved is None:
         return Hyperparameters(**given)
-    hyperparameters = Hyperparameters(**saved)
-    wanted = Hyperparameters(**{**saved, **given})
+    wanted = replace(saved, **given)
     changed = [
-        f"{flag(item.name)} {_shown(getattr(wanted, item.name))} was {_shown(getattr(hyperparameters, item.name))}"
+        f"{flag(item.name)} {_shown(getattr(wanted, item.name))} was {_shown(getattr(saved, item.name))}"
         for item in fields(Hyperparameters)
-        if getattr(wanted, item.name) != getattr(hyperparameters, item.name)
+        if getattr(wanted, item.name) != getattr(saved, item.name)
     ]
     if changed:
         raise ValueError(
             f"a resumed run keeps its hyperparameters, but {'; '.join(changed)}. Leave these options out, or start a "
             "new run without --resume"
         )
-    return hyperparameters
+    return saved
 
 
 def _shown(value: Any) -> str:

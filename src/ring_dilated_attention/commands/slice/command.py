@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...training.files import check_mine, write_whole
 from ..interrupts import leaving_at_once
 from ..limits import (
     LARGEST,
@@ -75,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             check_share(job, rank)
         if arguments.record is not None:
             check_writable("--record", arguments.record.parent, arguments.record.name)
+            check_mine(arguments.record, is_record, "rda slice --record")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -93,9 +95,19 @@ def run(arguments: argparse.Namespace) -> int:
     }
     text = json.dumps(record, indent=1)
     if arguments.record is not None:
-        arguments.record.write_text(text + "\n")
+        arguments.record.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(arguments.record, f"{text}\n".encode(), is_record, "rda slice --record")
     print(text if arguments.json else report.text(row))
     return 0 if row["passed"] else 1
+
+
+def is_record(content: bytes) -> bool:
+    """Whether a file is one that this command wrote, so that it may be replaced."""
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and str(record.get("command")).startswith("rda slice")
 
 
 def check_numbers(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,62 @@
+"""Files that are whole or absent, and that never take the place of somebody else's. No torch."""
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+MADE_BY = "ring_dilated_attention"  # what pictures say they were made with
+
+
+def write_whole(path: Path, content: bytes, is_mine: Callable[[bytes], bool], maker: str) -> None:
+    """Write a file under another name, flush it to the disk and rename it.
+
+    Args:
+        is_mine: whether what a file holds was made by `maker`, so that it may be replaced.
+
+    Raises:
+        ValueError: if a file of this name is somebody else's.
+        OSError: if it cannot be written, with its path. Nothing is left of it then.
+    """
+    check_mine(path, is_mine, maker)
+    unfinished = path.with_name(f"unfinished-{secrets.token_hex(8)}-{path.name}")
+    try:
+        try:
+            with open(unfinished, "xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        flush(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def check_mine(path: Path, is_mine: Callable[[bytes], bool], maker: str) -> None:
+    """Raise ValueError if there is a file that may not be replaced."""
+    try:
+        found = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ValueError(f"{path} is in the way: {error.strerror}. Move it away, or choose another place.") from error
+    if not is_mine(found):
+        raise ValueError(
+            f"{path} was not made by {maker}, and nothing is written over it. Move it away, or choose another place."
+        )
+
+
+def is_our_picture(content: bytes) -> bool:
+    """A PNG says by what it was made before it says anything else."""
+    return MADE_BY.encode() in content[:1024]
+
+
+def flush(path: Path) -> None:
+    """Bring a file or a folder's list of names to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
