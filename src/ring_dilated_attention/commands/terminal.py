@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from ..training.files import in_words
 from .interrupts import EXIT_CODE, ignore_from_now_on
 
 
@@ -26,9 +27,14 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
     except KeyboardInterrupt:
         say(f"\n{command}: interrupted")
         return EXIT_CODE
-    except (OSError, MemoryError) as error:
+    except OSError as error:
         drop_unwritten()
-        say(f"{command}: {described(error)}")
+        say(f"{command}: {in_words(error)}")
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):  # what torch says
+            raise
+        say(f"{command}: there is not enough memory")
         return 2
     finally:
         if is_process:
@@ -68,11 +74,3 @@ def drop_unwritten() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def described(error: OSError | MemoryError) -> str:
-    """What an error of the system says, in words, with its file."""
-    if isinstance(error, MemoryError):
-        return "there is not enough memory"
-    words = error.strerror or str(error) or type(error).__name__
-    return f"{error.filename}: {words}" if error.filename else words

@@ -48,6 +48,13 @@ def check_mine(path: Path, is_mine: Callable[[bytes], bool], maker: str) -> None
         )
 
 
+def in_words(error: Exception) -> str:
+    """What an error says; one of the system's with its file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
+
+
 def is_our_picture(content: bytes) -> bool:
     """A PNG says by what it was made before it says anything else."""
     return MADE_BY.encode() in content[:1024]

@@ -2,6 +2,8 @@
 
 import math
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..ranks.context import ContextParallel
+from .agreement import together
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Document
 from .memory import peak_resident_bytes, resident_bytes
@@ -38,11 +41,7 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     optimizer = make_optimizer(model, options)
     loss_of = average_gradients(NextTokenLoss(model), parallel)
     state = initial_state(run)
-    if run.checkpoint is not None:
-        try:
-            load_checkpoint(run.checkpoint, model, optimizer)
-        except ValueError as error:
-            raise with_offer(error, run.checkpoint) from error
+    together(parallel, partial(load, run, model, optimizer))
     resident_before, stopping = resident_bytes(), False
     with Progress(options, state["step"], parallel.rank, planned_attention_bytes(options, parallel)) as progress:
         while state["step"] < options.steps and not stopping:
@@ -64,14 +63,29 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
             due = state["step"] % run.save_every == 0 or state["step"] == options.steps
             if due or stopping:
                 check_parameters(model, state["step"])
-                if parallel.rank == 0:
-                    save_checkpoint(run.folder, state, model, optimizer)
+                together(parallel, partial(save_on_first_rank, run.folder, state, model, optimizer, parallel))
     complete = state["step"] == options.steps
     held_out = held_out_bits_per_byte(model, run.document, parallel) if complete else None
     if held_out is not None:
         check_finite(held_out, state["step"])
     ranks = gather_memory(options, parallel, resident_before)
     return make_record(run.folder, state, held_out, ranks, sum(x.numel() for x in model.parameters()))
+
+
+def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What the run goes on from, if it goes on from something."""
+    if run.checkpoint is not None:
+        try:
+            load_checkpoint(run.checkpoint, model, optimizer)
+        except ValueError as error:
+            raise with_offer(error, run.checkpoint) from error
+
+
+def save_on_first_rank(
+    folder: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, parallel: ContextParallel
+) -> None:
+    if parallel.rank == 0:
+        save_checkpoint(folder, state, model, optimizer)
 
 
 def make_optimizer(model: nn.Module, options: Hyperparameters) -> torch.optim.AdamW:

@@ -1,19 +1,22 @@
 """A run: what to train, on what, and where. What can be wrong with a request is found here, without torch."""
 
 import argparse
+import hashlib
 import json
 import math
 import secrets
 import time
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from .checkpoint import STATE_FILE, check_whole, find_checkpoints, read_state, step_of
 from .data import Document, load_document
 from .files import check_mine
-from .options import Hyperparameters, resolve
+from .options import Hyperparameters, flag, resolve
 
 RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 
@@ -71,6 +74,33 @@ def initial_state(run: Run) -> dict[str, Any]:
         "bits_per_byte": [],
         "step_seconds": [],
     }
+
+
+def fingerprint(run: Run) -> dict[str, str]:
+    """What must be alike on all ranks, by name, in words: the content of the data and not its path."""
+    options = {flag(name): str(value) for name, value in run.hyperparameters.to_dict().items() if name != "data"}
+    document = document_identity(run.document)
+    checkpoint = "none"
+    if run.checkpoint is not None:
+        state = read_state(run.checkpoint)
+        checkpoint = f"step {state['step']} of run {state['run']}"
+    return {
+        "the document": f"{document['num_bytes']:,} bytes with sha256 {document['sha256'][:16]}...",
+        "the code": code_version(),
+        "the checkpoint": checkpoint,
+        **options,
+        "--save-every": str(run.save_every),
+        "--activation-checkpointing": str(run.activation_checkpointing),
+    }
+
+
+def code_version() -> str:
+    """Of torch, and of this package by what is in it: two clones may have one number."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"ring_dilated_attention {__version__} with sha256 {digest.hexdigest()[:16]}..., torch {version('torch')}"
 
 
 def document_identity(document: Document) -> dict[str, Any]:
