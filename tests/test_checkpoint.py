@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent, verified before they are used; and nothing goes that a run did not make."""
 
 import json
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -375,6 +376,15 @@ class TestCommand:
         assert main([*ARGUMENTS[:-1], "new"]) == 2
         assert "choose another folder" in capsys.readouterr().err
         assert listing(Path("new")) == {name: b"mine"}
+
+    def test_a_full_disk_is_a_sentence(self, little_space, capsys):
+        """Also for a launcher's ranks, whose first alone writes."""
+        for folder in ("one", "two"):
+            arguments = [*ARGUMENTS[:-1], folder, "--num-layers", "1", *(["--ranks", "2"] * (folder == "two"))]
+            assert main(arguments) == 2
+            assert not Path(folder).exists()
+        error = capsys.readouterr().err
+        assert re.search(r"\nrda train: one/checkpoint-000002 cannot be written: .*File too large.*\n$", error)
 
     def test_other_files_in_the_folder_stay(self, capsys):
         Path("new/unfinished-thesis").mkdir(parents=True)

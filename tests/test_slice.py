@@ -278,7 +278,7 @@ def test_a_short_job_is_verified(more, capsys):
     [
         (["--rank", "4"], "--rank must be from 0 to 3, got 4"),
         (["--ranks", "2048"], "--ranks 2,048 share the 1,024 positions of --seq-len, so that 1,024 of them"),
-        (["--seq-len", str(2**70), "--ranks", "2"], "--seq-len must be at most 9,223,372,036,854,775,807 (64 bits)"),
+        (["--seq-len", str(2**70), "--ranks", "2"], "--seq-len must be at most 1,099,511,627,776, got"),
         (["--seq-len", str(2**40), "--ranks", str(2**30)], "--ranks must be at most 1,048,576, got 1,073,741,824"),
         (["--heads", "100000"], "--heads must be at most 65,536, got 100,000"),
         (["--seed", str(2**62)], "--seed must be from -2,305,843,009,213,693,951 to"),

@@ -243,10 +243,23 @@ class TestCommand:
                 "2 key/value heads do not divide among 3 ranks: 2 mod 3 = 2. Choose",
             ),
             ({"resume": "."}, "--resume .: there is no checkpoint in this folder"),
+            ({"ranks": 49}, "--ranks 49 share the 48 positions of --seq-len, so that 1 of them would own none"),
+            ({"learning_rate": "1e300"}, "--learning-rate 1e+300 must be from -1e+30 to 1e+30"),
+            ({"weight_decay": "1e39"}, "--weight-decay 1e+39 must be from -1e+30 to 1e+30"),
+            ({"learning_rate": "1e30", "weight_decay": 2}, "1e+30 times --weight-decay 2.0 must be at most 1e+30"),
+            ({"dilation_rates": (1, 2**40 + 1)}, "--dilation-rates 1099511627777 must be from -1,099,511,627,776 to"),
+            ({"seed": 2**64}, "--seed 18446744073709551616 must be from -9,223,372,036,854,775,807 to"),
+            ({"seed": -(2**64)}, "--seed -18446744073709551616 must be from -9,223,372,036,854,775,807 to"),
+            ({"segment_lengths": (8, 2**63)}, "--segment-lengths 9223372036854775808 must be from"),
+            ({"steps": 10**30}, "--steps 1000000000000000000000000000000 must be from"),
+            ({"num_layers": 10**6}, "--num-layers 1000000 must be at most 10,000"),
+            ({"embed_dim": 10**9}, "AdamW's moments, on every rank, take 3.8e+11 GB, and this machine has"),
+            ({"held_out_windows": 10**6}, "pass more --data, or fewer --held-out-windows"),
+            ({"data": "/dev/zero"}, "cannot read /dev/zero: it is a device, which may have no end"),
         ],
     )
     def test_bad_options_are_exit_code_2(self, changes, message, capsys):
-        assert main(["train", *tiny_arguments(data="text.txt", **changes)]) == 2
+        assert main(["train", *tiny_arguments(**{"data": "text.txt", **changes})]) == 2
         assert message in capsys.readouterr().err
 
     def test_ranks_must_be_those_of_torchrun(self, monkeypatch, capsys):

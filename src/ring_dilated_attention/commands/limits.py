@@ -17,10 +17,10 @@ def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST)
         raise ValueError(f"{option} must be at most {most:,}{' (64 bits)' * (most == LARGEST)}, got {value:,}")
 
 
-def check_each(option: str, values: Iterable[int]) -> None:
+def check_each(option: str, values: Iterable[int], most: int = LARGEST) -> None:
     """The same of every number of a list; how small they may be is the pattern's to say."""
     for value in values:
-        check_at_least(option, value, least=-LARGEST)
+        check_at_least(option, value, least=-LARGEST, most=most)
 
 
 def check_ranks_fit(num_ranks: int, seq_len: int, what: str = "--seq-len") -> None:

@@ -26,10 +26,11 @@ from ..training.options import Hyperparameters, add_hyperparameters
 from ..training.ownership import join_folder, own_folder
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from .interrupts import leaving_at_once
-from .limits import check_ranks_fit
+from .limits import check_memory, check_ranks_fit
 from .terminal import say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
+MEMORY = "use a smaller --embed-dim or fewer --num-layers"
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
 # What gloo says in a gradient's sum, which goes through torch's own group, when another rank has ended.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
@@ -100,6 +101,8 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     num_ranks = num_ranks_started() if num_ranks_started() > 1 else arguments.ranks or 1
     check_ranks_fit(num_ranks, run.hyperparameters.seq_len)
     check_exchange(arguments.exchange, run.hyperparameters, num_ranks)
+    num_bytes = run.hyperparameters.num_training_bytes() * (num_ranks if num_ranks_started() == 1 else 1)
+    check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, MEMORY)
     return run
 
 

@@ -11,6 +11,11 @@ from typing import Any
 
 from ..models.config import LongNetConfig
 
+MOST_LAYERS = 10_000  # as modules, which take time and memory of their own
+# What 64 bits hold, also as the stride of a tensor; and float32, in which AdamW computes, where it divides by 0.1.
+_LARGEST = {int: 2**63 - 1, float: 1e30}
+_LARGEST_OF = {"segment_lengths": 2**40, "dilation_rates": 2**40}
+
 
 def _option(default: Any, text: str, kind: type = int) -> Any:
     return field(default=default, metadata={"help": text, "type": kind})
@@ -39,6 +44,14 @@ class Hyperparameters:
     def __post_init__(self) -> None:
         for name in ("data", "segment_lengths", "dilation_rates"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for item in fields(self):
+            kind = item.metadata["type"]
+            value, most = getattr(self, item.name), _LARGEST_OF.get(item.name, _LARGEST.get(kind))
+            for entry in value if isinstance(value, tuple) else [value]:
+                if most is not None and entry is not None and abs(entry) > most:
+                    raise ValueError(f"{flag(item.name)} {entry} must be from {-most:,} to {most:,}")
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"--num-layers {self.num_layers} must be at most {MOST_LAYERS:,}")
         for name in ("steps", "held_out_windows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 1")
@@ -53,6 +66,11 @@ class Hyperparameters:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} must be a positive number")
         if not 0 <= self.weight_decay < float("inf"):
             raise ValueError(f"--weight-decay {self.weight_decay} must be zero or a positive number")
+        if self.learning_rate * self.weight_decay > _LARGEST[float]:
+            raise ValueError(
+                f"--learning-rate {self.learning_rate} times --weight-decay {self.weight_decay} must be at most "
+                f"{_LARGEST[float]:,}"
+            )
         self.model_config()  # refuses widths and branches that cannot be
 
     def model_config(self) -> LongNetConfig:
@@ -64,6 +82,13 @@ class Hyperparameters:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
         )
+
+    def num_training_bytes(self) -> int:
+        """Of the parameters, their gradients and AdamW's two moments, in float32; biases and norms left out."""
+        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        of_attention = 2 * self.embed_dim**2 + 2 * self.embed_dim**2 * num_kv_heads // self.num_heads
+        num_parameters = self.num_layers * (of_attention + 8 * self.embed_dim**2) + 2 * 256 * self.embed_dim
+        return 4 * 4 * num_parameters
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON gives it back: lists for tuples."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ...training.files import check_mine, write_whole
 from ..interrupts import leaving_at_once
 from ..limits import (
-    LARGEST,
     MOST_HEADS,
     MOST_RANKS,
     check_at_least,
@@ -23,6 +22,8 @@ from ..output import check_writable, progress_bar, stepper
 if TYPE_CHECKING:
     from .share import Job
 
+# As strides of tensors, times heads and head dim, these fit 64 bits.
+MOST_POSITIONS, MOST_HEAD_DIM = 2**40, 2**16
 MOST_SEED = 2**61 - 1  # times the number of tensors it fits 64 bits
 
 EXAMPLES = """examples:
@@ -111,10 +112,11 @@ def is_record(content: bytes) -> bool:
 
 
 def check_numbers(arguments: argparse.Namespace) -> None:
-    for option, most in (("seq_len", LARGEST), ("ranks", MOST_RANKS), ("heads", MOST_HEADS), ("head_dim", LARGEST)):
-        check_at_least(f"--{option.replace('_', '-')}", getattr(arguments, option), most=most)
-    check_each("--segment-lengths", arguments.segment_lengths or ())
-    check_each("--dilation-rates", arguments.dilation_rates or ())
+    most = {"seq_len": MOST_POSITIONS, "ranks": MOST_RANKS, "heads": MOST_HEADS, "head_dim": MOST_HEAD_DIM}
+    for option, number in most.items():
+        check_at_least(f"--{option.replace('_', '-')}", getattr(arguments, option), most=number)
+    check_each("--segment-lengths", arguments.segment_lengths or (), most=MOST_POSITIONS)
+    check_each("--dilation-rates", arguments.dilation_rates or (), most=MOST_POSITIONS)
     if not -MOST_SEED <= arguments.seed <= MOST_SEED:
         raise ValueError(f"--seed must be from {-MOST_SEED:,} to {MOST_SEED:,}, got {arguments.seed:,}")
     check_ranks_fit(arguments.ranks, arguments.seq_len)
