@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 from ring_dilated_attention.run.merge import merge_
@@ -607,3 +607,29 @@ def test_merge_is_that_of_the_definition():
 def test_every_error_dtype_has_a_floor():
     """Catches a dtype that the kernel serves and the precision test forgets."""
     assert set(chain(FLOORS, [torch.float64])) == set(cpu.DTYPES)
+
+
+@pytest.mark.parametrize("rules", [{}, {"phase": "blocked"}, {"heads": "split"}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("parallel", [{}, {"exchange": "simulated", "world_size": 3}], ids=["one", "three"])
+def test_some_heads_of_a_layer_are_a_slice_of_all(rules, parallel):
+    """Tensor parallelism. Catches phases by the local head: another function, without a word."""
+    pattern = DilatedPattern((7, 29), (2, 5), **rules)
+    query, key, value = (torch.randn(2, 29, h, 8, dtype=torch.float64, requires_grad=True) for h in (6, 3, 3))
+    context = ContextParallel(**parallel)
+    out, lse = dilated_attention(query, key, value, pattern, parallel=context, return_lse=True)
+    wholes = torch.autograd.grad(out.square().sum(), (query, key, value))
+    grads = [torch.zeros_like(x) for x in wholes]
+    for held in (range(0, 2), range(2, 6)):
+        kv = slice(held.start // 2, held.stop // 2)
+        part = (query[:, :, held.start : held.stop], key[:, :, kv], value[:, :, kv])
+        found, found_lse = dilated_attention(
+            *part, pattern, parallel=context, return_lse=True, heads_held=held, num_heads=6
+        )
+        torch.testing.assert_close(found, out[:, :, held.start : held.stop])
+        torch.testing.assert_close(found_lse, lse[:, :, held.start : held.stop])
+        for total, grad in zip(grads, torch.autograd.grad(found.square().sum(), (query, key, value)), strict=True):
+            total += grad
+    for total, whole in zip(grads, wholes, strict=True):
+        torch.testing.assert_close(total, whole)
+    local = dilated_attention(*part, pattern, parallel=context)
+    assert not torch.allclose(local, out[:, :, 2:])  # what it would be without

@@ -91,7 +91,7 @@ def test_output_that_cannot_be_written(stream, more, code):
     assert error == (expected if code == 2 else "")
 
 
-@pytest.mark.parametrize("more", [["--picture"], ["--kernel", "in-place"], ["--ranks", "1", "--kernel", "fused"]])
+@pytest.mark.parametrize("more", [["--picture"], ["--kernel", "triton"], ["--ranks", "1", "--kernel", "triton-fused"]])
 def test_a_terminal_without_letters(more, tmp_path):
     """Everything that is printed is ASCII; what a user's path has beyond is shown by number."""
     if more == ["--picture"]:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.ranks.link import ExchangeError
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
@@ -109,11 +110,11 @@ def rank_has_bad_input(rank, world_size):
     assert "shard along dim=2" in message_of(lambda: context.shard(torch.zeros(1, 8), dim=2))
     for labels in (torch.zeros(8, dtype=torch.int64), torch.zeros(1, 8)):
         good = torch.zeros(1, 8, dtype=torch.int64)
-        message = message_of(lambda x=labels if odd else good: context.shift_left(x, 0))
+        message = message_of(lambda x=labels if odd else good: shift_left(context, x, 0))
         assert "shift_left takes integers (batch, N)" in message
     message = message_of(lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=-0.5 if odd else 0.5))
     assert "ranks disagree on scale: rank 0 has 0.5, rank 1 has -0.5" in message
-    message = message_of(lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=odd))
+    message = message_of(lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=int(odd)))
     assert "ranks disagree on scale" in message
     assert torch.isfinite(layer(x, x, x)[0]).all()
     given = ContextParallel(lengths=(3, 5), timeout=PATIENCE)
@@ -131,7 +132,7 @@ def rank_runs_out_of_memory(rank, world_size):
     if rank == 1:
         torch.cat = lambda *_, **__: (_ for _ in ()).throw(MemoryError("no memory left"))
         assert "no memory" in message_of(lambda: context.unshard(torch.zeros(1, 4)), MemoryError)
-        assert context.link.failure
+        assert context.ranks.all.failure
     else:
 
         def twice() -> None:

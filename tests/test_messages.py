@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain
-from ring_dilated_attention.kernels import BACKENDS
+from ring_dilated_attention.kernels.choose import BACKENDS
 from ring_dilated_attention.pattern import PHASE_RULES
-from ring_dilated_attention.plan.choice import EXCHANGES
+from ring_dilated_attention.plan.exchange import EXCHANGES
 from ring_dilated_attention.plan.sharding import SHARDINGS
 
 DENSE = DilatedPattern((8,), (1,))
@@ -38,7 +38,7 @@ def integers(*numbers, dtype=torch.int32):
     [
         ((8, 16), (1,), ("segment_lengths has 2", "dilation_rates has 1", "(8, 16) and (1,)", "as many")),
         ((8,), (1, 2), ("segment_lengths has 1 entries", "dilation_rates has 2", "(8,) and (1, 2)")),
-        ((), (), ("segment_lengths is empty", "segment_lengths=[n]")),
+        ((), (), ("segment_lengths is empty", "dense attention is DilatedPattern.dense()")),
         ((8,), [], ("dilation_rates is empty", "one entry per branch")),
         ((8, 0), (1, 2), ("segment_lengths must be at least 1", "got 0", "[8, 0]")),
         ((-8,), (1,), ("segment_lengths must be at least 1", "got -8", "[-8]")),

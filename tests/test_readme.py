@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.commands.cli import SUBCOMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +65,15 @@ def test_the_example_of_simulated_ranks():
     lines = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"rank {rank} of 4" for rank in range(4)]
     assert all(re.search(r": held [\d,]{9,} bytes at most, sent [\d,]{9,}$", line) for line in lines)
+
+
+def test_the_patterns_of_the_table():
+    """Each row makes a pattern; the rule's row says what the rule makes."""
+    found = re.findall(r"^\| `(DilatedPattern.*?)` \|", README, flags=re.MULTILINE)
+    experiments, longnet, dense = (eval(x, {"DilatedPattern": DilatedPattern, "max_len": 16384}) for x in found)
+    assert len(experiments.branches) == 5
+    assert longnet.branches == ((2048, 1), (4096, 2), (8192, 4), (16384, 8))
+    assert dense == DilatedPattern.dense()
 
 
 def test_names_of_the_text_are_the_packages():

@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels.triton import in_place
 from ring_dilated_attention.kernels.triton.config import KERNELS, PATH, architecture, config, has_config, padded
-from ring_dilated_attention.ranks.execute import Call, forward
+from ring_dilated_attention.plan.sharding import Cut
+from ring_dilated_attention.ranks.contract import Call
+from ring_dilated_attention.ranks.own_rows import OwnRows
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.7.1)"
@@ -154,9 +156,9 @@ def test_the_op_asks_again(monkeypatch):
         query = torch.empty(1, 32, 2, 16, device="cuda:0", dtype=torch.float16)
         reason = "has no block sizes for cuda:75 in configs.json"
         assert in_place.why_not(query) == reason
-        call = Call(DilatedPattern((8,), (1,)), 0.25, "triton", "", "", False)
+        call = Call(DilatedPattern((8,), (1,)), 0.25, "triton", "", False, range(2), 2)
         with pytest.raises(ValueError, match=reason):
-            forward(call, query, query, query, None)
+            OwnRows(Cut("contiguous", 1)).forward(call, query, query, query, None)
     architecture.cache_clear()
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import kernels
+from ..kernels.choose import BACKENDS, reasons
 from ..pattern import DilatedPattern
-from ..plan.choice import EXCHANGES
+from ..plan.exchange import EXCHANGES
 from ..ranks.context import ContextParallel
 from .compare import DTYPES, Case, Squares, measure, worst
 from .limits import check_at_least, check_ranks_fit
@@ -77,7 +77,7 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
     """What can run on this machine on so many ranks, and the rows of what cannot, with the reason."""
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     trials, rows = [], []
-    for backend in kernels.BACKENDS:
+    for backend in BACKENDS:
         for exchange in EXCHANGES if num_ranks > 1 else ("none",):
             for dtype in DTYPES:
                 options = [Trial(backend, device, exchange, dtype, num_ranks) for device in devices]
@@ -91,7 +91,7 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
 
 
 def _why_not(trial: Trial) -> str | None:
-    reason = kernels.reasons(torch.empty(1, 1, 1, 8, dtype=trial.dtype, device=trial.device))[trial.backend]
+    reason = reasons(torch.empty(1, 1, 1, 8, dtype=trial.dtype, device=trial.device))[trial.backend]
     if reason is None and trial.device == "cuda" and torch.cuda.device_count() < trial.num_processes:
         return f"needs a GPU for each of {trial.num_processes} processes, there are {torch.cuda.device_count()}"
     return reason

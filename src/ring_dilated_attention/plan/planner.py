@@ -12,7 +12,6 @@ from .rows import (
     Block,
     Piece,
     Rows,
-    first_rows,
     heads_between,
     kv_heads,
     kv_rows,
@@ -22,7 +21,7 @@ from .rows import (
     query_rows,
     segment_of,
 )
-from .sharding import Shard, shard_length
+from .sharding import Shard, first_rows, shard_length
 
 
 @lru_cache(maxsize=256)
@@ -47,11 +46,11 @@ def make_plan(
     local, rings = planner.local_and_rings(rank)
     offsets = _offsets(rings)
     packs = [pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)]
-    places: dict[Rows | Block, Block] = dict(packs)
     last_hop = max((ring.last_hop for ring in rings), default=0)
     hops = [planner.hop(s, rank, rings, offsets) for s in range(1, last_hop + 1)]
     while hops and not any(hops[-1]):
         hops.pop()
+    places: dict[Rows | Block, Block] = dict(packs) if hops else {}  # without hops nothing is packed
     first_rates = pattern.dilation_rates[:1] if pattern.heads == "all" else pattern.dilation_rates
     covered = all(rate == 1 for rate in first_rates)
     return Plan(
@@ -63,6 +62,8 @@ def make_plan(
         packs=tuple(packs),
         hops=tuple(hops),
         chunk_size=offsets[-1],
+        received_size=offsets[-1],
+        home_size=offsets[-1],
         query_covered=covered,
         key_covered=covered and (pattern.heads == "all" or num_heads == num_kv_heads),
     )
@@ -297,7 +298,7 @@ class _Planner:
             def message(
                 peer: int, chunk: int, ring: Ring = ring, offset: int = offset, is_gradient: bool = False
             ) -> Message:
-                return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk], is_gradient)
+                return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk], is_gradient, packed=offset)
 
             gradient = partial(message, is_gradient=True)
             if meets(leaving, s) and (s == 1 or meets(leaving, s - 1)):

@@ -6,11 +6,10 @@ the dilation rate. A *run* is a stretch of a head group's heads whose rows form 
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from ..pattern import HeadGroup
-from .sharding import Shard, Span
+from .sharding import Span
 
 
 class Rows(NamedTuple):
@@ -63,10 +62,6 @@ class Run(NamedTuple):
     hi: int
     first: int
     num_rows: int
-
-
-def first_rows(shard: Shard) -> Iterator[int]:
-    return accumulate((span.stop - span.start for span in shard), initial=0)
 
 
 def segment_of(position: int, borders: Sequence[int], length: int) -> tuple[int, int]:

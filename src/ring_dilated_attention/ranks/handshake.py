@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from .link import Link
+from .link import GroupLink
 
 # Columns of a record: at least as many as any call compares.
 _NUM_FIELDS = 16
@@ -20,7 +20,7 @@ class Breakable(Protocol):
 
 
 @contextmanager
-def all_or_none(connections: Breakable | None, *agreed: type[Exception]) -> Iterator[None]:
+def all_or_none(connections: Breakable, *agreed: type[Exception]) -> Iterator[None]:
     """Whatever fails on this rank alone (memory, say) must not leave the others waiting for it.
 
     `agreed` are the errors that all ranks raise alike: a call that all refuse breaks nothing.
@@ -30,12 +30,11 @@ def all_or_none(connections: Breakable | None, *agreed: type[Exception]) -> Iter
     except agreed:
         raise
     except BaseException as error:
-        if connections is not None:
-            connections.abandon(f"{type(error).__name__}: {error}")
+        connections.abandon(f"{type(error).__name__}: {error}")
         raise
 
 
-def agree(control: Link, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+def agree(control: GroupLink, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
     """Every rank's local length, once all ranks turn out to make the same call.
 
     Args:

@@ -52,13 +52,13 @@ class Handle(NamedTuple):
 
 
 @dataclass
-class Pending:
+class GroupPending:
     """Messages in flight. `wait` returns when they have been sent and received; waiting again returns at once.
 
     The tensors are kept alive, and a handle is awaited exactly once: gloo hangs on a second wait.
     """
 
-    link: "Link | None"
+    link: "GroupLink | None"
     moment: str
     handles: list["Handle"] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Pending:
             self.link.waits.append(Wait(self.moment, self.posted, arrived, start, end))
 
 
-class Link:
+class GroupLink:
     """Messages within one process group. Ranks and peers are places in the ring, in the order of `members`.
 
     Every pair of ranks must post its messages in the same order (the plan sees to it); no tags are used, because NCCL
@@ -91,7 +91,7 @@ class Link:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[Link] | None" = None
+        self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[GroupLink] | None" = None
     ) -> None:
         self.group, self.name = group, name
         self.world_size = len(members)
@@ -120,7 +120,7 @@ class Link:
         """Whether a tensor travels by gloo: also one of a device that this group has no transport for (`_staged`)."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
-    def wait_for(self, pending: Pending) -> None:
+    def wait_for(self, pending: GroupPending) -> None:
         """Wait for messages, one after the other.
 
         On gloo in a thread, to watch the peer meanwhile. When a connection breaks, gloo ends the waits for messages
@@ -196,7 +196,7 @@ class Link:
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str
-    ) -> Pending:
+    ) -> GroupPending:
         """Start sending and receiving contiguous tensors, each with its peer. `moment` is quoted in errors."""
         self._refuse_if_broken()
         messages: list[_Message] = []
@@ -206,13 +206,13 @@ class Link:
 
     def carry(
         self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> Pending:
+    ) -> GroupPending:
         """`exchange`, for messages of a plan."""
         return self.exchange([(x, m.peer) for x, m in sends], [(x, m.peer) for x, m in receives], moment)
 
     def carry_apart(
         self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> tuple[Pending, Pending]:
+    ) -> tuple[GroupPending, GroupPending]:
         """`carry`, to wait apart for what is sent and for what is received.
 
         Where a batch is one thing to wait for, both are that one. (Two batches would deadlock: in NCCL's stream the
@@ -223,10 +223,10 @@ class Link:
         both = self.carry(sends, receives, moment)
         return both, both
 
-    def _post(self, messages: Sequence[_Message], moment: str) -> Pending:
+    def _post(self, messages: Sequence[_Message], moment: str) -> GroupPending:
         """Post messages, together where the transport can."""
         self._refuse_if_broken()
-        pending = Pending(self, moment)
+        pending = GroupPending(self, moment)
         messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
         pending.tensors = [x for _, x, _, _ in messages]
         on_gloo = all(map(self.on_gloo, pending.tensors))
@@ -255,7 +255,7 @@ class Link:
         """Whether a tensor must travel through host memory: gloo cannot send CUDA tensors. (No GPU has run this.)"""
         return x.is_cuda and self.on_gloo(x)
 
-    def _staged(self, x: Tensor, is_filled: bool, pending: Pending | None = None) -> Tensor:
+    def _staged(self, x: Tensor, is_filled: bool, pending: GroupPending | None = None) -> Tensor:
         """The tensor, or a pinned copy of it on the host; a received copy is brought back when it is there."""
         if not self._stages(x):
             return x

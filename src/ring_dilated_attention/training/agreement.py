@@ -10,24 +10,16 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from ..models.sharded import all_reduce
+from ..ranks.context import ContextParallel
 from .files import in_words
 
 T = TypeVar("T")
-
-
-class Ranks(Protocol):
-    """What is asked of a `ContextParallel`."""
-
-    rank: int
-    world_size: int
-
-    def all_reduce(self, x: Tensor) -> Tensor: ...
 
 
 class Refusal(ValueError):
@@ -51,7 +43,7 @@ class Account:
     fields: Mapping[str, str] = field(default_factory=dict)
 
 
-def together(ranks: Ranks, action: Callable[[], T]) -> T:
+def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
     """action()'s result, on every rank. A ValueError or OSError of one rank is a Refusal on all of them."""
     refusal, result = "", None
     try:
@@ -59,20 +51,20 @@ def together(ranks: Ranks, action: Callable[[], T]) -> T:
     except Refusal:
         raise
     except (ValueError, OSError) as error:
-        if ranks.world_size == 1:
+        if parallel.world_size == 1:
             raise
         refusal = in_words(error)
-    table = _exchange(ranks, refusal, {})
+    table = _exchange(parallel, refusal, {})
     if any(account.refusal for account in table):
-        raise Refusal(words_of_refusal(table, ranks.rank))
+        raise Refusal(words_of_refusal(table, parallel.rank))
     return result  # type: ignore[return-value]  # no rank refused, so this one has a result
 
 
-def agree(ranks: Ranks, fields: Mapping[str, str]) -> None:
+def agree(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
     """Raise a Refusal on every rank unless all have the same fields."""
-    table = _exchange(ranks, "", fields)
+    table = _exchange(parallel, "", fields)
     if any(account.fields != table[0].fields for account in table):
-        raise Refusal(words_of_difference(table, ranks.rank))
+        raise Refusal(words_of_difference(table, parallel.rank))
 
 
 def words_of_refusal(table: Sequence[Account], me: int) -> str:
@@ -122,22 +114,22 @@ def _numbers(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, x)) for x in stretches)}"
 
 
-def _exchange(ranks: Ranks, refusal: str, fields: Mapping[str, str]) -> list[Account]:
+def _exchange(parallel: ContextParallel, refusal: str, fields: Mapping[str, str]) -> list[Account]:
     """Every rank's account, in the order of places."""
     host, rank = socket.gethostname(), dist.get_rank() if dist.is_initialized() else 0
     # torchrun numbers its machines. Processes that somebody started one by one may be anywhere.
     machine = f"{host} {os.environ.get('GROUP_RANK', '')}" if "LOCAL_RANK" in os.environ else f"rank {rank}"
-    texts = _all_texts(ranks, json.dumps(asdict(Account(rank, host, machine, refusal, fields))))
+    texts = _all_texts(parallel, json.dumps(asdict(Account(rank, host, machine, refusal, fields))))
     return [Account(**json.loads(text)) for text in texts]
 
 
-def _all_texts(ranks: Ranks, text: str) -> list[str]:
+def _all_texts(parallel: ContextParallel, text: str) -> list[str]:
     """Every rank's text (ASCII), by sums of tensors in which each has a row."""
     content = torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
-    lengths = torch.zeros(ranks.world_size, dtype=torch.int64)
-    lengths[ranks.rank] = len(content)
-    lengths = ranks.all_reduce(lengths)
-    table = torch.zeros(ranks.world_size, int(lengths.max()), dtype=torch.uint8)
-    table[ranks.rank, : len(content)] = content
-    rows = ranks.all_reduce(table)
+    lengths = torch.zeros(parallel.world_size, dtype=torch.int64)
+    lengths[parallel.rank] = len(content)
+    lengths = all_reduce(parallel, lengths)
+    table = torch.zeros(parallel.world_size, int(lengths.max()), dtype=torch.uint8)
+    table[parallel.rank, : len(content)] = content
+    rows = all_reduce(parallel, table)
     return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
