@@ -141,3 +141,11 @@ def test_a_timeout_is_a_positive_number(seconds, capsys):
 def test_numbers_that_cannot_be_are_refused(arguments, message, capsys):
     assert cli.main(["check", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_no_case_divides_among_seven_ranks():
+    """Catches the worst of no results."""
+    trials, rows = check.plan_trials(7)
+    assert not any(trial.exchange == "all_to_all" for trial in trials)
+    reasons = {row.reason for row in rows if (row.exchange, row.backend) == ("all_to_all", "cpu")}
+    assert reasons == {"no case has key/value heads that divide among 7 ranks"}

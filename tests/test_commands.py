@@ -214,3 +214,16 @@ def test_memory_is_said_with_its_arithmetic(monkeypatch):
     limits.check_memory("it takes", 2e9, "leave it")
     with pytest.raises(ValueError, match=r"^it takes 3\.0 GB, and this machine has 2\.0 GB of memory: leave it$"):
         limits.check_memory("it takes", 3e9, "leave it")
+
+
+def test_a_bar_that_nobody_sees_ends_nothing(monkeypatch):
+    """Catches hours of training that end with the terminal that showed their progress."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with output.progress_bar(2, "step") as bar:
+            bar.update()
+            bar.set_postfix_str("second")
+        with pytest.raises(OSError, match="No space left"):
+            print("it is full", file=full, flush=True)
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # for what it still holds

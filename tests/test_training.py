@@ -310,6 +310,21 @@ class TestCommand:
         wait_for(lambda: Path("run/record.json").exists(), None)
         assert json.loads(Path("run/record.json").read_text())["status"] == "interrupted"
 
+    def test_a_rank_that_is_killed_is_named(self):
+        """And the other one says whom it lost, in a line; nobody waits for anybody."""
+        words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
+        process = start(*words)
+        wait_for(lambda: find_checkpoint(Path("run")), process)
+        ranks = [path.parent for path in Path("/proc").glob("[0-9]*/stat") if parent_of(path) == process.pid]
+        (second,) = (int(rank.name) for rank in ranks if b"\0RANK=1\0" in (rank / "environ").read_bytes())
+        os.kill(second, signal.SIGKILL)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "Traceback" not in error
+        assert re.search(r"\nrda train: rank 0 on host \S+ lost another: ", error)
+        last = r"\nrda train: the ranks failed: rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-\d+\n$"
+        assert re.search(last, error)
+
     @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
     def test_help_needs_no_torch(self, arguments):
         start = "import sys; from ring_dilated_attention.commands.cli import main; sys.modules['torch'] = None"
@@ -321,6 +336,13 @@ class TestCommand:
 def start(*arguments, output=subprocess.PIPE):
     command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", "--save-every", "5", *arguments]
     return subprocess.Popen(command, stdout=output, stderr=output, text=True)
+
+
+def parent_of(path):
+    try:
+        return int(path.read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return None
 
 
 def wait_for(condition, process, seconds=120):

@@ -91,6 +91,8 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
 
 
 def _why_not(trial: Trial) -> str | None:
+    if not trial.cases:
+        return f"no case has key/value heads that divide among {trial.num_ranks} ranks"
     reason = reasons(torch.empty(1, 1, 1, 8, dtype=trial.dtype, device=trial.device))[trial.backend]
     if reason is None and trial.device == "cuda" and torch.cuda.device_count() < trial.num_processes:
         return f"needs a GPU for each of {trial.num_processes} processes, there are {torch.cuda.device_count()}"

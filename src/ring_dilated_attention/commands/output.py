@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..training.files import LossyStream
+
 
 def check_writable(option: str, folder: Path, file: str | None = None) -> None:
     """Before the work, so that none is done whose result has no place. Nothing is made yet.
@@ -58,7 +60,7 @@ def progress_bar(total: int, unit: str, *, is_shown: bool = True) -> Any:
         return _NoBar()
     from tqdm import tqdm
 
-    return tqdm(total=total, unit=unit, file=sys.stderr, dynamic_ncols=True)
+    return tqdm(total=total, unit=unit, file=LossyStream(sys.stderr), dynamic_ncols=True)
 
 
 class _NoBar:

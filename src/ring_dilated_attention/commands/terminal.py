@@ -8,6 +8,8 @@ from collections.abc import Callable
 from ..training.files import in_words
 from .interrupts import EXIT_CODE, ignore_from_now_on
 
+UNREAD_EXIT_CODE = 141  # as a shell reports SIGPIPE
+
 
 def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
     """run()'s exit code; 130 after Ctrl-C, and 2 after a sentence where the system has no room for what it does.
@@ -23,7 +25,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
             sys.stdout.flush()  # here, where it can be caught, and not at exit
     except BrokenPipeError:  # whoever reads the output has enough of it, as in `rda plan ... | head`
         drop_unwritten()
-        return 141  # as a shell reports SIGPIPE
+        return UNREAD_EXIT_CODE
     except KeyboardInterrupt:
         say(f"\n{command}: interrupted")
         return EXIT_CODE

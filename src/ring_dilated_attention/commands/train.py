@@ -27,7 +27,7 @@ from ..training.ownership import join_folder, own_folder
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from .interrupts import leaving_at_once
 from .limits import check_memory, check_ranks_fit
-from .terminal import say
+from .terminal import UNREAD_EXIT_CODE, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 MEMORY = "use a smaller --embed-dim or fewer --num-layers"
@@ -142,8 +142,9 @@ def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
     if not any(ended.codes):
         record = json.loads((run.folder / RECORD_FILE).read_text())
         return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
-    if not ended.was_aborted and set(ended.codes) <= {0, USER_ERROR_EXIT_CODE}:
-        return USER_ERROR_EXIT_CODE  # the ranks have said why
+    for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
+        if not ended.was_aborted and set(ended.codes) <= {0, code}:
+            return code  # the ranks have said why, or nobody reads it
     reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended.codes))}"
     say(f"rda train: {reason}; newest checkpoint: {find_checkpoint(run.folder) or 'none'}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
@@ -205,6 +206,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
         if rank == 0:
             say(f"rda train: {error}")
         return USER_ERROR_EXIT_CODE
+    except BrokenPipeError:
+        raise  # whoever reads has enough of it
     except (ValueError, OSError) as error:
         say(f"rda train: rank {rank} on host {socket.gethostname()}: {in_words(error)}")
         return USER_ERROR_EXIT_CODE
