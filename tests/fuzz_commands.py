@@ -191,7 +191,7 @@ def spoil(rng: random.Random, groups: list[list[str]]) -> None:
         groups.remove(group)
     elif how < 0.92 and group:
         group.append(hostile(rng, group[0]))
-    elif how < 0.96:
+    elif how < 0.96 and group:
         del group[-1]
     elif group:
         group[0] = rng.choice([group[0][:-1], group[0] + "x", group[0].upper(), "-" + group[0].lstrip("-")])

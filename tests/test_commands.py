@@ -197,7 +197,7 @@ def test_a_full_disk_is_a_sentence(arguments, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert re.search(rf"rda {arguments[0]}: out/\S+: File too large\n$", error)
     assert "Traceback" not in error
-    assert list(Path("out").iterdir()) == []
+    assert list(Path().iterdir()) == []
 
 
 def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):

@@ -14,7 +14,7 @@ from ..pattern import DilatedPattern
 from ..plan.plan import Hop, Message, Plan
 from ..plan.planner import make_plan
 from ..plan.sharding import Shard, make_shards, shard_length
-from ..training.files import MADE_BY, check_mine, is_our_picture, write_whole
+from ..training.files import MADE_BY, check_mine, folder_made, is_our_picture, write_whole
 from .scaled import scaled_down
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ def _save(folder: Path, pictures: dict[str, "Figure"]) -> list[Path]:
     for name, figure in pictures.items():
         made[folder / name] = content = BytesIO()
         figure.savefig(content, dpi=DPI, format="png", metadata={"Software": MADE_BY})
-    folder.mkdir(parents=True, exist_ok=True)
-    check_pictures(folder)
-    for path, content in made.items():
-        write_whole(path, content.getvalue(), is_our_picture, "rda plan --picture")
+    with folder_made(folder):
+        check_pictures(folder)
+        for path, content in made.items():
+            write_whole(path, content.getvalue(), is_our_picture, "rda plan --picture")
     return list(made)
 
 

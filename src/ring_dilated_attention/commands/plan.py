@@ -142,8 +142,12 @@ def run(arguments: argparse.Namespace) -> int:
             print(sharding_lines(compared))
     if arguments.picture is not None:
         shards_of = partial(split, arguments)
-        for path in draw(arguments.picture, pattern, arguments.seq_len, arguments.heads, shards_of):
-            print(path, file=sys.stderr)
+        try:
+            pictures = draw(arguments.picture, pattern, arguments.seq_len, arguments.heads, shards_of)
+        except ValueError as error:  # somebody put something there meanwhile
+            print(error, file=sys.stderr)
+            return 2
+        print(*pictures, sep="\n", file=sys.stderr)
     return 0
 
 

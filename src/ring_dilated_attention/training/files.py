@@ -2,8 +2,8 @@
 
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -34,6 +34,27 @@ def write_whole(path: Path, content: bytes, is_mine: Callable[[bytes], bool], ma
         flush(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def folder_made(folder: Path) -> Iterator[Path]:
+    """Make a folder with its parents. Those that are made, and empty at the end of the block, are removed."""
+    made: list[Path] = []
+    try:
+        for path in (*reversed(folder.parents), folder):
+            if path.is_dir():
+                continue
+            try:
+                path.mkdir()
+                made.append(path)
+            except FileExistsError:
+                if not path.is_dir():  # it is no other process's
+                    raise
+        yield folder
+    finally:
+        with suppress(OSError):
+            for path in reversed(made):
+                path.rmdir()
 
 
 def check_mine(path: Path, is_mine: Callable[[bytes], bool], maker: str) -> None:

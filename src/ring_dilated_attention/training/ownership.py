@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from .checkpoint import MAKER
+from .files import folder_made
 
 LOCK_FILE = ".rda-train.lock"
 
@@ -34,22 +35,16 @@ def own_folder(folder: Path, *, must_be_new: bool = False, shares: bool = False)
         ValueError: if another run has it.
         OSError: if it cannot be made.
     """
-    made: list[Path] = []
-    try:
-        folder = _make_new(folder, made) if must_be_new else _make(folder, made)
-        lock = _lock(folder / LOCK_FILE, fcntl.LOCK_EX)
+    with _new_folder_made(folder) if must_be_new else folder_made(folder) as own:
+        lock = _lock(own / LOCK_FILE, fcntl.LOCK_EX)
         try:
             if shares:
-                _flock(lock, folder / LOCK_FILE, fcntl.LOCK_SH)
-            yield folder
+                _flock(lock, own / LOCK_FILE, fcntl.LOCK_SH)
+            yield own
         finally:
             with suppress(OSError):
-                (folder / LOCK_FILE).unlink()  # before the lock goes, so that nobody else's is removed
+                (own / LOCK_FILE).unlink()  # before the lock goes, so that nobody else's is removed
             os.close(lock)
-    finally:
-        with suppress(OSError):
-            for path in reversed(made):
-                path.rmdir()
 
 
 @contextmanager
@@ -62,24 +57,21 @@ def join_folder(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _make(folder: Path, made: list[Path]) -> Path:
-    for path in (*reversed(folder.parents), folder):
-        if not path.is_dir():
-            with suppress(FileExistsError):  # somebody else made it just now, or it is a file, which the lock finds
+@contextmanager
+def _new_folder_made(folder: Path) -> Iterator[Path]:
+    with folder_made(folder.parent):
+        for number in count(1):
+            path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+            try:
                 path.mkdir()
-                made.append(path)
-    return folder
-
-
-def _make_new(folder: Path, made: list[Path]) -> Path:
-    _make(folder.parent, made)
-    for number in count(1):
-        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        with suppress(FileExistsError):
-            path.mkdir()
-            made.append(path)
-            return path
-    raise AssertionError("counting does not end")
+            except FileExistsError:
+                continue
+            try:
+                yield path
+            finally:
+                with suppress(OSError):
+                    path.rmdir()
+            return
 
 
 def _lock(path: Path, kind: int) -> int:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...training.files import check_mine, write_whole
+from ...training.files import check_mine, folder_made, write_whole
 from ..interrupts import leaving_at_once
 from ..limits import (
     MOST_HEADS,
@@ -95,10 +95,14 @@ def run(arguments: argparse.Namespace) -> int:
         "rows": [row],
     }
     text = json.dumps(record, indent=1)
-    if arguments.record is not None:
-        arguments.record.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(arguments.record, f"{text}\n".encode(), is_record, "rda slice --record")
     print(text if arguments.json else report.text(row))
+    if arguments.record is not None:
+        try:
+            with folder_made(arguments.record.parent):
+                write_whole(arguments.record, f"{text}\n".encode(), is_record, "rda slice --record")
+        except ValueError as error:  # somebody put something there meanwhile
+            print(error, file=sys.stderr)
+            return 2
     return 0 if row["passed"] else 1
 
 
