@@ -4,6 +4,8 @@ import math
 import os
 from collections.abc import Iterable
 
+from ..training.options import in_short
+
 LARGEST = 2**63 - 1
 # More would take minutes and gigabytes before anything is said.
 MOST_RANKS, MOST_HEADS = 2**20, 2**16
@@ -12,9 +14,9 @@ MOST_RANKS, MOST_HEADS = 2**20, 2**16
 def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST) -> None:
     """Raise ValueError unless an option's number lies between."""
     if value < least:
-        raise ValueError(f"{option} must be at least {least}, got {value}")
+        raise ValueError(f"{option} must be at least {least}, got {in_short(value)}")
     if value > most:
-        raise ValueError(f"{option} must be at most {most:,}{' (64 bits)' * (most == LARGEST)}, got {value:,}")
+        raise ValueError(f"{option} must be at most {most:,}{' (64 bits)' * (most == LARGEST)}, got {in_short(value)}")
 
 
 def check_each(option: str, values: Iterable[int], most: int = LARGEST) -> None:

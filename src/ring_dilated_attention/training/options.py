@@ -49,7 +49,7 @@ class Hyperparameters:
             value, most = getattr(self, item.name), _LARGEST_OF.get(item.name, _LARGEST.get(kind))
             for entry in value if isinstance(value, tuple) else [value]:
                 if most is not None and entry is not None and abs(entry) > most:
-                    raise ValueError(f"{flag(item.name)} {entry} must be from {-most:,} to {most:,}")
+                    raise ValueError(f"{flag(item.name)} {in_short(entry)} must be from {-most:,} to {most:,}")
         if self.num_layers > MOST_LAYERS:
             raise ValueError(f"--num-layers {self.num_layers} must be at most {MOST_LAYERS:,}")
         for name in ("steps", "held_out_windows"):
@@ -115,6 +115,12 @@ class Hyperparameters:
                 wanted = kind.__name__ if is_typed else "a list" if isinstance(item.default, tuple) else "one value"
                 raise ValueError(f"hyperparameter {item.name} is {value!r}, not {wanted}")
         return cls(**saved)
+
+
+def in_short(number: float) -> str:
+    """A number in digits, as long as somebody would read them."""
+    text = str(number)
+    return text if len(text) <= 40 else f"(a number of {len(text)} digits)"
 
 
 def flag(name: str) -> str:

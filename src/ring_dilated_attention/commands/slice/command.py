@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...training.files import check_mine, folder_made, write_whole
+from ...training.options import in_short
 from ..interrupts import leaving_at_once
 from ..limits import (
     MOST_HEADS,
@@ -122,7 +123,7 @@ def check_numbers(arguments: argparse.Namespace) -> None:
     check_each("--segment-lengths", arguments.segment_lengths or (), most=MOST_POSITIONS)
     check_each("--dilation-rates", arguments.dilation_rates or (), most=MOST_POSITIONS)
     if not -MOST_SEED <= arguments.seed <= MOST_SEED:
-        raise ValueError(f"--seed must be from {-MOST_SEED:,} to {MOST_SEED:,}, got {arguments.seed:,}")
+        raise ValueError(f"--seed must be from {-MOST_SEED:,} to {MOST_SEED:,}, got {in_short(arguments.seed)}")
     check_ranks_fit(arguments.ranks, arguments.seq_len)
 
 
