@@ -97,7 +97,7 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, A
     for pattern, sharding in settings.setups:
         parallel = ContextParallel(exchange="ring", sharding=sharding)
         squares = gate_squares(settings.sizes, pattern, parallel)
-        shards = parallel.cut.shards(parallel.cut.default_lengths(settings.sizes.seq_len))
+        shards = parallel.cut.shards_of(parallel.cut.default_lengths(settings.sizes.seq_len))
         heads = settings.sizes.num_heads
         plan = make_plan(pattern, shards, parallel.rank, heads, heads)
         steps = []

@@ -148,7 +148,7 @@ def _by_repeat(ranks: list[dict[str, list[float]]], name: str) -> list[tuple[flo
 def _bytes_per_second(sizes: Sizes, pattern: DilatedPattern, sharding: str) -> float:
     """One way of this rank's link: the first hop's chunks with nothing to compute, the median of several passes."""
     parallel = ContextParallel(exchange="ring", sharding=sharding)
-    shards = parallel.cut.shards(parallel.cut.default_lengths(sizes.seq_len))
+    shards = parallel.cut.shards_of(parallel.cut.default_lengths(sizes.seq_len))
     plan = make_plan(pattern, shards, parallel.rank, sizes.num_heads, sizes.num_heads)
     unit, hop = sizes.batch * sizes.head_dim, plan.hops[0]
     own, free = (torch.zeros(plan.chunk_size * unit, dtype=sizes.dtype) for _ in range(2))

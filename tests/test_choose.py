@@ -7,7 +7,7 @@ import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, explain
 from ring_dilated_attention.plan.dealing import dealt_bytes
-from ring_dilated_attention.plan.exchange import SMALL_CHUNK_BYTES, choose_exchange
+from ring_dilated_attention.plan.exchange import SMALL_CHUNK_BYTES, choose_exchange, plan_exchange
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards
@@ -92,3 +92,21 @@ def test_explain_takes_what_only_the_other_ranks_know():
     parallel.ranks = unconnected(2, "all_to_all")
     with pytest.raises(ValueError, match="3 key/value heads do not divide among 2 ranks"):
         explain(*local, dense, parallel=parallel)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_dealt_heads_are_one_tile_whatever_the_sharding(num_ranks):
+    """Catches rows that keep the order of zigzag's shards once heads are dealt: 8, 28 and 120 tiles instead of one."""
+    for sharding in ("contiguous", "zigzag"):
+        shards = make_shards(sharding, default_lengths(sharding, 8192, num_ranks))
+        assert plan_exchange("all_to_all", CAUSAL, shards, 1, 8, 8).plan.num_tiles == 1
+
+
+def test_kernel_calls_count_too():
+    """Catches a choice by bytes alone: dealt heads have every document's tile on every rank."""
+    causal, sizes = DilatedPattern((16384,), (1,), is_causal=True), (16, 16384)
+    few, many = ((0, *range(12288, 16385, step)) for step in (4096, 16))
+    assert choose(causal, *sizes, heads=(16, 16), documents=few).exchange == "all_to_all"
+    choice = choose(causal, *sizes, heads=(16, 16), documents=many)
+    assert choice.exchange == "ring"
+    assert "but takes 257 calls" in choice.reason

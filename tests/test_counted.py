@@ -80,7 +80,7 @@ def rank_counts(rank, world_size, exchange):
 
 def plans_of(cp, exchange, pattern, heads, kv_heads, itemsize, has_dlse):
     """(bytes, pairs) of a forward and of a backward, as planned."""
-    shards, name = cp.cut.shards(cp.cut.default_lengths(N)), "ring" if exchange == "mesh" else exchange
+    shards, name = cp.cut.shards_of(cp.cut.default_lengths(N)), "ring" if exchange == "mesh" else exchange
     rank_plan = plan_exchange(name, pattern, shards, cp.rank, heads, kv_heads, inner=cp.cut.inner)
     sizes = Sizes(BATCH, HEAD_DIM, itemsize)
     return [

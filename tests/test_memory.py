@@ -238,7 +238,7 @@ def zigzag_peaks(worker):
         torch.autograd.grad(out, inputs, torch.empty_like(out))
 
     both()
-    plan = make_plan(pattern, parallel.cut.shards(lengths), worker.rank, heads, heads)
+    plan = make_plan(pattern, parallel.cut.shards_of(lengths), worker.rank, heads, heads)
     peak = attention_memory(plan, Sizes(1, dim, 4), CPU).forward_backward
     late = any(m.owner == worker.rank for hop in plan.hops[1:] for m in hop.sends)
     return sum(x.nbytes for x in inputs) + allocated(both).peak_bytes, peak.num_bytes, late

@@ -128,7 +128,7 @@ def rank_is_late_for_backward(rank, world_size):
     overlap.attend = attend_and_linger
     cp = ContextParallel(exchange="ring")
     pattern = DilatedPattern((256, 2048), (1, 16))
-    plan = make_plan(pattern, cp.cut.shards(cp.cut.default_lengths(2048)), cp.rank, 2, 2)
+    plan = make_plan(pattern, cp.cut.shards_of(cp.cut.default_lengths(2048)), cp.rank, 2, 2)
     steps = [overlap.take_step(Sizes(2048, 2, 32), pattern, cp) for _ in range(2)]
     found = overlap.summary(plan, steps[1:])  # the first one connects
     parts = {(part["stage"], part["part"]): part for part in found["parts"]}

@@ -23,14 +23,18 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.measure import Sizes, allocated, dilated_call
 from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention
 from ring_dilated_attention.kernels import cpu
-from ring_dilated_attention.models.sharded import all_reduce, shift_left
+from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.plan import memory
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.ranks.link import ExchangeError
+from ring_dilated_attention.ranks.reduce import all_reduce
 from ring_dilated_attention.reference import dilated_attention_reference
 from ring_dilated_attention.run import executor
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
+
+
+PATIENCE = timedelta(seconds=20)
 
 
 def strict() -> None:
@@ -100,11 +104,6 @@ def rank_disagrees(rank, world_size):
             assert "nothing was sent" in message
     assert_works(cp)
     assert cp.calls == 1  # a call that was refused has no number
-    for name, values in {"sharding": ("contiguous", "zigzag"), "exchange": ("ring", "all_gather")}.items():
-        other = ContextParallel(**{name: values[rank == world_size - 1]}, timeout=timedelta(seconds=20))
-        message = message_of(lambda other=other: call_with(other))
-        assert message.startswith(f"ranks disagree on {name}: rank 0 has {values[0]}"), message
-        assert f"rank {world_size - 1} has {values[1]}" in message
     with torch.no_grad() if rank == 0 else nullcontext():
         message = message_of(lambda: call_with(cp, needs_grad="q"))
     assert "ranks disagree on gradients: rank 0 has none, rank 1 has q" in message
@@ -167,41 +166,47 @@ def rank_goes_another_way(rank, world_size):
     assert "ranks disagree on dtype: rank 0 has torch.int32, rank 1 has torch.int64" in message
     message = message_of(lambda: shift_left(cp, torch.ones(1 + rank, 5, dtype=torch.int64), fill=0))
     assert "ranks disagree on batch: rank 0 has 1, rank 1 has 2" in message
-    message = message_of(lambda: all_reduce(cp, torch.ones(4 - 2 * (rank == 1))))
+    message = message_of(lambda: all_reduce(cp.ranks, torch.ones(4 - 2 * (rank == 1))))
     assert "ranks disagree on shape: rank 0 has (4,), rank 1 has (2,)" in message
-    message = message_of(lambda: all_reduce(cp, torch.ones(4, dtype=(torch.int32, torch.float32)[rank == 1])))
+    message = message_of(lambda: all_reduce(cp.ranks, torch.ones(4, dtype=(torch.int32, torch.float32)[rank == 1])))
     assert "ranks disagree on dtype: rank 0 has torch.int32, rank 1 has torch.float32" in message
-    message = message_of((lambda: all_reduce(cp, torch.ones(1))) if rank == 1 else first.backward)
+    message = message_of((lambda: all_reduce(cp.ranks, torch.ones(1))) if rank == 1 else first.backward)
     assert "ranks disagree on call: rank 0 has backward 1, rank 1 has all_reduce" in message
-    message = message_of(cp.shard(torch.ones(1, 8 + 2 * (rank == 1), requires_grad=True)).sum().backward)
+    message = message_of(lambda: cp.shard(torch.ones(1, 8 + 2 * (rank == 1))))
     assert "ranks disagree on length of the whole: rank 0 has 8, rank 1 has 10" in message
-    assert all_reduce(cp, torch.full((2,), 1.0 + rank)).tolist() == [world_size * (world_size + 1) / 2] * 2
+    assert all_reduce(cp.ranks, torch.full((2,), 1.0 + rank)).tolist() == [world_size * (world_size + 1) / 2] * 2
     assert_works(cp)
 
 
-def rank_cuts_otherwise(rank, world_size):
+def rank_wants_another_context(rank, world_size):
     strict()
     even, uneven = (6,) * world_size, (5, 7, *[6] * (world_size - 2))
-    for name, values in {"align": (1, 8), "lengths": (even, uneven)}.items():
-        cp = ContextParallel(**{name: values[rank == 1]}, timeout=timedelta(seconds=20))
-        leaf = torch.ones(1, 6 * world_size, 4, 8, requires_grad=True)
-        x = cp.shard(leaf)
-        calls = [
-            lambda x=x, cp=cp: dilated_attention(x, x, x, PATTERN, parallel=cp),
-            lambda x=x, cp=cp: cp.unshard(x),
-            x.sum().backward,
-            lambda cp=cp: all_reduce(cp, torch.ones(1)),
-            lambda cp=cp, x=x: shift_left(cp, x[:, :, 0, 0].long(), fill=0),
-        ]
-        for call in calls:
-            message = message_of(call)
-            assert f"ranks disagree on {name}: rank 0 has {values[0]}, rank 1 has {values[1]}" in message
+    options = {"align": (1, 8), "lengths": (even, uneven)}
+    options |= {"sharding": ("contiguous", "zigzag"), "exchange": ("ring", "all_gather")}
+    for name, values in options.items():
+        message = message_of(lambda n=name, v=values: ContextParallel(**{n: v[rank == 1]}, timeout=PATIENCE))
+        assert f"ranks disagree on {name}: rank 0 has {values[0]}, rank 1 has {values[1]}" in message
+    bad = [
+        {"lengths": (1, 2, 3, 4, 5)},
+        {"sharding": "diagonal"},
+        {"timeout": 3},
+        {"align": 0},
+        {"exchange": "simulator"},
+    ]
+    for odd in range(world_size):
+        for arguments in bad:
+            started = time.monotonic()
+            message = message_of(lambda a=arguments, odd=odd: ContextParallel(**(a if rank == odd else {})))
+            assert (f"rank {odd} refused the call: " in message) == (rank != odd), message
+            assert next(iter(arguments)) in message
+            assert time.monotonic() - started < 15
+    assert_works(ContextParallel(timeout=PATIENCE))  # what was refused ruins nothing
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_cut_the_sequence_otherwise(world_size):
-    """Catches shards that overlap or leave gaps: each rank's rows are right by its own cut, and the result is wrong."""
-    run(world_size, rank_cuts_otherwise)
+def test_ranks_that_want_other_contexts(world_size):
+    """Catches a constructor that is refused on one rank while the others wait, and one that ruins every later one."""
+    run(world_size, rank_wants_another_context)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -616,7 +621,7 @@ def rank_counts_bytes(rank, world_size):
                 cp.shard(torch.ones(3, 64, h, 8, dtype=dtype)).requires_grad_() for h in (heads, kv_heads, kv_heads)
             ]
             dilated_attention(*local, pattern, parallel=cp).sum().backward()
-            shards = cp.cut.shards(cp.cut.default_lengths(64))
+            shards = cp.cut.shards_of(cp.cut.default_lengths(64))
             rank_plan = plan_exchange(exchange, pattern, shards, cp.rank, heads, kv_heads)
             sizes = memory.Sizes(3, 8, dtype.itemsize)
             expected = [rank_plan.bytes_sent(sizes, backward=backward) for backward in (False, True)]

@@ -11,9 +11,10 @@ from ring_dilated_attention.commands.slice.counter import TENSORS, CounterTensor
 from ring_dilated_attention.commands.slice.direct import Direct
 from ring_dilated_attention.commands.slice.share import Job, Others, choose_rank, longnet_pattern, run_share
 from ring_dilated_attention.commands.slice.verify import tolerance, verify
-from ring_dilated_attention.models.sharded import all_reduce, shift_left
+from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.ranks.one_rank import OtherRanks, grid
+from ring_dilated_attention.ranks.reduce import all_reduce
 from ring_dilated_attention.reference import dilated_attention_reference
 from ring_dilated_attention.run.views import block_views
 
@@ -158,7 +159,7 @@ def test_contributions_of_all_ranks_add_up(is_causal, context):
     for rank in range(p):
         parallel = ContextParallel(exchange="simulated", world_size=p, rank=rank, others=others, **context)
         own = torch.cat(
-            [torch.arange(*span) for span in parallel.cut.shards(parallel.cut.default_lengths(n))[rank]]
+            [torch.arange(*span) for span in parallel.cut.shards_of(parallel.cut.default_lengths(n))[rank]]
             or [torch.arange(0)]
         )
         local = [x[:, own].requires_grad_() for x in full]
@@ -328,7 +329,7 @@ def test_one_rank_has_no_full_tensors():
     for method in (
         parallel.shard,
         parallel.unshard,
-        partial(all_reduce, parallel),
+        partial(all_reduce, parallel.ranks),
         lambda x: shift_left(parallel, x, 0),
     ):
         with pytest.raises(ValueError, match="only rank 2 of 4 is run"):

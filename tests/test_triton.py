@@ -21,8 +21,8 @@ from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels.triton import in_place
 from ring_dilated_attention.kernels.triton.config import KERNELS, PATH, architecture, config, has_config, padded
 from ring_dilated_attention.plan.sharding import Cut
-from ring_dilated_attention.ranks.contract import Call
-from ring_dilated_attention.ranks.own_rows import OwnRows
+from ring_dilated_attention.ranks.call import Call
+from ring_dilated_attention.ranks.ranks import Ranks
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.7.1)"
@@ -158,7 +158,7 @@ def test_the_op_asks_again(monkeypatch):
         assert in_place.why_not(query) == reason
         call = Call(DilatedPattern((8,), (1,)), 0.25, "triton", "", False, range(2), 2)
         with pytest.raises(ValueError, match=reason):
-            OwnRows(Cut("contiguous", 1)).forward(call, query, query, query, None)
+            Ranks(Cut("contiguous", 1)).forward(call, query, query, query, None)
     architecture.cache_clear()
 
 

@@ -19,10 +19,10 @@ from .kernels.choose import BACKENDS, choose, reasons
 from .kernels.contract import BackwardRows
 from .pattern import DilatedPattern
 from .plan.memory import Sizes
-from .plan.sharding import Cut
+from .plan.sharding import Cut, documents_of
+from .ranks.call import Call
 from .ranks.context import ContextParallel, context_named, refuse
-from .ranks.contract import Call, Ranks
-from .ranks.own_rows import OwnRows, documents_of
+from .ranks.ranks import Ranks
 from .run.views import accumulator_dtype
 
 
@@ -70,13 +70,13 @@ def dilated_attention(
         ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
         ExchangeError: when a rank does not come, within the timeout of `parallel`.
     """
-    query, key, value = map(_autocast, (query, key, value))
     try:
+        query, key, value = map(_autocast, (query, key, value))
         heads = _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend, heads_held, num_heads)
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    except Exception as error:
+    except Exception as error:  # whatever it is: the others would wait
         if isinstance(parallel, ContextParallel):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
@@ -171,7 +171,7 @@ def explain(
     if lengths is None:
         given = None if parallel is None else parallel.cut.lengths
         lengths = given or [num_rows] * ranks.world_size
-    documents = documents_of(cu_seqlens, sum(lengths))
+    documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
     sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
     call = Call(pattern, 1.0, backend, "", False, heads, len(heads))
     exchange, found["exchange"] = ranks.choose(call, lengths, num_kv_heads, sizes, documents)
@@ -232,9 +232,9 @@ def _validate(
     heads = held_heads(num_held, max(num_held // max(key.shape[2], 1), 1), heads_held, num_heads)
     pattern.check_heads(num_heads or num_held, key.shape[2] * (num_heads or num_held) // num_held)
     _validate_scale(scale)
-    choose(backend, query)
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, batch)
+    choose(backend, query)
     if parallel is None and num_held > seq_len and num_held > 256:  # a shard may well be that short
         warnings.warn(
             f"query has {num_held} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
@@ -286,6 +286,11 @@ def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
         raise ValueError(
             f"cu_seqlens must be a 1-D int32 tensor, got {got}. Make it with torch.tensor(..., dtype=int32)."
         )
+    if cu_seqlens.device.type == "meta" or cu_seqlens.numel() < 2:
+        raise ValueError(
+            f"cu_seqlens must hold the borders (0, ..., N) of one document at least, got {cu_seqlens.numel()} entries "
+            f"on {cu_seqlens.device}."
+        )
     if batch != 1:
         raise ValueError(f"cu_seqlens packs documents into one sequence, so batch must be 1, got {batch}. Flatten it.")
 
@@ -307,7 +312,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the number of the call, by which its backward is recognised."""
     call = _call(pattern, scale, backend, needs_grad, return_lse, first_head, num_heads, query)
-    out, lse, number = _ranks(parallel).forward(call, call.signed(query), key, value, cu_seqlens)
+    out, lse, number = _ranks(parallel).forward(call, query, key, value, cu_seqlens)
     return out, lse, torch.tensor(number, device="cpu")
 
 
@@ -325,7 +330,7 @@ def _call(
     return Call(DilatedPattern.from_text(pattern), scale, backend, needs_grad, return_lse, heads, num_heads)
 
 
-_ALONE = OwnRows(Cut("contiguous", 1))
+_ALONE = Ranks(Cut("contiguous", 1))
 
 
 def _ranks(parallel: str) -> Ranks:
@@ -361,9 +366,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = _call(pattern, scale, backend, needs_grad, return_lse, first_head, num_heads, query)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    rows = BackwardRows(dout, dlse, call.signed(query), key, value, out, lse)
-    dq, dk, dv = _ranks(parallel).backward(call, int(number), rows, cu_seqlens)
-    return call.signed(dq), dk, dv
+    rows = BackwardRows(dout, dlse, query, key, value, out, lse)
+    return _ranks(parallel).backward(call, int(number), rows, cu_seqlens)
 
 
 @_backward.register_fake

@@ -15,6 +15,7 @@ from .attention import dilated_attention, held_heads, validate_cu_seqlens
 from .kernels.choose import check_backend
 from .pattern import DilatedPattern, is_integer
 from .ranks.context import ContextParallel, context_named, refuse
+from .ranks.handshake import RefusedError
 
 DEFAULT_ROTARY_BASE = 10_000.0
 
@@ -188,14 +189,18 @@ class MultiheadDilatedAttention(nn.Module):
             self._check_positions(positions, query)
             if cu_seqlens is not None:
                 validate_cu_seqlens(cu_seqlens, query.shape[0])
-        except ValueError as error:
-            if self.parallel is not None:  # or the other ranks would wait for this one
-                refuse(self.parallel.key, str(error))
+            table = self._table(query, positions, cu_seqlens)
+            heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
+        except RefusedError:  # by all ranks alike
             raise
-        table = self._table(query, positions, cu_seqlens)
-        if key_padding_mask is not None:
+        except Exception as error:  # whatever it is: the other ranks would wait for this one
+            if self.parallel is not None:
+                refuse(self.parallel.key, str(error) or type(error).__name__)
+            raise
+        if heads is None:
+            assert key_padding_mask is not None
             return self._forward_padded(query, key, value, key_padding_mask, table), None
-        return self.out_proj(self._attend(query, key, value, table, cu_seqlens)), None
+        return self.out_proj(self._attend(heads, cu_seqlens)), None
 
     def rotary_table(self, positions: Tensor) -> "RotaryTable":
         """What `forward` takes for `positions`, made once for all layers with this head dim and base.
@@ -218,20 +223,17 @@ class MultiheadDilatedAttention(nn.Module):
             positions = self._positions(query_BNE, cu_seqlens)
         return self.rotary_table(positions.to(query_BNE.device))
 
-    def _attend(
-        self,
-        query_BNE: Tensor,
-        key_BNE: Tensor,
-        value_BNE: Tensor,
-        table: "RotaryTable | None",
-        cu_seqlens: Tensor | None,
-    ) -> Tensor:
-        """Everything before the output projection."""
+    def _heads(
+        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: "RotaryTable | None"
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """query, key and value of all heads, (B, N, H or G, D), rotated."""
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query_BNE, key_BNE, value_BNE))
-        if table is not None:
-            q, k = rotate(q, table), rotate(k, table)
+        return (q, k, v) if table is None else (rotate(q, table), rotate(k, table), v)
+
+    def _attend(self, heads: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor | None) -> Tensor:
+        """Everything between the projections."""
         out_BNHD = dilated_attention(
-            *(q, k, v, self.pattern),
+            *(*heads, self.pattern),
             parallel=self.parallel,
             cu_seqlens=cu_seqlens,
             backend=self.backend,
@@ -267,7 +269,7 @@ class MultiheadDilatedAttention(nn.Module):
         packed_value = packed_key if value_BNE is key_BNE else packed(value_BNE)
         cu_seqlens = borders if len(rows_T) else None  # without a valid position there is no document
         table = None if table is None else table.of_rows(rows_T % num_positions)
-        out_1TE = self._attend(packed_query, packed_key, packed_value, table, cu_seqlens)
+        out_1TE = self._attend(self._heads(packed_query, packed_key, packed_value, table), cu_seqlens)
         out_flat = out_1TE.new_zeros(batch * num_positions, out_1TE.shape[-1]).index_copy(0, rows_T, out_1TE[0])
         return self.out_proj(out_flat.unflatten(0, (batch, num_positions)))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
-from .column import with_dlse_column
+from .column import num_columns, with_dlse_columns
 from .contract import BackwardRows
 from .cuda_ops import OPS, Tile
 from .traits import TRAITS as ALL_TRAITS
@@ -131,8 +131,9 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     num_heads, head_dim = rows.query.shape[1], rows.query.shape[3]
     num_kv_heads, num_keys = rows.key.shape[1:3]
     if rows.dlse is not None:
-        width = 1 + -(head_dim + 1) % (16 // rows.query.element_size())  # aligned, so that nothing is padded twice
-        rows = with_dlse_column(rows, width)
+        width = num_columns(rows.query.dtype)
+        width += -(head_dim + width) % (16 // rows.query.element_size())  # aligned, so that nothing is padded twice
+        rows = with_dlse_columns(rows, width)
     dout, q, k, v, out = map(_aligned, (rows.dout, rows.query, rows.key, rows.value, rows.out))
     name = _choose(_tile(q, k))
     if not OPS[name].takes_groups:

@@ -17,7 +17,7 @@ from ..layers import MultiheadDilatedAttention, RotaryTable, document_positions,
 from ..plan.sharding import check_documents
 from ..ranks.context import ContextParallel
 from .config import LongNetConfig
-from .sharded import GlobalMean, shift_left
+from .sharded import shift_left
 
 IGNORED_LABEL = -1
 # The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them,
@@ -142,7 +142,7 @@ class LongNetLM(nn.Module):
         local_sum = self._cross_entropy_sum(self._hidden(tokens_BN, lengths, cu_seqlens), labels_BN)
         if self.parallel is None:
             return local_sum / num_labels
-        return GlobalMean.apply(local_sum, num_labels, self.parallel)
+        return self.parallel.mean_loss(local_sum, (labels_BN != IGNORED_LABEL).sum())
 
     def _hidden(self, tokens_BN: Tensor, lengths: Sequence[int], cu_seqlens: Tensor | None) -> Tensor:
         if self.parallel is None:

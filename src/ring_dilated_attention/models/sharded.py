@@ -1,7 +1,6 @@
-"""What a language model needs of other ranks: labels across the borders of shards, sums, and the mean loss."""
+"""Labels across the borders of shards."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,32 +49,3 @@ def _first_columns(parallel: ContextParallel, x: Tensor, shards: Sequence[Shard]
         for shard, record in zip(shards, records, strict=True)
         for i, span in enumerate(shard)
     }
-
-
-def all_reduce(parallel: ContextParallel, x: Tensor) -> Tensor:
-    """The sum of all ranks' tensors, which are small. Not differentiable."""
-    parallel.ranks.check_all_here("all_reduce")
-    parallel.handshake(0, {"call": "all_reduce", "shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type})
-    with all_or_none(parallel):
-        parts = parallel.ranks.gather(x.detach().unsqueeze(0), [1] * parallel.world_size, 0, "all_reduce")
-        return torch.cat(parts).sum(0, dtype=x.dtype)
-
-
-class GlobalMean(torch.autograd.Function):
-    """The ranks' sums s_0 ... s_{p-1} over n labels in all.
-
-    forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n
-    backward, on rank k:     ds_k = dL * p / n
-
-    Rank k's backward computes its part of the gradient of the *sum* of all s, so the ranks' gradients add up to
-    p * dL/dparameters, and their mean is the gradient of L.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, local_sum: Tensor, num_labels: int, parallel: ContextParallel) -> Tensor:
-        ctx.scale = parallel.world_size / num_labels
-        return all_reduce(parallel, local_sum) / num_labels
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
-        return grad_loss * ctx.scale, None, None

@@ -207,8 +207,8 @@ def _forward(plan: Plan, terms: Terms) -> Iterator[Step]:
 def _backward(plan: Plan, terms: Terms) -> Iterator[Step]:
     """dq, dk, dv of this rank's rows. `out` and `lse` are the merged ones, so every tile's p is the global weight.
 
-    The chunks make their way again. The gradient of a chunk starts where a run of ranks that meet it does, follows one
-    hop behind and goes home at the end of the run; the own part is added at home.
+    The chunks make their way again. The gradient of a chunk starts where a stretch of ranks that meet it does, follows
+    one hop behind and goes home at the end of the stretch; the own part is added at home.
     """
     tiles = _Tiles(plan, terms)
     yield from _begin(plan, "backward")

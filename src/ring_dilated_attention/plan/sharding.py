@@ -97,7 +97,7 @@ class Cut(NamedTuple):
             )
         return self.lengths
 
-    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+    def shards_of(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
         """Every rank's shard, given every rank's number of positions.
 
         Raises:
@@ -163,6 +163,14 @@ def check_documents(borders: Sequence[int], seq_len: int) -> None:
             raise ValueError(
                 f"cu_seqlens must increase, got {a} then {b} at entries {i} and {i + 1}. Leave out empty documents."
             )
+
+
+def documents_of(borders: Sequence[int] | None, seq_len: int) -> tuple[int, ...] | None:
+    """The borders of packed documents, checked against the length of the whole sequence; None for one document."""
+    if borders is None:
+        return None
+    check_documents(borders, seq_len)
+    return tuple(borders)
 
 
 def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:

@@ -1,6 +1,7 @@
 """ContextParallel: the ranks that share a sequence, how it is cut, and the handshake of a call."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import NoReturn
@@ -13,17 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..plan.sharding import Cut, check_documents, document_positions
 from .arguments import check_arguments, check_one_rank, resolve_group
-from .contract import Ranks
+from .batches import shard_batch
 from .link import ExchangeError
 from .one_rank import OneRank, OtherRanks
-from .own_rows import OwnRows
-from .processes import Processes
+from .processes import Processes, note_dropped
+from .ranks import Ranks
+from .reduce import mean_loss
 from .reshard import ShardRows, UnshardRows, dim_failure, rows_fields
 from .simulated import SimulatedRanks
 
 # The custom ops know a context by its name: they take no objects. An entry lives as long as its context.
 _contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
 _made = count()
+DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 def context_named(key: str) -> "ContextParallel | None":
@@ -81,7 +84,7 @@ class ContextParallel:
         *,
         sharding: str = "contiguous",
         exchange: str = "auto",
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: timedelta = DEFAULT_TIMEOUT,
         align: int = 1,
         lengths: Sequence[int] | None = None,
         world_size: int | None = None,
@@ -93,21 +96,30 @@ class ContextParallel:
         members = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
         if mesh is not None and mesh.ndim == 2:
             members = mesh.mesh.flatten().tolist()
-        num_shards = world_size if exchange == "simulated" and world_size is not None else len(members)
-        check_arguments(num_shards, mesh, sharding, exchange, timeout, align, lengths, world_size)
-        check_one_rank(world_size, rank, others)
+        num_shards = world_size if exchange == "simulated" and isinstance(world_size, int) else len(members)
         inner = mesh.shape[1] if mesh is not None and mesh.ndim == 2 else 1
-        self.cut = Cut(sharding, num_shards, align, None if lengths is None else tuple(lengths), inner)
-        self.sharding, self.exchange = sharding, exchange
+        cut, failure = None, None
+        try:
+            check_arguments(num_shards, mesh, sharding, exchange, timeout, align, lengths, world_size)
+            check_one_rank(world_size, rank, others)
+            cut = Cut(sharding, num_shards, align, None if lengths is None else tuple(lengths), inner)
+        except Exception as error:
+            failure = str(error) or type(error).__name__
+            if self.group is None or len(members) == 1:
+                raise
         self.ranks: Ranks
+        if self.group is not None and len(members) > 1:
+            self.ranks = processes = Processes(members, timeout if failure is None else DEFAULT_TIMEOUT)
+            processes.connect(cut, exchange, failure)
+            weakref.finalize(self, note_dropped, processes.opened, processes.name).atexit = False
+        assert cut is not None
         if rank is not None and others is not None:
-            self.ranks = OneRank(rank, others, self.cut)
+            self.ranks = OneRank(rank, others, cut)
         elif exchange == "simulated":
-            self.ranks = SimulatedRanks(self.cut)
-        elif len(members) > 1:
-            self.ranks = Processes(members, self.cut, exchange, timeout)
-        else:
-            self.ranks = OwnRows(self.cut)
+            self.ranks = SimulatedRanks(cut)
+        elif len(members) == 1:
+            self.ranks = Ranks(cut)
+        self.cut, self.sharding, self.exchange = cut, sharding, exchange
         self.rank, self.world_size, self.name = self.ranks.rank, self.ranks.world_size, self.ranks.name
         self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
         # What the ops know it by: other than its name, never that of another in this process.
@@ -137,12 +149,39 @@ class ContextParallel:
         return self.ranks.calls
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all."""
+        """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all.
+
+        All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.)
+
+        Raises:
+            ValueError: on every rank, where shapes differ: they would be no cut of one sequence.
+        """
         self.ranks.check_all_here("shard")
-        if failure := dim_failure("shard", x, dim):
-            raise ValueError(failure)
+        failure = dim_failure("shard", x, dim)
+        fields = {} if failure else {**rows_fields("shard", x, dim), "length of the whole": x.shape[dim]}
+        self.handshake(0, fields, failure)
+        self.ranks.last_whole = x.shape[dim]
         shards = self.ranks.shards(self.ranks.lengths_of(x.shape[dim]))
         return x if len(shards) == 1 else ShardRows.apply(x, self.ranks, shards, dim)
+
+    def shard_batch(self, batch: Mapping[str, Tensor] | None, *, source: int | None = None) -> dict[str, Tensor]:
+        """This rank's rows of one sample of a data loader: tokens, labels, position ids, masks, borders of documents.
+
+            local = parallel.shard_batch(batch)              # every rank has the batch; that it is the same is checked
+            local = parallel.shard_batch(batch, source=0)    # rank 0 has it, and sends each rank its rows alone
+
+        Tensors (B, N, ...) are cut along N, tensors (N,) too; "cu_seqlens" stays whole. They may stay on the CPU: no
+        rank needs the whole on its device. "positions" (N_local,), int64, within documents, is added unless given.
+
+        Args:
+            batch: by name, alike on all ranks. With `source`, that rank's; others may pass None.
+            source: the rank (place in the ring) that deals its batch out. Without one, fingerprints are compared.
+
+        Raises:
+            ValueError: on every rank, where ranks were given different samples (a sampler left at its default gives
+                each rank its own), or tensors that cannot be cut alike.
+        """
+        return shard_batch(self.ranks, batch, source)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The full tensor, from every rank's rows. What follows is the same on every rank: the gradient is a slice."""
@@ -151,6 +190,24 @@ class ContextParallel:
         length, fields = (0, {}) if failure else (x.shape[dim], rows_fields("unshard", x, dim))
         shards = self.ranks.shards(self.handshake(length, fields, failure))
         return x if len(shards) == 1 else UnshardRows.apply(x, self.ranks, shards, dim)
+
+    def mean_loss(self, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
+        """The mean of a loss over all ranks, from each rank's sum and number of terms: a scalar, alike on every rank.
+
+            loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), labels.numel())
+
+        Ranks hold different numbers of terms: a mean over each shard would weight them wrongly. The gradient is scaled
+        so that the *mean* of the ranks' gradients, which DDP and FSDP2 take, is the gradient of one rank.
+
+        Args:
+            local_sum: scalar, over this rank's positions; on a rank that owns none, 0 times something of the model.
+            local_count: the number of terms in it.
+
+        Raises:
+            ValueError: on every rank, where there is no term at all.
+        """
+        self.ranks.check_all_here("mean_loss")
+        return mean_loss(self.ranks, local_sum, local_count)
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
         """Positions within their document of the rows that `shard` gives this rank. (N_local,), int64, on the CPU.
@@ -183,8 +240,7 @@ class ContextParallel:
 
         Args:
             length: this rank's number of positions.
-            fields: what must agree, by name, beside how the context cuts and exchanges. Compared by fingerprint; only a
-                mismatch is sent in words.
+            fields: what must agree, by name. Compared by fingerprint; only a mismatch is sent in words.
             failure: why this rank refuses the call, if it does.
 
         Raises:

@@ -19,6 +19,10 @@ class Breakable(Protocol):
     def abandon(self, reason: str) -> None: ...
 
 
+class RefusedError(ValueError):
+    """What all ranks raise alike: one of them refuses a call, or they make different ones. Nothing of it was sent."""
+
+
 @contextmanager
 def all_or_none(connections: Breakable, *agreed: type[Exception]) -> Iterator[None]:
     """Whatever fails on this rank alone (memory, say) must not leave the others waiting for it.
@@ -59,12 +63,12 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
             if text
         ]
         alike = len({text for text in texts if text}) == 1
-        raise ValueError(failure if failure is not None and alike else "; ".join(refused))
+        raise RefusedError(failure if failure is not None and alike else "; ".join(refused))
     for column, name in enumerate(fields, start=2):
         if len({row[column] for row in table}) > 1:
             texts = control.texts(str(fields[name]), moment)
             listed = ", ".join(f"rank {m} has {text}" for m, text in zip(control.members, texts, strict=True))
-            raise ValueError(
+            raise RefusedError(
                 f"ranks disagree on {name}: {listed}. All ranks of a group must make the same call; nothing was sent."
             )
     return tuple(row[0] for row in table)

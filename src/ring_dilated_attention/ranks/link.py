@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..plan.plan import Message
 
-_UNUSED_TAG = 1  # all messages have tag 0
+_UNUSED_TAG = 1  # all messages of calls have tag 0
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 _Message = tuple[Callable[..., dist.Work | None], Tensor, int, str]  # isend or irecv, what, peer, what an error says
 
@@ -102,6 +102,7 @@ class GroupLink:
         # Which transport serves which type of device. (dist.get_backend names one, or the user's text, or "undefined".)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._waiter: _Waiter | None = None
+        self._sentinels: dict[int, _Sentinel] = {}  # by peer
         self.waits: list[Wait] | None = None  # a list while waits are recorded
 
     def open(self) -> None:
@@ -125,7 +126,7 @@ class GroupLink:
 
         On gloo in a thread, to watch the peer meanwhile. When a connection breaks, gloo ends the waits for messages
         that have not begun, but not for one that is partly through (signalException in gloo/transport/tcp/pair.cc):
-        that one lasts until its timeout. Posting on a broken connection, however, fails at once.
+        that one lasts until its timeout. A receive that has not begun tells of it (`_Sentinel`).
         """
         handles, progress = tuple(pending.handles), pending.progress or _Progress()
         if not self.on_gloo(pending.tensors[0]):
@@ -144,13 +145,13 @@ class GroupLink:
         num_done = progress.num_done
         if num_done == len(handles):
             return
-        try:
-            peer = self.order[handles[num_done].peer]
-            dist.irecv(torch.empty(1, device="cpu"), group=self.group, group_src=peer, tag=_UNUSED_TAG)
-        except RuntimeError as error:
-            # A rank that is done with everything may leave when its last message has come through.
-            if not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
-                self.fail(moment, handles[num_done].deed, error)
+        peer = self.order[handles[num_done].peer]
+        if peer not in self._sentinels:
+            self._sentinels[peer] = _Sentinel(self.group, peer)
+        error = self._sentinels[peer].error
+        # A rank that is done with everything may leave when its last message has come through.
+        if error is not None and not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
+            self.fail(moment, handles[num_done].deed, error)
 
     def fail(self, moment: str, deed: str, error: Exception) -> NoReturn:
         failure = f"{moment}: {deed} (group {self.name!r}, rank {self.members[self.rank]}): {_reason(error)}"
@@ -184,7 +185,15 @@ class GroupLink:
                         work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Give the group back. Its sockets and threads go with the last reference."""
+        """Give the group back. Its sockets and threads go with the last reference: when the others have closed it too,
+        where one of them is watched."""
+        if not self.failure and self.on_gloo(torch.empty(0)):
+            for peer in (self.order[peer] for peer in self._others()):
+                with suppress(RuntimeError, ValueError):  # a rank that is gone, or all of torch.distributed
+                    farewell = dist.isend(torch.zeros(1), group=self.group, group_dst=peer, tag=_UNUSED_TAG)
+                    if farewell is not None:
+                        farewell.wait(timedelta(seconds=1))
+        self._sentinels.clear()
         self.failure = self.failure or "it was closed"
         with suppress(ValueError, AssertionError):  # torch.distributed was shut down before
             dist.destroy_process_group(self.group)
@@ -307,9 +316,28 @@ class GroupLink:
         self.exchange(sends, [(pieces[peer], peer) for peer in self._others() if sizes[peer]], moment).wait()
         return pieces
 
-    def all_reduce(self, x: Tensor, moment: str) -> Tensor:
-        """The sum of all ranks' tensors, which are small: each is sent to every rank."""
-        return torch.cat(self.all_gather(x.unsqueeze(0), [1] * self.world_size, 0, moment)).sum(0, dtype=x.dtype)
+
+class _Sentinel:
+    """A receive that a peer answers when it closes its context. It fails as soon as the connection does.
+
+    One for each peer that was ever waited for long, in a thread of its own: one for each look would stay with gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        self.error: RuntimeError | None = None
+        try:
+            work = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=_UNUSED_TAG)
+        except RuntimeError as error:
+            self.error = error
+            return
+        Thread(target=self._wait, args=(work,), daemon=True).start()
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait(timedelta(days=3650))
+            self.error = RuntimeError("Connection closed by its owner")
+        except RuntimeError as error:
+            self.error = error
 
 
 class _Progress:

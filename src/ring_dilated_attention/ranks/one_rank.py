@@ -15,8 +15,8 @@ from ..plan.planner import chunk_finder
 from ..plan.rows import Rows
 from ..plan.sharding import Cut
 from ..run.views import block_views
-from .contract import Call
-from .own_rows import Links, OwnRows
+from .call import Call
+from .ranks import Links, Ranks
 
 
 class OtherRanks:
@@ -93,7 +93,7 @@ def grid(rows: Rows) -> tuple[Tensor, Tensor]:
     return first + torch.arange(rows.num_rows) * rows.step, heads
 
 
-class OneRank(OwnRows):
+class OneRank(Ranks):
     """One rank of a larger job, on its own rows. All ranks have as many as this one, unless the cut says else."""
 
     name = "simulated"
@@ -116,12 +116,7 @@ class OneRank(OwnRows):
         )
 
     def choose(
-        self,
-        call: Call,
-        lengths: Sequence[int],
-        num_kv_heads: int,
-        sizes: Sizes,
-        documents: tuple[int, ...] | None,
+        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
     ) -> Choice:
         return Choice("simulated", "asked for")
 

@@ -1,6 +1,7 @@
 """Several processes that share sequences: their groups, in the order of the ring, and the handshake of a call."""
 
 import socket
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -11,17 +12,17 @@ from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, choose_exchange
 from ..plan.memory import Sizes
 from ..plan.sharding import Cut, ring_order
-from .contract import Call
+from .call import Call
 from .handshake import agree
 from .link import ExchangeError, GroupLink
-from .own_rows import Links, OwnRows, call_fields
+from .ranks import Links, Ranks, call_fields
 
 
 def host_name() -> str:
     return socket.gethostname()
 
 
-class Processes(OwnRows):
+class Processes(Ranks):
     """The processes of a group. Their communicators are their own: a failed message breaks its group, and the user's
     must stay whole.
 
@@ -29,11 +30,33 @@ class Processes(OwnRows):
     outer: those of the ring.
     """
 
-    def __init__(self, members: list[int], cut: Cut, exchange: str, timeout: timedelta) -> None:
-        super().__init__(cut)
-        self.exchange, self.timeout, self.world_size = exchange, timeout, len(members)
+    def __init__(self, members: list[int], timeout: timedelta) -> None:
+        """Make the control group: all ranks do, whatever else they were given, and then agree over it (`connect`)."""
+        super().__init__(Cut("contiguous", len(members)))
+        close_dropped()
+        self.timeout, self.world_size = timeout, len(members)
         self.opened: list[GroupLink] = []  # they break together
+        self.has_warned = False
         self.control = self._open("control", "gloo", members)
+
+    def connect(self, cut: Cut | None, exchange: str, failure: str | None) -> None:
+        """Make the other groups, once all ranks turn out to want the same.
+
+        Raises:
+            ValueError: on every rank, if any has bad arguments or other ones.
+        """
+        try:
+            fields: dict[str, object] = {"call": "making a ContextParallel"}
+            if cut is not None:
+                fields |= {"mesh": f"{cut.num_shards // cut.inner} x {cut.inner}", "sharding": cut.sharding}
+                fields |= {"align": cut.align, "lengths": cut.lengths, "exchange": exchange}
+            agree(self.control, 0, fields, failure)
+        except ValueError:
+            self.close()
+            raise
+        assert cut is not None
+        self.cut, self.exchange = cut, exchange
+        members = self.control.members
         hosts = self.control.texts(host_name(), "the exchange of host names")
         rows = [range(i, i + cut.inner) for i in range(0, len(members), cut.inner)]  # of a 2-D mesh
         order = ring_order([", ".join(hosts[k] for k in row) for row in rows])
@@ -70,9 +93,27 @@ class Processes(OwnRows):
         return link
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        cut = self.cut
-        how = {"sharding": cut.sharding, "align": cut.align, "lengths": cut.lengths, "exchange": self.exchange}
-        return agree(self.control, length, {**fields, **how}, failure)
+        return agree(self.control, length, fields, failure)
+
+    def notice(self, lengths: Sequence[int]) -> None:
+        total, size = sum(lengths), max(-(-sum(lengths) // self.world_size), 1)
+        if self.has_warned or self.cut.lengths is not None:
+            return
+        alike = [max(min(size, total - k * size), 0) for k in range(self.world_size)]  # as torch.chunk cuts
+        if set(lengths) == {self.last_whole}:
+            text = (
+                f"every rank has {self.last_whole} positions, as many as the sequence that was cut last: they are "
+                f"taken for one of {total}. Pass what `shard` returns"
+            )
+        elif tuple(lengths) not in (self.cut.default_lengths(total), tuple(alike)):
+            text = (
+                f"ranks have {tuple(lengths)} positions, which no near-equal cut of one sequence of {total} gives "
+                f"({self.cut.default_lengths(total)}). If they are meant, say so: ContextParallel(lengths=...)"
+            )
+        else:
+            return
+        self.has_warned = True
+        warnings.warn(text + ". This is said once.", stacklevel=2)
 
     def fields(
         self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
@@ -85,13 +126,11 @@ class Processes(OwnRows):
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
         return self.all.all_gather(x, lengths, dim, moment)
 
+    def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
+        return self.all.all_to_all_single(parts, sizes, like, moment)
+
     def choose(
-        self,
-        call: Call,
-        lengths: Sequence[int],
-        num_kv_heads: int,
-        sizes: Sizes,
-        documents: tuple[int, ...] | None,
+        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
     ) -> Choice:
         num_kv_held = num_kv_heads * len(call.heads) // call.num_heads
         if self.cut.inner > 1:
@@ -116,3 +155,25 @@ class Processes(OwnRows):
         for link in self.opened:
             link.close()
         self.opened.clear()
+        close_dropped()
+
+
+_dropped: list[list[GroupLink]] = []  # links of contexts that went without a `close`
+
+
+def note_dropped(opened: list[GroupLink], name: str) -> None:
+    """A finaliser of contexts. It talks to nobody and destroys nothing: that is left to the next context."""
+    if opened:
+        _dropped.append(opened)
+        warnings.warn(
+            f"{name} was dropped without close(): its connections and threads are kept until another ContextParallel "
+            "is made or closed",
+            ResourceWarning,
+            stacklevel=2,
+        )
+
+
+def close_dropped() -> None:
+    while _dropped:
+        for link in _dropped.pop():
+            link.close()

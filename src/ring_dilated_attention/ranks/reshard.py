@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..plan.sharding import Shard, shard_length
-from .contract import Ranks
 from .handshake import all_or_none
+from .ranks import Ranks
 
 
 def dim_failure(call: str, x: Tensor, dim: int) -> str | None:
@@ -24,7 +24,7 @@ def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
     return {"call": call, "dim": dim, "other lengths": others, "dtype": x.dtype, "device": x.device.type}
 
 
-def _own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
+def own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
     parts = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
     return torch.cat(parts or [x.narrow(dim, 0, 0)], dim=dim)  # a copy: a view would keep the full tensor alive
 
@@ -45,7 +45,7 @@ class ShardRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, shards: tuple[Shard, ...], dim: int) -> Tensor:
         ctx.ranks, ctx.shards, ctx.dim = ranks, shards, dim
-        return _own_rows(x, shards[ranks.rank], dim)
+        return own_rows(x, shards[ranks.rank], dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -66,4 +66,4 @@ class UnshardRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _own_rows(grads[0], ctx.shards[ctx.ranks.rank], ctx.dim), None, None, None
+        return own_rows(grads[0], ctx.shards[ctx.ranks.rank], ctx.dim), None, None, None

@@ -18,12 +18,12 @@ from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.memory import Sizes
 from ..plan.plan import Message
-from ..plan.sharding import Cut, Shard, make_shards
+from ..plan.sharding import Cut, Shard, documents_of, make_shards
 from ..run import executor
 from ..run.executor import Means
-from .contract import Call
+from .call import Call
 from .held import Held, Use
-from .own_rows import documents_of
+from .ranks import Ranks
 
 
 class _Stopped(RuntimeError):
@@ -139,13 +139,13 @@ def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> l
     return results
 
 
-class SimulatedRanks:
+class SimulatedRanks(Ranks):
     """All ranks in this process, on full tensors. uses: what each sends and holds, while that is measured."""
 
-    rank, world_size, name, calls = 0, 1, "simulated", 0
+    name = "simulated"
 
     def __init__(self, cut: Cut) -> None:
-        self.cut = cut
+        super().__init__(cut)
         self.uses: list[Use] | None = None
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
@@ -154,40 +154,16 @@ class SimulatedRanks:
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
         return make_shards("contiguous", lengths)
 
-    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        if failure:
-            raise ValueError(failure)
-        return (length,)
-
-    def check_all_here(self, method: str) -> None:
-        pass
-
-    def records(self, record: Tensor, moment: str) -> list[Tensor]:
-        return [record]
-
-    def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
-        return [x]
-
     def choose(
-        self,
-        call: Call,
-        lengths: Sequence[int],
-        num_kv_heads: int,
-        sizes: Sizes,
-        documents: tuple[int, ...] | None,
+        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
     ) -> Choice:
         return Choice("simulated", "asked for")
-
-    def abandon(self, reason: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, int]:
         shards, plans, means = self.plan(call, query, key, cu_seqlens)
+        query = call.scaled(query)
 
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor]:
             given = [_rows_of(x, shards[rank]) for x in (query, key, value)]
@@ -206,6 +182,7 @@ class SimulatedRanks:
         self, call: Call, number: int, rows: BackwardRows, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         shards, plans, means = self.plan(call, rows.query, rows.key, cu_seqlens)
+        rows = rows._replace(query=call.scaled(rows.query))
 
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor, Tensor]:
             parts = {name: _rows_of(x, shards[rank]) for name, x in rows._asdict().items() if x is not None}
@@ -218,19 +195,20 @@ class SimulatedRanks:
         for shard, parts in zip(shards, run_in_turn(len(shards), work), strict=True):
             for full, part in zip((dq, dk, dv), parts, strict=True):
                 _place(full, shard, part)
-        return dq, dk, dv
+        return call.scaled(dq), dk, dv
 
     def plan(
         self, call: Call, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[tuple[Shard, ...], list[RankPlan], Means]:
-        documents = documents_of(cu_seqlens, query.shape[1])
-        shards = self.cut.shards(self.cut.default_lengths(query.shape[1]))
+        means = Means(choose(call.backend, query), call.kernel_scale)
+        documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), query.shape[1])
+        shards = self.cut.shards_of(self.cut.default_lengths(query.shape[1]))
         heads = (call.num_heads, call.num_kv_heads(key.shape[2]))
         plans = [
             plan_exchange("ring", call.pattern, shards, rank, *heads, documents, call.held)
             for rank in range(len(shards))
         ]
-        return shards, plans, Means(choose(call.backend, query), call.kernel_scale)
+        return shards, plans, means
 
     @contextmanager
     def measured(self, rank: int, link: SimulatedLink, rows: Sequence[Tensor | None]) -> Iterator[None]:

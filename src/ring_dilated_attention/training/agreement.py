@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..models.sharded import all_reduce
 from ..ranks.context import ContextParallel
+from ..ranks.reduce import all_reduce
 from .files import in_words
 
 T = TypeVar("T")
@@ -128,8 +128,8 @@ def _all_texts(parallel: ContextParallel, text: str) -> list[str]:
     content = torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
     lengths = torch.zeros(parallel.world_size, dtype=torch.int64)
     lengths[parallel.rank] = len(content)
-    lengths = all_reduce(parallel, lengths)
+    lengths = all_reduce(parallel.ranks, lengths)
     table = torch.zeros(parallel.world_size, int(lengths.max()), dtype=torch.uint8)
     table[parallel.rank, : len(content)] = content
-    rows = all_reduce(parallel, table)
+    rows = all_reduce(parallel.ranks, table)
     return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]

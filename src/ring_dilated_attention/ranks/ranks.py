@@ -1,4 +1,4 @@
-"""A process that holds its own rows: handshake -> plan -> program. One alone, of several, or of a larger job."""
+"""What ranks do in a call: handshake -> plan -> program; and what differs between their kinds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from ..kernels.choose import choose
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.memory import Sizes
-from ..plan.sharding import Cut, Shard, check_documents
+from ..plan.sharding import Cut, Shard, documents_of
 from ..run import executor
 from ..run.executor import Means
 from ..run.link import Dealer, Link
-from .contract import Call
+from .call import Call
 from .handshake import all_or_none
 
 
@@ -25,42 +25,59 @@ class Links(NamedTuple):
     heads: Dealer | None
 
 
-class OwnRows:
-    """What all kinds of processes that hold their own rows have in common; this one is alone."""
+class Ranks:
+    """The ranks that share sequences, seen from this process, which is alone. Other kinds override what differs.
+
+    rank: its place in the ring. world_size: processes. name: by which errors call them, "" for one alone. calls: its
+    forwards so far, the same on every rank.
+    """
 
     rank, world_size, name = 0, 1, ""
 
     def __init__(self, cut: Cut) -> None:
         self.cut, self.calls = cut, 0
+        self.last_whole: int | None = None  # the length of the sequence that was cut last
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
+        """Every process's number of rows of a sequence that it cuts."""
         return self.cut.default_lengths(seq_len)
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
-        return self.cut.shards(lengths)
+        """Every process's shard, given every process's number of rows."""
+        return self.cut.shards_of(lengths)
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+        """Every rank's number of rows, once all turn out to make the same call.
+
+        Raises:
+            ValueError: on every rank, if any refuses or fields differ.
+        """
         if failure:
             raise ValueError(failure)
         return (length,)
 
+    def notice(self, lengths: Sequence[int]) -> None:
+        """Warn, once, of numbers of rows that look like a mistake."""
+
     def check_all_here(self, method: str) -> None:
-        pass
+        """Raise ValueError where other ranks' tensors cannot be had."""
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
+        """Every process's record, all of one shape and dtype, on the CPU."""
         return [record]
 
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
+        """Every process's tensor; they differ only in their length along `dim`."""
         return [x]
 
+    def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
+        """Send a flat part to every process (parts may be empty) and receive one from each, of the given sizes."""
+        return list(parts)
+
     def choose(
-        self,
-        call: Call,
-        lengths: Sequence[int],
-        num_kv_heads: int,
-        sizes: Sizes,
-        documents: tuple[int, ...] | None,
+        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
     ) -> Choice:
+        """The exchange of a call over rows of these lengths, and why."""
         return Choice("none", "one rank: nothing to send")
 
     def links(self, exchange: str, plan_arguments: tuple) -> Links:
@@ -68,17 +85,18 @@ class OwnRows:
         return Links(None, None)
 
     def abandon(self, reason: str) -> None:
-        pass
+        """Break the connections, so that other ranks fail at once instead of waiting for this one."""
 
     def close(self) -> None:
-        pass
+        """Give the connections back."""
 
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, int]:
+        """out (B, N, H, D), lse (B, N, H), and the number of the call, by which its backward is recognised."""
         number = self.calls + 1 if self.name else 0  # alone there is nobody to agree with
         with all_or_none(self, ValueError):
-            rank_plan, means = self.route(call, "forward", number, query, key, cu_seqlens)
+            rank_plan, means, query = self.route(call, "forward", number, query, key, cu_seqlens)
         self.calls = number  # on all ranks or on none: a call that one rank refused has no number
         with all_or_none(self):
             return *executor.forward(rank_plan, means, query, key, value), number
@@ -86,26 +104,30 @@ class OwnRows:
     def backward(
         self, call: Call, number: int, rows: BackwardRows, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq (B, N, H, D), dk and dv (B, N, G, D)."""
         with all_or_none(self, ValueError):
-            rank_plan, means = self.route(call, "backward", number, rows.query, rows.key, cu_seqlens)
+            rank_plan, means, query = self.route(call, "backward", number, rows.query, rows.key, cu_seqlens)
         with all_or_none(self):
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
                 # The loss of a rank may not use lse: all deal its gradient, or none.
                 rows = rows._replace(dlse=torch.zeros_like(rows.lse))
-            return executor.backward(rank_plan, means, rows)
+            dq, dk, dv = executor.backward(rank_plan, means, rows._replace(query=query))
+            return call.scaled(dq), dk, dv
 
     def route(
         self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[RankPlan, Means]:
-        """What this rank does, and by what means: handshake, choose the exchange, plan."""
+    ) -> tuple[RankPlan, Means, Tensor]:
+        """What this rank does, by what means, and the query that kernels take: handshake, choose the exchange, plan."""
         try:
             kernel = choose(call.backend, query)
             fields = self.fields(call, stage, number, query, key, cu_seqlens)
+            scaled = call.scaled(query)
         except Exception as error:
             self.agree(0, {}, str(error) or type(error).__name__)  # the others are told at once
             raise
         lengths = self.agree(query.shape[1], fields, None)
-        documents = documents_of(cu_seqlens, sum(lengths))
+        self.notice(lengths)
+        documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
         num_kv_heads = call.num_kv_heads(key.shape[2])
         sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
         exchange = self.choose(call, lengths, num_kv_heads, sizes, documents).exchange
@@ -116,7 +138,7 @@ class OwnRows:
         if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
             borders = documents or (0, query.shape[1])
             whole = kernel.choose_pass(call.pattern, borders, query, num_kv_heads, stage == "backward").found
-        return rank_plan, Means(kernel, call.kernel_scale, links.ring, links.heads, whole)
+        return rank_plan, Means(kernel, call.kernel_scale, links.ring, links.heads, whole), scaled
 
     def fields(
         self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
@@ -143,12 +165,3 @@ def call_fields(
         "gradients": call.needs_grad or "none",
         "return_lse": call.return_lse,
     }
-
-
-def documents_of(cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...] | None:
-    """The borders as integers, checked against the length of the whole sequence."""
-    if cu_seqlens is None:
-        return None
-    borders = tuple(cu_seqlens.tolist())
-    check_documents(borders, seq_len)
-    return borders
