@@ -270,6 +270,8 @@ SHORT = ["slice", "--seq-len", "1024", "--ranks", "4", "--heads", "2", "--head-d
         ["--rank", "1"],
         ["--segment-lengths", "64", "1024", "--dilation-rates", "1", "5"],
         ["--seq-len", "1", "--ranks", "1", "--rank", "0"],  # one key: dq is 0, and no error is relative to it
+        # The two queries that are drawn for the second branch see one key, and two of which one weighs nearly all.
+        ["--seq-len", "64", "--segment-lengths", "16", "64", "--dilation-rates", "1", "65", "--seed", "5"],
     ],
 )
 def test_a_short_job_is_verified(more, capsys):
