@@ -27,6 +27,7 @@ from . import (
     ranks,
     scaling,
     sent,
+    slides,
     torch_ring,
 )
 from .gate import GateError
@@ -44,6 +45,7 @@ CASES: dict[str, ModuleType] = {
     "million": million,
     "billion": billion,
     "crossover": crossover,
+    "slides": slides,
     "gpu": gpu,
     "gpu_memory": gpu_memory,
     "gpu_small": gpu_small,

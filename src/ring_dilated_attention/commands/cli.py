@@ -21,6 +21,7 @@ class Subcommand(NamedTuple):
 
 SUBCOMMANDS = {
     "train": Subcommand(".train", "train a byte-level LongNet on one long document"),
+    "embed": Subcommand(".embed", "embed slides by GigaPath's published weights, from files of tile features"),
     "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
     "bench": Subcommand(".bench", "say how the benchmarks are run: from a clone"),
     "plan": Subcommand(".plan", "show what each rank would compute, send and hold"),

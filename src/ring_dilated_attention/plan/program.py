@@ -191,12 +191,14 @@ def steps(plan: Plan, stage: str, terms: Terms) -> Iterator[Step]:
 def _forward(plan: Plan, terms: Terms) -> Iterator[Step]:
     """out and lse of this rank's queries: own tiles while the first chunks fly, then those of each hop's chunks."""
     tiles = _Tiles(plan, terms)
-    yield from _begin(plan, "forward")
+    yield from _dilate(plan)
+    yield from (moving := _start(plan, "forward", 0))
     for tile in plan.local:
         yield from tiles.partial(tile, OWN_CHUNKS if tile.packed else OWN_ROWS)
-    for s in range(len(plan.hops)):
-        yield from _arrive(plan, "forward", s)
-        for tile in plan.hops[s].tiles:
+    for s, hop in enumerate(plan.hops):
+        yield from _arrive(moving)
+        yield from (moving := _start(plan, "forward", s + 1))
+        for tile in hop.tiles:
             yield from tiles.partial(tile, _received_at(s))
     yield Free(BUFFERS)
     yield from tiles.start("out")
@@ -211,7 +213,8 @@ def _backward(plan: Plan, terms: Terms) -> Iterator[Step]:
     one hop behind and goes home at the end of the stretch; the own part is added at home.
     """
     tiles = _Tiles(plan, terms)
-    yield from _begin(plan, "backward")
+    yield from _dilate(plan)
+    yield from (moving := _start(plan, "backward", 0))
     if terms.in_place and plan.num_rows:
         yield Prepare()
     for tile in plan.local:
@@ -219,7 +222,8 @@ def _backward(plan: Plan, terms: Terms) -> Iterator[Step]:
     leaving: list[Wait] = []
     arriving: list[Wait] = []  # what earlier ranks added to the gradients of the chunks at hand
     for s, hop in enumerate(plan.hops):
-        yield from _arrive(plan, "backward", s)
+        yield from _arrive(moving)
+        yield from (moving := _start(plan, "backward", s + 1))
         sums, other = GRADIENTS[s % 2], GRADIENTS[(s + 1) % 2]
         if s == 0:
             yield Take(sums, plan.received_size, is_sum=True)
@@ -255,46 +259,48 @@ def _backward(plan: Plan, terms: Terms) -> Iterator[Step]:
         yield Finish(name)
 
 
-def _begin(plan: Plan, stage: str) -> Iterator[Step]:
-    """Dilate the own chunks and start the first exchange."""
+def _dilate(plan: Plan) -> Iterator[Step]:
+    """The own chunks, and where others will be received."""
     if plan.hops:
         yield Pack(OWN_CHUNKS, plan.chunk_size, plan.packs)
         yield Take(RECEIVED, plan.received_size, is_sum=False)
-        yield from _start(plan, stage, 0)
 
 
-def _arrive(plan: Plan, stage: str, s: int) -> Iterator[Step]:
-    """Wait for the chunks of hop s (from 0), and start the exchange of the next."""
-    post = next((step for step in _start(plan, stage, s) if isinstance(step, Post)), None)
-    if post is not None:
+def _start(plan: Plan, stage: str, s: int) -> list[Step]:
+    """Start the exchange of hop s (from 0): send chunks on from one buffer, receive others into the other. After the
+    last hop nothing does: what was sent from can go."""
+    if s == len(plan.hops):
+        return [Free((BUFFERS[(s + 1) % 2],))] if s else []
+    hop, here, free = plan.hops[s], BUFFERS[s % 2], _received_at(s)
+    found: list[Step] = []
+    sends = []
+    for m in hop.sends:
+        if s and m.owner == plan.rank:  # the buffer holds others' by now: it is dilated once more
+            late = f"own chunk sent late at hop {s + 1}, {m.packed}"
+            found.append(Pack(late, m.size, tuple(plan.packs_of(m))))
+            sends.append(Part(late, 0, m))
+        else:
+            sends.append(Part(here, m.offset, m))
+    if sends or hop.receives:
+        moment = f"{stage}, hop {s + 1}, keys and values"
+        receives = tuple([Part(free, m.offset, m) for m in hop.receives])
+        found.append(Post(moment, moment, tuple(sends), receives))
+    return found
+
+
+def _arrive(moving: Sequence[Step]) -> Iterator[Step]:
+    """Wait for the chunks of a hop, given what started its exchange."""
+    if moving:
+        post = moving[-1]
+        assert isinstance(post, Post)
         yield Wait(post.ticket)
-        yield Free(tuple(part.name for part in post.sends if part.name not in BUFFERS))
-    if s + 1 < len(plan.hops):
-        yield from _start(plan, stage, s + 1)
-    else:
-        yield Free((BUFFERS[s % 2],))
+        if len(moving) > 1:
+            yield Free(tuple(pack.name for pack in moving[:-1] if isinstance(pack, Pack)))
 
 
 def _received_at(s: int) -> str:
     """The buffer that holds the chunks of hop s: the two change places at every hop."""
     return BUFFERS[(s + 1) % 2]
-
-
-def _start(plan: Plan, stage: str, s: int) -> Iterator[Step]:
-    """Start the exchange of hop s: send chunks on from one buffer, receive others into the other."""
-    hop, here, free = plan.hops[s], BUFFERS[s % 2], _received_at(s)
-    sends = []
-    for m in hop.sends:
-        if s and m.owner == plan.rank:  # the buffer holds others' by now: it is dilated once more
-            late = f"own chunk sent late at hop {s + 1}, {m.packed}"
-            yield Pack(late, m.size, tuple(plan.packs_of(m)))
-            sends.append(Part(late, 0, m))
-        else:
-            sends.append(Part(here, m.offset, m))
-    if sends or hop.receives:
-        receives = tuple(Part(free, m.offset, m) for m in hop.receives)
-        moment = f"{stage}, hop {s + 1}, keys and values"
-        yield Post(moment, moment, tuple(sends), receives)
 
 
 def _gradient_posts(plan: Plan, s: int, sums: str, other: str) -> tuple[Post | None, Post | None]:

@@ -174,6 +174,9 @@ class GroupLink:
         self.failure = reason
         if set(self.backends.values()) != {"gloo"}:
             self.group.abort()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if self.backends.get("cpu") != "gloo":
             return
         nothing = torch.empty(1, device="cpu")
@@ -185,14 +188,9 @@ class GroupLink:
                         work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Give the group back. Its sockets and threads go with the last reference: when the others have closed it too,
-        where one of them is watched."""
-        if not self.failure and self.on_gloo(torch.empty(0)):
-            for peer in (self.order[peer] for peer in self._others()):
-                with suppress(RuntimeError, ValueError):  # a rank that is gone, or all of torch.distributed
-                    farewell = dist.isend(torch.zeros(1), group=self.group, group_dst=peer, tag=_UNUSED_TAG)
-                    if farewell is not None:
-                        farewell.wait(timedelta(seconds=1))
+        """Give the group back. Its sockets and threads go with the last reference, which a sentinel would keep."""
+        if self._sentinels and not self.failure:
+            self._disconnect()
         self._sentinels.clear()
         self.failure = self.failure or "it was closed"
         with suppress(ValueError, AssertionError):  # torch.distributed was shut down before
@@ -318,7 +316,7 @@ class GroupLink:
 
 
 class _Sentinel:
-    """A receive that a peer answers when it closes its context. It fails as soon as the connection does.
+    """A receive that nobody answers. It fails as soon as the connection does, also where an end closed its context.
 
     One for each peer that was ever waited for long, in a thread of its own: one for each look would stay with gloo.
     """
@@ -335,7 +333,6 @@ class _Sentinel:
     def _wait(self, work: dist.Work) -> None:
         try:
             work.wait(timedelta(days=3650))
-            self.error = RuntimeError("Connection closed by its owner")
         except RuntimeError as error:
             self.error = error
 

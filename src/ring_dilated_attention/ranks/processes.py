@@ -3,6 +3,7 @@
 import socket
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -33,9 +34,9 @@ class Processes(Ranks):
     def __init__(self, members: list[int], timeout: timedelta) -> None:
         """Make the control group: all ranks do, whatever else they were given, and then agree over it (`connect`)."""
         super().__init__(Cut("contiguous", len(members)))
-        close_dropped()
         self.timeout, self.world_size = timeout, len(members)
         self.opened: list[GroupLink] = []  # they break together
+        self.spacers: list[dist.ProcessGroup] = []
         self.has_warned = False
         self.control = self._open("control", "gloo", members)
 
@@ -57,7 +58,7 @@ class Processes(Ranks):
         assert cut is not None
         self.cut, self.exchange = cut, exchange
         members = self.control.members
-        hosts = self.control.texts(host_name(), "the exchange of host names")
+        hosts = [text.partition("\n")[0] for text in self._told()]
         rows = [range(i, i + cut.inner) for i in range(0, len(members), cut.inner)]  # of a 2-D mesh
         order = ring_order([", ".join(hosts[k] for k in row) for row in rows])
         members = [members[k] for i in order for k in rows[i]]
@@ -72,16 +73,19 @@ class Processes(Ranks):
             chunks = members[column :: cut.inner]
             self.outer = self._open("chunks", None, chunks) if len(chunks) > 1 else None
 
+    def _told(self) -> list[str]:
+        """Everybody's host, and below it the contexts that were dropped. Those that all dropped are closed: torch
+        numbers its groups by how many there are, so that ranks must give them back together."""
+        told = self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names")
+        for name in set.intersection(*(set(text.split("\n")[1:]) for text in told)):
+            for link in _dropped.pop(name, ()):
+                link.close()
+        return told
+
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
         """A communicator of these global ranks, in this order."""
         try:
-            group = dist.new_group(
-                members,
-                timeout=self.timeout,
-                backend=backend,
-                use_local_synchronization=len(members) != dist.get_world_size(),
-                group_desc=f"ring_dilated_attention:{purpose}",
-            )
+            group = self._new_group(purpose, backend, members)
             self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or hash
             link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
             link.open()
@@ -91,6 +95,24 @@ class Processes(Ranks):
                 f"rank {dist.get_rank()}): {error}"
             ) from error
         return link
+
+    def _new_group(self, purpose: str, backend: str | None, members: list[int]) -> dist.ProcessGroup:
+        """torch names a group of some ranks by these and the number of groups there are. Where some were given back,
+        that was another's name already: a group of this rank alone makes it one more, on every rank alike."""
+        while True:
+            try:
+                return dist.new_group(
+                    members,
+                    timeout=self.timeout,
+                    backend=backend,
+                    use_local_synchronization=len(members) != dist.get_world_size(),
+                    group_desc=f"ring_dilated_attention:{purpose}",
+                )
+            except ValueError as error:
+                if "already been created" not in str(error) or len(members) == 1:
+                    raise
+                alone = {"backend": "gloo", "use_local_synchronization": True}
+                self.spacers.append(dist.new_group([dist.get_rank()], **alone))
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         return agree(self.control, length, fields, failure)
@@ -155,25 +177,22 @@ class Processes(Ranks):
         for link in self.opened:
             link.close()
         self.opened.clear()
-        close_dropped()
+        for group in self.spacers:
+            with suppress(ValueError, AssertionError):  # torch.distributed was shut down before
+                dist.destroy_process_group(group)
+        self.spacers.clear()
 
 
-_dropped: list[list[GroupLink]] = []  # links of contexts that went without a `close`
+_dropped: dict[str, list[GroupLink]] = {}  # links of contexts that went without a `close`, by the context's name
 
 
 def note_dropped(opened: list[GroupLink], name: str) -> None:
     """A finaliser of contexts. It talks to nobody and destroys nothing: that is left to the next context."""
     if opened:
-        _dropped.append(opened)
+        _dropped[name] = opened
         warnings.warn(
-            f"{name} was dropped without close(): its connections and threads are kept until another ContextParallel "
-            "is made or closed",
+            f"{name} was dropped without close(): its connections and threads are kept until all ranks make another "
+            "ContextParallel",
             ResourceWarning,
             stacklevel=2,
         )
-
-
-def close_dropped() -> None:
-    while _dropped:
-        for link in _dropped.pop():
-            link.close()
