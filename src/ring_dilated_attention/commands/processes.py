@@ -1,9 +1,8 @@
-"""Several ranks on this machine, each a process of its own. For `rda check` and benchmarks; training uses torchrun."""
+"""Several ranks on this machine, each a process of its own, for `rda check` and benchmarks."""
 
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -15,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+from ..training.launch import loopback_only
 from .interrupts import held_back
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -121,8 +121,7 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
         if launch.is_pinned and hasattr(os, "sched_setaffinity"):
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
+        os.environ |= loopback_only()  # all ranks are on this host
         if "nccl" in launch.backend:
             torch.cuda.set_device(rank)
         store = dist.FileStore(str(Path(folder) / "store"), launch.world_size)

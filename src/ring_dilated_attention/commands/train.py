@@ -1,4 +1,4 @@
-"""`rda train`: from options to a finished run, in one process, under torchrun, or as the launcher of torchrun.
+"""`rda train`: from options to a finished run, in one process, as the launcher of several, or as one of them.
 
 What can be refused is refused before any rank starts and before torch is imported.
 """
