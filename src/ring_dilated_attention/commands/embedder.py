@@ -147,7 +147,7 @@ def _tiles(options: Options, name: str, path: Path, parallel: ContextParallel | 
     with open_slide(path, options.keys) as slide:
         start, stop = 0, slide.num_tiles
         if parallel is not None:
-            lengths = parallel.default_lengths(slide.num_tiles)
+            lengths = parallel.ranks.lengths_of(slide.num_tiles)
             start = sum(lengths[: parallel.rank])
             stop = start + lengths[parallel.rank]
         features, coords = slide.features(start, stop), slide.coords[start:stop]

@@ -21,7 +21,8 @@ from ..attention import dilated_attention
 from ..pattern import Branch, DilatedPattern
 from ..plan.zero_rows import Move, ZeroQuery, is_misaligned, moves, zero_keys, zero_queries
 from ..ranks.context import ContextParallel
-from ..ranks.moves import MoveRows, SumOverRanks
+from ..ranks.moves import MoveRows
+from ..ranks.reduce import SumOverRanks
 from .layout import Layout, Stretch, agree_on_layout
 
 
@@ -194,8 +195,9 @@ def _put_in_place(
     parallel: ContextParallel | None,
 ) -> tuple[Tensor, Tensor]:
     """Rows where torchscale has them, and in the places between what a query of zeros gets: the mean of m values."""
-    moved_BNHD = MoveRows.apply(out_BNHD, misplaced.moves, parallel, 0.0)
-    moved_lse_BNH = MoveRows.apply(lse_BNH, misplaced.moves, parallel, -math.inf)
+    ranks = None if parallel is None else parallel.ranks
+    moved_BNHD = MoveRows.apply(out_BNHD, misplaced.moves, ranks, 0.0)
+    moved_lse_BNH = MoveRows.apply(lse_BNH, misplaced.moves, ranks, -math.inf)
     if not misplaced.zero_queries:
         return moved_BNHD, moved_lse_BNH
     means_BZHD = _sums(value_BNGD, out_BNHD.shape[2], misplaced, layout, parallel) / misplaced.num_seen
@@ -225,7 +227,7 @@ def _sums(
         kv_heads = [head // (num_heads // num_kv_heads) for head in query.heads]
         rows_BMHD = value_BNGD[:, stretch.rows(query.rows)][:, :, kv_heads]
         sums_BZHD[:, z, query.heads.start : query.heads.stop] += rows_BMHD.sum(1, dtype=wide)
-    return sums_BZHD if parallel is None else SumOverRanks.apply(sums_BZHD, parallel)
+    return sums_BZHD if parallel is None else SumOverRanks.apply(sums_BZHD, parallel.ranks)
 
 
 def _own_queries(misplaced: Misplaced, layout: Layout) -> Iterator[tuple[int, Stretch, ZeroQuery]]:

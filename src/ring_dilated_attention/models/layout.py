@@ -99,10 +99,10 @@ def agree_on_layout(
     if given is not None:
         check_documents(given, total)
     borders = given or ((0, total) if total else (0,))
-    if parallel is None or parallel.runs_all:
+    if parallel is None:
         shards, rank = make_shards("contiguous", lengths), 0
     else:
-        shards, rank = parallel.shards(lengths), parallel.rank
+        shards, rank = parallel.ranks.shards(lengths), parallel.rank
     return Layout(borders, shards, rank, tuple(_stretches(shards[rank], borders)))
 
 

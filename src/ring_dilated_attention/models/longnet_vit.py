@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ranks.context import ContextParallel
-from ..ranks.moves import SumOverRanks
+from ..ranks.reduce import SumOverRanks
 from .checked_loading import CheckedLoading
 from .torchscale import LongNetEncoder
 from .torchscale_config import TorchscaleConfig
@@ -216,7 +216,7 @@ class LongNetViT(CheckedLoading):
         found = self.encoder(embeddings=tokens_BNE, cu_seqlens=cu_seqlens, collect=collect)
         pooled = torch.stack(found) if isinstance(found, list) else pool(found)[None]
         if self.parallel is not None:
-            pooled = SumOverRanks.apply(pooled, self.parallel)
+            pooled = SumOverRanks.apply(pooled, self.parallel.ranks)
         return [self.norm(x_BE) for x_BE in pooled.to(tokens_BNE.dtype).unbind()]
 
     def _packed(self, x: Tensor, coords: Tensor, counts: Sequence[int]) -> Tensor:

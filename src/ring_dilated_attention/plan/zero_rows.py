@@ -16,8 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..pattern import Branch
-from .rows import first_rows
-from .sharding import Shard, Span
+from .sharding import Shard, Span, first_rows
 
 
 class ZeroKeys(NamedTuple):

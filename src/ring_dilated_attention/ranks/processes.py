@@ -111,8 +111,8 @@ class Processes(Ranks):
             except ValueError as error:
                 if "already been created" not in str(error) or len(members) == 1:
                     raise
-                alone = {"backend": "gloo", "use_local_synchronization": True}
-                self.spacers.append(dist.new_group([dist.get_rank()], **alone))
+                alone = [dist.get_rank()]
+                self.spacers.append(dist.new_group(alone, backend="gloo", use_local_synchronization=True))
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         return agree(self.control, length, fields, failure)

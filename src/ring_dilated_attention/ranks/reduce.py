@@ -50,3 +50,20 @@ class GlobalMean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return grads[0] * ctx.scale, None, None, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Forward: the sum of all ranks' tensors, on each. Backward: the sum of all ranks' gradients.
+
+    Where what follows is the same on every rank, that is p times the gradient of one rank: so the *mean* of the ranks'
+    gradients of parameters, which DDP and FSDP2 take, is right before the sum and after it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return all_reduce(ranks, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(ctx.ranks, grads[0]), None
