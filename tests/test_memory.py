@@ -290,8 +290,8 @@ def test_items_are_named_and_add_up():
         "dk",
         "dv",
         "lse",
-        "own K‖V chunks",
-        "received K‖V chunks",
+        "own chunks of K and V",
+        "received chunks of K and V",
     } <= names
 
 

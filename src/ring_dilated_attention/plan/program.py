@@ -19,8 +19,8 @@ from .plan import Hop, Message, Plan, Tile
 from .rows import Block, Rows
 
 OWN_ROWS = "own rows"  # where a tile reads keys that are in no buffer
-OWN_CHUNKS, RECEIVED = BUFFERS = ("own K‖V chunks", "received K‖V chunks")
-GRADIENTS = ("dK‖dV of received chunks", "dK‖dV that arrive")
+OWN_CHUNKS, RECEIVED = BUFFERS = ("own chunks of K and V", "received chunks of K and V")
+GRADIENTS = ("dK and dV of received chunks", "dK and dV that arrive")
 STAGES = ("forward", "backward")
 _GIVEN = {"forward": ("query", "key", "value"), "backward": ("dout", "query", "key", "value", "out", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
