@@ -8,7 +8,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _process_group_name
 
 from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, choose_exchange
@@ -99,27 +98,21 @@ class Processes(Ranks):
 
     def _new_group(self, purpose: str, backend: str | None, members: list[int]) -> dist.ProcessGroup:
         """torch names a group of some ranks by these and the number of groups there are. Where some were given back,
-        that was another's name already, and under it the store still has addresses of connections that are gone: a
-        group of this rank alone makes it one more, on every rank alike."""
-        some = len(members) != dist.get_world_size()
+        that was another's name already: a group of this rank alone makes it one more, on every rank alike."""
         while True:
-            if not some or _process_group_name(sorted(members), use_hashed_name=True) not in _names:
-                try:
-                    group = dist.new_group(
-                        members,
-                        timeout=self.timeout,
-                        backend=backend,
-                        use_local_synchronization=some,
-                        group_desc=f"ring_dilated_attention:{purpose}",
-                    )
-                except ValueError as error:  # the name of a group of the user's
-                    if "already been created" not in str(error):
-                        raise
-                else:
-                    _names.add(group.group_name)
-                    return group
-            alone = [dist.get_rank()]
-            self.spacers.append(dist.new_group(alone, backend="gloo", use_local_synchronization=True))
+            try:
+                return dist.new_group(
+                    members,
+                    timeout=self.timeout,
+                    backend=backend,
+                    use_local_synchronization=len(members) != dist.get_world_size(),
+                    group_desc=f"ring_dilated_attention:{purpose}",
+                )
+            except ValueError as error:
+                if "already been created" not in str(error) or len(members) == 1:
+                    raise
+                alone = [dist.get_rank()]
+                self.spacers.append(dist.new_group(alone, backend="gloo", use_local_synchronization=True))
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         return agree(self.control, length, fields, failure)
@@ -190,7 +183,6 @@ class Processes(Ranks):
         self.spacers.clear()
 
 
-_names: set[str] = set()  # that groups of this process ever had
 _dropped: dict[str, list[GroupLink]] = {}  # links of contexts that went without a `close`, by the context's name
 
 
