@@ -257,6 +257,7 @@ def test_two_ranks_hold_half_of_what_one_holds():
         ),
         (lambda x, c: (x, c + 20 * 256), r"grid of 20 x 20 cells of tile_size=256: tile 0 .* \(and 17 more\)"),
         (lambda x, c: (x, c * torch.nan), r"at \(nan, nan\) lies in cell"),
+        (lambda x, c: (x, c + 0j), "coords have dtype torch.complex128, not numbers of pixels"),
         (lambda x, c: (x.tolist(), c), "features must be a tensor, got list"),
     ],
 )
@@ -278,6 +279,7 @@ def test_lengths_that_are_refused():
     [
         ({"embed_dim": 18}, "embed_dim=18 is not a multiple of 4"),
         ({"tile_size": 0}, "tile_size=0 must all be positive"),
+        ({"tile_size": float("inf")}, "tile_size=inf must all be positive and finite"),
         ({"padding": "none"}, "padding='none' is unknown"),
     ],
 )

@@ -108,8 +108,8 @@ class LongNetViT(CheckedLoading):
             raise ValueError(
                 f"embed_dim={embed_dim} is not a multiple of 4: a quarter each is sine and cosine of the two axes."
             )
-        if in_chans < 1 or slide_ngrids < 1 or not tile_size > 0:
-            raise ValueError(f"{in_chans=}, {slide_ngrids=} and {tile_size=} must all be positive.")
+        if in_chans < 1 or slide_ngrids < 1 or not 0 < tile_size < math.inf:
+            raise ValueError(f"{in_chans=}, {slide_ngrids=} and {tile_size=} must all be positive and finite.")
         if parallel is not None and parallel.sharding != "contiguous":
             raise ValueError(
                 f"parallel has sharding={parallel.sharding!r}, which balances causal patterns; a slide encoder is not "
@@ -293,6 +293,8 @@ class LongNetViT(CheckedLoading):
             )
         if coords.shape != (*x.shape[:2], 2):
             return f"coords have shape {tuple(coords.shape)}, these features need {(*x.shape[:2], 2)}: x and y of each"
+        if coords.is_complex():
+            return f"coords have dtype {coords.dtype}, not numbers of pixels: x and y are two of them"
         if lengths is None:
             return None
         if self.parallel is not None:
@@ -305,10 +307,12 @@ class LongNetViT(CheckedLoading):
     def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
         """Which tile cannot be, or None. Tiles count from `first`, the number of this rank's first tile."""
         is_tile_BL = _are_tiles(x, counts)
-        wrong = (is_tile_BL & ~torch.isfinite(x).all(-1).cpu()).nonzero().tolist()
+        dtype = self.cls_token.dtype  # of the weights, in which larger numbers are inf
+        wrong = (is_tile_BL & ~torch.isfinite(x.detach().to(dtype)).all(-1).cpu()).nonzero().tolist()
         if wrong:
             slide, tile = wrong[0]
-            return f"features that are not finite: tile {first + tile} of slide {slide}{_and_more(wrong)}"
+            where = f"tile {first + tile} of slide {slide}{_and_more(wrong)}"
+            return f"features that are not finite: {where}" + (f", taken as {dtype}" if x.dtype != dtype else "")
         cells = self._cells(coords)
         wrong = (is_tile_BL & ~((cells >= 0) & (cells < self.slide_ngrids)).all(-1)).nonzero().tolist()
         if wrong:
