@@ -37,7 +37,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
             "when it is opened: save the state_dict alone, or as safetensors"
         ) from error
     except Exception as error:  # a damaged file raises anything
-        raise ValueError(f"{path} cannot be read as weights: {_first_line(error)}") from error
+        raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
     for name in _NESTS:
         if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
             found = found[name]
@@ -46,7 +46,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     return {str(name): x for name, x in found.items() if isinstance(x, Tensor)}
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
