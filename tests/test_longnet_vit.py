@@ -314,7 +314,7 @@ def test_load_slide_encoder(tmp_path, suffix):
     )
     weights = fill(model).state_dict()
     loaded, left = load_slide_encoder(save(weights, tmp_path / f"weights.{suffix}"))
-    assert left == []
+    assert left == ([], [])
     assert not loaded.training
     x, coords = POOLED.inputs()
     torch.testing.assert_close(loaded(x, coords), model(x, coords), rtol=1e-6, atol=1e-6)
@@ -322,11 +322,14 @@ def test_load_slide_encoder(tmp_path, suffix):
     path = save(more, tmp_path / f"more.{suffix}")
     with pytest.raises(ValueError, match="1 tensors that a LongNetViT has no place for: mask_token"):
         load_slide_encoder(path)
-    assert load_slide_encoder(path, strict=False)[1] == ["mask_token"]
+    del more["module.norm.bias"]
+    path = save(more, tmp_path / f"fewer.{suffix}")
+    assert load_slide_encoder(path, strict=False)[1] == (["norm.bias"], ["mask_token"])
 
 
 def test_weights_that_are_refused(tmp_path):
-    weights = fill(Slide(2048, 5, True).model()).state_dict()
+    whole = fill(Slide(2048, 5, True).model()).state_dict()
+    weights = dict(whole)
     del weights["encoder.layers.1.ffn.fc1.weight"]
     with pytest.raises(ValueError, match=r"few\.pth: the weights do not fit .* missing encoder.layers.1.ffn.fc1"):
         load_slide_encoder(save(weights, tmp_path / "few.pth"))
@@ -335,6 +338,15 @@ def test_weights_that_are_refused(tmp_path):
     torch.save(nn.Linear(2, 2), tmp_path / "module.pth")
     with pytest.raises(ValueError, match=r"module\.pth cannot be read with weights_only=True, and is not"):
         load_slide_encoder(tmp_path / "module.pth")
+    path = save(whole | {"cls_token": torch.ones(1, 1, 0)}, tmp_path / "narrow.pth")
+    with pytest.raises(ValueError, match=r"of cls_token there is shape \(1, 1, 0\)"):
+        load_slide_encoder(path)
+    path = save(whole, tmp_path / "bit.pth")
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.find(whole["norm.weight"].numpy().tobytes())] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"bit\.pth cannot be read as weights: it is damaged: the checksum of"):
+        load_slide_encoder(path)
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(ValueError, match=r"list\.pth holds no tensors by name, but a list"):
         load_slide_encoder(tmp_path / "list.pth")
@@ -344,6 +356,22 @@ def test_weights_that_are_refused(tmp_path):
             load_slide_encoder(tmp_path / name)
     with pytest.raises(ValueError, match=r"none\.pth cannot be read as weights: .*No such file"):
         load_slide_encoder(tmp_path / "none.pth")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.to_sparse, torch.Tensor.bool, torch.Tensor.char, torch.Tensor.cfloat, lambda x: x.to("meta")],
+    ids=["sparse", "bool", "int8", "complex", "meta"],
+)
+def test_weights_that_would_become_other_numbers(change):
+    """torch casts them without a word, or fails when it has loaded the tensors before them."""
+    model = Slide(2048, 5, True).model().float()
+    before = copy.deepcopy(model.state_dict())
+    weights = {name: x + 1 for name, x in before.items()}
+    weights["norm.weight"] = change(weights["norm.weight"])
+    with pytest.raises(ValueError, match=r"is unchanged: norm\.weight has torch\.\S+ and .* expected floating numbers"):
+        model.load_state_dict(weights, strict=False)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
 def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
