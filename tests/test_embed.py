@@ -234,8 +234,8 @@ def bad_slides(folder):
     yield write(folder / "flat.npz", features.flatten(), coords), "features has shape (45,)"
     yield write(folder / "three.h5", features, features[:, :3]), "coords has shape (9, 3), not (tiles, 2)"
     yield write(folder / "integers.pt", features.int(), coords), "dtype torch.int32"
-    yield write(folder / "complex.npz", features, coords + 0j), "dtype complex64, not numbers"
-    yield write(folder / "complex.pt", features, coords + 0j), "coords have dtype torch.complex64"
+    yield write(folder / "complex.npz", features, coords + 0j), "coords has dtype complex64, not real numbers"
+    yield write(folder / "complex.pt", features, coords + 0j), "coords has dtype torch.complex64, not real"
     yield write(folder / "sparse.pt", features.to_sparse(), coords), "features has torch.sparse_coo"
     yield write(folder / "large.pt", features * 1e38, coords), "its features are finite and its embedding is not"
     yield write(folder / "larger.pt", features.double() * 1e300, coords), "tile 0 of slide 0 (and 8 more), taken as"
@@ -244,6 +244,9 @@ def bad_slides(folder):
     np.savez(folder / "text.npz", features=features.numpy(), coords=coords.numpy().astype(str))
     yield folder / "text.npz", "coords has dtype <U"
     yield damaged_in_the_middle(folder / "group.h5", b"TREE"), "cannot be read: Unable to get group info"
+    changed = write(folder / "bit.pt", features, coords)
+    changed.write_bytes(changed.read_bytes().replace(features.numpy().tobytes(), (features + 1).numpy().tobytes()))
+    yield changed, "it is damaged: the checksum of its"
     (folder / "gone.h5").symlink_to(folder / "nowhere.h5")
     yield folder / "gone.h5", "No such file or directory"
     yield write(folder / "stated.h5", features, coords, attributes={"patch_size_level0": 512}), "=512, the step from"

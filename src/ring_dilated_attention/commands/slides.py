@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..models.weights import first_line
+from ..models.weights import check_sums, first_line
 
 FEATURES = ("features", "tile_embeds", "feats")
 COORDS = ("coords", "coordinates")
@@ -64,11 +64,10 @@ class Slide:
 
 def _tensor(x: Any, name: str) -> Tensor:
     """A file's array as a tensor in this machine's byte order."""
-    if isinstance(x, Tensor):
-        return x
-    if x.dtype.kind not in "biuf" or x.dtype.itemsize > 8:
-        raise ValueError(f"{name} has dtype {x.dtype}, not numbers of at most 64 bits")
-    return torch.as_tensor(x.astype(x.dtype.newbyteorder("="), copy=False))
+    is_real = not x.is_complex() if isinstance(x, Tensor) else x.dtype.kind in "biuf"
+    if not is_real or x.dtype.itemsize > 8:
+        raise ValueError(f"{name} has dtype {x.dtype}, not real numbers of at most 64 bits")
+    return x if isinstance(x, Tensor) else torch.as_tensor(x.astype(x.dtype.newbyteorder("="), copy=False))
 
 
 def attributes_of(array: Any) -> Mapping[str, Any]:
@@ -151,6 +150,7 @@ def _load_torch(path: Path) -> dict[str, Any]:
     try:
         is_zip = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        check_sums(path)
     except pickle.UnpicklingError as error:
         raise ValueError(
             "cannot be read with torch.load(weights_only=True), and is not read otherwise, since a pickle can run any "
