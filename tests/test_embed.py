@@ -16,7 +16,8 @@ from torchscale_cases import fill, waves
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli, embedder
-from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry
+from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry, fingerprint
+from ring_dilated_attention.commands.processes import RankFailedError
 from ring_dilated_attention.commands.slides import Keys
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
@@ -171,6 +172,24 @@ def test_goes_on_where_it_ended(weights, slides, tmp_path, capsys, monkeypatch):
     assert report["slides"].keys() == {"a", "b", "c"}
     (tmp_path / "first").write_bytes(first)
     assert torch.equal(read(out)[0]["a"], read(tmp_path / "first")[0]["a"])
+
+
+def test_processes_that_die(weights, slides, tmp_path, capsys, monkeypatch):
+    """What was embedded before is saved, and no traceback of the command's own is shown."""
+
+    def killed(options, num_ranks, take):
+        take(embedder.Result("a", [1.0], 40, 256.0, fingerprint(slides[0], Keys())))
+        raise RankFailedError("rank 1: died without a word")
+
+    out = tmp_path / "out.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(embedder, "embed_all", killed)
+        assert embed(weights, out, *slides, "--ranks", 2) == 1
+    error = capsys.readouterr().err
+    assert "the processes failed. What was embedded before is saved" in error
+    assert error.endswith("rank 1: died without a word\n")
+    assert embed(weights, out, *slides) == 0
+    assert "2 slides embedded, 1 were there already" in capsys.readouterr().out
 
 
 def test_two_processes_lose_nothing(tmp_path):

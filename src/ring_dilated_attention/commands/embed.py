@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..models.torchscale_config import PADDINGS
 from .embeddings import EmbeddingFile, Entry
 from .output import check_writable, progress_bar
+from .processes import RankFailedError
 
 if TYPE_CHECKING:
     from .slides import Keys
@@ -41,8 +42,8 @@ examples:
   rda embed huge.h5 --weights slide_encoder.pth --out huge.safetensors --ranks 2
                                          one slide shared by two processes
 
-Exit codes: 0 done, 1 some slides could not be embedded (they are named, the others are in the file), 2 refused,
-130 interrupted and saved.
+Exit codes: 0 done, 1 some slides could not be embedded (they are named, the others are in the file), or a process
+died (what was done before is in the file), 2 refused, 130 interrupted and saved.
 """
 
 
@@ -84,6 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"rda embed: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
+    except RankFailedError as error:
+        print(
+            "rda embed: the processes failed. What was embedded before is saved: run the same command again to go on.\n"
+            f"{error}",
+            file=sys.stderr,
+        )
+        return 1
     for name, failure in failures.items():
         print(f"rda embed: {slides[name]}: {failure}", file=sys.stderr)
     before = f", {len(slides) - len(todo)} were there already" if len(todo) < len(slides) else ""
