@@ -4,6 +4,7 @@ import copy
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,24 @@ def rank_embeds(rank, world_size, name, lengths):
 def test_on_ranks(name, lengths):
     """Embeddings are those of one rank, and so is the mean of the ranks' gradients; also where a rank owns nothing."""
     run(len(lengths), rank_embeds, name, lengths)
+
+
+def rank_is_warned(rank, world_size):
+    case, cp = POOLED, ContextParallel()
+    model, inputs = case.model(parallel=cp), case.inputs()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        model(*map(cp.shard, inputs))
+        own = slice(60 * rank, 60 + 33 * rank)
+        with pytest.raises(
+            UserWarning, match=r"ranks have \(60, 33\) positions, which no near-equal cut .* of 93 gives"
+        ):
+            model(*(x[:, own] for x in inputs))
+
+
+def test_the_class_token_is_no_mistake_of_its_user():
+    """93 tiles are 47 and 46, and 48 and 46 rows: of that nobody is warned, but of 60 and 33."""
+    run(2, rank_is_warned)
 
 
 def memory_model(parallel=None):

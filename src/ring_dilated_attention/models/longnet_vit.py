@@ -268,6 +268,8 @@ class LongNetViT(CheckedLoading):
         if self.parallel is not None:
             fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
             tile_counts = self.parallel.handshake(num_own, fields, failure)
+            self.parallel.ranks.notice(tile_counts)
+            self.parallel.ranks.expect((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
         if failure is None and not sum(tile_counts):
             failure = f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding"
         if failure:
