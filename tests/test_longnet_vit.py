@@ -264,6 +264,7 @@ def test_two_ranks_hold_half_of_what_one_holds():
         (lambda x, c: (x[0], c), r"shape \(9, 5\) and dtype torch.float64, not floating .* add a batch dim"),
         (lambda x, c: (x[..., :4], c), r"shape \(2, 9, 4\) .* not floating \(batch, tiles, in_chans=5\)"),
         (lambda x, c: (x.long(), c), "dtype torch.int64"),
+        (lambda x, c: (x[:0], c[:0]), r"no slides: features have shape \(0, 9, 5\)"),
         (lambda x, c: (x, c[..., :1]), r"coords have shape \(2, 9, 1\), these features need \(2, 9, 2\)"),
         (lambda x, c: (x[:, :0], c[:, :0]), r"no tiles: features have shape \(2, 0, 5\)"),
         (
@@ -288,7 +289,7 @@ def test_input_that_is_refused(change, message):
 
 def test_lengths_that_are_refused():
     case = Slide(2048, 9, True)
-    for lengths in ([9], [9, 0], [9, 10]):
+    for lengths in ([9], [9, 0], [9, 10], [9, 8.5], torch.tensor([9.0, 8.0]), "99", 9):
         with pytest.raises(ValueError, match=r"must be 2 numbers of tiles from 1 to 9"):
             case.model()(*case.inputs(), lengths=lengths)
 

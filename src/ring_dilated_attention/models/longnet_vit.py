@@ -5,9 +5,10 @@ positions of packed slides, E embedding.
 """
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -293,6 +294,8 @@ class LongNetViT(CheckedLoading):
                 f"features have shape {tuple(x.shape)} and dtype {x.dtype}, not floating (batch, tiles, "
                 f"in_chans={self.in_chans}){hint}"
             )
+        if not len(x):
+            return f"no slides: features have shape {tuple(x.shape)}, a batch of none"
         if coords.shape != (*x.shape[:2], 2):
             return f"coords have shape {tuple(coords.shape)}, these features need {(*x.shape[:2], 2)}: x and y of each"
         if coords.is_complex():
@@ -301,9 +304,9 @@ class LongNetViT(CheckedLoading):
             return None
         if self.parallel is not None:
             return "lengths and parallel: a padded batch cannot be sharded; embed the slides one by one"
-        counts = [int(n) for n in lengths]
-        if len(counts) != len(x) or any(not 1 <= n <= x.shape[1] for n in counts):
-            return f"lengths={counts} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
+        given: object = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        if not isinstance(given, Iterable) or [_is_count(n, x.shape[1]) for n in given] != [True] * len(x):
+            return f"lengths={given} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
         return None
 
     def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
@@ -333,6 +336,14 @@ def _are_tiles(x: Tensor, counts: Sequence[int] | None) -> Tensor:
     if counts is None:
         return torch.ones(x.shape[:2], dtype=torch.bool, device="cpu")
     return torch.arange(x.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
+
+
+def _is_count(n: Any, most: int) -> bool:
+    """Whether it is a whole number from 1 to `most`, of any integer type."""
+    try:
+        return 1 <= operator.index(n) <= most
+    except TypeError:
+        return False
 
 
 def _and_more(wrong: Sequence[object]) -> str:
