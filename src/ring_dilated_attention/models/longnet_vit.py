@@ -304,9 +304,9 @@ class LongNetViT(CheckedLoading):
             return None
         if self.parallel is not None:
             return "lengths and parallel: a padded batch cannot be sharded; embed the slides one by one"
-        given: object = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        if not isinstance(given, Iterable) or [_is_count(n, x.shape[1]) for n in given] != [True] * len(x):
-            return f"lengths={given} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
+        numbers: object = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        if not isinstance(numbers, Iterable) or [_is_count(n, x.shape[1]) for n in numbers] != [True] * len(x):
+            return f"lengths={numbers} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
         return None
 
     def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
