@@ -303,6 +303,11 @@ def test_bad_slides_do_not_stop_the_others(batch, weights, slides, tmp_path, cap
         )
 
 
+def test_a_folder_is_made_for_the_file(weights, slides, tmp_path):
+    assert embed(weights, tmp_path / "new" / "folder" / "out.st", slides[0]) == 0
+    assert read(tmp_path / "new" / "folder" / "out.st")[0].keys() == {"a"}
+
+
 def test_integers_are_refused_in_a_batch_too(weights, tmp_path, capsys):
     """They may be something else than features, beside floats of the same width."""
     features, coords = tiles(9)

@@ -154,6 +154,7 @@ class EmbeddingFile:
             "slides": json.dumps(self.entries),
         }
         unfinished = self.path.with_name(f"{self.path.name}.unfinished-{os.getpid()}")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             save_file(self.embeddings, unfinished, metadata=metadata)
             with unfinished.open("rb") as file:
