@@ -1,8 +1,8 @@
 """Compile every kernel ahead of time, without a GPU, and compare registers, spills and shared memory with a table.
 
-    python -m ring_dilated_attention.kernels.triton.compile            compare with resources.json; 1 if they differ
-    python -m ring_dilated_attention.kernels.triton.compile --write    write it
-    ... --target cuda:90 --head-dim 128 --kernel forward               only these
+    python -m benchmarks.resources            compare with resources.json beside it; 1 if they differ
+    python -m benchmarks.resources --write    write it
+    ... --target cuda:90 --head-dim 128 --kernel forward    only these
 
 A kernel that spills more, or needs more shared memory than its target has, shows here before it runs anywhere. The
 numbers hold for one version of triton (the table names it).
@@ -22,8 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import backward, backward_fused, forward
-from .config import config, padded
+from ring_dilated_attention.kernels.triton import backward, backward_fused, forward
+from ring_dilated_attention.kernels.triton.config import config, padded
 
 PATH = Path(__file__).with_name("resources.json")
 HEAD_DIMS = (64, 128)
