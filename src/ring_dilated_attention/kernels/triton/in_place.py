@@ -1,7 +1,7 @@
 """Tiles by Triton kernels that merge and add in place: a later branch or hop needs neither a partial nor another pass.
 
 Unverified: no GPU was at hand. Tested in Triton's interpreter (float32, float16) and compiled ahead of time
-(`compile.py`); so "auto" does not choose it.
+(`python -m benchmarks.resources`, in a clone); so "auto" does not choose it.
 
 Products of float32 are computed in TF32 (ten bits of mantissa, many times faster) where torch's own are:
 `torch.backends.cuda.matmul.fp32_precision`, which `torch.set_float32_matmul_precision("high")` sets; else in float32.
@@ -93,15 +93,15 @@ def delta(dout_BNHD: Tensor, dlse_BNH: Tensor | None, out_BNHD: Tensor) -> Tenso
 
 def query_gradient_into(rows: BackwardRows, dq_BHMD: Tensor, is_causal: bool, scale: float, *, first: bool) -> None:
     """Add dq of these rows to a view of an accumulator, or write it if it is the first."""
-    from .launch import launch_query_gradient
+    from .launch import launch_gradient
 
-    launch_query_gradient(rows, dq_BHMD, is_causal, scale, accumulate=not first)
+    launch_gradient(rows, (dq_BHMD,), is_causal, scale, accumulate=not first)
 
 
 def key_gradient_into(
     rows: BackwardRows, dk_BGLD: Tensor, dv_BGLD: Tensor, is_causal: bool, scale: float, *, first: bool
 ) -> None:
     """Add dk and dv of these rows to views of accumulators, or write them."""
-    from .launch import launch_key_gradient
+    from .launch import launch_gradient
 
-    launch_key_gradient(rows, dk_BGLD, dv_BGLD, is_causal, scale, accumulate=not first)
+    launch_gradient(rows, (dk_BGLD, dv_BGLD), is_causal, scale, accumulate=not first)
