@@ -18,8 +18,7 @@ from .blocks import (
     Tables,
     key_gradient,
     keys_in_place,
-    keys_seen,
-    last_seen,
+    keys_of_segment,
     load_branch,
     load_rows,
     load_strip,
@@ -31,7 +30,6 @@ from .blocks import (
     queries_seeing,
     query_gradient,
     rows_at,
-    segments_of,
     spaced,
     store_rows,
 )
@@ -171,15 +169,11 @@ def fused_query_gradient_kernel(
     b_lse, b_delta = load_sums(p_lse, p_delta, at)
     b_dq = tl.zeros([BM, BD], tl.float32)
     for i_w in range(num_branches):
-        width, rate, phase = load_branch(tables, i_w, i_g, i_c, num_kv_heads, num_bundles)
-        i_first, i_end = segments_of(strip, step, width)
+        width, rate, phase, i_first, i_end = load_branch(tables, strip, step, i_w, i_g, i_c, num_kv_heads, num_bundles)
         for i_s in range(i_first, i_end):
-            start = i_s * width
-            stop = tl.minimum(start + width, strip.length)
-            _, end = keys_seen(strip, step, start, stop, phase, rate, IS_CAUSAL, BN)
-            b_last = last_seen(o_t, start, stop, phase, rate, end, IS_CAUSAL, CROSSES)
-            p_k_seen = spaced(p_k, (start + phase).to(tl.int64), rate, 1)
-            p_v_seen = spaced(p_v, (start + phase).to(tl.int64), rate, 1)
+            p_k_seen, p_v_seen, _, end, b_last = keys_of_segment(
+                p_k, p_v, strip, step, o_t, i_s, width, rate, phase, IS_CAUSAL, CROSSES, BN
+            )
             # fmt: off
             b_dq = query_gradient(
                 b_q, b_do, b_lse, b_delta, b_last, p_k_seen, p_v_seen, end, b_dq, scale * LOG2_E,
@@ -222,8 +216,7 @@ def fused_key_gradient_kernel(
     for i_cw in range(num_bundles * num_branches):
         i_c, i_w = i_cw // num_branches, i_cw % num_branches
         i_h = (i_g * num_bundles * HEADS + i_c * bundle_stride).to(tl.int64)
-        width, rate, phase = load_branch(tables, i_w, i_g, i_c, num_kv_heads, num_bundles)
-        i_first, i_end = segments_of(strip, step, width)
+        width, rate, phase, i_first, i_end = load_branch(tables, strip, step, i_w, i_g, i_c, num_kv_heads, num_bundles)
         for i_s in range(i_first, i_end):
             start = i_s * width
             stop = tl.minimum(start + width, strip.length)

@@ -13,8 +13,7 @@ from .blocks import (
     Tables,
     attend,
     keys_in_place,
-    keys_seen,
-    last_seen,
+    keys_of_segment,
     load_branch,
     load_rows,
     normalized,
@@ -22,8 +21,6 @@ from .blocks import (
     queries_in_place,
     queries_of_strip,
     rows_at,
-    segments_of,
-    spaced,
     store_rows,
 )
 
@@ -98,15 +95,11 @@ def fused_forward_kernel(
     b_sum = tl.zeros([BM], tl.float32)
     b_out = tl.zeros([BM, BD], tl.float32)
     for i_w in range(num_branches):
-        width, rate, phase = load_branch(tables, i_w, i_g, i_c, num_kv_heads, num_bundles)
-        i_first, i_end = segments_of(strip, step, width)
+        width, rate, phase, i_first, i_end = load_branch(tables, strip, step, i_w, i_g, i_c, num_kv_heads, num_bundles)
         for i_s in range(i_first, i_end):
-            start = i_s * width
-            stop = tl.minimum(start + width, strip.length)
-            full, end = keys_seen(strip, step, start, stop, phase, rate, IS_CAUSAL, BN)
-            b_last = last_seen(o_t, start, stop, phase, rate, end, IS_CAUSAL, CROSSES)
-            p_k_seen = spaced(p_k, (start + phase).to(tl.int64), rate, 1)
-            p_v_seen = spaced(p_v, (start + phase).to(tl.int64), rate, 1)
+            p_k_seen, p_v_seen, full, end, b_last = keys_of_segment(
+                p_k, p_v, strip, step, o_t, i_s, width, rate, phase, IS_CAUSAL, CROSSES, BN
+            )
             # fmt: off
             b_max, b_sum, b_out = attend(
                 b_q, b_last, p_k_seen, p_v_seen, full, end, b_max, b_sum, b_out, scale * LOG2_E,

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...pattern import DilatedPattern
 from ..contract import BackwardRows, WholePasses
 from .config import Config
-from .shapes import Cost, Shape, choose_shape, costs_of
+from .shapes import Shape, choose_shape, costs_of
 from .strips import Bundles, bundles_of, crosses, fused_strips, heads_of_bundle, phases_of_heads, step_of
 
 
@@ -95,14 +95,6 @@ def whole_passes(
     return WholePasses(found, f"{choice.kind}, of {choice.reason}")
 
 
-def candidates_for(query: Tensor, *, backward: bool) -> tuple[tuple[Cost, ...], ...]:
-    """The kernels that there are for a pass. Half as many rows span half as many positions."""
-    from .launch import config_for
-
-    passes = (("query_gradient", "key_gradient"),) if backward else (("forward",), ("forward_half",))
-    return tuple(costs_of(tuple(config_for(name, query)[:2] for name in names)) for names in passes)
-
-
 def choose(
     pattern: DilatedPattern,
     borders: tuple[int, ...],
@@ -113,8 +105,12 @@ def choose(
     prefers_fused: bool = False,
 ) -> Shape:
     """Fused, or branches one at a time, by counted work. The reason lists all candidates."""
+    from .launch import config_for
+
     num_heads, head_dim = query_BNHD.shape[2:]
-    candidates = candidates_for(query_BNHD, backward=backward)
+    # Of the forward there are two: half as many rows span half as many positions.
+    passes = (("query_gradient", "key_gradient"),) if backward else (("forward",), ("forward_half",))
+    candidates = tuple(costs_of(tuple(config_for(name, query_BNHD)[:2] for name in names)) for names in passes)
     return choose_shape(pattern, borders, num_heads, num_kv_heads, head_dim, candidates, prefers_fused=prefers_fused)
 
 

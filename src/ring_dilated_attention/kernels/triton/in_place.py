@@ -17,8 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...pattern import DilatedPattern
-from ..contract import BackwardRows, WholePasses
+from ..contract import BackwardRows
 from ..traits import TRAITS as ALL_TRAITS
 from .config import PATH, architecture, has_config
 from .fused import whole_passes
@@ -28,6 +27,7 @@ IN_PLACE: Literal[True] = True
 TRAITS = ALL_TRAITS[NAME]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Why "auto" passes it by, although it could serve a tensor. To be removed with the first verified run on a GPU.
+choose_pass = whole_passes
 ONLY_BY_NAME: str | None = "has not run on a GPU yet, so it is used only when asked for by name"
 
 
@@ -54,12 +54,6 @@ def why_not(query: Tensor) -> str | None:
 
 def ops(query: Tensor) -> dict[str, str | None]:
     return {}
-
-
-def choose_pass(
-    pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int, backward: bool
-) -> WholePasses:
-    return whole_passes(pattern, borders, query_BNHD, num_kv_heads, backward)
 
 
 def forward_into(
