@@ -101,8 +101,8 @@ class Call:
         """Through dilated_attention, with the shape of "triton"'s strips as given: "fused" or "branches"."""
         leaves = [x.clone().requires_grad_() for x in self.inputs]
         borders = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
-        chosen = {"return_value": Shape(kind, 16, 0.0, "")} if kind else {"side_effect": fused.choose}
-        with mock.patch.object(fused, "choose", **chosen):
+        chosen = {"return_value": Shape(kind, 16, 0.0, "")} if kind else {"side_effect": fused.choose_shape}
+        with mock.patch.object(fused, "choose_shape", **chosen):
             results = dilated_attention(
                 *leaves, self.pattern, backend=backend, return_lse=True, cu_seqlens=borders, **kwargs
             )
@@ -171,13 +171,14 @@ def test_float16(case, kind):
 def test_the_choice_is_made_and_carried_out(monkeypatch):
     """Catches a choice that is not asked for, or not followed, in forward or in backward."""
     asked, launched = [], []
-    choose = fused.choose
+    choose_shape = fused.choose_shape
 
-    def noted(*arguments, backward, **kwargs):
-        asked.append(backward)
-        return choose(*arguments, backward=backward, **kwargs)._replace(kind="branches" if backward else "fused")
+    def noted(*arguments, **kwargs):
+        is_backward = len(arguments[-1][0]) == 2  # the kernels of a candidate
+        asked.append(is_backward)
+        return choose_shape(*arguments, **kwargs)._replace(kind="branches" if is_backward else "fused")
 
-    monkeypatch.setattr(fused, "choose", noted)
+    monkeypatch.setattr(fused, "choose_shape", noted)
     for module, name in ((fused, "forward"), (fused, "backward"), (launch, "launch_forward"), (launch, "launch_delta")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, n=name, **k: (launched.append(n), f(*a, **k))[1])
@@ -192,7 +193,7 @@ def test_compiled_whole(kind):
     """Catches a graph break, and fakes that say something else than what these kernels return."""
     call = call_of((1, 20, 2, 1, 16, [(8, 1), (20, 2)], {"is_causal": True}, None))
     inputs = [x.requires_grad_() for x in call.inputs]
-    with mock.patch.object(fused, "choose", return_value=Shape(kind, 16, 0.0, "")):
+    with mock.patch.object(fused, "choose_shape", return_value=Shape(kind, 16, 0.0, "")):
 
         def run(function):
             results = function(*inputs, call.pattern, backend="triton", return_lse=True)
@@ -243,7 +244,7 @@ def test_memory_is_what_is_planned(kind, dtype, garbage_stays):
         out = forward()
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 
-    with mock.patch.object(fused, "choose", return_value=Shape(kind, 16, 0.0, "")):
+    with mock.patch.object(fused, "choose_shape", return_value=Shape(kind, 16, 0.0, "")):
         both()  # what only the first call makes is not the call's
         given = sum(x.nbytes for x in inputs)
         assert given + allocated(forward).peak_bytes == pytest.approx(planned.forward.num_bytes, rel=0.02)
@@ -351,7 +352,7 @@ def test_offsets_beyond_32_bits(kind):
 
     def run(q, k):
         leaves = [x.detach().requires_grad_() for x in (q, k, q)]
-        with mock.patch.object(fused, "choose", return_value=Shape(kind, 16, 0.0, "")):
+        with mock.patch.object(fused, "choose_shape", return_value=Shape(kind, 16, 0.0, "")):
             out = dilated_attention(*leaves, pattern, backend="triton")
             return [out, *torch.autograd.grad(out, leaves, q)]
 

@@ -1,7 +1,7 @@
 """All branches of a pattern at once, on one device: no partials, no merges, no copies, no float32 accumulators.
 
-Unverified: no GPU was at hand (see `in_place.py`). `choose` says when it is worth more than tiles of one branch at a
-time: rows of a strip lie R = lcm(rates) positions apart, and under causality a strip computes what its last row sees.
+Unverified: no GPU was at hand (see `in_place.py`). `choose_shape` says when it is worth more than one branch at a time:
+rows of a strip lie R = lcm(rates) positions apart, and under causality a strip computes what its last row sees.
 
 B batch, N positions, H query heads, G key/value heads, D head dim. Borders (0, ..., N) are those of packed documents.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from ...pattern import DilatedPattern
 from ..contract import BackwardRows, WholePasses
 from .config import Config
-from .shapes import Shape, choose_shape, costs_of
+from .shapes import choose_shape, costs_of
 from .strips import Bundles, bundles_of, crosses, fused_strips, heads_of_bundle, phases_of_heads, step_of
 
 
@@ -83,35 +83,22 @@ class FusedPass(NamedTuple):
 def whole_passes(
     pattern: DilatedPattern,
     borders: tuple[int, ...],
-    query: Tensor,
+    query_BNHD: Tensor,
     num_kv_heads: int,
     backward: bool,
     *,
     prefers_fused: bool = False,
 ) -> WholePasses:
     """How a call on one device is best computed, by counted work: all branches at once, or tile by tile; and why."""
-    choice = choose(pattern, borders, query, num_kv_heads, backward=backward, prefers_fused=prefers_fused)
-    found = FusedPass(pattern, borders, choice.block) if choice.kind == "fused" else None
-    return WholePasses(found, f"{choice.kind}, of {choice.reason}")
-
-
-def choose(
-    pattern: DilatedPattern,
-    borders: tuple[int, ...],
-    query_BNHD: Tensor,
-    num_kv_heads: int,
-    *,
-    backward: bool = False,
-    prefers_fused: bool = False,
-) -> Shape:
-    """Fused, or branches one at a time, by counted work. The reason lists all candidates."""
     from .launch import config_for
 
     num_heads, head_dim = query_BNHD.shape[2:]
     # Of the forward there are two: half as many rows span half as many positions.
     passes = (("query_gradient", "key_gradient"),) if backward else (("forward",), ("forward_half",))
     candidates = tuple(costs_of(tuple(config_for(name, query_BNHD)[:2] for name in names)) for names in passes)
-    return choose_shape(pattern, borders, num_heads, num_kv_heads, head_dim, candidates, prefers_fused=prefers_fused)
+    shape = choose_shape(pattern, borders, num_heads, num_kv_heads, head_dim, candidates, prefers_fused=prefers_fused)
+    found = FusedPass(pattern, borders, shape.block) if shape.kind == "fused" else None
+    return WholePasses(found, f"{shape.kind}, of {shape.reason}")
 
 
 def forward(
