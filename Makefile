@@ -7,7 +7,7 @@ TRITON ?= $(if $(filter torch==2.13.0,$(TORCH)),triton==3.7.1)
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: run test gpu faults fuzz bench clean
+.PHONY: run test test-integrations gpu faults fuzz bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -24,6 +24,22 @@ test: $(VENV)/.installed
 	$(BIN)/ruff format --check src benchmarks tests examples
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+# Tests with transformers, accelerate, DeepSpeed and Lightning, in an environment of their own: `make test` leaves them
+# out. DeepSpeed compiles an extension at its first use, here before any test waits for it.
+OTHERS     := .venv-integrations
+EXTENSIONS := TORCH_EXTENSIONS_DIR=$(CURDIR)/$(OTHERS)/extensions PATH=$(CURDIR)/$(OTHERS)/bin:$$PATH
+
+$(OTHERS)/.installed: pyproject.toml tests/integrations/versions.txt
+	$(PYTHON) -m venv $(OTHERS)
+	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check \
+		$(TRITON) -c tests/integrations/versions.txt -e '.[test,hf,deepspeed,lightning]'
+	$(EXTENSIONS) python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().is_compatible() and B().load()'
+	touch $@
+
+test-integrations: $(OTHERS)/.installed
+	$(EXTENSIONS) python -m pytest -rs tests/integrations tests/test_torch_conventions.py
 
 # On a machine with a GPU, where torch is to be the build for it: make gpu TORCH=torch
 gpu: $(VENV)/.installed
@@ -45,4 +61,4 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --all
 
 clean:
-	rm -rf $(VENV) runs build dist src/*.egg-info
+	rm -rf $(VENV) $(OTHERS) runs build dist src/*.egg-info

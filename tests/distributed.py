@@ -20,11 +20,15 @@ import torch
 import torch.distributed as dist
 
 _START = multiprocessing.get_context("forkserver")
-_START.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "ring_dilated_attention.attention", "distributed"]
-)
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "ring_dilated_attention.attention", "distributed"]
+_START.set_forkserver_preload(_PRELOADED)
 
 store: dist.Store  # in a rank: the one that the test hosts
+
+
+def preload(*modules: str) -> None:
+    """Import these once, before the first rank starts, and not in every rank."""
+    _START.set_forkserver_preload([*_PRELOADED, *modules])
 
 
 class RankFailedError(AssertionError):

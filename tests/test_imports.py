@@ -22,8 +22,8 @@ PURE = ("pattern", "plan")
 HARMLESS = {"ProcessGroup", "FileStore", "group", "new_group", "init_process_group", "destroy_process_group"}
 HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}
 
-
-MAY_SEND = ("ranks.link",)
+# The second sums over tensor parallel ranks by torch's DTensor, as torch's own parallel styles do.
+MAY_SEND = ("ranks.link", "integrations.torch")
 
 
 class Module:

@@ -1,0 +1,274 @@
+"""torch's own conventions: parallel styles for `parallelize_module`, and attention replaced in torch's transformer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._pytree import tree_map
+
+from ..layers import MultiheadDilatedAttention
+from ..models import LongNetLM
+from ..pattern import DilatedPattern
+from ..ranks.context import ContextParallel
+
+
+class ShardSequence(ParallelStyle):
+    """The dilated attention of a module runs over the ranks of a mesh axis, each of which has a shard of the positions.
+
+        parallelize_module(model, mesh["cp"], ShardSequence())
+        parallelize_module(model, mesh["cp"], {"encoder": ShardSequence(shard_inputs=True, unshard_outputs=True)})
+
+    One style makes one ContextParallel for each mesh, `style.contexts[mesh]`, of which all modules make use. Gradients
+    are those of data parallelism: their *mean* over the ranks (DDP, FSDP2) is the gradient of one rank.
+
+    Args:
+        sharding, exchange: as of `ContextParallel`.
+        shard_inputs: the module is given whole tensors (B, N, ...), the same on every rank, and takes its rows of them.
+            By default it is given shards.
+        unshard_outputs: what it returns is put together to whole tensors again, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        sharding: str = "contiguous",
+        exchange: str = "auto",
+        shard_inputs: bool = False,
+        unshard_outputs: bool = False,
+    ) -> None:
+        super().__init__()
+        self.sharding, self.exchange = sharding, exchange
+        self.shard_inputs, self.unshard_outputs = shard_inputs, unshard_outputs
+        self.contexts: dict[DeviceMesh, ContextParallel] = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        attending = [part for part in module.modules() if isinstance(part, (MultiheadDilatedAttention, LongNetLM))]
+        if not attending:
+            raise ValueError(
+                f"{type(module).__name__} has no dilated attention to shard along the sequence: make it of "
+                "MultiheadDilatedAttention, or call replace_attention first."
+            )
+        if device_mesh not in self.contexts:
+            self.contexts[device_mesh] = ContextParallel(device_mesh, sharding=self.sharding, exchange=self.exchange)
+        parallel = self.contexts[device_mesh]
+        for part in attending:
+            part.parallel = parallel
+        if self.shard_inputs:
+            module.register_forward_pre_hook(_each_input(lambda x: _shard(x, parallel)), with_kwargs=True)
+        if self.unshard_outputs:
+            module.register_forward_hook(lambda _, args, out: _each(lambda x: _unshard(x, parallel))(out))
+        return module
+
+
+class ShardHeads(ParallelStyle):
+    """Tensor parallelism of a MultiheadDilatedAttention: each rank of a mesh axis computes some of its heads.
+
+        parallelize_module(block, mesh["tp"], {"attention": ShardHeads()})
+
+    Inputs and outputs are whole, the same on every rank. A rank keeps its heads' rows and columns of the parameters:
+    load a checkpoint before. Phases go by the head of the whole layer.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, MultiheadDilatedAttention):
+            raise ValueError(f"ShardHeads is for MultiheadDilatedAttention, got {type(module).__name__}.")
+        size, rank = device_mesh.size(), device_mesh.get_local_rank()
+        num_groups, ratio = module.num_kv_heads, module.num_heads // module.num_kv_heads
+        if num_groups < size:
+            raise ValueError(
+                f"{num_groups} key/value heads for {size} ranks: a rank would have none. Use a mesh axis of at most "
+                f"{num_groups} ranks."
+            )
+        groups = torch.arange(num_groups).tensor_split(size)[rank]
+        part = module.held(range(int(groups[0]) * ratio, (int(groups[-1]) + 1) * ratio))
+        # In place: parallelize_module keeps the module that it found, with its hooks.
+        for name in ("_parameters", "_modules", "heads_held", "_split_sizes"):
+            setattr(module, name, getattr(part, name))
+
+        def summed_gradient(x: Tensor) -> Tensor:
+            if not x.requires_grad:
+                return x
+            whole = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
+            return whole.to_local(grad_placements=[Partial()])
+
+        def summed(x: Tensor) -> Tensor:
+            parts = DTensor.from_local(x, device_mesh, [Partial()], run_check=False)
+            return parts.redistribute(placements=[Replicate()]).to_local()
+
+        module.register_forward_pre_hook(_each_input(summed_gradient), with_kwargs=True)
+        module.register_forward_hook(lambda _, args, out: _each(summed)(out))
+        return module
+
+
+def _each(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    """`change` of every tensor (B, N, ...) in nested tuples, lists and dicts; of one that stands there twice, once."""
+    changed: dict[int, Tensor] = {}
+
+    def apply(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        if id(value) not in changed:
+            changed[id(value)] = change(value)
+        return changed[id(value)]
+
+    return lambda values: tree_map(apply, values)
+
+
+def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tuple, dict], Any]:
+    return lambda _, args, kwargs: _each(change)((args, kwargs))
+
+
+def _shard(x: Tensor, parallel: ContextParallel) -> Tensor:
+    return parallel.shard(_ScaleGradient.apply(x, 1 / parallel.world_size) if x.requires_grad else x)
+
+
+def _unshard(x: Tensor, parallel: ContextParallel) -> Tensor:
+    return _ScaleGradient.apply(parallel.unshard(x), parallel.world_size)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """y = x, dx = c dy. Behind what is computed in shards c = p, before it 1/p: of gradients inside, of which each rank
+    has a part, as of those outside, which every rank has whole, the mean over p ranks is then the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
+
+
+def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:
+    """After fully_shard: that gradients are averaged over the ranks that share a sequence. Nothing else would say so.
+
+    Raises:
+        ValueError: if parameters are sharded over a mesh without these ranks: each would go on with its own part.
+    """
+    if parallel.group is None or not any(isinstance(part, FSDPModule) for part in module.modules()):
+        return
+    sharing = set(dist.get_process_group_ranks(parallel.group))
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            sharded = set(parameter.device_mesh.mesh.flatten().tolist())
+            if not sharing <= sharded:
+                raise ValueError(
+                    f"{name} is sharded over the ranks {sorted(sharded)}, but the ranks {sorted(sharing)} share each "
+                    "sequence, and nobody would average their gradients. Shard over both axes: fully_shard(module, "
+                    'mesh=mesh["dp", "cp"]), which replicates over the first and shards over the second.'
+                )
+
+
+class _Replacement(NamedTuple):
+    """A layer of torch's transformer, and the attention that it gets."""
+
+    layer: nn.Module
+    attention: MultiheadDilatedAttention
+
+
+def replace_attention(
+    module: nn.Module, pattern: DilatedPattern, *, parallel: ContextParallel | None = None
+) -> nn.Module:
+    """Give the self-attention of all nn.TransformerEncoderLayer and nn.TransformerDecoderLayer in a module a pattern.
+
+    In place: parameters stay the same objects under the same names, so that optimizers and checkpoints go on. Call the
+    module without src_mask and tgt_mask, since causality is the pattern's. A decoder's attention to its memory stays.
+
+    Args:
+        pattern: who attends whom.
+        parallel: the ranks that share the sequences, as of MultiheadDilatedAttention.
+
+    Returns:
+        the module.
+
+    Raises:
+        ValueError: if there is no such layer, or one has what dilated attention has not (dropout, batch_first=False,
+            extra key/value rows). The module is then as it was.
+    """
+    layers = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+    }
+    if not layers:
+        raise ValueError(
+            f"{type(module).__name__} has no nn.TransformerEncoderLayer or nn.TransformerDecoderLayer: construct your "
+            "own layers with MultiheadDilatedAttention, whose state_dict is that of nn.MultiheadAttention."
+        )
+    replacements = [
+        _Replacement(layer, _dilated(f"{name}.self_attn".lstrip("."), layer.self_attn, pattern, parallel))
+        for name, layer in layers.items()
+    ]
+    for layer, attention in replacements:
+        layer.self_attn = attention
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False  # its fast path, which is torch's attention
+    return module
+
+
+def _dilated(
+    name: str, attention: Any, pattern: DilatedPattern, parallel: ContextParallel | None
+) -> MultiheadDilatedAttention:
+    """The same parameters in a MultiheadDilatedAttention."""
+    if not isinstance(attention, (nn.MultiheadAttention, MultiheadDilatedAttention)):
+        raise ValueError(f"{name} is a {type(attention).__name__}, not torch's nn.MultiheadAttention.")
+    if isinstance(attention, nn.MultiheadAttention):
+        if attention.dropout:
+            raise ValueError(
+                f"{name} has dropout={attention.dropout}, and dilated attention has none: set {name}.dropout = 0.0 "
+                "first, or make the layers with dropout=0.0."
+            )
+        if not attention.batch_first:
+            raise ValueError(f"{name} has batch_first=False: make the layers with batch_first=True.")
+        if attention.bias_k is not None or attention.add_zero_attn or not attention._qkv_same_embed_dim:
+            raise ValueError(
+                f"{name} has extra key/value rows (add_bias_kv, add_zero_attn), or keys and values of other widths: "
+                "dilated attention is self-attention over the positions alone."
+            )
+    replaced = MultiheadDilatedAttention(
+        attention.embed_dim,
+        attention.num_heads,
+        pattern,
+        num_kv_heads=getattr(attention, "num_kv_heads", None),
+        bias=attention.in_proj_bias is not None,
+        parallel=parallel,
+        device="meta",
+    )
+    replaced.in_proj_weight, replaced.in_proj_bias = attention.in_proj_weight, attention.in_proj_bias
+    replaced.out_proj.weight, replaced.out_proj.bias = attention.out_proj.weight, attention.out_proj.bias
+    return replaced.train(attention.training)
+
+
+def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None:
+    """Which of a layer's query heads this rank computes, None for all: read from its parameters, as tensor parallelism
+    (`ColwiseParallel` and the like) shards them.
+
+    Raises:
+        ValueError: if the parameters do not say.
+    """
+    if num_held == num_heads:
+        return None
+    found = set()
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            axes = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
+            found |= {(mesh.get_local_rank(axis), mesh.size(axis)) for axis in axes}
+    if len(found) == 1:
+        [(rank, size)] = found
+        if size * num_held == num_heads:
+            return range(rank * num_held, (rank + 1) * num_held)
+    sharded = ", ".join(f"{rank} of {size}" for rank, size in sorted(found)) or "none"
+    raise ValueError(
+        f"{type(module).__name__} computes {num_held} of {num_heads} heads, and its parameters do not say which (their "
+        f"shards: {sharded}): phases go by the head of the whole layer. Shard the projections over one mesh axis, "
+        "equally many heads to each rank."
+    )

@@ -1,0 +1,20 @@
+"""Hugging Face transformers: `attn_implementation="dilated"`, on one device or over ranks that share sequences."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import register
+    from .convert import convert_to_dilated
+    from .ranks import context_parallel
+    from .trainer import SameSample
+
+__all__ = ["SameSample", "context_parallel", "convert_to_dilated", "register"]
+
+_HOME = {"SameSample": "trainer", "context_parallel": "ranks", "convert_to_dilated": "convert", "register": "config"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -1,0 +1,295 @@
+"""Dilated attention as transformers calls it: an attention function, and the mask function that goes with it.
+
+B batch, H query heads, G key/value heads, M query rows, S key rows (M, or more where a cache holds some), D head dim,
+T rows that are not padding. transformers lays tensors out as (B, H, M, D), and calls both functions with whatever
+keywords a model has: unknown ones say nothing about attention, those that do are refused by name.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from ...attention import dilated_attention
+from ...pattern import DilatedPattern
+from ...ranks.context import ContextParallel, refuse
+from ..torch import held_heads
+from .config import pattern_of
+
+# What models ask of attention by keyword, and why it cannot be had. None and False do not ask.
+REFUSED = {
+    "sliding_window": "a sliding window is another pattern; set config.sliding_window=None (and layer_types to full)",
+    "softcap": "scores are not capped; use a model without attn_logit_softcapping",
+    "s_aux": "attention sinks are not supported; use a model without them",
+    "position_bias": "a bias on scores is not supported; use a model with rotary or learned positions",
+    "head_mask": "heads cannot be masked; leave head_mask out",
+    "output_attentions": "the attention weights are never formed; leave output_attentions out",
+    "cache": "continuous batching is not supported; call generate",
+}
+PACKED_IN_COMPILED_CODE = (
+    "position_ids start anew inside a row, and compiled code cannot see where: say where documents begin with "
+    "cu_seq_lens_q, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does."
+)
+
+
+def attend(
+    module: nn.Module,
+    query_BHMD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    parallel: ContextParallel | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """out (B, M, H, D), and None in the place of attention weights.
+
+    attention_mask: of `make_mask`. position_ids: (1 or B, M); where they start anew, so does a document, unless
+    cu_seq_lens_q says where documents begin. parallel: the rows are this rank's shard, and cu_seq_lens_q is global.
+    """
+    try:
+        _refuse_options(module, dropout, options)
+        is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        pattern = pattern_of(module.config, is_causal=is_causal)
+        num_heads = getattr(module.config, "num_attention_heads", query_BHMD.shape[1])
+        heads = held_heads(module, query_BHMD.shape[1], num_heads) or range(num_heads)
+        _check_mask(attention_mask, num_heads, query_BHMD, key_BGSD, parallel)
+    except ValueError as error:
+        if parallel is not None:  # or the other ranks would wait for this one
+            refuse(parallel.key, str(error))
+        raise
+    if attention_mask is not None and attention_mask.dim() == 3:
+        bias_BHMS = attention_mask.unflatten(0, (-1, num_heads))[:, heads.start : heads.stop]
+        return _attend_cached(query_BHMD, key_BGSD, value_BGSD, bias_BHMS, scaling), None
+    num_rows = query_BHMD.shape[2]
+    # Keys beyond the queries are those of a static cache that nothing was written to yet.
+    rows = tuple(x[:, :, :num_rows].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD))
+    whole = {"parallel": parallel, "scale": scaling, "heads_held": heads, "num_heads": num_heads}
+    dilated = partial(_dilated, pattern, whole)
+    if attention_mask is not None:
+        return _attend_padded(dilated, rows, attention_mask, position_ids), None
+    if cu_seq_lens_q is None and parallel is None and position_ids is not None:
+        cu_seq_lens_q = _documents(position_ids, *rows[0].shape[:2])
+        if cu_seq_lens_q is not None:
+            flat = tuple(x.flatten(0, 1).unsqueeze(0) for x in rows)
+            return dilated(flat, cu_seq_lens_q).view(rows[0].shape), None
+    return dilated(rows, cu_seq_lens_q), None
+
+
+Rows = tuple[Tensor, ...]  # query, key and value as dilated_attention takes them
+
+
+def _dilated(pattern: DilatedPattern, options: dict[str, Any], rows: Rows, cu_seqlens: Tensor | None) -> Tensor:
+    query, key, value = rows
+    out = dilated_attention(query, key, value, pattern, cu_seqlens=cu_seqlens, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None) -> Tensor:
+    """Rows that go on from a cache: softmax(scores + log M) over all rows that it holds."""
+    bias = bias.to(query.dtype)
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
+    # 0 and not NaN where no branch covers a query, whatever torch's kernel makes of a row without keys.
+    out = out.masked_fill((bias == -torch.inf).all(-1, keepdim=True), 0)
+    return out.transpose(1, 2)
+
+
+def _attend_padded(
+    dilated: Callable[[Rows, Tensor | None], Tensor], rows: Rows, valid_BM: Tensor, position_ids: Tensor | None
+) -> Tensor:
+    """Each entry of the batch becomes a document of its own length. 0 at padding."""
+    if not torch.compiler.is_compiling():
+        if valid_BM.all():
+            return dilated(rows, None)
+        _check_one_run(valid_BM)
+        _check_one_document(valid_BM, position_ids)
+    rows_T = valid_BM.flatten().nonzero().squeeze(1)
+    lengths_B = valid_BM.sum(1)
+    borders = F.pad(lengths_B[lengths_B > 0].cumsum(0), (1, 0)).to(torch.int32)
+    packed = tuple(x.flatten(0, 1)[rows_T].unsqueeze(0) for x in rows)
+    out_1THD = dilated(packed, borders if len(rows_T) else None)
+    out = out_1THD.new_zeros(valid_BM.numel(), *out_1THD.shape[2:]).index_copy(0, rows_T, out_1THD[0])
+    return out.unflatten(0, valid_BM.shape)
+
+
+def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
+    """Positions may begin anywhere in a row, but then count on."""
+    if position_ids is None or position_ids.dim() != 2:
+        return
+    resets = (position_ids.diff() != 1) & valid_BM[:, 1:] & valid_BM[:, :-1]
+    if resets.any():
+        row, place = resets.nonzero()[0].tolist()
+        raise ValueError(
+            f"attention_mask has padding, and position_ids do not count on at position {place + 1} of row {row}: a "
+            "padded batch holds one document per row. Pack documents without an attention_mask."
+        )
+
+
+def _documents(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | None:
+    """Borders in the flattened batch, where positions start anew inside a row; None where they do not."""
+    if position_ids.dim() != 2 or position_ids.shape[1] != num_rows:
+        raise ValueError(
+            f"position_ids of shape {tuple(position_ids.shape)} for {num_rows} rows: dilated attention takes (1 or "
+            "batch, rows), and reads from them where packed documents begin"
+        )
+    resets = position_ids.diff() != 1
+    if torch.compiler.is_compiling():  # a graph cannot look at data and choose, but it can refuse
+        torch._assert_async(~resets.any(), PACKED_IN_COMPILED_CODE)
+        return None
+    if not resets.any():
+        return None
+    starts = F.pad(resets, (1, 0), value=True).expand(batch, -1).flatten().nonzero().squeeze(1)
+    return F.pad(starts, (0, 1), value=batch * num_rows).to(torch.int32)
+
+
+def _refuse_options(module: nn.Module, dropout: float, options: dict[str, Any]) -> None:
+    name = type(module).__name__
+    for option, why in REFUSED.items():
+        value = options.get(option)
+        if value is not None and value is not False:
+            said = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name} passes {option}={said} to dilated attention: {why}.")
+    if dropout:
+        raise ValueError(
+            f"{name} passes dropout={dropout} to dilated attention, which has none. Set the config's attention dropout "
+            "to 0 when the model is made or loaded (attention_dropout, attn_pdrop or attention_probs_dropout_prob=0.0)."
+        )
+
+
+def _check_mask(
+    mask: Tensor | None, num_heads: int, query: Tensor, key: Tensor, parallel: ContextParallel | None
+) -> None:
+    batch, _, num_rows, _ = query.shape
+    num_keys = key.shape[2]
+    if mask is None:
+        if num_keys != num_rows:
+            raise ValueError(
+                f"{num_rows} queries and {num_keys} keys without a mask: dilated attention is self-attention, and what "
+                "a cache holds comes with a mask of transformers' mask interface, which this model does not use."
+            )
+        return
+    if parallel is not None:
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)} and parallel: a padded batch cannot be sharded. Pack the "
+            "documents into one row, with cu_seq_lens_q."
+        )
+    if mask.dim() == 2 and mask.dtype == torch.bool and mask.shape == (batch, num_rows):
+        return
+    expected = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
+    if mask.dim() == 3 and mask.is_floating_point() and mask.shape in expected:
+        return
+    raise ValueError(
+        f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: who attends whom is the pattern's to say. Pass "
+        f"a 2-D mask of padding, ({batch}, {num_rows}), or none."
+    )
+
+
+def _check_one_run(valid_BM: Tensor) -> None:
+    """In each row padding may stand on the left and on the right, and nowhere between."""
+    starts = F.pad(valid_BM, (1, 0))[:, :-1].logical_not() & valid_BM
+    wrong = (starts.sum(1) > 1).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        places = starts[row].nonzero().flatten().tolist()
+        raise ValueError(
+            f"attention_mask row {row} has holes: valid rows begin at positions {places}. A hole moves all later rows "
+            "to other segments; put the padding on the left or on the right, or leave the rows out."
+        )
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    *,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> Tensor | None:
+    """What `attend` needs to know of padding and of a cache, made once for all layers.
+
+    None          the rows are all of their sequences
+    (B, M)        bool, False at padding; what a static cache holds beyond these rows is not written yet
+    (H, M, S) or  log M of rows that go on from a cache: -inf where a query does not see a row, log 2 where it sees it
+    (B * H, M, S) in two branches. The layout of torch's attention masks of three dims.
+    """
+    if attention_mask is not None and attention_mask.dim() != 2:
+        return attention_mask  # one of ours: generate makes those of a static cache beforehand
+    _refuse_rules(mask_function, kv_offset, local_size, use_vmap)
+    if mask_function is bidirectional_mask_function and kv_length != q_length:
+        raise ValueError(
+            f"{q_length} queries and {kv_length} keys that see each other both ways: dilated attention is "
+            "self-attention; cross-attention and encoders with a cache are not supported."
+        )
+    compiling = torch.compiler.is_compiling()
+    if kv_length == q_length or (not compiling and int(q_offset) == 0):
+        valid = None if attention_mask is None else attention_mask[:, :q_length]
+        if kv_length > q_length and valid is None:
+            return torch.ones(batch_size, q_length, dtype=torch.bool, device=device)
+        if kv_length == q_length and valid is not None and not compiling and valid.all():
+            return None
+        return valid
+    rows_1S = torch.arange(kv_length, device=device).unsqueeze(0)
+    first_B1, valid_BS = torch.zeros_like(rows_1S[:, :1]), torch.ones_like(rows_1S, dtype=torch.bool)
+    if attention_mask is not None:
+        valid_BS = F.pad(attention_mask, (0, kv_length - attention_mask.shape[1]))
+        if not compiling:
+            _check_one_run(valid_BS)
+        first_B1 = valid_BS.int().argmax(1, keepdim=True)
+    query_BM = q_offset + torch.arange(q_length, device=device) - first_B1
+    pattern = pattern_of(config, is_causal=True)
+    count = _multiplicity(pattern, config.num_attention_heads, query_BM, rows_1S - first_B1, valid_BS)
+    return count.to(torch.promote_types(dtype, torch.float32)).log()
+
+
+def _multiplicity(
+    pattern: DilatedPattern, num_heads: int, query_BM: Tensor, key_BS: Tensor, valid_BS: Tensor
+) -> Tensor:
+    """The number of branches in which a query sees a row, (B * H, M, S), from their positions in the document."""
+    seen = (key_BS[:, None] <= query_BM[:, :, None]) & valid_BS[:, None]
+    count = torch.zeros(1, dtype=torch.int16, device=query_BM.device)
+    for i, (length, rate) in enumerate(pattern.branches):
+        phases = [pattern.phase_of(i, head, num_heads) for head in range(num_heads)]
+        # A head that does not run the branch reads phase -1, which no position has.
+        phases_H1 = torch.tensor([-1 if s is None else s for s in phases], device=query_BM.device)[:, None]
+        same = seen & (query_BM[:, :, None] // length == key_BS[:, None] // length)
+        reads_BHM, reads_BHS = (x[:, None] % length % rate == phases_H1 for x in (query_BM, key_BS))
+        count = count + (same[:, None] & reads_BHM[..., None] & reads_BHS[:, :, None])
+    return count.flatten(0, 1)
+
+
+def _refuse_rules(mask_function: Any, kv_offset: int, local_size: int | None, use_vmap: bool) -> None:
+    """What a model may ask of a mask beyond causal, both ways, and packed documents (which positions tell too)."""
+    if local_size is not None:
+        raise ValueError(
+            f"a layer asks for a sliding window or chunks of {local_size}: that is another pattern, and its cache "
+            "drops rows that dilated attention needs. Set config.sliding_window=None (and layer_types to full)."
+        )
+    if use_vmap or "or_mask" in getattr(mask_function, "__name__", ""):
+        raise ValueError(
+            "the model masks by rules of its own (image tokens, blocks): who attends whom is the pattern's to say. Use "
+            "another attn_implementation for this model."
+        )
+    if kv_offset:
+        raise ValueError(
+            f"the cache has dropped {kv_offset} rows, which dilated attention may need: use a DynamicCache or a "
+            "StaticCache without a sliding window."
+        )

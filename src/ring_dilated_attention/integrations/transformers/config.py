@@ -1,0 +1,102 @@
+"""The pattern in a model's config, and the name "dilated" that transformers knows attention by."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+
+from ...pattern import DilatedPattern
+
+NAME = "dilated"
+FIELD = "dilated_attention"
+LISTS = ("segment_lengths", "dilation_rates")
+RULES = ("phase", "heads")
+
+
+class PatternField:
+    """`config.dilated_attention`: {"segment_lengths": [...], "dilation_rates": [...], "phase": ..., "heads": ...}.
+
+    A config that is given a pattern is one of dilated attention. transformers does not save the name of the attention:
+    a model saved with the pattern alone would come back as another function without a word. So the name stands in
+    config.json too, as "attn_implementation": with `register` it comes back as it was, and without it transformers
+    refuses to make the model.
+    """
+
+    def __get__(self, config: Any, owner: type | None = None) -> Any:
+        return self if config is None else config.__dict__.get(FIELD)
+
+    def __set__(self, config: Any, value: Any) -> None:
+        if value is None:
+            for name in (FIELD, "attn_implementation"):
+                config.__dict__.pop(name, None)
+            if config._attn_implementation == NAME:
+                config._attn_implementation = None
+            return
+        config.__dict__[FIELD] = to_fields(value)
+        config.__dict__["attn_implementation"] = NAME  # what is saved
+        config._attn_implementation = NAME  # what is computed
+
+
+def register() -> None:
+    """Make `attn_implementation="dilated"` and `config.dilated_attention` known to transformers. Again does no harm.
+
+    register()
+    pattern = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
+    model = AutoModelForCausalLM.from_pretrained(path, dilated_attention=pattern)
+    """
+    from .attention import attend, make_mask
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+    setattr(PreTrainedConfig, FIELD, PatternField())
+
+
+def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:
+    """The pattern that stands in a config; causal or not is the module's to say.
+
+    Raises:
+        ValueError: if there is none, or no pattern can be made of it.
+    """
+    fields = getattr(config, FIELD, None)
+    if fields is None:
+        raise ValueError(
+            f"attn_implementation={NAME!r}, but the {type(config).__name__} has no pattern. Give it one: "
+            f'config.{FIELD} = {{"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}}.'
+        )
+    key = (*(tuple(fields[name]) for name in LISTS), *(fields[name] for name in RULES), is_causal)
+    if key not in _patterns:
+        _make(key)
+    return _patterns[key]
+
+
+# By what stands in configs. Compiled code can read an object from here, and make none.
+_patterns: dict[tuple, DilatedPattern] = {}
+
+
+@torch.compiler.disable
+def _make(key: tuple) -> None:
+    lengths, rates, phase, heads, is_causal = key
+    _patterns[key] = DilatedPattern(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
+
+
+def to_fields(value: Any) -> dict[str, Any]:
+    """A pattern as it stands in config.json, from such a dict or a DilatedPattern.
+
+    Raises:
+        ValueError: if no pattern can be made of it.
+    """
+    if isinstance(value, DilatedPattern):
+        pattern = value
+    else:
+        expected = (*LISTS, *RULES)
+        if not isinstance(value, dict) or not {*LISTS} <= {*value} <= {*expected}:
+            raise ValueError(
+                f"{FIELD} must be a DilatedPattern or a dict of {', '.join(expected)} (the last two may be left out), "
+                f"got {value!r}."
+            )
+        pattern = DilatedPattern(**value)
+    fields = {name: list(getattr(pattern, name)) for name in LISTS} | {name: getattr(pattern, name) for name in RULES}
+    for is_causal in (False, True):
+        pattern_of(SimpleNamespace(**{FIELD: fields}), is_causal=is_causal)  # made before anything is compiled
+    return fields

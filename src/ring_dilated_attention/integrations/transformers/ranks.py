@@ -1,0 +1,232 @@
+"""A model of transformers on sequences that ranks share: each rank is given the whole sample and computes its shard."""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from ...ranks.context import ContextParallel, refuse
+from ...ranks.reduce import GlobalMean, all_reduce
+from ..torch import check_averaged
+from .config import NAME
+
+IGNORED_LABEL = -100  # transformers' and torch's
+# The loss of these is a mean over positions of the cross-entropy of their logits, and computed here.
+TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
+# What says the same as cu_seq_lens_q, or nothing once a sequence is cut.
+DROPPED = ("attention_mask", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict", "seq_idx")
+CUT = ("input_ids", "token_type_ids", "position_ids", "labels", "shift_labels")
+
+
+def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
+    """From now on a forward of the model computes this rank's shard of the sample, which every rank is given whole.
+
+        context_parallel(model, ContextParallel(mesh["cp"]))
+        loss = model(input_ids=ids, labels=labels).loss     # (B, N) on every rank, the same on all that share it
+
+    The loss is that of the whole sample, on every rank, and the *mean* of the ranks' gradients (which DDP, FSDP2 and
+    DeepSpeed take) is its gradient: to a trainer the ranks of a sequence look like replicas that were given the same
+    sample. Other outputs (logits, hidden states) are this rank's rows; `parallel.unshard` joins them. Documents may be
+    packed (position_ids that start anew, or cu_seq_lens_q). Padding on the right is taken where it cannot be seen: in a
+    causal model, with labels of -100.
+
+    Returns:
+        a handle, whose `remove()` takes this off again.
+
+    Raises:
+        ValueError: if the model has no dilated attention, or does not take positions or further keywords.
+    """
+    if not isinstance(parallel, ContextParallel):
+        raise ValueError(f"parallel must be a ContextParallel, got {parallel!r}.")
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if getattr(config, "_attn_implementation", None) != NAME:
+        raise ValueError(
+            f"{name} has attn_implementation={getattr(config, '_attn_implementation', None)!r}: only dilated attention "
+            "is shared by ranks. Convert the model first (convert_to_dilated; one segment of the whole length at rate "
+            "1 is dense attention)."
+        )
+    parameters = inspect.signature(model.forward).parameters
+    takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_more or "position_ids" not in parameters:
+        raise ValueError(
+            f"the forward of {name} takes no {'position_ids' if takes_more else 'further keywords'}: it could not tell "
+            "its attention which rows a rank has."
+        )
+    if getattr(model, SHARDED, None) is not None:
+        raise ValueError(f"{name} is on sequences that ranks share already: remove() the first handle.")
+    return ShardedForward(model, parallel)
+
+
+SHARDED = "sharded_forward"
+
+
+class ShardedForward:
+    """What `context_parallel` puts before and after a model's forward."""
+
+    def __init__(self, model: nn.Module, parallel: ContextParallel) -> None:
+        self.parallel, self.model = parallel, [model]  # in a list: else this would be among the modules of the model
+        self.signature = inspect.signature(model.forward)
+        self.num_labels: Any = None
+        self.labels: Tensor | None = None
+        self.hooks = [
+            model.register_forward_pre_hook(self.before, with_kwargs=True),
+            model.register_forward_hook(self.after, with_kwargs=True),
+        ]
+        setattr(model, SHARDED, self)
+
+    def remove(self) -> None:
+        """The model computes whole sequences again."""
+        for hook in self.hooks:
+            hook.remove()
+        setattr(self.model[0], SHARDED, None)
+
+    @torch.compiler.disable  # ranks talk to each other
+    def before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        try:
+            check_averaged(model, self.parallel)
+            given = self._named(args, kwargs)
+            batch, rest = self._batch(model, given)
+        except ValueError as error:  # or the other ranks would wait for this one
+            refuse(self.parallel.key, str(error))
+            raise
+        try:
+            local = self.parallel.shard_batch(batch)
+        except ValueError as error:
+            if "given different samples" not in str(error):
+                raise
+            raise ValueError(f"{error} Under Trainer, SameSample does this.") from error
+        labels = local.get("labels")
+        self.labels = None
+        if labels is not None and LOSS_MAPPING.get(model.loss_type) is ForCausalLMLoss:
+            rest |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": 1}  # a sum
+        elif labels is not None:
+            self.labels = labels
+        rest["cu_seq_lens_q"] = local.get("cu_seqlens")
+        inputs = {name: local[name] for name in CUT[:3] if name in local}
+        return (), {**rest, **inputs, "parallel": self.parallel, "use_cache": False}
+
+    @torch.compiler.disable
+    def after(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        if self.num_labels is None:
+            return output
+        if self.labels is None:
+            local_sum = output.loss
+        else:
+            logits = output.logits.flatten(0, -2)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            local_sum = F.cross_entropy(logits, self.labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+        ranks = self.parallel.ranks
+        total, count = all_reduce(ranks, local_sum), torch.as_tensor(self.num_labels)
+        output["loss"] = GlobalMean.apply(local_sum, total, count, ranks.world_size)
+        self.num_labels = self.labels = None
+        return output
+
+    def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All that the forward was given, by name."""
+        bound = self.signature.bind(*args, **kwargs).arguments
+        more = next((p.name for p in self.signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+        given = {**bound, **bound.pop(more, {})}
+        return {name: value for name, value in given.items() if value is not None and name != more}
+
+    def _batch(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What is to be cut, whole, and what is passed on. Counts the labels."""
+        _refuse_what_is_no_training(given)
+        ids = given.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            raise ValueError("a model on sequences that ranks share needs input_ids, (batch, N), the whole of them.")
+        lengths = self.parallel.cut.default_lengths(ids.shape[1])
+        if 0 in lengths:
+            raise ValueError(
+                f"{ids.shape[1]} positions over {self.parallel.world_size} ranks are {lengths}: models of transformers "
+                "cannot compute a shard without positions. Give longer sequences, or fewer ranks."
+            )
+        positions = given.get("position_ids")
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        batch = {name: given[name] for name in CUT if name in given}
+        batch["position_ids"] = positions.expand(len(ids), -1)
+        borders = given.get("cu_seq_lens_q")
+        if borders is None:
+            borders = _borders(positions)
+        if borders is not None:
+            batch["cu_seqlens"] = borders.to(torch.int32)
+        causal_loss = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+        labels = _labels(batch, given.get("attention_mask"), causal_loss, model)
+        self.num_labels = None
+        if labels is not None:
+            batch["labels"] = labels
+            self.num_labels = given.get("num_items_in_batch")
+            if self.num_labels is None:
+                self.num_labels = int((labels != IGNORED_LABEL).sum())
+        rest = {
+            name: value
+            for name, value in given.items()
+            if name not in (*CUT, *DROPPED, "cu_seq_lens_q", "num_items_in_batch")
+        }
+        unknown = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim()]
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown)}: it is not known how to cut this for the ranks of a sequence. What is cut: "
+                f"{', '.join(CUT)}."
+            )
+        return batch, rest
+
+
+def _refuse_what_is_no_training(given: dict[str, Any]) -> None:
+    if given.get("past_key_values") is not None or given.get("logits_to_keep"):
+        raise ValueError(
+            "generate on sequences that ranks share: a cache is of one device. remove() context_parallel's handle, "
+            "and generate on every rank, or on one."
+        )
+    if given.get("return_dict") is False:
+        raise ValueError("return_dict=False: the loss of all ranks is put in by its name; leave return_dict out.")
+
+
+def _borders(positions: Tensor) -> Tensor | None:
+    """Of packed documents, which begin where positions do not count on."""
+    resets = positions.diff() != 1
+    if not resets.any():
+        return None
+    if len(positions) > 1:
+        raise ValueError(
+            f"position_ids start anew inside rows, and the batch has {len(positions)} of them: pack all documents into "
+            "one row, as DataCollatorWithFlattening does."
+        )
+    return F.pad(F.pad(resets[0].nonzero().flatten() + 1, (1, 0)), (0, 1), value=positions.shape[1])
+
+
+def _labels(batch: dict[str, Tensor], mask: Tensor | None, causal_loss: bool, model: Any) -> Tensor | None:
+    """The label of each position, from which position it is predicted; None where there is no loss."""
+    labels = batch.pop("shift_labels", None)
+    plain = batch.pop("labels", None)
+    if labels is None and plain is not None:
+        if causal_loss:
+            labels = F.pad(plain[:, 1:], (0, 1), value=IGNORED_LABEL)
+        elif getattr(model, "loss_type", None) in TOKEN_LOSSES:
+            labels = plain
+        else:
+            raise ValueError(
+                f"{type(model).__name__} computes its loss from more than single positions: compute it from outputs "
+                "(parallel.unshard joins them), without labels."
+            )
+    if labels is not None and getattr(model.config, "output_router_logits", False):
+        raise ValueError("output_router_logits=True adds to the loss what a shard alone cannot tell: set it to False.")
+    _refuse_padding(mask, labels, model)
+    return labels
+
+
+def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> None:
+    """Padding on the right is never seen by what stands before it in a causal model. All other padding is."""
+    if mask is None or (mask.dim() == 2 and bool(mask.bool().all())):
+        return
+    causal = all(module.is_causal for module in model.modules() if hasattr(module, "is_causal"))
+    if mask.dim() != 2 or not causal or bool((mask.bool().diff() & mask.bool()[:, 1:]).any()):
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)}: ranks share whole sequences, in which only padding on the "
+            "right of a causal model can be left unseen. Pack documents into one row (DataCollatorWithFlattening)."
+        )
+    if labels is not None and bool((labels[~mask.bool()] != IGNORED_LABEL).any()):
+        raise ValueError("labels of padded positions must be -100, or padding would be learned from.")

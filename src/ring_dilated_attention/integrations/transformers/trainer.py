@@ -1,0 +1,78 @@
+"""transformers' Trainer on sequences that ranks share."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+
+from .ranks import SHARDED, ShardedForward
+
+
+class SameSample:
+    """For Trainer: the ranks that share a sequence are given the same samples.
+
+        class SequenceTrainer(SameSample, Trainer):
+            pass
+
+        context_parallel(model, parallel)
+        SequenceTrainer(model=model, ...).train()
+
+    accelerate deals different samples to all processes, whatever they share. Here the groups of ranks that share
+    sequences are dealt different samples, and the ranks within one the same.
+    """
+
+    model: Any
+    args: Any
+    accelerator: Any
+
+    def get_train_dataloader(self) -> Any:
+        return self._same(super().get_train_dataloader())  # type: ignore[misc]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self._evaluated(self._same(super().get_eval_dataloader(eval_dataset)))  # type: ignore[misc]
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return self._evaluated(self._same(super().get_test_dataloader(test_dataset)))  # type: ignore[misc]
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        if not prediction_loss_only:
+            raise ValueError(
+                "evaluation beyond the loss needs whole logits, and each rank has its shard of them: leave out "
+                "compute_metrics, or set prediction_loss_only=True."
+            )
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+
+    def _sharded(self) -> ShardedForward:
+        sharded = getattr(self.accelerator.unwrap_model(self.model), SHARDED, None)
+        if sharded is None:
+            raise ValueError(
+                "SameSample is for models on sequences that ranks share: call context_parallel(model, ...)."
+            )
+        return sharded
+
+    def _same(self, loader: Any) -> Any:
+        """Samples are dealt to groups, in the order of their lowest ranks, where they were dealt to processes."""
+        parallel = self._sharded().parallel
+        if parallel.world_size == 1:
+            return loader
+        members = parallel.handshake(dist.get_rank(), {"call": "SameSample"})
+        lowest = torch.tensor([min(members)], device=self.accelerator.device)
+        groups = sorted(set(self.accelerator.gather(lowest).tolist()))
+        dealt = loader.batch_sampler if isinstance(loader.batch_sampler, BatchSamplerShard) else loader.dataset
+        if not isinstance(dealt, (BatchSamplerShard, IterableDatasetShard)):
+            raise ValueError(
+                f"samples are dealt by a {type(loader).__name__}, which takes no groups of ranks: give accelerate "
+                'accelerator_config={"dispatch_batches": False}.'
+            )
+        dealt.num_processes, dealt.process_index = len(groups), groups.index(min(members))
+        return loader
+
+    def _evaluated(self, loader: Any) -> Any:
+        """Trainer weighs a smaller last batch by its samples, and would count it once for all ranks of a sequence."""
+        if self._sharded().parallel.world_size > 1 and loader.total_dataset_length % loader.total_batch_size:
+            raise ValueError(
+                f"{loader.total_dataset_length} samples are no multiple of {loader.total_batch_size} in a step: the "
+                "mean over them would not be exact. Choose per_device_eval_batch_size (1 always fits one group)."
+            )
+        return loader

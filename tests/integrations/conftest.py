@@ -1,0 +1,35 @@
+"""Tests against the real packages. `make test-integrations` installs them; what needs one that is missing is left out,
+and the end of the run says so."""
+
+from importlib.util import find_spec
+
+import distributed
+import pytest
+
+# By the beginning of a file's name, what it needs.
+NEEDS = {
+    "test_transformers": ("transformers", "accelerate"),
+    "test_accelerate": ("accelerate",),
+    "test_deepspeed": ("deepspeed",),
+    "test_lightning": ("lightning",),
+}
+MISSING = sorted({name for names in NEEDS.values() for name in names if find_spec(name) is None})
+collect_ignore_glob = [f"{test}*.py" for test, names in NEEDS.items() if set(names) & set(MISSING)]
+
+# Ranks are forked from a server that has imported these: some seconds once, and not for each rank.
+if "transformers" not in MISSING:
+    distributed.preload("transformers.trainer", *[f"transformers.models.{n}.modeling_{n}" for n in ("llama", "bert")])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/integrations" in item.path.as_posix():  # others' warnings are theirs to mend
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if MISSING:
+        terminalreporter.write_line(
+            f"tests/integrations: {', '.join(MISSING)} not installed, so that tests with them were left out; "
+            "make test-integrations installs and runs all of it"
+        )

@@ -1,0 +1,54 @@
+"""Three steps of a small LongNetLM on one device, which every trainer must repeat on many."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
+
+CONFIG = LongNetConfig((4, 16), (1, 2), vocab_size=20, num_layers=2, embed_dim=16, num_heads=4)
+LEARNING_RATE, MAX_NORM = 2.0, 0.2
+SAMPLES = torch.randint(0, 20, (6, 37), generator=torch.Generator().manual_seed(1))
+PER_STEP = 2
+
+
+class Steps(NamedTuple):
+    """Of each step the loss and the norm of the gradient before it is clipped; the parameters after the last."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+
+
+def make_loss(parallel=None):
+    torch.manual_seed(0)
+    return NextTokenLoss(LongNetLM(CONFIG, parallel=parallel))
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+
+def steps_of_one_rank():
+    model = make_loss()
+    optimizer = optimizer_of(model)
+    losses, norms = [], []
+    for batch in SAMPLES.split(PER_STEP):
+        loss = model(batch)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert min(norms) > MAX_NORM  # or clipping would not be seen
+    return Steps(losses, norms, {name: x.detach() for name, x in model.named_parameters()})
+
+
+def assert_same(found):
+    """The same steps, but for the order of float32 sums."""
+    expected = steps_of_one_rank()
+    assert set(found.parameters) == set(expected.parameters)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.norms, expected.norms, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.parameters, expected.parameters, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,46 @@
+"""accelerate's own loop on sequences that ranks share, against one rank.
+
+Every function whose name starts with `rank` runs on every rank, and every rank asserts.
+"""
+
+import os
+
+import pytest
+from accelerate import Accelerator
+from distributed import RankFailedError, run
+from steps import MAX_NORM, PER_STEP, SAMPLES, Steps, assert_same, make_loss, optimizer_of
+from torch.utils.data import DataLoader
+
+from ring_dilated_attention import ContextParallel
+
+
+def rank_takes_steps(rank, world_size, own_loader):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # never opened: torch.distributed is initialised
+    accelerator = Accelerator(cpu=True)
+    parallel = ContextParallel(sharding="zigzag")
+    model = make_loss(parallel)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    loader = DataLoader(SAMPLES, batch_size=PER_STEP)
+    if not own_loader:
+        loader = accelerator.prepare(loader)
+    losses, norms = [], []
+    for tokens in loader:
+        loss = model(parallel.shard_batch({"tokens": tokens})["tokens"])
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    parameters = {name: x.detach() for name, x in accelerator.unwrap_model(model).named_parameters()}
+    assert_same(Steps(losses, norms, parameters))
+
+
+def test_a_loader_that_accelerate_does_not_deal_from():
+    run(2, rank_takes_steps, True, seconds=120)
+
+
+def test_a_prepared_loader_is_caught():
+    """accelerate deals different samples to all processes."""
+    with pytest.raises(RankFailedError, match="were given different samples"):
+        run(2, rank_takes_steps, False, seconds=120)

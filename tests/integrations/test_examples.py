@@ -1,0 +1,112 @@
+"""The examples of trainers run as they are written, each in under a minute, and their losses fall."""
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "examples"
+PAGES = {name: (ROOT / "docs" / name).read_text() for name in ("integrations.md", "fairscale.md")}
+# What each needs, and on how many processes it runs.
+CASES = {
+    "train_fsdp2": ((), 4),
+    "train_hugging_face": (("transformers", "accelerate"), 1),
+    "train_hugging_face_ranks": (("transformers", "accelerate"), 2),
+    "convert_dense": (("transformers",), 1),
+    "train_accelerate": (("accelerate",), 2),
+    "train_deepspeed": (("deepspeed",), 2),
+    "train_lightning": (("lightning",), 2),
+    "train_fabric": (("lightning",), 4),
+}
+
+
+def output_of(example, num_processes, folder):
+    launcher = [sys.executable]
+    if num_processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    done = subprocess.run(
+        [*launcher, EXAMPLES / f"{example}.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", CASES)
+def test_runs_in_a_minute(example, tmp_path):
+    needs, num_processes = CASES[example]
+    missing = [name for name in needs if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: make test-integrations runs it")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    output = output_of(example, num_processes, tmp_path)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # A minute on two cores, however busy they are: seconds of all its processes.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * 60
+    if example == "convert_dense":
+        dense, converted, trained = (
+            [float(x) for x in re.findall(rf"^{name}: ([\d.]+)$", output, flags=re.MULTILINE)]
+            for name in ("dense", "dilated, as it is", "dilated, trained on")
+        )
+        assert converted[0] > dense[-1] + 0.1
+        assert trained[-1] < dense[-1] + 0.05
+        return
+    losses = [float(x) for x in re.findall(r"loss'?:? '?([\d.]+)", output)]
+    assert len(losses) >= 3
+    assert losses[-1] < losses[0] - 0.3
+    if "hugging_face" in example:
+        [written] = re.findall(r"^(b['\"].*['\"])$", output, flags=re.MULTILINE)
+        assert len(eval(written)) == len(b"Exact dilated attention ") + 60
+
+
+@pytest.mark.parametrize("example", [*CASES])
+def test_is_short(example):
+    """At most 40 lines of code; 60 with everything."""
+    lines = (EXAMPLES / f"{example}.py").read_text().splitlines()
+    assert len(lines) <= 60
+    code = "\n".join(lines).partition('"""\n\n')[2].splitlines()
+    assert len([line for line in code if line.strip() and not line.strip().startswith("#")]) <= 40
+
+
+def anchors(page):
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_of_the_pages(name):
+    for path, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", PAGES[name]):
+        target = ROOT / "docs" / (path or name)
+        assert target.exists()
+        assert not anchor or anchor in anchors(target.read_text())
+
+
+def test_what_the_page_names_exists():
+    """The versions that are tested, and what its code imports of ours."""
+    page = PAGES["integrations.md"]
+    versions = (ROOT / "tests" / "integrations" / "versions.txt").read_text()
+    found = re.findall(r"^(\w+)==([\d.]+)$", versions, flags=re.MULTILINE)
+    assert len(found) == 4
+    for package, version in found:
+        assert f"{package} {version}" in page.lower()
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        compile(block, "integrations.md", "exec")
+        for module, names in re.findall(r"^from (ring_dilated_attention\S*) import (.*)$", block, flags=re.MULTILINE):
+            if find_spec("transformers") is None and "transformers" in module:
+                continue
+            loaded = import_module(module)
+            for one in names.split(", "):
+                assert hasattr(loaded, one)

@@ -1,0 +1,126 @@
+"""Lightning's Trainer and Fabric on sequences that ranks share, against one rank.
+
+Every function whose name starts with `rank` runs on every rank, and every rank asserts.
+"""
+
+import os
+
+import lightning
+import pytest
+import torch
+from distributed import RankFailedError, run
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
+from lightning.pytorch.strategies import ModelParallelStrategy
+from steps import MAX_NORM, PER_STEP, SAMPLES, Steps, assert_same, make_loss, optimizer_of
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from ring_dilated_attention import ContextParallel
+
+
+def whole(model):
+    found = {name: x.detach() for name, x in model.named_parameters()}
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in found.items()}
+
+
+class Module(lightning.LightningModule):
+    """Under DDP, or with parameters sharded over the ranks of all sequences."""
+
+    def __init__(self, sharded):
+        super().__init__()
+        self.sharded, self.losses, self.norms = sharded, [], []
+
+    def configure_model(self):
+        mesh = self.device_mesh["tensor_parallel"] if self.sharded else None
+        self.parallel = ContextParallel(mesh, sharding="contiguous" if self.sharded else "zigzag")
+        self.loss_of = make_loss(self.parallel)
+        if self.sharded:
+            fully_shard(self.loss_of, mesh=self.device_mesh["data_parallel", "tensor_parallel"]._flatten("all"))
+
+    def training_step(self, tokens, index):
+        loss = self.loss_of(self.parallel.shard_batch({"tokens": tokens})["tokens"])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        norm = torch.nn.utils.clip_grad_norm_(self.loss_of.parameters(), gradient_clip_val)
+        self.norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+
+    def configure_optimizers(self):
+        return optimizer_of(self)
+
+
+def environment(rank, world_size):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # never opened: torch.distributed is initialised
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
+
+
+def rank_of_trainer(rank, world_size, sharded, own_sampler=True):
+    environment(rank, world_size)
+    strategy = "ddp"
+    if sharded:
+        strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=world_size)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy,
+        max_epochs=1,
+        gradient_clip_val=MAX_NORM,
+        use_distributed_sampler=not own_sampler,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module(sharded)
+    trainer.fit(module, DataLoader(SAMPLES, batch_size=PER_STEP))
+    assert_same(Steps(module.losses, module.norms, whole(module.loss_of)))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_trainer(sharded):
+    """Under DDP, and with parameters sharded over the ranks of a sequence; clipped."""
+    run(2, rank_of_trainer, sharded, seconds=120)
+
+
+def test_the_default_sampler_is_caught():
+    """It deals different samples to all processes."""
+    with pytest.raises(RankFailedError, match="were given different samples"):
+        run(2, rank_of_trainer, False, False, seconds=120)
+
+
+def rank_of_fabric(rank, world_size):
+    """Two replicas of sequences that two ranks share each; parameters are sharded over all four."""
+    environment(rank, world_size)
+    made = []
+
+    def parallelize(model, mesh):
+        made.append(ContextParallel(mesh["tensor_parallel"]))
+        for part in model.modules():
+            if hasattr(part, "parallel"):
+                part.parallel = made[0]
+        fully_shard(model, mesh=mesh["data_parallel", "tensor_parallel"]._flatten("all"))
+        return model
+
+    strategy = FabricModelParallel(parallelize_fn=parallelize, data_parallel_size=2, tensor_parallel_size=2)
+    fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(make_loss())
+    [parallel] = made
+    optimizer = fabric.setup_optimizers(optimizer_of(model))
+    replica = fabric.strategy.device_mesh.get_local_rank("data_parallel")
+    losses, norms = [], []
+    for batch in SAMPLES.split(PER_STEP):
+        loss = model(parallel.shard(batch[replica : replica + 1]))
+        fabric.backward(loss)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor()))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(fabric.all_reduce(loss.detach()).item())
+    assert_same(Steps(losses, norms, whole(model._forward_module)))
+
+
+def test_fabric():
+    run(4, rank_of_fabric, seconds=120)

@@ -1,0 +1,110 @@
+"""A dense model made dilated: what it keeps, what it refuses, and that a refusal leaves it as it was."""
+
+import pytest
+import torch
+from tiny import GROUPED, PATTERN, SIZES, make, tokens
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartModel,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from ring_dilated_attention import DilatedPattern
+from ring_dilated_attention.integrations.transformers import convert_to_dilated
+
+
+def test_converted():
+    """The same parameters, under the same names, and the function of a model that was made so."""
+    for pattern in (PATTERN, DilatedPattern((4, 9), (1, 3)), DilatedPattern((4, 9), (1, 3), is_causal=True)):
+        model = make("llama", None)
+        before = {name: x.data_ptr() for name, x in model.named_parameters()}
+        assert convert_to_dilated(model, pattern) is model
+        assert {name: x.data_ptr() for name, x in model.named_parameters()} == before
+        ids = tokens(2, 20)
+        assert torch.equal(model(ids).logits, make("llama")(ids).logits)
+    again = convert_to_dilated(model, {**PATTERN, "phase": "blocked"})
+    assert torch.equal(again(ids).logits, make("llama", {**PATTERN, "phase": "blocked"})(ids).logits)
+
+
+def test_one_segment_is_the_dense_model():
+    """Nothing is lost where a segment at rate 1 holds everything."""
+    model, ids = make("llama", None), tokens(2, 20)
+    expected = model(ids, use_cache=False).logits
+    found = convert_to_dilated(model, DilatedPattern.dense())(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+class OwnAttention(nn.Module):
+    is_causal = True
+
+
+REFUSED = {
+    "another library's": (lambda: nn.Linear(4, 4), "must be a PreTrainedModel of transformers, got Linear"),
+    "sliding window": (
+        lambda: MistralForCausalLM(MistralConfig(**SIZES, **GROUPED)),
+        "MistralForCausalLM has sliding_window=4096: a sliding window is another pattern",
+    ),
+    "some sliding layers": (
+        lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, **GROUPED, use_sliding_window=True, max_window_layers=1)),
+        "Qwen3ForCausalLM has layers of sliding_attention: dilated attention replaces full_attention alone",
+    ),
+    "capped scores": (
+        lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **GROUPED, layer_types=["full_attention"] * 2)),
+        "Gemma2ForCausalLM has attn_logit_softcapping=50.0: dilated attention does not cap scores",
+    ),
+    "encoder and decoder": (
+        lambda: BartModel(BartConfig(vocab_size=61, d_model=16, encoder_layers=1, decoder_layers=1)),
+        "BartModel attends across sequences, and dilated attention is self-attention",
+    ),
+    "parts": (
+        lambda: LlavaForConditionalGeneration(
+            LlavaConfig(
+                text_config={"model_type": "llama", **SIZES},
+                vision_config={"model_type": "clip_vision_model", "num_hidden_layers": 1},
+            )
+        ),
+        "is made of parts with configs of their own (text_config, vision_config)",
+    ),
+    "attention of its own": (
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
+        "BloomForCausalLM has no attention modules that say whether they are causal",
+    ),
+    "too few heads": (lambda: make("llama", None), "gives each of 5 branches its own heads, but there are only 4"),
+    "another causality": (lambda: make("bert", None), "the pattern has is_causal=True, but the attention of"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind):
+    make_model, part = REFUSED[kind]
+    model = make_model()
+    before = str(getattr(model, "config", None)), getattr(getattr(model, "config", None), "_attn_implementation", None)
+    five = DilatedPattern([2] * 5, [1] * 5, heads="split")
+    pattern = five if kind == "too few heads" else DilatedPattern((4, 9), (1, 3), is_causal=kind == "another causality")
+    with pytest.raises(ValueError) as caught:
+        convert_to_dilated(model, pattern)
+    assert part in str(caught.value)
+    after = str(getattr(model, "config", None)), getattr(getattr(model, "config", None), "_attn_implementation", None)
+    assert after == before
+
+
+def test_a_model_that_does_not_ask_transformers_for_its_attention():
+    """Its source is what transformers looks at: a class of another module, with attention of its own."""
+    kind = type("OwnModel", (BloomForCausalLM,), {"__module__": BloomForCausalLM.__module__})
+    model = kind(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2))
+    model.own = OwnAttention()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="chooses its attention itself"):
+        convert_to_dilated(model, PATTERN)
+    assert model.config._attn_implementation == before
+    assert model.config.dilated_attention is None

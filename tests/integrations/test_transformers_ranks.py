@@ -1,0 +1,315 @@
+"""Models of transformers whose sequences ranks share, and under transformers' Trainer, against one process.
+
+Every function whose name starts with `rank` runs on every rank, and every rank asserts.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import RankFailedError, run
+from tiny import DECODERS, PATTERN, make, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, save_attention
+from ring_dilated_attention.integrations.transformers import SameSample, context_parallel
+from ring_dilated_attention.ranks.reduce import all_reduce
+
+LENGTHS = {"plain": 19, "short": 3}
+
+
+def batches(name):
+    """By kind, what a model is given; the labels of some positions do not count."""
+    found = {}
+    for kind, length in LENGTHS.items():
+        ids = tokens(2, length)
+        found[kind] = {"input_ids": ids, "labels": ids.masked_fill(ids % 7 == 0, -100)}
+    documents = [{"input_ids": tokens(1, n, seed=n)[0].tolist()} for n in (5, 11, 1, 7)]
+    found["borders"] = dict(DataCollatorWithFlattening(return_flash_attn_kwargs=True)(documents))
+    if name != "bert":
+        found["positions"] = dict(DataCollatorWithFlattening()(documents))
+        mask = torch.ones(2, 19, dtype=torch.int64)
+        mask[1, 12:] = 0
+        found["right"] = {**found["plain"], "attention_mask": mask}
+        found["right"]["labels"] = found["right"]["labels"].masked_fill(mask == 0, -100)
+    return found
+
+
+def loss_and_gradients(model, batch, parallel=None):
+    out = model(**batch)
+    out.loss.backward()
+    gradients = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+    model.zero_grad()
+    if parallel is not None:
+        gradients = [all_reduce(parallel.ranks, x) / parallel.world_size for x in gradients]
+    return out.loss.detach(), gradients
+
+
+def rank_trains(rank, world_size, names):
+    for name in names:
+        model = make(name)
+        kinds = batches(name)
+        expected = {kind: loss_and_gradients(model, batch) for kind, batch in kinds.items()}
+        whole = model(kinds["plain"]["input_ids"]).logits.detach()
+        state = set(model.state_dict())
+        for sharding in ("contiguous", "zigzag"):
+            parallel = ContextParallel(sharding=sharding)
+            handle = context_parallel(model, parallel)
+            for kind, batch in kinds.items():
+                found = loss_and_gradients(model, batch, parallel)
+                # transformers computes losses in float32
+                torch.testing.assert_close(
+                    found, expected[kind], rtol=2e-6, atol=2e-7, msg=lambda m, k=kind: f"{k} {m}"
+                )
+            out = model(kinds["plain"]["input_ids"])
+            assert out.loss is None
+            assert out.logits.shape[1] == len(parallel.positions(19)) < 19
+            torch.testing.assert_close(out.logits, parallel.shard(whole), rtol=1e-10, atol=1e-10)
+            assert set(model.state_dict()) == state
+            handle.remove()
+            parallel.close()
+        torch.testing.assert_close(model(kinds["plain"]["input_ids"]).logits, whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_loss_and_gradients_of_one_rank(world_size):
+    """Contiguous, zigzag, packed, padded on the right, and ranks that own nothing. Catches labels that are lost at the
+    borders of shards, a mean over one shard, and positions that begin at 0 on every rank."""
+    names = ["llama", "bert"] if world_size == 3 else [*DECODERS, "bert"]
+    run(world_size, rank_trains, names, seconds=180)
+
+
+def rank_checkpoints_and_compiles(rank, world_size):
+    batch = batches("llama")["borders"]
+    expected = loss_and_gradients(make("llama"), batch)
+    parallel = ContextParallel()
+    model = make("llama").train()
+    context_parallel(model, parallel)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": save_attention})
+    calls = parallel.calls
+    torch.testing.assert_close(loss_and_gradients(model, batch, parallel), expected, rtol=2e-6, atol=2e-7)
+    assert parallel.calls - calls == 2  # one for each layer
+    compiled = make("llama")
+    context_parallel(compiled, parallel)
+    compiled.compile(backend="aot_eager")
+    torch.testing.assert_close(loss_and_gradients(compiled, batch, parallel), expected, rtol=2e-6, atol=2e-7)
+
+
+def test_checkpointed_and_compiled():
+    """Chunks travel once where attention is kept; compiled code has breaks only where ranks talk of the sample."""
+    run(2, rank_checkpoints_and_compiles, seconds=180)
+
+
+def message_of(call, error=ValueError):
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def rank_has_bad_input(rank, world_size):
+    model = make("llama")
+    parallel = ContextParallel()
+    handle = context_parallel(model, parallel)
+    ids = tokens(1, 12)
+    message = message_of(lambda: model(tokens(1, 12, seed=rank), labels=ids))
+    assert "were given different samples" in message
+    assert "Under Trainer, SameSample" in message
+    mask = torch.ones(1, 12, dtype=torch.int64)
+    mask[0, :3] = 0
+    given = {
+        "past_key_values": ({"past_key_values": object()}, "a cache is of one device"),
+        "left padding": ({"attention_mask": mask}, "attention_mask of shape (1, 12): ranks share whole sequences"),
+        "labels of padding": ({"attention_mask": mask.flip(1), "labels": ids}, "labels of padded positions must be"),
+        "another tensor": ({"pixel_values": torch.zeros(1, 3)}, "pixel_values: it is not known how to cut this"),
+        "a tuple": ({"return_dict": False}, "return_dict=False: the loss of all ranks is put in by its name"),
+        "embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(1, 12, 32)}, "needs input_ids, (batch, N)"),
+    }
+    for kind, (more, part) in given.items():
+        for ranks in ((0, 1), (1,)):  # also where the other rank sees nothing wrong
+            more_here = more if rank in ranks else {}
+            message = message_of(lambda more_here=more_here: model(**{"input_ids": ids, **more_here}))
+            assert part in message, (kind, message)
+    two = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]).expand(2, -1)
+    message = message_of(lambda: model(ids.expand(2, -1), position_ids=two))
+    assert "position_ids start anew inside rows, and the batch has 2 of them" in message
+    assert "1 positions over 2 ranks are (1, 0)" in message_of(lambda: model(ids[:, :1]))
+    assert "generate on every rank, or on one" in message_of(lambda: model.generate(ids, max_new_tokens=2))
+    assert "remove() the first handle" in message_of(lambda: context_parallel(model, parallel))
+    assert model(ids, labels=ids).loss.isfinite()
+    handle.remove()
+    assert model.generate(ids, max_new_tokens=2).shape == (1, 14)
+    dense = make("llama", None)
+    assert "LlamaForCausalLM has attn_implementation='sdpa'" in message_of(lambda: context_parallel(dense, parallel))
+    assert "parallel must be a ContextParallel, got 2" in message_of(lambda: context_parallel(model, 2))
+    copied = copy.deepcopy(model)
+    context_parallel(copied, parallel)
+    assert copied(ids).logits.shape[1] == 6
+    assert model(ids).logits.shape[1] == 12
+
+
+def test_bad_input():
+    """Every error on every rank, at once, and the model of use afterwards."""
+    run(2, rank_has_bad_input, seconds=120)
+
+
+def rank_shards_heads(rank, world_size):
+    """torch's own tensor parallelism: each rank holds half of the heads, with the phases of the whole layer."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    for kind in ({**PATTERN, "phase": "modulo"}, {**PATTERN, "heads": "split"}):
+        model = make("llama", kind, torch.float32)
+        names, ids = set(model.state_dict()), tokens(2, 19)
+        mask = torch.ones(2, 19, dtype=torch.int64)
+        mask[0, :5] = 0
+        expected = model(ids, attention_mask=mask, labels=ids)
+        expected.loss.backward()
+        gradients = {name: x.grad.clone() for name, x in model.named_parameters()}
+        model.zero_grad()
+        with torch.no_grad():
+            written = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, plan)
+        out = model(ids, attention_mask=mask, labels=ids)
+        torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=1e-6)
+        out.loss.backward()
+        for name, x in model.named_parameters():
+            grad = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
+            torch.testing.assert_close(grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+        assert set(model.state_dict()) == names
+        with torch.no_grad():
+            assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False), written)
+    lost = make("llama", dtype=torch.float32)
+    parallelize_module(lost.model.layers[0], mesh, plan)
+    for linear in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        own = getattr(lost.model.layers[0].self_attn, linear)
+        own.weight = torch.nn.Parameter(own.weight.to_local())
+        own._forward_pre_hooks.clear()
+        own._forward_hooks.clear()
+    message = message_of(lambda: lost(tokens(1, 6)))
+    assert "computes 2 of 4 heads, and its parameters do not say which (their shards: none)" in message
+
+
+def test_tensor_parallel_heads():
+    """Catches phases that go by the local head: another function, in silence. With and without a cache."""
+    run(2, rank_shards_heads, seconds=120)
+
+
+# --- Trainer
+
+
+class SequenceTrainer(SameSample, Trainer):
+    pass
+
+
+def samples(count):
+    return [{"input_ids": row, "labels": row} for row in (tokens(1, 19, seed=seed)[0] for seed in range(count))]
+
+
+def trained(rank, world_size, folder, kind=Trainer, *, samples_per_step=4, parallel=None, **more):
+    """What Trainer logs, and the parameters afterwards. As many samples a step, whatever the number of processes."""
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # never opened: torch.distributed is initialised
+    model = make("llama", dtype=torch.float32)
+    groups = world_size
+    if parallel is not None:
+        context_parallel(model, parallel)
+        groups //= parallel.world_size
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        ddp_backend="gloo",
+        per_device_train_batch_size=samples_per_step // 2 // groups,
+        gradient_accumulation_steps=2,
+        per_device_eval_batch_size=1,
+        eval_strategy="epoch",
+        num_train_epochs=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        log_level="error",
+        **more,
+    )
+    trainer = kind(model=model, args=arguments, train_dataset=samples(8), eval_dataset=samples(4))
+    trainer.train()
+    logs = [
+        entry[name]
+        for entry in trainer.state.log_history
+        for name in ("loss", "grad_norm", "eval_loss")
+        if name in entry
+    ]
+    return logs, {name: x.detach().tolist() for name, x in trainer.model.named_parameters()}
+
+
+def same(found, expected):
+    assert len(expected[0]) >= 10
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+def rank_of_trainer(rank, world_size, kind, folder):
+    parallel, trainer = None, Trainer
+    if kind == "sequence":
+        parallel, trainer = ContextParallel(sharding="zigzag"), SequenceTrainer
+    elif kind == "data x sequence":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        parallel, trainer = ContextParallel(mesh["cp"]), SequenceTrainer
+    elif kind == "checkpointed":
+        return trained(rank, world_size, folder, gradient_checkpointing=True)
+    elif kind == "unpaired":
+        parallel = ContextParallel()
+    return trained(rank, world_size, folder, trainer, parallel=parallel)
+
+
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory):
+    return run(1, rank_of_trainer, "one", str(tmp_path_factory.mktemp("trainer")), seconds=120)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [("checkpointed", 1), ("data", 2), ("sequence", 2), ("data x sequence", 4)],
+)
+def test_trainer(kind, world_size, of_one_process, tmp_path):
+    """Losses, norms of gradients, held-out losses and parameters of four steps: those of one process. Catches a loss
+    that is normalised over one shard, and labels that are counted once for each rank of a sequence."""
+    for found in run(world_size, rank_of_trainer, kind, str(tmp_path), seconds=180):
+        same(found, of_one_process)
+
+
+def test_trainer_that_deals_different_samples_to_the_ranks_of_a_sequence(tmp_path):
+    """accelerate's default. Caught before the first step."""
+    with pytest.raises(RankFailedError, match="were given different samples") as caught:
+        run(2, rank_of_trainer, "unpaired", str(tmp_path), seconds=120)
+    assert "Under Trainer, SameSample" in str(caught.value)
+
+
+def rank_asks_too_much_of_trainer(rank, world_size, folder):
+    parallel = ContextParallel()
+    model = make("llama", dtype=torch.float32)
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    arguments = TrainingArguments(output_dir=folder, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True)
+    trainer = SequenceTrainer(model=model, args=arguments, train_dataset=samples(8), eval_dataset=samples(9))
+    assert "call context_parallel(model, ...)" in message_of(trainer.get_train_dataloader)
+    context_parallel(model, parallel)
+    assert "9 samples are no multiple of 8" in message_of(trainer.get_eval_dataloader)
+    arguments.per_device_eval_batch_size = 3
+    assert len(trainer.get_eval_dataloader()) == 3
+    assert "each rank has its shard of them" in message_of(lambda: trainer.predict(samples(3)))
+    assert trainer.evaluate()["eval_loss"] > 0
+    dist.barrier()
+
+
+def test_what_trainer_cannot_do(tmp_path):
+    run(2, rank_asks_too_much_of_trainer, str(tmp_path), seconds=120)
+
+
+def test_a_pattern_object_in_the_config():
+    model = make("llama", DilatedPattern((4, 9), (1, 3)))
+    assert model.config.dilated_attention == {**PATTERN, "phase": "modulo", "heads": "all"}

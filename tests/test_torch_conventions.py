@@ -1,0 +1,337 @@
+"""torch's parallel styles and transformer layers with dilated attention, against one device.
+
+Every function whose name starts with `rank` runs on every rank, and every rank asserts.
+"""
+
+import copy
+
+import pytest
+import torch
+from distributed import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention
+from ring_dilated_attention.integrations.torch import (
+    ShardHeads,
+    ShardSequence,
+    check_averaged,
+    held_heads,
+    replace_attention,
+)
+from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
+from ring_dilated_attention.ranks.reduce import all_reduce
+
+PATTERN = DilatedPattern((4, 9), (1, 3))
+CAUSAL = DilatedPattern((4, 9), (1, 3), is_causal=True)
+
+
+def encoder(*, kind=nn.TransformerEncoderLayer, dropout=0.0, batch_first=True):
+    torch.manual_seed(0)
+    layer = kind(32, 4, 48, dropout=dropout, batch_first=batch_first, dtype=torch.float64)
+    if kind is nn.TransformerEncoderLayer:
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
+    return nn.TransformerDecoder(layer, 2)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+def message_of(call, error=ValueError):
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+# --- replace_attention
+
+
+def test_a_dense_pattern_is_torchs_attention():
+    """The same outputs and gradients, by the same parameters: optimizer and checkpoints go on."""
+    x, memory = (torch.randn(2, 11, 32, dtype=torch.float64) for _ in range(2))
+    causal = nn.Transformer.generate_square_subsequent_mask(11, dtype=torch.float64)
+    for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+        decodes = kind is nn.TransformerDecoderLayer
+        module = encoder(kind=kind)
+        expected = module(x, memory, tgt_mask=causal) if decodes else module(x)
+        expected.sum().backward()
+        gradients = {name: p.grad.clone() for name, p in module.named_parameters()}
+        module.zero_grad()
+        before = {name: p for name, p in module.named_parameters()}
+        assert replace_attention(module, DilatedPattern.dense(is_causal=decodes)) is module
+        assert all(p is before[name] for name, p in module.named_parameters())
+        assert len(before) == len(dict(module.named_parameters()))
+        found = module(x, memory) if decodes else module(x)
+        found.sum().backward()
+        close(found, expected)
+        close({name: p.grad for name, p in module.named_parameters()}, gradients)
+        assert isinstance(module.layers[0].self_attn, MultiheadDilatedAttention)
+        if decodes:
+            assert isinstance(module.layers[0].multihead_attn, nn.MultiheadAttention)
+
+
+def test_states_go_both_ways():
+    """Catches parameters under other names: a state of torch's module loads into the replaced one, and back."""
+    plain, replaced = encoder(), replace_attention(encoder(), PATTERN)
+    assert list(plain.state_dict()) == list(replaced.state_dict())
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.add_(0.1)
+    replaced.load_state_dict(plain.state_dict())
+    close(replaced.state_dict(), plain.state_dict())
+    plain.load_state_dict(replaced.state_dict())
+
+
+@torch.no_grad()
+def test_padded_evaluation():
+    """Where torch would take its fast path of nested tensors, which computes torch's attention."""
+    module = replace_attention(encoder(), PATTERN).eval()
+    x = torch.randn(2, 11, 32, dtype=torch.float64)
+    padding = torch.zeros(2, 11, dtype=torch.bool)
+    padding[1, 7:] = True
+    found = module(x, src_key_padding_mask=padding)
+    close(found[0], module(x[:1])[0])
+    close(found[1, :7], module(x[1:, :7])[0])
+
+
+def test_replaced_twice():
+    """A second pattern takes the place of the first."""
+    x = torch.randn(1, 11, 32, dtype=torch.float64)
+    twice = replace_attention(replace_attention(encoder(), PATTERN), CAUSAL)
+    close(twice(x), replace_attention(encoder(), CAUSAL)(x))
+    assert (twice(x) - replace_attention(encoder(), PATTERN)(x)).abs().max() > 1e-3
+
+
+def test_what_cannot_be_replaced():
+    """Named, with the module as it was."""
+    bias_kv = encoder()
+    bias_kv.layers[1].self_attn = nn.MultiheadAttention(32, 4, add_bias_kv=True, batch_first=True)
+    own = encoder()
+    own.layers[1].self_attn = nn.Identity()
+    cases = [
+        (encoder(dropout=0.1), "layers.0.self_attn has dropout=0.1, and dilated attention has none: set"),
+        (encoder(batch_first=False), "layers.0.self_attn has batch_first=False"),
+        (bias_kv, "layers.1.self_attn has extra key/value rows"),
+        (own, "layers.1.self_attn is a Identity"),
+        (nn.Sequential(nn.Linear(2, 2)), "Sequential has no nn.TransformerEncoderLayer"),
+    ]
+    for module, part in cases:
+        before = [id(child) for child in module.modules()]
+        assert part in message_of(lambda module=module: replace_attention(module, PATTERN))
+        assert [id(child) for child in module.modules()] == before
+    split = DilatedPattern([2] * 5, [1] * 5, heads="split")
+    assert "only 4" in message_of(lambda: replace_attention(encoder(), split))
+    masked = replace_attention(encoder(), CAUSAL)
+    mask = nn.Transformer.generate_square_subsequent_mask(11, dtype=torch.float64)
+    x = torch.randn(1, 11, 32, dtype=torch.float64)
+    assert "who attends whom is the pattern's to say" in message_of(lambda: masked(x, mask=mask))
+
+
+# --- ShardSequence
+
+
+class Around(nn.Module):
+    """Something before and after what is sharded, as in a user's model."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.before = nn.Linear(32, 32, dtype=torch.float64)
+        self.encoder = replace_attention(encoder(), PATTERN)
+        self.after = nn.Linear(32, 5, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.after(self.encoder(self.before(x)))
+
+
+def gradients_of(module, loss, parallel=None):
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    if parallel is not None:
+        found = {name: all_reduce(parallel.ranks, x) / parallel.world_size for name, x in found.items()}
+    return found
+
+
+def rank_shards_an_encoder(rank, world_size, sharding):
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    model = Around()
+    torch.manual_seed(2)
+    x = torch.randn(2, 23, 32, dtype=torch.float64, requires_grad=True)
+    expected = model(x)
+    (expected**2).mean().backward(inputs=[x])
+    dx, x.grad = x.grad, None
+    gradients = gradients_of(model, (model(x.detach()) ** 2).mean())
+    style = ShardSequence(sharding=sharding, shard_inputs=True, unshard_outputs=sharding == "contiguous")
+    names = list(model.state_dict())
+    assert parallelize_module(model, mesh, {"encoder": style}) is model
+    [parallel] = style.contexts.values()
+    assert all(layer.self_attn.parallel is parallel for layer in model.encoder.layers)
+    assert list(model.state_dict()) == names
+    found = model(x)
+    if style.unshard_outputs:
+        close(found, expected)
+        loss = (found**2).mean()
+    else:  # each rank's part of the loss, so that the mean over ranks is the whole of it
+        close(found, parallel.shard(expected.detach()))
+        loss = (found**2).sum() / expected.numel() * world_size
+    found = gradients_of(model, loss, parallel)
+    close(found, gradients)
+    close(all_reduce(parallel.ranks, x.grad) / world_size, dx)
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+def test_sharded_along_the_sequence(sharding):
+    """Outputs and the mean of gradients: of what is sharded, of what is before and behind it, and of the inputs."""
+    run(2, rank_shards_an_encoder, sharding)
+
+
+def rank_shards_a_model(rank, world_size):
+    config = LongNetConfig((4, 16), (1, 2), embed_dim=16, num_layers=2, num_heads=2, vocab_size=40)
+    torch.manual_seed(0)
+    model = LongNetLM(config).double()
+    tokens = torch.randint(0, 40, (1, 21))
+    expected = model.loss(tokens)
+    gradients = gradients_of(model, expected)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    style = ShardSequence()
+    parallelize_module(model, mesh, style)
+    [parallel] = style.contexts.values()
+    loss = model.loss(parallel.shard(tokens))
+    close(loss, expected)
+    close(gradients_of(model, loss, parallel), gradients)
+    message = message_of(lambda: parallelize_module(nn.Linear(2, 2), mesh, ShardSequence()))
+    assert "Linear has no dilated attention to shard along the sequence" in message
+
+
+def test_a_language_model_sharded_by_torchs_convention():
+    run(3, rank_shards_a_model)
+
+
+# --- ShardHeads
+
+
+def rank_shards_heads(rank, world_size, num_kv_heads):
+    torch.manual_seed(0)
+    layer = MultiheadDilatedAttention(40, 10, CAUSAL, num_kv_heads=num_kv_heads, rotary=True, dtype=torch.float64)
+    block = nn.ModuleDict({"attention": copy.deepcopy(layer)})
+    x = torch.randn(2, 23, 40, dtype=torch.float64, requires_grad=True)
+    expected = layer(x, x, x)[0]
+    (expected**2).sum().backward()
+    dx, x.grad = x.grad, None
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    parallelize_module(block, mesh, {"attention": ShardHeads()})
+    part = block["attention"]
+    assert part.in_proj_weight.numel() < layer.in_proj_weight.numel()
+    found = part(x, x, x)[0]
+    close(found, expected)
+    (found**2).sum().backward()
+    close(x.grad, dx)
+    grads = copy.deepcopy(layer)
+    with torch.no_grad():
+        for name, p in grads.named_parameters():
+            p.copy_(layer.get_parameter(name).grad)
+    expected = grads.held(part.heads_held)
+    close({name: p.grad for name, p in part.named_parameters()}, dict(expected.named_parameters()))
+    assert "for MultiheadDilatedAttention, got Linear" in message_of(
+        lambda: parallelize_module(nn.Linear(2, 2), mesh, ShardHeads())
+    )
+    few = MultiheadDilatedAttention(40, 10, CAUSAL, num_kv_heads=1)
+    assert "1 key/value heads for" in message_of(lambda: parallelize_module(few, mesh, ShardHeads()))
+
+
+@pytest.mark.parametrize(("world_size", "num_kv_heads"), [(2, 5), (3, 10)])
+def test_sharded_heads(world_size, num_kv_heads):
+    """Unevenly too. Catches phases of local heads, gradients of inputs that are not summed, a bias added twice."""
+    run(world_size, rank_shards_heads, num_kv_heads)
+
+
+def test_heads_that_parameters_do_not_tell():
+    assert held_heads(nn.Linear(2, 2), 4, 4) is None
+    message = message_of(lambda: held_heads(nn.Linear(2, 2), 2, 4))
+    assert "Linear computes 2 of 4 heads, and its parameters do not say which (their shards: none)" in message
+
+
+def test_replaced_for_ranks():
+    """`parallel` reaches every layer."""
+    parallel = ContextParallel()
+    module = replace_attention(encoder(), PATTERN, parallel=parallel)
+    assert all(layer.self_attn.parallel is parallel for layer in module.layers)
+
+
+# --- FSDP2
+
+
+CONFIG = LongNetConfig((4, 16), (1, 2), embed_dim=16, num_layers=2, num_heads=2, vocab_size=40)
+SAMPLES = torch.randint(0, 40, (3, 2, 37), generator=torch.Generator().manual_seed(1))
+
+
+def steps(model, tokens_of, clip=0.2):
+    """Losses, norms of gradients and parameters of three steps, as DTensor or not."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    found = []
+    for batch in SAMPLES:
+        loss = model(tokens_of(batch))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.detach(), whole(norm)]
+    return found, {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def rank_shards_parameters(rank, world_size):
+    """Two replicas of sequences that two ranks share: parameters sharded over all four, or over each replica's two."""
+    torch.manual_seed(0)
+    losses, parameters = steps(NextTokenLoss(LongNetLM(CONFIG).double()), lambda batch: batch)
+    assert min(losses[1::2]) > 0.2  # or clipping would not be seen
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    parallel = ContextParallel(mesh["cp"])
+    own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
+    for over in (mesh["dp", "cp"]._flatten("all"), mesh):
+        torch.manual_seed(0)
+        model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).double())
+        for block in model.model.blocks:
+            fully_shard(block, mesh=over)
+        fully_shard(model, mesh=over)
+        check_averaged(model, parallel)
+        found, found_parameters = steps(model, lambda batch: parallel.shard(batch[own]))
+        close(found[1::2], losses[1::2])
+        close(found_parameters, parameters)
+    # Over dp alone: each rank of a sequence goes on with its own part of the gradient.
+    torch.manual_seed(0)
+    model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).double())
+    check_averaged(model, parallel)  # nothing sharded: DDP's to average
+    fully_shard(model, mesh=mesh["dp"])
+    assert not torch.allclose(steps(model, lambda batch: parallel.shard(batch[own]))[0][1], losses[1], rtol=1e-3)
+    column, row = [[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank // 2]
+    expected = f"is sharded over the ranks {column}, but the ranks {row} share each sequence, and nobody would average"
+    assert expected in message_of(lambda: check_averaged(model, parallel))
+
+
+def test_fsdp2_on_a_mesh_of_data_and_sequences():
+    """DTensor parameters, clipped. And proof that the refusal is of something wrong."""
+    run(4, rank_shards_parameters)
+
+
+def rank_computes_in_bfloat16(rank, world_size):
+    parallel = ContextParallel()
+    torch.manual_seed(0)
+    model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mp_policy=policy)
+    torch.manual_seed(0)
+    exact, _ = steps(NextTokenLoss(LongNetLM(CONFIG)), lambda batch: batch)
+    found, _ = steps(model, parallel.shard)
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0.02, check_dtype=False)
+
+
+def test_fsdp2_in_bfloat16():
+    run(2, rank_computes_in_bfloat16)
