@@ -20,6 +20,8 @@ from .plan.choice import Choice, check_dealing, choose_exchange
 from .ranks import execute
 from .ranks.context import ContextParallel, context_named, refuse
 from .ranks.execute import Call, documents_of
+from .run.append import append
+from .run.cache import DilatedCache, check_call
 from .run.tiles import accumulator_dtype
 
 
@@ -34,6 +36,8 @@ def dilated_attention(
     scale: float | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    cache: DilatedCache | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches.
 
@@ -55,6 +59,9 @@ def dilated_attention(
             "triton-fused" (all branches at once wherever one device holds the sequence: least memory, maybe more
             work; both by name only, until they have run on a GPU), or "auto".
         return_lse: also return the logsumexp of the scores; gradients flow through it too.
+        cache: the sequences so far. The N rows are appended to them, at `cache.position`, and see them. No gradient.
+        lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The rest is padding, with
+            out = 0 and lse = -inf.
 
     Returns:
         out (B, N, H, D) in the input's dtype, or (out, lse) with lse (B, N, H) in float32 (float64 for float64).
@@ -66,11 +73,15 @@ def dilated_attention(
     query, key, value = map(_autocast, (query, key, value))
     try:
         _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend)
+        check_call(cache, query, key, value, pattern, parallel, cu_seqlens, lengths)
     except Exception as error:
         if isinstance(parallel, ContextParallel):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    if cache is not None:
+        out, lse = _append(query, key, value, cache, lengths, scale, backend)
+        return (out, lse) if return_lse else out
     needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
     out, lse, number = _forward(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)),
@@ -89,6 +100,22 @@ def dilated_attention(
     if parallel is not None and torch.compiler.is_compiling():
         parallel.kept.add_(number)  # a graph drops a call that it does not use; a tensor that outlives it is a use
     return (out, lse) if return_lse else out
+
+
+def _append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: DilatedCache,
+    lengths: Tensor | None,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    call = Call(cache.pattern, scale, backend, "", "", False)
+    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.signed(query), key, value))
+    pattern, plan = cache.pattern, cache.plan
+    rules = (pattern.segment_lengths, pattern.dilation_rates, pattern.phase, pattern.heads, plan.max_len, plan.keep)
+    return append(*rows, cache.memory, cache.progress, lengths, *rules, call.kernel_scale, backend)
 
 
 def _autocast(x: Any) -> Any:

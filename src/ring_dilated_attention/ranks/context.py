@@ -1,7 +1,7 @@
 """ContextParallel: the ranks that share a sequence, how it is cut, how chunks travel, and the handshake of a call."""
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -286,6 +286,18 @@ class ContextParallel:
         self.handshake(0, call)
         with all_or_none(self):
             return self.link.all_reduce(x.detach(), "all_reduce")
+
+    def deliver(
+        self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], moment: str
+    ) -> Sequence[Tensor]:
+        """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes.
+
+        For the rows of a call that all ranks have agreed on, by `handshake`. If this one cannot make its parts, the
+        others fail at once.
+        """
+        with all_or_none(self):
+            parts = make_parts()
+            return parts if self.link is None else self.link.all_to_all_single(parts, sizes, parts[self.rank], moment)
 
     def abandon(self, reason: str) -> None:
         """Break this context's groups, so that the other ranks fail at once instead of waiting for this one.

@@ -1,0 +1,260 @@
+"""Appending to a cache: new rows attend to what is cached and to each other, and those that live on are written.
+
+B batch, M new positions, H query heads, G key/value heads, C slots of a ring, L rows of a ring, m query heads that
+share a key/value head, D head dim. Memory is (2, B, rows, D), keys and values of all rings (`plan/cache.py`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..pattern import DilatedPattern
+from ..plan.cache import CachePlan, Rings, check_append, plan_cache
+from ..plan.planner import make_plan
+from ..plan.rows import Rows, first_rows
+from ..plan.sharding import Shard, make_shards
+from .merge import merge_
+from .tiles import MergedPartial, OwnRows, accumulator_dtype, forward_tile, rows_view
+
+
+@torch.library.custom_op("ring_dilated_attention::append", mutates_args=("memory", "progress"))
+def append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    memory: Tensor,
+    progress: Tensor,
+    lengths: Tensor | None,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    phase: str,
+    heads: str,
+    max_len: int | None,
+    keep: int,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """`extend` as one opaque op, so that compiled code has one graph for all tokens and writes to the memory itself."""
+    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), is_causal=True, phase=phase, heads=heads)
+    plan = plan_cache(pattern, query.shape[2], key.shape[2], max_len, keep)
+    return extend(plan, kernels.choose(backend, query), scale, query, key, value, memory, progress, lengths)
+
+
+@append.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
+    return query.new_empty(query.shape), lse
+
+
+def extend(
+    plan: CachePlan,
+    kernel: ModuleType,
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    memory: Tensor,
+    progress: Tensor,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """out (B, M, H, D) and lse (B, M, H) of the new rows, each batch entry at its own position.
+
+    Args:
+        memory: written to.
+        progress: (2, B) int64: positions so far, and the lowest that can be gone back to. Moved on.
+        lengths: (B,) how many of its M rows each entry appends; the rest is padding, with out 0 and lse -inf.
+
+    Raises:
+        ValueError: before anything is written, if a sequence becomes too long.
+    """
+    batch, num_new = query.shape[:2]
+    positions, floors = progress.tolist()
+    counts = [num_new] * batch if lengths is None else lengths.tolist()
+    if any(not 0 <= count <= num_new for count in counts):
+        raise ValueError(f"lengths must be between 0 and the {num_new} rows that are given, got {counts}.")
+    check_append(plan, positions, counts)
+    parts = list(_alike(positions, counts))
+    results = []
+    for entries, position, count in parts:
+        q, k, v = (x[entries, :count] for x in (query, key, value))
+        attend = _one if count == 1 else _many
+        results.append(attend(plan, kernel, scale, q, k, v, memory[:, entries], position))
+    ends = [position + count for position, count in zip(positions, counts, strict=True)]
+    floors = [max(floor, plan.floor(end)) for floor, end in zip(floors, ends, strict=True)]
+    progress.copy_(torch.tensor([ends, floors], device="cpu"))
+    if len(parts) == 1 and parts[0][2] == num_new:
+        return results[0]
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulator_dtype(query.dtype), device=query.device)
+    for (entries, _, count), (part, part_lse) in zip(parts, results, strict=True):
+        out[entries, :count], lse[entries, :count] = part, part_lse
+    return out, lse
+
+
+def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[slice, int, int]]:
+    """Runs of batch entries that append as many rows at the same position; those that append none are left out."""
+    start = 0
+    for (position, count), run in groupby(zip(positions, counts, strict=True)):
+        stop = start + len(list(run))
+        if count:
+            yield slice(start, stop), position, count
+        start = stop
+
+
+def ring_views(memory: Tensor, rings: Rings) -> tuple[Tensor, Tensor]:
+    """Keys and values of rings, each (B, G, C, D)."""
+    num_rings = len(rings.kv_heads)
+    both = memory[:, :, rings.offset : rings.offset + num_rings * rings.capacity]
+    keys, values = both.unflatten(2, (num_rings, rings.capacity))
+    return keys, values
+
+
+def _one(
+    plan: CachePlan, kernel: ModuleType, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
+) -> tuple[Tensor, Tensor]:
+    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t, which is written first and then sees itself.
+
+    Where it lies nothing is overwritten that it sees: a ring holds a whole segment.
+    """
+    batch, _, num_heads, head_dim = query.shape
+    dtype = accumulator_dtype(query.dtype)
+    out_BHD = torch.zeros((batch, num_heads, head_dim), dtype=dtype, device=query.device)
+    lse_BH = torch.full((batch, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
+    for rings in plan.of_position(t):
+        keys_BGCD, values_BGCD = ring_views(memory, rings)
+        number, heads = rings.before(t), _slice(rings.kv_heads)
+        keys_BGCD[:, :, number % rings.capacity] = key[:, 0, heads]
+        values_BGCD[:, :, number % rings.capacity] = value[:, 0, heads]
+        # Query heads that share keys are rows of one tile: all of them see the same, and it is read once.
+        q_BGmD, out_BGmD, lse_BGm = (
+            x[:, _slice(rings.query_heads)].unflatten(1, (len(rings.kv_heads), -1))
+            for x in (query[:, 0], out_BHD, lse_BH)
+        )
+        seen = range(rings.seen(t).start, number + 1)
+        for i, slots in enumerate(rings.slots(seen)):
+            k_BGLD, v_BGLD = keys_BGCD[:, :, _slice(slots)], values_BGCD[:, :, _slice(slots)]
+            _add(kernel, scale, q_BGmD, k_BGLD, v_BGLD, out_BGmD, lse_BGm, first=rings.is_first and i == 0)
+    return out_BHD.unsqueeze(1).to(query.dtype), lse_BH.unsqueeze(1).to(dtype)
+
+
+def _many(
+    plan: CachePlan, kernel: ModuleType, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
+) -> tuple[Tensor, Tensor]:
+    """out (B, M, H, D) and lse (B, M, H) of a chunk from position t on: the second of two ranks' shards, (t, M).
+
+    Its own rows meet by the planner's tiles. What the first rank would send are the cached rows, read where they lie.
+    The chunk's rows are written last, so that none takes the place of one that is still to be seen.
+    """
+    num_new = query.shape[1]
+    period = math.lcm(*(rings.segment_length for rings in plan.rings))
+    shards = make_shards("contiguous", (t % period, num_new))  # plans are kept, and depend on nothing else
+    own = make_plan(plan.pattern, shards, 1, plan.num_heads, plan.num_kv_heads)
+    merged = MergedPartial(query, own.query_covered)
+    for tile in own.local:
+        forward_tile(kernel, tile, scale, query, OwnRows(key, value, None), merged)
+    for rings in plan.rings:
+        _attend_cached(rings, kernel, scale, query, memory, t, merged)
+    write(plan, key, value, memory, t)
+    return merged.result()
+
+
+def _attend_cached(
+    rings: Rings, kernel: ModuleType, scale: float, query: Tensor, memory: Tensor, t: int, merged: MergedPartial
+) -> None:
+    """The chunk's rows of the segment that is open at t, times the rows of it that are cached: all before them."""
+    seen = rings.seen(t)
+    stop = min(rings.start_of_segment(t) + rings.segment_length, t + query.shape[1])
+    num_queries = rings.before(stop) - seen.stop
+    if not (seen and num_queries):
+        return
+    rows = Rows(rings.query_heads, rings.position_of(seen.stop) - t, 0, rings.rate, num_queries)
+    q_BHMD = rows_view(query, rows)
+    out_BHMD, lse_BHM = merged.views(rows, slice(None))
+    keys_BGCD, values_BGCD = ring_views(memory, rings)
+    for slots in rings.slots(seen):
+        k_BGLD, v_BGLD = keys_BGCD[:, :, _slice(slots)], values_BGCD[:, :, _slice(slots)]
+        _add(kernel, scale, q_BHMD, k_BGLD, v_BGLD, out_BHMD, lse_BHM, first=False)
+
+
+def _add(
+    kernel: ModuleType, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, first: bool
+) -> None:
+    """Merge queries times keys that all of them see into (out, lse), or write it there if it is the first."""
+    if hasattr(kernel, "forward_into"):
+        kernel.forward_into(q, k, v, out, lse, False, scale, first=first)
+    elif first:
+        for target, x in zip((out, lse), kernel.forward(q, k, v, False, scale), strict=True):
+            target.copy_(x)
+    else:
+        merge_(out, lse, *kernel.forward(q, k, v, False, scale))
+
+
+def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
+    """Write those rows of a chunk from position t on that can be seen after it."""
+    end = t + key.shape[1]
+    for rings in plan.rings:
+        kept = plan.kept(rings, end)
+        numbers = range(max(kept.start, rings.before(t)), kept.stop)
+        place(rings, numbers, memory, *(rows_at(x, rings, numbers, t) for x in (key, value)))
+
+
+def rows_at(x_BNHD: Tensor, rings: Rings, numbers: range, first: int) -> Tensor:
+    """The rows with these numbers, (B, G, L, D), of a tensor whose rows are the positions from `first` on."""
+    number = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
+    per_segment = rings.rows_per_segment
+    position = number // per_segment * rings.segment_length + rings.phase + number % per_segment * rings.rate
+    return x_BNHD[:, :, _slice(rings.kv_heads)].index_select(1, position - first).transpose(1, 2)
+
+
+def place(rings: Rings, numbers: range, memory: Tensor, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
+    """Write rows with these numbers into their slots."""
+    start = 0
+    for slots in rings.slots(numbers):
+        for ring, x in zip(ring_views(memory, rings), (key_BGLD, value_BGLD), strict=True):
+            ring[:, :, _slice(slots)] = x[:, :, start : start + len(slots)]
+        start += len(slots)
+
+
+def held(rings: Rings, numbers: range, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows with these numbers, from their slots: keys and values (B, G, L, D)."""
+    keys, values = (
+        torch.cat([ring[:, :, _slice(slots)] for slots in rings.slots(numbers)] or [ring[:, :, :0]], dim=2)
+        for ring in ring_views(memory, rings)
+    )
+    return keys, values
+
+
+def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
+    """Of a shard's rows (B, N, G, D), flat, all that a cache of the whole sequence keeps."""
+    first = dict(zip(shard, first_rows(shard), strict=False))
+    parts = [
+        rows_at(x[:, first[span] :], rings, numbers, span.start).flatten()
+        for rings, numbers, span in plan.kept_of(shard, position)
+        for x in (key, value)
+    ]
+    return torch.cat(parts) if parts else key.new_empty(0)
+
+
+def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> int:
+    """Elements of it, for keys like (B, N, G, D)."""
+    rows = sum(len(rings.kv_heads) * len(numbers) for rings, numbers, _ in plan.kept_of(shard, position))
+    return 2 * like.shape[0] * rows * like.shape[3]
+
+
+def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: Tensor) -> None:
+    """Place what `packed` has made."""
+    batch, head_dim = memory.shape[1], memory.shape[3]
+    for rings, numbers, _ in plan.kept_of(shard, position):
+        size = 2 * batch * len(rings.kv_heads) * len(numbers) * head_dim
+        both, flat = flat[:size].view(2, batch, len(rings.kv_heads), len(numbers), head_dim), flat[size:]
+        place(rings, numbers, memory, *both)
+
+
+def _slice(x: range) -> slice:
+    return slice(x.start, x.stop, x.step)
