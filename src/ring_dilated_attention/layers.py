@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .attention import dilated_attention, validate_cu_seqlens
 from .pattern import DilatedPattern
 from .ranks.context import ContextParallel, context_named, refuse
+from .run.cache import DilatedCache
 
 DEFAULT_ROTARY_BASE = 10_000.0
 
@@ -108,6 +109,8 @@ class MultiheadDilatedAttention(nn.Module):
         is_causal: bool | None = None,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cache: DilatedCache | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """(B, N, E) three times -> (B, N, E) and None, in the place of torch's attention weights.
 
@@ -115,14 +118,18 @@ class MultiheadDilatedAttention(nn.Module):
                      becomes a document of its own length; padded positions come out as zeros before `out_proj`.
         is_causal:   None takes the pattern's; anything else must agree with it.
         positions:   integer (N,), the place of each row for `rotary`. None means 0, 1, ... within each document,
-                     counted over all ranks under `parallel`.
+                     counted over all ranks under `parallel`, and from `cache.position` on with a cache.
         cu_seqlens:  as for `dilated_attention`: packed documents, batch 1.
+        cache:       of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
+        lengths:     with a cache, (B,): how many of its N rows each batch entry appends. What comes out of the rest,
+                     which is padding, means nothing.
         """
         try:
             self._check_inputs(query, key, value)
             self._check_unsupported(need_weights, attn_mask, is_causal)
             self._check_mask(key_padding_mask, cu_seqlens)
             self._check_positions(positions, query)
+            self._check_cache(cache, lengths, key_padding_mask, positions)
             if cu_seqlens is not None:
                 validate_cu_seqlens(cu_seqlens, query.shape[0])
         except ValueError as error:
@@ -132,11 +139,24 @@ class MultiheadDilatedAttention(nn.Module):
         if key_padding_mask is not None:
             return self._forward_padded(query, key, value, key_padding_mask, positions), None
         if self.rotary_base is not None and positions is None:
-            positions = self._positions(query, cu_seqlens)
-        return self.out_proj(self._attend(query, key, value, positions, cu_seqlens)), None
+            positions = self._positions(query, cu_seqlens, cache)
+        return self.out_proj(self._attend(query, key, value, positions, cu_seqlens, cache, lengths)), None
+
+    def make_cache(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> DilatedCache:
+        """A cache for this layer, of its device and dtype. The arguments are those of `DilatedCache`."""
+        weight = self.in_proj_weight
+        sizes = (batch, self.num_heads, self.num_kv_heads, self.head_dim)
+        return DilatedCache(self.pattern, *sizes, dtype=weight.dtype, device=weight.device, max_len=max_len, keep=keep)
 
     def _attend(
-        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        query_BNE: Tensor,
+        key_BNE: Tensor,
+        value_BNE: Tensor,
+        positions: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: DilatedCache | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Everything before the output projection."""
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query_BNE, key_BNE, value_BNE))
@@ -145,7 +165,9 @@ class MultiheadDilatedAttention(nn.Module):
             table = rotary_table(positions.to(q.device), self.head_dim, self.rotary_base)
             cos_ND, sin_ND = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in table)
             q, k = rotate(q, cos_ND, sin_ND), rotate(k, cos_ND, sin_ND)
-        out_BNHD = dilated_attention(q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens)
+        out_BNHD = dilated_attention(
+            q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths
+        )
         assert isinstance(out_BNHD, Tensor)
         out_BNE = out_BNHD.flatten(2)
         return out_BNE if self.sub_layernorm is None else self.sub_layernorm(out_BNE)
@@ -180,7 +202,9 @@ class MultiheadDilatedAttention(nn.Module):
         out_flat = out_1TE.new_zeros(batch * num_positions, self.embed_dim).index_copy(0, rows_T, out_1TE[0])
         return self.out_proj(out_flat.unflatten(0, (batch, num_positions)))
 
-    def _positions(self, query_BNE: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    def _positions(self, query_BNE: Tensor, cu_seqlens: Tensor | None, cache: DilatedCache | None = None) -> Tensor:
+        if cache is not None:
+            return cache.position[:, None] + torch.arange(query_BNE.shape[1], device=cache.device)
         if self.parallel is not None:
             return _positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
         return document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
@@ -221,6 +245,23 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError(
                 f"positions have shape {tuple(positions.shape)}, the inputs need ({query.shape[1]},), one for each "
                 "row of this rank: ContextParallel.positions(N, cu_seqlens) tells them"
+            )
+
+    def _check_cache(
+        self, cache: DilatedCache | None, lengths: Tensor | None, mask: Tensor | None, positions: Tensor | None
+    ) -> None:
+        if cache is None and lengths is None:
+            return
+        if mask is not None:
+            raise ValueError(
+                "key_padding_mask and cache: say with lengths, (B,) integers, how many rows of each entry are valid"
+            )
+        if positions is not None:
+            raise ValueError("positions and cache: rows are appended at cache.position; leave positions out")
+        if cache is not None and self.parallel is not None:
+            raise ValueError(
+                "cache and parallel: a cache is of one device; use a module with parallel=None and the same "
+                "parameters, and DilatedCache.gather for what ranks have prefilled"
             )
 
     def _check_mask(self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
@@ -287,20 +328,23 @@ def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: to
     return positions_N - starts[torch.searchsorted(starts, positions_N, right=True) - 1]
 
 
-def rotary_table(positions_N: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (N, D/2) float64, of position * base^(-2i/D).
+def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (..., N, D/2) float64, of position * base^(-2i/D), of positions (..., N).
 
     Why float64: at position 10^6 a float32 angle is off by 0.06, and beyond 2^24 neighbours get the same one.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions_N.device, dtype=torch.float64) / head_dim
-    angles_ND = positions_N.to(torch.float64)[:, None] * base**-exponents
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
+    angles_ND = positions.to(torch.float64)[..., None] * base**-exponents
     return angles_ND.cos(), angles_ND.sin()
 
 
 def rotate(x_BNHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
-    """Rotates the pairs (x[i], x[i + D/2]) by the angle of their row, in the table's dtype; returned in x's dtype."""
+    """Rotates the pairs (x[i], x[i + D/2]) by the angle of their row, in the table's dtype; returned in x's dtype.
+
+    The table is one for all batch entries, (N, D/2), or one for each, (B, N, D/2).
+    """
     first, second = x_BNHD.to(cos_ND.dtype).chunk(2, dim=-1)
-    cos, sin = cos_ND[:, None], sin_ND[:, None]
+    cos, sin = cos_ND.unsqueeze(-2), sin_ND.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNHD.dtype)
 
 
