@@ -17,6 +17,7 @@ from ..training.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
 from ..training.launch import ABORTED, launch, under_torchrun
 from ..training.options import Hyperparameters, add_hyperparameters
 from ..training.run import RECORD_FILE, Run, prepare
+from .generate import sample
 
 USER_ERROR_EXIT_CODE = 2
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
@@ -145,6 +146,8 @@ def train_here(arguments: argparse.Namespace, run: Run) -> dict[str, Any]:
     if is_first_rank():
         write_report(record)
         print(summary(record), file=sys.stderr if arguments.json else sys.stdout)
+        if record["status"] == "complete":
+            print(sample(run.folder, run.document), file=sys.stderr if arguments.json else sys.stdout)
         if arguments.json:
             print(json.dumps(record))
         if record["status"] == "interrupted":
