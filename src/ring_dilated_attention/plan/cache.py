@@ -23,8 +23,6 @@ class Rings(NamedTuple):
     """The rings of one branch and phase, of key/value heads that serve equally many of its query heads.
 
     The ring of kv_heads[k] is `capacity` rows of the cache from `offset + k * capacity` on.
-
-    is_first: no other branch has these query heads before this one.
     """
 
     segment_length: int
@@ -32,7 +30,6 @@ class Rings(NamedTuple):
     phase: int
     query_heads: range
     kv_heads: range
-    is_first: bool
     capacity: int
     offset: int
 
@@ -92,10 +89,11 @@ class CachePlan:
         """Rows that are allocated for one sequence."""
         return sum(len(rings.kv_heads) * rings.capacity for rings in self.rings)
 
-    def of_position(self, position: int) -> Iterator[Rings]:
-        """Those to which the row at a position belongs: its query heads attend, and its keys are written."""
-        for (length, rate), of_phase in zip(self.pattern.branches, self.of_phase, strict=True):
-            yield from of_phase.get(position % length % rate, ())
+    def of_position(self, position: int) -> Iterator[tuple[int, Rings]]:
+        """Those to which the row at a position belongs, with their branch: it attends there, and is written there."""
+        for branch, (length, rate) in enumerate(self.pattern.branches):
+            for rings in self.of_phase[branch].get(position % length % rate, ()):
+                yield branch, rings
 
     def kept(self, rings: Rings, position: int, floor: int = 0) -> range:
         """The numbers of the rows that are kept after `position` positions, if nobody goes back to one below `floor`.
@@ -180,8 +178,7 @@ def _rings(
     pattern: DilatedPattern, branch: int, group: HeadGroup, max_len: int | None, keep: int, offset: int
 ) -> Rings:
     length, rate = pattern.branches[branch]
-    is_first = branch == 0 or pattern.heads == "split"
-    rings = Rings(length, rate, group.phase, group.query_heads, group.kv_heads, is_first, 0, offset)
+    rings = Rings(length, rate, group.phase, group.query_heads, group.kv_heads, 0, offset)
     if group.phase >= length:  # no position of a segment has it
         return rings
     longest = length + max(keep, 1) - 1

@@ -1,7 +1,7 @@
 """Appending to a cache: new rows attend to what is cached and to each other, and those that live on are written.
 
-B batch, M new positions, H query heads, G key/value heads, C slots of a ring, L rows of a ring, m query heads that
-share a key/value head, D head dim. Memory is (2, B, rows, D), keys and values of all rings (`plan/cache.py`).
+P branches, B batch, M new positions, H query heads, G key/value heads, C slots of a ring, L rows of a ring, m query
+heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all rings.
 """
 
 import math
@@ -19,7 +19,7 @@ from ..plan.cache import CachePlan, Rings, check_append, plan_cache
 from ..plan.planner import make_plan
 from ..plan.rows import Rows, first_rows
 from ..plan.sharding import Shard, make_shards
-from .merge import merge_
+from .merge import merge_, merged
 from .tiles import MergedPartial, OwnRows, accumulator_dtype, forward_tile, rows_view
 
 
@@ -107,12 +107,10 @@ def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[sl
         start = stop
 
 
-def ring_views(memory: Tensor, rings: Rings) -> tuple[Tensor, Tensor]:
-    """Keys and values of rings, each (B, G, C, D)."""
+def ring_view(memory: Tensor, rings: Rings) -> Tensor:
+    """Keys and values of rings, (2, B, G, C, D)."""
     num_rings = len(rings.kv_heads)
-    both = memory[:, :, rings.offset : rings.offset + num_rings * rings.capacity]
-    keys, values = both.unflatten(2, (num_rings, rings.capacity))
-    return keys, values
+    return memory[:, :, rings.offset : rings.offset + num_rings * rings.capacity].unflatten(2, (num_rings, -1))
 
 
 def _one(
@@ -123,23 +121,24 @@ def _one(
     Where it lies nothing is overwritten that it sees: a ring holds a whole segment.
     """
     batch, _, num_heads, head_dim = query.shape
-    dtype = accumulator_dtype(query.dtype)
-    out_BHD = torch.zeros((batch, num_heads, head_dim), dtype=dtype, device=query.device)
-    lse_BH = torch.full((batch, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
-    for rings in plan.of_position(t):
-        keys_BGCD, values_BGCD = ring_views(memory, rings)
-        number, heads = rings.before(t), _slice(rings.kv_heads)
-        keys_BGCD[:, :, number % rings.capacity] = key[:, 0, heads]
-        values_BGCD[:, :, number % rings.capacity] = value[:, 0, heads]
+    num_branches, dtype = len(plan.of_phase), accumulator_dtype(query.dtype)
+    outs_PBHD = torch.zeros((num_branches, batch, num_heads, head_dim), dtype=dtype, device=query.device)
+    lses_PBH = torch.full((num_branches, batch, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
+    new_2BGD = torch.stack((key[:, 0], value[:, 0]))
+    for branch, rings in plan.of_position(t):
+        both_2BGCD, number = ring_view(memory, rings), rings.before(t)
+        both_2BGCD[:, :, :, number % rings.capacity] = new_2BGD[:, :, _slice(rings.kv_heads)]
         # Query heads that share keys are rows of one tile: all of them see the same, and it is read once.
-        q_BGmD, out_BGmD, lse_BGm = (
-            x[:, _slice(rings.query_heads)].unflatten(1, (len(rings.kv_heads), -1))
-            for x in (query[:, 0], out_BHD, lse_BH)
+        heads, grouped = _slice(rings.query_heads), (len(rings.kv_heads), -1)
+        q_BGmD = query[:, 0, heads].unflatten(1, grouped)
+        out_BGmD, lse_BGm = (
+            outs_PBHD[branch, :, heads].unflatten(1, grouped),
+            lses_PBH[branch, :, heads].unflatten(1, grouped),
         )
-        seen = range(rings.seen(t).start, number + 1)
-        for i, slots in enumerate(rings.slots(seen)):
-            k_BGLD, v_BGLD = keys_BGCD[:, :, _slice(slots)], values_BGCD[:, :, _slice(slots)]
-            _add(kernel, scale, q_BGmD, k_BGLD, v_BGLD, out_BGmD, lse_BGm, first=rings.is_first and i == 0)
+        for i, slots in enumerate(rings.slots(range(rings.seen(t).start, number + 1))):
+            k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
+            _add(kernel, scale, q_BGmD, k_BGLD, v_BGLD, out_BGmD, lse_BGm, first=i == 0)
+    out_BHD, lse_BH = merged(outs_PBHD, lses_PBH)
     return out_BHD.unsqueeze(1).to(query.dtype), lse_BH.unsqueeze(1).to(dtype)
 
 
@@ -176,9 +175,8 @@ def _attend_cached(
     rows = Rows(rings.query_heads, rings.position_of(seen.stop) - t, 0, rings.rate, num_queries)
     q_BHMD = rows_view(query, rows)
     out_BHMD, lse_BHM = merged.views(rows, slice(None))
-    keys_BGCD, values_BGCD = ring_views(memory, rings)
     for slots in rings.slots(seen):
-        k_BGLD, v_BGLD = keys_BGCD[:, :, _slice(slots)], values_BGCD[:, :, _slice(slots)]
+        k_BGLD, v_BGLD = ring_view(memory, rings)[:, :, :, _slice(slots)]
         _add(kernel, scale, q_BHMD, k_BGLD, v_BGLD, out_BHMD, lse_BHM, first=False)
 
 
@@ -201,7 +199,7 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
     for rings in plan.rings:
         kept = plan.kept(rings, end)
         numbers = range(max(kept.start, rings.before(t)), kept.stop)
-        place(rings, numbers, memory, *(rows_at(x, rings, numbers, t) for x in (key, value)))
+        place(rings, numbers, memory, torch.stack([rows_at(x, rings, numbers, t) for x in (key, value)]))
 
 
 def rows_at(x_BNHD: Tensor, rings: Rings, numbers: range, first: int) -> Tensor:
@@ -212,22 +210,18 @@ def rows_at(x_BNHD: Tensor, rings: Rings, numbers: range, first: int) -> Tensor:
     return x_BNHD[:, :, _slice(rings.kv_heads)].index_select(1, position - first).transpose(1, 2)
 
 
-def place(rings: Rings, numbers: range, memory: Tensor, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
-    """Write rows with these numbers into their slots."""
+def place(rings: Rings, numbers: range, memory: Tensor, both_2BGLD: Tensor) -> None:
+    """Write keys and values of the rows with these numbers into their slots."""
     start = 0
     for slots in rings.slots(numbers):
-        for ring, x in zip(ring_views(memory, rings), (key_BGLD, value_BGLD), strict=True):
-            ring[:, :, _slice(slots)] = x[:, :, start : start + len(slots)]
+        ring_view(memory, rings)[:, :, :, _slice(slots)] = both_2BGLD[:, :, :, start : start + len(slots)]
         start += len(slots)
 
 
-def held(rings: Rings, numbers: range, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows with these numbers, from their slots: keys and values (B, G, L, D)."""
-    keys, values = (
-        torch.cat([ring[:, :, _slice(slots)] for slots in rings.slots(numbers)] or [ring[:, :, :0]], dim=2)
-        for ring in ring_views(memory, rings)
-    )
-    return keys, values
+def held(rings: Rings, numbers: range, memory: Tensor) -> Tensor:
+    """Keys and values of the rows with these numbers, from their slots: (2, B, G, L, D)."""
+    both = ring_view(memory, rings)
+    return torch.cat([both[:, :, :, _slice(slots)] for slots in rings.slots(numbers)] or [both[:, :, :, :0]], dim=3)
 
 
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
@@ -253,7 +247,7 @@ def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: T
     for rings, numbers, _ in plan.kept_of(shard, position):
         size = 2 * batch * len(rings.kv_heads) * len(numbers) * head_dim
         both, flat = flat[:size].view(2, batch, len(rings.kv_heads), len(numbers), head_dim), flat[size:]
-        place(rings, numbers, memory, *both)
+        place(rings, numbers, memory, both)
 
 
 def _slice(x: range) -> slice:

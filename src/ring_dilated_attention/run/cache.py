@@ -235,8 +235,8 @@ class DilatedCache:
         """The kept rows of a batch entry, (2, rows, D), ring by ring."""
         entry, parts = self.memory[:, b : b + 1], []
         for rings in self.plan.rings:
-            both = torch.stack(held(rings, self.plan.kept(rings, position, floor), entry))
-            parts.append(both.flatten(0, 1).flatten(1, 2).cpu())
+            both = held(rings, self.plan.kept(rings, position, floor), entry)
+            parts.append(both[:, 0].flatten(1, 2).cpu())
         return torch.cat(parts, dim=1)
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
@@ -247,7 +247,7 @@ class DilatedCache:
             size = len(there.kv_heads) * len(saved)
             both = rows[:, None, start : start + size].unflatten(2, (len(there.kv_heads), len(saved)))
             numbers = range(max(saved.start, kept.start), kept.stop)
-            place(here, numbers, entry, *both[..., len(saved) - len(numbers) :, :])
+            place(here, numbers, entry, both[..., len(saved) - len(numbers) :, :])
             start += size
 
     def _described(self) -> dict[str, Any]:
