@@ -154,6 +154,7 @@ def test_rows_of_different_progress():
         [1, 0, 1, 1],
         [12, 13, 2, 0],
         [0, 0, 0, 0],
+        [0, 0, 1, 0],
         [1, 1, 1, 1],
     ):
         longest = max(counts, default=0) or 2

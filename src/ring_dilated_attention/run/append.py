@@ -40,10 +40,17 @@ def append(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """`extend` as one opaque op, so that compiled code has one graph for all tokens and writes to the memory itself."""
+    """`extend` as one opaque op, so that compiled code has one graph for all tokens and writes to the memory itself.
+
+    `extend` reads on the host where the sequences stand, and waits for a GPU to tell it. A kernel of its own for one
+    token does not.
+    """
     pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), is_causal=True, phase=phase, heads=heads)
     plan = plan_cache(pattern, query.shape[2], key.shape[2], max_len, keep)
-    return extend(plan, kernels.choose(backend, query), scale, query, key, value, memory, progress, lengths)
+    kernel = kernels.choose(backend, query)
+    if query.shape[1] == 1 and hasattr(kernel, "append_one"):
+        return kernel.append_one(plan, scale, query, key, value, memory, progress, lengths)
+    return extend(plan, kernel, scale, query, key, value, memory, progress, lengths)
 
 
 @append.register_fake
@@ -88,7 +95,7 @@ def extend(
     ends = [position + count for position, count in zip(positions, counts, strict=True)]
     floors = [max(floor, plan.floor(end)) for floor, end in zip(floors, ends, strict=True)]
     progress.copy_(torch.tensor([ends, floors], device="cpu"))
-    if len(parts) == 1 and parts[0][2] == num_new:
+    if len(parts) == 1 and counts == [num_new] * batch:
         return results[0]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulator_dtype(query.dtype), device=query.device)

@@ -8,10 +8,19 @@ from torch import Tensor
 
 from ...pattern import DilatedPattern
 from .fused import Whole, choose
-from .in_place import ONLY_BY_NAME, delta, forward_into, key_gradient_into, query_gradient_into, why_not
+from .in_place import (
+    ONLY_BY_NAME,
+    append_one,
+    delta,
+    forward_into,
+    key_gradient_into,
+    query_gradient_into,
+    why_not,
+)
 
 __all__ = (
     "ONLY_BY_NAME",
+    "append_one",
     "delta",
     "forward_into",
     "key_gradient_into",
