@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,14 @@ def test_a_run_is_a_model(folder):
     tokens = torch.frombuffer(bytearray(TEXT[-96:]), dtype=torch.uint8).long()[None]
     assert model.loss(tokens).item() < 0.8 * math.log(256)  # it learnt something
     assert torch.equal(model(tokens), LongNetLM.from_run(str(folder), device="cpu")(tokens))
+
+
+def test_the_readmes_example(folder, capsys):
+    """As it is written, with a folder that exists."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    [example] = [text for text in re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL) if "from_run" in text]
+    exec(example.replace("runs/20250131-120000", str(folder)), {})
+    assert len(capsys.readouterr().out) == 3 * 200
 
 
 def test_what_is_no_run_is_refused(tmp_path):
