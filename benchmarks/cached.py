@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_dilated_attention.attention import dilated_attention
-from ring_dilated_attention.commands.compare import defined, make_inputs, relative, squares, tolerances
+from ring_dilated_attention.commands.compare import measure_cached, worst
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.cache import CachePlan
 from ring_dilated_attention.run.cache import DilatedCache
@@ -31,31 +31,19 @@ def cached_gate(sizes: Sizes, pattern: DilatedPattern, num_kv_heads: int | None 
     """
     case = small_case(sizes, pattern)
     case = case._replace(num_kv_heads=case.num_heads if num_kv_heads is None else num_kv_heads)
-    inputs, dout, _ = make_inputs(case, sizes.dtype)
-    expected, allowed = defined(case, inputs, dout, None), tolerances(case, sizes.dtype)
-    cache = make_cache(case.pattern, sizes, case.num_kv_heads)
-    found = []
-    start = 0
-    while start < case.seq_len:
-        stop = min(case.seq_len, start + (1 if start % 3 else 10))
-        query, key, value = (x[:, start:stop].to(sizes.dtype) for x in inputs)
-        found.append(dilated_attention(query, key, value, case.pattern, cache=cache, return_lse=True))
-        start = stop
-    results = dict(zip(("out", "lse"), (torch.cat(x, dim=1) for x in zip(*found, strict=True)), strict=True))
-    errors = {name: relative(squares(x, expected[name])) for name, x in results.items()}
-    where = max(errors, key=lambda name: errors[name] / allowed[name])
-    if errors[where] > allowed[where]:
+    found = worst([case], sizes.dtype, [[measure_cached(case, sizes.dtype, "auto", "cpu")]])
+    if not found.passed:
         raise GateError(
-            f"{pattern} at {case.seq_len} positions with a cache: relative L2 error {errors[where]:.2e} of {where} "
-            f"exceeds {allowed[where]:.2e}. Nothing was timed."
+            f"{pattern} at {case.seq_len} positions with a cache: relative L2 error {found.error:.2e} of {found.where} "
+            f"exceeds {found.tolerance:.2e}. Nothing was timed; `rda check` says more."
         )
     return {
         "passed": True,
         "ranks": 1,
         "seq_len": case.seq_len,
         "segment_lengths": case.pattern.segment_lengths,
-        "error": errors[where],
-        "tolerance": allowed[where],
+        "error": found.error,
+        "tolerance": found.tolerance,
     }
 
 
