@@ -472,12 +472,49 @@ def test_bad_input():
     unchanged(cache, call(cache="cache"), "cache must be a DilatedCache or None", "'cache'")
     unchanged(cache, lambda: cache.crop(27), "crop(27)", "has 26 positions")
     unchanged(cache, lambda: cache.crop([2, 3]), "crop(3)", "row 1", "keep=3")
-    unchanged(cache, lambda: cache.crop([1]), "1 numbers", "2 entries")
+    unchanged(cache, lambda: cache.crop([1, 1, 1]), "3 numbers", "2 entries")
     unchanged(cache, lambda: cache.reset([2]), "reset([2])", "0 to 1")
     unchanged(cache, lambda: cache.fork([0, -1]), "fork([0, -1])", "0 to 1")
     with torch.no_grad():
         call([x[:, 26:28].clone().requires_grad_() for x in sequence.inputs])()  # nothing is recorded: fine
     assert cache.position.tolist() == [28, 28]
+
+
+def test_a_call_that_fails_loses_nothing(monkeypatch):
+    """Catches rows of some batch entries that are written while others can still fail; over the border of a segment,
+    what is written takes the place of what is seen."""
+    sequence = Sequence(batch=3)
+    cache = sequence.cache()
+    sequence.append(cache, 0, 18)
+    cache.crop([1, 0, 0])
+    rows = [torch.cat([x[:1, 17:31], x[1:, 18:32]]) for x in sequence.inputs]
+    progress, forward, calls = cache.progress.clone(), cpu.forward, []
+
+    def fails(*args):
+        calls.append(len(calls))
+        if len(calls) > 12:
+            raise MemoryError("no more")
+        return forward(*args)
+
+    monkeypatch.setattr(cpu, "forward", fails)
+    with pytest.raises(MemoryError, match="no more"):
+        dilated_attention(*rows, PATTERN, cache=cache)
+    monkeypatch.setattr(cpu, "forward", forward)
+    assert torch.equal(cache.progress, progress)
+    out = dilated_attention(*rows, PATTERN, cache=cache)
+    torch.testing.assert_close(out[:1], sequence.exact[0][:1, 17:31], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(out[1:], sequence.exact[0][1:, 18:32], rtol=1e-11, atol=1e-11)
+
+
+def test_no_position():
+    """Catches a kernel call without rows, which kills the process."""
+    sequence = Sequence(batch=2)
+    cache = sequence.cache()
+    for start in (0, 9):
+        rows = [x[:, start:start] for x in sequence.inputs]
+        out, lse = dilated_attention(*rows, PATTERN, cache=cache, return_lse=True)
+        assert (out.shape, lse.shape) == ((2, 0, 2, 4), (2, 0, 2))
+        sequence.append(cache, start, start + 9)
 
 
 def test_a_state_of_something_else_is_refused():

@@ -92,6 +92,9 @@ def extend(
         q, k, v = (x[entries, :count] for x in (query, key, value))
         attend = _one if count == 1 else _many
         results.append(attend(plan, kernel, scale, q, k, v, memory[:, entries], position))
+    for entries, position, count in parts:  # when nothing can fail any more: rows that were seen are written over
+        if count > 1:
+            write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
     ends = [position + count for position, count in zip(positions, counts, strict=True)]
     floors = [max(floor, plan.floor(end)) for floor, end in zip(floors, ends, strict=True)]
     progress.copy_(torch.tensor([ends, floors], device="cpu"))
@@ -138,10 +141,7 @@ def _one(
         # Query heads that share keys are rows of one tile: all of them see the same, and it is read once.
         heads, grouped = _slice(rings.query_heads), (len(rings.kv_heads), -1)
         q_BGmD = query[:, 0, heads].unflatten(1, grouped)
-        out_BGmD, lse_BGm = (
-            outs_PBHD[branch, :, heads].unflatten(1, grouped),
-            lses_PBH[branch, :, heads].unflatten(1, grouped),
-        )
+        out_BGmD, lse_BGm = (x[branch, :, heads].unflatten(1, grouped) for x in (outs_PBHD, lses_PBH))
         for i, slots in enumerate(rings.slots(range(rings.seen(t).start, number + 1))):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
             _add(kernel, scale, q_BGmD, k_BGLD, v_BGLD, out_BGmD, lse_BGm, first=i == 0)
@@ -155,23 +155,21 @@ def _many(
     """out (B, M, H, D) and lse (B, M, H) of a chunk from position t on: the second of two ranks' shards, (t, M).
 
     Its own rows meet by the planner's tiles. What the first rank would send are the cached rows, read where they lie.
-    The chunk's rows are written last, so that none takes the place of one that is still to be seen.
     """
     num_new = query.shape[1]
     period = math.lcm(*(rings.segment_length for rings in plan.rings))
     shards = make_shards("contiguous", (t % period, num_new))  # plans are kept, and depend on nothing else
     own = make_plan(plan.pattern, shards, 1, plan.num_heads, plan.num_kv_heads)
-    merged = MergedPartial(query, own.query_covered)
+    partial = MergedPartial(query, own.query_covered)
     for tile in own.local:
-        forward_tile(kernel, tile, scale, query, OwnRows(key, value, None), merged)
+        forward_tile(kernel, tile, scale, query, OwnRows(key, value, None), partial)
     for rings in plan.rings:
-        _attend_cached(rings, kernel, scale, query, memory, t, merged)
-    write(plan, key, value, memory, t)
-    return merged.result()
+        _attend_cached(rings, kernel, scale, query, memory, t, partial)
+    return partial.result()
 
 
 def _attend_cached(
-    rings: Rings, kernel: ModuleType, scale: float, query: Tensor, memory: Tensor, t: int, merged: MergedPartial
+    rings: Rings, kernel: ModuleType, scale: float, query: Tensor, memory: Tensor, t: int, partial: MergedPartial
 ) -> None:
     """The chunk's rows of the segment that is open at t, times the rows of it that are cached: all before them."""
     seen = rings.seen(t)
@@ -181,7 +179,7 @@ def _attend_cached(
         return
     rows = Rows(rings.query_heads, rings.position_of(seen.stop) - t, 0, rings.rate, num_queries)
     q_BHMD = rows_view(query, rows)
-    out_BHMD, lse_BHM = merged.views(rows, slice(None))
+    out_BHMD, lse_BHM = partial.views(rows, slice(None))
     for slots in rings.slots(seen):
         k_BGLD, v_BGLD = ring_view(memory, rings)[:, :, :, _slice(slots)]
         _add(kernel, scale, q_BHMD, k_BGLD, v_BGLD, out_BHMD, lse_BHM, first=False)

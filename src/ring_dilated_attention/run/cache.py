@@ -154,14 +154,14 @@ class DilatedCache:
         size = f"{self.num_rows:,} rows, {self.num_bytes:,} bytes"
         return f"DilatedCache(batch={self.batch}, {heads}, {self.dtype}, {self.device}, {limits}: {size})"
 
-    def reset(self, rows: Sequence[int] | None = None) -> None:
+    def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
         """Begin new sequences: all, or those of these batch entries."""
         if rows is None:
             self.progress.zero_()
         else:
             self.progress[:, self._entries("reset", rows)] = 0
 
-    def crop(self, count: int | Sequence[int]) -> None:
+    def crop(self, count: int | Sequence[int] | Tensor) -> None:
         """Take back the last positions: as many of every sequence, or of each its own number.
 
         Within the segments that are open always; where one has ended since, up to `keep` positions. A cache that
@@ -170,14 +170,15 @@ class DilatedCache:
         Raises:
             ValueError: if a sequence has fewer positions, or rows that it would need again were dropped.
         """
-        counts = [count] * self.batch if isinstance(count, int) else [int(x) for x in count]
+        counts = torch.as_tensor(count).flatten().tolist()
+        counts = counts * self.batch if len(counts) == 1 else counts
         if len(counts) != self.batch:
             raise ValueError(f"crop({counts}) has {len(counts)} numbers, and the batch {self.batch} entries.")
         positions, floors = self.progress.tolist()
         check_crop(self.plan, positions, floors, counts)
         self.progress[0] -= torch.tensor(counts, device=self.device)
 
-    def fork(self, rows: Sequence[int]) -> "DilatedCache":
+    def fork(self, rows: Sequence[int] | Tensor) -> "DilatedCache":
         """A new cache whose entry i goes on from entry rows[i] of this one: for beams, or answers to one prompt."""
         entries = self._entries("fork", rows)
         new = self._like(len(entries))
@@ -264,7 +265,7 @@ class DilatedCache:
             "dtype": str(self.dtype),
         }
 
-    def _entries(self, call: str, rows: Sequence[int]) -> Tensor:
+    def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
         entries = [int(row) for row in rows]
         if not all(0 <= row < self.batch for row in entries):
             raise ValueError(f"{call}({entries}): the batch has the entries 0 to {self.batch - 1}.")
