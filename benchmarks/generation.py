@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +133,8 @@ def _dense(settings: Settings, num_positions: int, make: Callable) -> dict[str, 
         call = make(sizes, num_positions)
     except ImportError as error:
         return {"bytes": num_bytes, "reason": f"{error.name} cannot be imported"}
-    return {"bytes": num_bytes, "seconds": _interleaved({0: call}, settings.repeats)[0]}
+    found = {"bytes": num_bytes, "seconds": _interleaved({0: call}, settings.repeats)[0]}
+    return found | ({"transformers": version("transformers")} if make is _dynamic else {})
 
 
 def _preallocated(sizes: Sizes, num_positions: int) -> Callable[[], object]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -359,8 +360,12 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     try:
-        with open("/proc/meminfo") as file:
-            kilobytes = dict(line.split()[:2] for line in file)
-        return int(kilobytes["MemAvailable:"]) * 1024
-    except (OSError, KeyError):
+        lines = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable:"]) * 1024
+    except (OSError, KeyError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()  # of a container
+    except OSError:
+        return free
+    return min(free, int(limit)) if limit.isdigit() else free
