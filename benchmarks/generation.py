@@ -62,7 +62,7 @@ def _rows(settings: Settings, pattern: DilatedPattern, step: Callable[[str], Non
     dense = {}
     for n in settings.lengths:
         step(f"{n:,} positions, dense")
-        dense[n] = {name: _dense(settings, n, call) for name, call in DENSE.items()}
+        dense[n] = {name: _dense(settings, n, make, copies) for name, (make, copies) in DENSE.items()}
     cache = filled(make_cache(pattern, settings.sizes))
     call, plan = token_call(cache), cache.plan
     periods = {n: period_of(pattern, n) for n in settings.lengths}
@@ -122,13 +122,13 @@ def _interleaved(calls: dict[int, Callable[[], object]], repeats: int) -> dict[i
     return {n: statistics.median(seconds) for n, seconds in found.items()}
 
 
-def _dense(settings: Settings, num_positions: int, make: Callable) -> dict[str, Any]:
-    """Bytes and seconds of a cache of every position, or the reason why there are none."""
+def _dense(settings: Settings, num_positions: int, make: Callable, copies: int) -> dict[str, Any]:
+    """Bytes and seconds of a cache of every position, of which so many are held at once; or why there are none."""
     sizes = settings.sizes
     num_bytes = 2 * sizes.batch * num_positions * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize
     free = free_bytes(torch.device("cpu"))
-    if free is not None and num_bytes > SHARE_FOR_DENSE * free:
-        return {"bytes": num_bytes, "reason": f"{num_bytes:,} bytes do not fit"}
+    if free is not None and copies * num_bytes > SHARE_FOR_DENSE * free:
+        return {"bytes": num_bytes, "reason": f"{copies} times {num_bytes:,} bytes do not fit"}
     try:
         call = make(sizes, num_positions)
     except ImportError as error:
@@ -140,7 +140,7 @@ def _dense(settings: Settings, num_positions: int, make: Callable) -> dict[str, 
 def _preallocated(sizes: Sizes, num_positions: int) -> Callable[[], object]:
     """Torch's attention over keys and values of all positions, of which the last is written."""
     shape = (sizes.batch, sizes.num_heads, num_positions, sizes.head_dim)
-    keys, values = (torch.randn(shape, dtype=sizes.dtype) for _ in range(2))
+    keys, values = (torch.full(shape, 0.5, dtype=sizes.dtype) for _ in range(2))
     query, key, value = (torch.randn((*shape[:2], 1, shape[3]), dtype=sizes.dtype) for _ in range(3))
 
     def call() -> object:
@@ -154,12 +154,12 @@ def _dynamic(sizes: Sizes, num_positions: int) -> Callable[[], object]:
     """The same over transformers' DynamicCache, which is made anew with each token."""
     cache = importlib.import_module("transformers").DynamicCache()
     shape = (sizes.batch, sizes.num_heads, num_positions - 1, sizes.head_dim)
-    cache.update(*(torch.randn(shape, dtype=sizes.dtype) for _ in range(2)), 0)
+    cache.update(*(torch.full(shape, 0.5, dtype=sizes.dtype) for _ in range(2)), 0)
     query, key, value = (torch.randn((*shape[:2], 1, shape[3]), dtype=sizes.dtype) for _ in range(3))
     return lambda: scaled_dot_product_attention(query, *cache.update(key, value, 0))
 
 
-DENSE = {"torch's attention, preallocated": _preallocated, "transformers' DynamicCache": _dynamic}
+DENSE = {"torch's attention, preallocated": (_preallocated, 1), "transformers' DynamicCache": (_dynamic, 2)}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -175,7 +175,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "a token, ms: mean",
         "worst",
         *(f"{name}, ms" for name in names),
-        "MB",
+        "cache of all positions, MB",
     )
     lines = [
         (
