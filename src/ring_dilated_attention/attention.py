@@ -20,7 +20,7 @@ from .plan.choice import Choice, check_dealing, choose_exchange
 from .ranks import execute
 from .ranks.context import ContextParallel, context_named, refuse
 from .ranks.execute import Call, documents_of
-from .run.append import append
+from .run.append import append, append_now
 from .run.cache import DilatedCache, check_call
 from .run.tiles import accumulator_dtype
 
@@ -112,10 +112,13 @@ def _append(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     call = Call(cache.pattern, scale, backend, "", "", False)
-    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.signed(query), key, value))
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.signed(query), key, value))
+    tensors = (query, key, value, cache.memory, cache.progress, lengths)
     pattern, plan = cache.pattern, cache.plan
+    if not torch.compiler.is_compiling():  # an op costs a quarter of a token where little is cached
+        return append_now(plan, backend, call.kernel_scale, *tensors)
     rules = (pattern.segment_lengths, pattern.dilation_rates, pattern.phase, pattern.heads, plan.max_len, plan.keep)
-    return append(*rows, cache.memory, cache.progress, lengths, *rules, call.kernel_scale, backend)
+    return append(*tensors, *rules, call.kernel_scale, backend)
 
 
 def _autocast(x: Any) -> Any:

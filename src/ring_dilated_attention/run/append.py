@@ -40,17 +40,10 @@ def append(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """`extend` as one opaque op, so that compiled code has one graph for all tokens and writes to the memory itself.
-
-    `extend` reads on the host where the sequences stand, and waits for a GPU to tell it. A kernel of its own for one
-    token does not.
-    """
+    """`append_now` as one opaque op: compiled code has one graph for all tokens, and writes to the memory itself."""
     pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), is_causal=True, phase=phase, heads=heads)
     plan = plan_cache(pattern, query.shape[2], key.shape[2], max_len, keep)
-    kernel = kernels.choose(backend, query)
-    if query.shape[1] == 1 and hasattr(kernel, "append_one"):
-        return kernel.append_one(plan, scale, query, key, value, memory, progress, lengths)
-    return extend(plan, kernel, scale, query, key, value, memory, progress, lengths)
+    return append_now(plan, backend, scale, query, key, value, memory, progress, lengths)
 
 
 @append.register_fake
@@ -59,9 +52,9 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), lse
 
 
-def extend(
+def append_now(
     plan: CachePlan,
-    kernel: ModuleType,
+    backend: str,
     scale: float,
     query: Tensor,
     key: Tensor,
@@ -72,6 +65,8 @@ def extend(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of the new rows, each batch entry at its own position.
 
+    Where that is, is read on the host, which waits for a GPU then; but for one token with a kernel of its own.
+
     Args:
         memory: written to.
         progress: (2, B) int64: positions so far, and the lowest that can be gone back to. Moved on.
@@ -80,7 +75,10 @@ def extend(
     Raises:
         ValueError: before anything is written, if a sequence becomes too long.
     """
+    kernel = kernels.choose(backend, query)
     batch, num_new = query.shape[:2]
+    if num_new == 1 and hasattr(kernel, "append_one"):
+        return kernel.append_one(plan, scale, query, key, value, memory, progress, lengths)
     positions, floors = progress.tolist()
     counts = [num_new] * batch if lengths is None else lengths.tolist()
     if any(not 0 <= count <= num_new for count in counts):
@@ -119,8 +117,9 @@ def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[sl
 
 def ring_view(memory: Tensor, rings: Rings) -> Tensor:
     """Keys and values of rings, (2, B, G, C, D)."""
-    num_rings = len(rings.kv_heads)
-    return memory[:, :, rings.offset : rings.offset + num_rings * rings.capacity].unflatten(2, (num_rings, -1))
+    num_rings, (_, batch, _, head_dim) = len(rings.kv_heads), memory.shape
+    rows = memory[:, :, rings.offset : rings.offset + num_rings * rings.capacity]
+    return rows.view(2, batch, num_rings, rings.capacity, head_dim)
 
 
 def _one(
@@ -139,9 +138,10 @@ def _one(
         both_2BGCD, number = ring_view(memory, rings), rings.before(t)
         both_2BGCD[:, :, :, number % rings.capacity] = new_2BGD[:, :, _slice(rings.kv_heads)]
         # Query heads that share keys are rows of one tile: all of them see the same, and it is read once.
-        heads, grouped = _slice(rings.query_heads), (len(rings.kv_heads), -1)
-        q_BGmD = query[:, 0, heads].unflatten(1, grouped)
-        out_BGmD, lse_BGm = (x[branch, :, heads].unflatten(1, grouped) for x in (outs_PBHD, lses_PBH))
+        heads, grouped = _slice(rings.query_heads), (batch, len(rings.kv_heads), -1)
+        q_BGmD = query[:, 0, heads].view(*grouped, head_dim)
+        out_BGmD = outs_PBHD[branch, :, heads].view(*grouped, head_dim)
+        lse_BGm = lses_PBH[branch, :, heads].view(grouped)
         for i, slots in enumerate(rings.slots(range(rings.seen(t).start, number + 1))):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
             _add(kernel, scale, q_BGmD, k_BGLD, v_BGLD, out_BGmD, lse_BGm, first=i == 0)
