@@ -1,5 +1,8 @@
 """A prefill over ranks, and decoding on one of them or on each: DilatedCache.gather."""
 
+import time
+from unittest import mock
+
 import pytest
 import torch
 from distributed import run
@@ -7,7 +10,9 @@ from distributed import run
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.plan.cache import plan_cache
+from ring_dilated_attention.ranks.link import ExchangeError
 from ring_dilated_attention.reference import dilated_attention_reference
+from ring_dilated_attention.run import cache
 
 PATTERN = DilatedPattern((4, 9, 30), (1, 2, 4), is_causal=True)
 SIZES = (2, 4, 2, 8)  # batch, heads, key/value heads, head dim
@@ -127,6 +132,25 @@ def disagree(rank, world_size):
 def test_refusals_are_everybodys():
     """Catches a rank that waits for one that has refused."""
     run(2, disagree)
+
+
+def fail_to_pack(rank, world_size):
+    parallel = ContextParallel()
+    _, key, value = (parallel.shard(x) for x in whole(29))
+    if rank == 1:
+        with mock.patch.object(cache, "packed", side_effect=MemoryError("no more")), pytest.raises(MemoryError):
+            DilatedCache.gather(parallel, key, value, PATTERN, 4)
+        return 0.0
+    began = time.monotonic()
+    with pytest.raises(ExchangeError):
+        DilatedCache.gather(parallel, key, value, PATTERN, 4)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_fails_is_not_waited_for():
+    """Catches a rank that runs out of memory between the handshake and its message: the default timeout is ten
+    minutes."""
+    assert max(run(2, fail_to_pack)) < 20
 
 
 def test_one_device_and_simulated_ranks():
