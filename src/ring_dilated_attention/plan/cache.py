@@ -83,6 +83,7 @@ class CachePlan:
     keep: int
     rings: tuple[Rings, ...]
     of_phase: tuple[dict[int, tuple[Rings, ...]], ...]  # the same by branch and phase
+    lengths: tuple[int, ...]  # of segments that have rings
 
     @property
     def num_rows(self) -> int:
@@ -107,7 +108,7 @@ class CachePlan:
 
         Back to the start of the youngest open segment every branch has all of its rows; beyond it to the last `keep`.
         """
-        youngest = max((rings.start_of_segment(position) for rings in self.rings), default=0)
+        youngest = max(position - position % length for length in self.lengths)
         return max(0, min(youngest, position - self.keep))
 
     def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Rings, range, Span]]:
@@ -171,7 +172,8 @@ def plan_cache(
                 found.append(rings)
                 of_phase[branch][group.phase] = (*of_phase[branch].get(group.phase, ()), rings)
                 offset += len(rings.kv_heads) * rings.capacity
-    return CachePlan(pattern, num_heads, num_kv_heads, max_len, keep, tuple(found), tuple(of_phase))
+    lengths = tuple(sorted({rings.segment_length for rings in found}))
+    return CachePlan(pattern, num_heads, num_kv_heads, max_len, keep, tuple(found), tuple(of_phase), lengths)
 
 
 def _rings(

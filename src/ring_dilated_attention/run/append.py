@@ -1,6 +1,6 @@
 """Appending to a cache: new rows attend to what is cached and to each other, and those that live on are written.
 
-P branches, B batch, M new positions, H query heads, G key/value heads, C slots of a ring, L rows of a ring, m query
+P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a ring, L rows of a ring, m query
 heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all rings.
 """
 
@@ -130,22 +130,24 @@ def _one(
     Where it lies nothing is overwritten that it sees: a ring holds a whole segment.
     """
     batch, _, num_heads, head_dim = query.shape
-    num_branches, dtype = len(plan.of_phase), accumulator_dtype(query.dtype)
-    outs_PBHD = torch.zeros((num_branches, batch, num_heads, head_dim), dtype=dtype, device=query.device)
-    lses_PBH = torch.full((num_branches, batch, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
+    found = list(plan.of_position(t))
+    partials = {branch: i for i, branch in enumerate(dict.fromkeys(branch for branch, _ in found))}
+    shape, dtype = (max(len(partials), 1), batch, num_heads), accumulator_dtype(query.dtype)
+    outs_PBHD = torch.zeros((*shape, head_dim), dtype=dtype, device=query.device)
+    lses_PBH = torch.full(shape, -torch.inf, dtype=torch.float64, device=query.device)
     new_2BGD = torch.stack((key[:, 0], value[:, 0]))
-    for branch, rings in plan.of_position(t):
+    for branch, rings in found:
         both_2BGCD, number = ring_view(memory, rings), rings.before(t)
         both_2BGCD[:, :, :, number % rings.capacity] = new_2BGD[:, :, _slice(rings.kv_heads)]
         # Query heads that share keys are rows of one tile: all of them see the same, and it is read once.
         heads, grouped = _slice(rings.query_heads), (batch, len(rings.kv_heads), -1)
         q_BGmD = query[:, 0, heads].view(*grouped, head_dim)
-        out_BGmD = outs_PBHD[branch, :, heads].view(*grouped, head_dim)
-        lse_BGm = lses_PBH[branch, :, heads].view(grouped)
+        out_BGmD = outs_PBHD[partials[branch], :, heads].view(*grouped, head_dim)
+        lse_BGm = lses_PBH[partials[branch], :, heads].view(grouped)
         for i, slots in enumerate(rings.slots(range(rings.seen(t).start, number + 1))):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
             _add(kernel, scale, q_BGmD, k_BGLD, v_BGLD, out_BGmD, lse_BGm, first=i == 0)
-    out_BHD, lse_BH = merged(outs_PBHD, lses_PBH)
+    out_BHD, lse_BH = merged(outs_PBHD, lses_PBH) if len(partials) > 1 else (outs_PBHD[0], lses_PBH[0])
     return out_BHD.unsqueeze(1).to(query.dtype), lse_BH.unsqueeze(1).to(dtype)
 
 
@@ -157,7 +159,7 @@ def _many(
     Its own rows meet by the planner's tiles. What the first rank would send are the cached rows, read where they lie.
     """
     num_new = query.shape[1]
-    period = math.lcm(*(rings.segment_length for rings in plan.rings))
+    period = math.lcm(*plan.lengths)
     shards = make_shards("contiguous", (t % period, num_new))  # plans are kept, and depend on nothing else
     own = make_plan(plan.pattern, shards, 1, plan.num_heads, plan.num_kv_heads)
     partial = MergedPartial(query, own.query_covered)

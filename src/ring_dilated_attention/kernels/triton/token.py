@@ -67,8 +67,7 @@ def _tables(
     for *segment, _, _, first, step, count, _, branch, _ in units:
         for head in range(first, first + count * step, step):
             phases[branch][head] = segment[2]
-    widths = sorted({rings.segment_length for rings in plan.rings})
-    found = [torch.tensor(x, dtype=torch.int64, device=device) for x in (units, pattern.branches, phases, widths)]
+    found = [torch.tensor(x, dtype=torch.int64, device=device) for x in (units, pattern.branches, phases, plan.lengths)]
     most_shared = max(unit[8] for unit in units)
     most_rows = max(unit[4] for unit in units)
     block_m = max(FEWEST_HEADS, 1 << (most_shared - 1).bit_length())
