@@ -222,6 +222,29 @@ def test_a_prefix_is_saved_and_loaded():
     torch.testing.assert_close(out, sequence.exact[0][:, 33:].expand(3, -1, -1, -1), rtol=1e-11, atol=1e-11)
 
 
+def test_a_short_prefix_goes_into_a_short_cache():
+    """Catches rings that only one of the two caches has: a sequence of one position has no row of phase 1."""
+    pattern = DilatedPattern((4,), (2,), is_causal=True)
+    sequence = Sequence(pattern, seq_len=2)
+    for first, second in ((1, None), (None, 1), (1, 2), (2, 1)):
+        cache = sequence.cache(max_len=first)
+        sequence.append(cache, 0, 1)
+        other = sequence.cache(max_len=second)
+        other.load_state_dict(cache.state_dict())
+        if second != 1:
+            sequence.append(other, 1, 2)
+
+
+def test_branches_that_are_alike_are_saved_apart():
+    """Catches rings that are taken for each other: a key that two branches contain counts twice, and is held twice."""
+    sequence = Sequence(DilatedPattern((4, 4), (1, 1), is_causal=True), seq_len=12)
+    cache = sequence.cache()
+    sequence.append(cache, 0, 7)
+    other = sequence.cache(max_len=20)
+    other.load_state_dict(cache.state_dict())
+    sequence.append(other, 7, 12)
+
+
 def keys_seen(pattern, num_heads, num_positions):
     """[head][query position] -> how often it sees each key position. Written from the definition, not from the code."""
     seen = [[Counter() for _ in range(num_positions)] for _ in range(num_heads)]

@@ -139,8 +139,9 @@ def test_going_back(call, keep, max_len):
 @settings(max_examples=100, deadline=None)
 @given(calls(), st.integers(0, 9))
 def test_rows_have_places_of_their_own(call, keep):
-    """Catches two rings that overlap, or memory that belongs to none."""
+    """Catches two rings that overlap, or memory that belongs to none; and another order by branches."""
     plan = plan_cache(*call, None, keep)
+    assert tuple(rings for _, rings in plan.by_branch) == plan.rings
     places = [
         rings.offset + k * rings.capacity + slot
         for rings in plan.rings

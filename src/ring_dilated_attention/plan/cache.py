@@ -86,6 +86,12 @@ class CachePlan:
     lengths: tuple[int, ...]  # of segments that have rings
 
     @property
+    def by_branch(self) -> Iterator[tuple[int, Rings]]:
+        """All rings in their order, with their branch."""
+        for branch, of_phase in enumerate(self.of_phase):
+            yield from ((branch, rings) for several in of_phase.values() for rings in several)
+
+    @property
     def num_rows(self) -> int:
         """Rows that are allocated for one sequence."""
         return sum(len(rings.kv_heads) * rings.capacity for rings in self.rings)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import DilatedPattern
-from ..plan.cache import CachePlan, check_append, check_crop, plan_cache
+from ..plan.cache import CachePlan, Rings, check_append, check_crop, plan_cache
 from ..plan.sharding import make_shards
 from .append import held, packed, packed_size, place, unpack
 
@@ -244,13 +244,23 @@ class DilatedCache:
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
         """Place what `_rows_of` a cache with another plan has made."""
         entry, start = self.memory[:, b : b + 1], 0
-        for here, there in zip(self.plan.rings, source.rings, strict=True):
-            saved, kept = source.kept(there, position, floor), self.plan.kept(here, position, floor)
+        own = {self._named(branch, rings): rings for branch, rings in self.plan.by_branch}
+        for branch, there in source.by_branch:
+            saved = source.kept(there, position, floor)
+            if not saved:  # then there may be no such ring here: max_len ends before the first row of its phase
+                continue
+            here = own[self._named(branch, there)]
+            kept = self.plan.kept(here, position, floor)
             size = len(there.kv_heads) * len(saved)
             both = rows[:, None, start : start + size].unflatten(2, (len(there.kv_heads), len(saved)))
             numbers = range(max(saved.start, kept.start), kept.stop)
             place(here, numbers, entry, both[..., len(saved) - len(numbers) :, :])
             start += size
+
+    @staticmethod
+    def _named(branch: int, rings: Rings) -> tuple[int, int, range]:
+        """What tells rings of a pattern apart, whatever their size."""
+        return branch, rings.phase, rings.kv_heads
 
     def _described(self) -> dict[str, Any]:
         """What must be the same for rows to mean the same, in plain types that torch.load takes."""

@@ -44,16 +44,15 @@ def block_n(head_dim: int, itemsize: int) -> int:
 def units_of(plan: CachePlan) -> list[tuple[int, ...]]:
     """The rows of the table of units: rings, those with many query heads once for every MOST_HEADS of them."""
     units: list[tuple[int, ...]] = []
-    for branch, of_phase in enumerate(plan.of_phase):
-        for rings in (rings for several in of_phase.values() for rings in several):
-            shared = len(rings.query_heads) // len(rings.kv_heads)
-            for k, kv_head in enumerate(rings.kv_heads):
-                for start in range(0, shared, MOST_HEADS):
-                    heads = rings.query_heads[k * shared :][start : min(start + MOST_HEADS, shared)]
-                    ring = (rings.capacity, rings.offset + k * rings.capacity)
-                    own = (heads.start, heads.step, len(heads), kv_head, branch, int(start == 0))
-                    segment = (rings.segment_length, rings.rate, rings.phase, rings.rows_per_segment)
-                    units.append((*segment, *ring, *own))
+    for branch, rings in plan.by_branch:
+        shared = len(rings.query_heads) // len(rings.kv_heads)
+        for k, kv_head in enumerate(rings.kv_heads):
+            for start in range(0, shared, MOST_HEADS):
+                heads = rings.query_heads[k * shared :][start : min(start + MOST_HEADS, shared)]
+                ring = (rings.capacity, rings.offset + k * rings.capacity)
+                own = (heads.start, heads.step, len(heads), kv_head, branch, int(start == 0))
+                segment = (rings.segment_length, rings.rate, rings.phase, rings.rows_per_segment)
+                units.append((*segment, *ring, *own))
     return units
 
 
