@@ -6,13 +6,16 @@ from unittest import mock
 import pytest
 import torch
 from distributed import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.plan.cache import plan_cache
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.ranks.link import ExchangeError
 from ring_dilated_attention.reference import dilated_attention_reference
-from ring_dilated_attention.run import cache
+from ring_dilated_attention.run import append, cache
 
 PATTERN = DilatedPattern((4, 9, 30), (1, 2, 4), is_causal=True)
 SIZES = (2, 4, 2, 8)  # batch, heads, key/value heads, head dim
@@ -61,6 +64,32 @@ def prefill_and_decode(rank, world_size, sharding, lengths, seq_len, keep, to):
 def test_ranks_hand_over(world_size, sharding, lengths, seq_len, keep, to):
     """Catches rows that are missing, or lie elsewhere than after a prefill on one device."""
     run(world_size, prefill_and_decode, sharding, lengths, seq_len, keep, to)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_shards_hand_over(data):
+    """The same without processes, for any pattern and any shards: what ranks pack is what a cache of all rows keeps."""
+    num_branches = data.draw(st.integers(1, 3))
+    integers = st.lists(st.integers(1, 20), min_size=num_branches, max_size=num_branches)
+    pattern = DilatedPattern(data.draw(integers), data.draw(integers), is_causal=True)
+    lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any))
+    sharding = data.draw(st.sampled_from(["contiguous", "zigzag"]))
+    seq_len, keep = sum(lengths), data.draw(st.sampled_from([0, 3, 25]))
+    if sharding == "zigzag":
+        lengths = default_lengths("zigzag", seq_len, len(lengths))
+    _, key, value = whole(seq_len)
+    expected = DilatedCache(pattern, 2, 4, 2, 8, dtype=torch.float64, keep=keep)
+    dilated_attention(whole(seq_len)[0], key, value, pattern, cache=expected)
+    found = DilatedCache(pattern, 2, 4, 2, 8, dtype=torch.float64, keep=keep)
+    found.progress.copy_(expected.progress)
+    for shard in make_shards(sharding, lengths):
+        rows = [torch.cat([x[:, a:b] for a, b in shard] or [x[:, :0]], dim=1) for x in (key, value)]
+        flat = append.packed(found.plan, shard, seq_len, *rows)
+        assert len(flat) == append.packed_size(found.plan, shard, seq_len, key)
+        append.unpack(found.plan, shard, seq_len, flat, found.memory)
+    for x, y in zip(found.state_dict()["rows"], expected.state_dict()["rows"], strict=True):
+        assert torch.equal(x, y)
 
 
 def count_bytes(rank, world_size, seq_len):
