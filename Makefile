@@ -20,8 +20,8 @@ run: $(VENV)/.installed
 	$(BIN)/rda train --ranks 2
 
 test: $(VENV)/.installed
-	$(BIN)/ruff check src benchmarks tests
-	$(BIN)/ruff format --check src benchmarks tests
+	$(BIN)/ruff check src benchmarks tests examples
+	$(BIN)/ruff format --check src benchmarks tests examples
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 

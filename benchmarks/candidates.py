@@ -17,8 +17,8 @@ from torch.nn.attention import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
-from ring_dilated_attention import kernels
 from ring_dilated_attention.attention import dilated_attention
+from ring_dilated_attention.kernels.choose import reasons
 from ring_dilated_attention.pattern import DilatedPattern
 
 from .measure import Sizes
@@ -88,7 +88,7 @@ class Candidate(NamedTuple):
 
 def backend_on(device: str, how: str, dtype: torch.dtype) -> str:
     """The backend of one of OWN. On a CPU "cpu" stands in for what cannot run there."""
-    can_run = kernels.reasons(torch.empty(1, 1, 1, 8, device=device, dtype=dtype))[how] is None
+    can_run = reasons(torch.empty(1, 1, 1, 8, device=device, dtype=dtype))[how] is None
     return "cpu" if device == "cpu" and not can_run else how
 
 

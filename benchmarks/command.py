@@ -27,6 +27,7 @@ from . import (
     ranks,
     scaling,
     sent,
+    slides,
     token,
     torch_ring,
 )
@@ -45,6 +46,7 @@ CASES: dict[str, ModuleType] = {
     "million": million,
     "billion": billion,
     "crossover": crossover,
+    "slides": slides,
     "generation": generation,
     "token": token,
     "prefill": prefill,

@@ -9,8 +9,8 @@ and more of it in short segments than in dense attention. That part is known fro
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ring_dilated_attention.kernels.traits import KEY_BLOCK, query_block
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.memory import KEY_BLOCK, query_block
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards

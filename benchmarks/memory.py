@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.memory import attention_memory
 from ring_dilated_attention.plan.plan import Plan
@@ -96,7 +97,7 @@ def _plan(sizes: Sizes, pattern: DilatedPattern, num_ranks: int, rank: int) -> P
 def _row(sizes: Sizes, pattern: DilatedPattern, num_ranks: int, rank: int, found: Allocated) -> dict[str, Any]:
     plan = _plan(sizes, pattern, num_ranks, rank)
     arguments = (sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
-    planned = attention_memory(plan, *arguments, num_threads=torch.get_num_threads())
+    planned = attention_memory(plan, sizes.planned(torch.get_num_threads()), TRAITS["cpu"])
     return {
         "segment_lengths": pattern.segment_lengths,
         "dilation_rates": pattern.dilation_rates,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.memory import attention_memory
 from ring_dilated_attention.plan.planner import make_plan
@@ -44,8 +45,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     step("profiled")
     [found] = run_ranks(launch, _profiled, sizes, pattern)
     plan = make_plan(pattern, make_shards("contiguous", (sizes.seq_len,)), 0, sizes.num_heads, sizes.num_heads)
-    arguments = (sizes.batch, sizes.head_dim)
-    planned = attention_memory(plan, *arguments, sizes.dtype.itemsize, num_threads=launch.num_threads)
+    planned = attention_memory(plan, sizes.planned(launch.num_threads), TRAITS["cpu"])
     tensor = sizes.batch * sizes.seq_len * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize
     return [
         {
@@ -56,7 +56,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             "threads_per_rank": launch.num_threads,
             "forward_seconds": times.forward,
             "backward_seconds": times.backward,
-            "flops": sum(plan.flops(*arguments, backward=backward) for backward in (False, True)),
+            "flops": sum(plan.flops(sizes.batch, sizes.head_dim, backward=backward) for backward in (False, True)),
             "tensor_bytes": tensor,
             "peak_bytes": 3 * tensor + found.peak_bytes,
             "planned_peak_bytes": planned.forward_backward.num_bytes,

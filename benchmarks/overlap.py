@@ -17,6 +17,7 @@ from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.link import Wait
+from ring_dilated_attention.ranks.measuring import recorded_waits
 
 from .gate import gate, gate_squares
 from .measure import Sizes, attend, make_tensors, quantiles
@@ -96,7 +97,7 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, A
     for pattern, sharding in settings.setups:
         parallel = ContextParallel(exchange="ring", sharding=sharding)
         squares = gate_squares(settings.sizes, pattern, parallel)
-        shards = parallel.shards(parallel.default_lengths(settings.sizes.seq_len))
+        shards = parallel.cut.shards_of(parallel.cut.default_lengths(settings.sizes.seq_len))
         heads = settings.sizes.num_heads
         plan = make_plan(pattern, shards, parallel.rank, heads, heads)
         steps = []
@@ -112,8 +113,8 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, A
 def take_step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) -> dict[str, Stage]:
     """One forward and its backward."""
     inputs, dout = make_tensors(sizes, parallel)
-    parallel.all_reduce(torch.zeros(1))  # start together
-    with parallel.recorded_waits() as waits:
+    parallel.handshake(0, {"call": "start together"})
+    with recorded_waits(parallel) as waits:
         begin = time.perf_counter()
         out = attend(inputs, pattern, parallel)
         middle, num_forward = time.perf_counter(), len(waits)

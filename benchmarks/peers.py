@@ -22,7 +22,7 @@ def torchscale_attention(
     dilated: Any = importlib.import_module("torchscale.component.dilated_attention")
     multihead: Any = importlib.import_module("torchscale.component.multihead_attention")
     if multihead.flash_attn_func is None:  # the flash_attn package is not there; torch's op takes its place
-        multihead.flash_attn_func = _flash
+        multihead.flash_attn_func = flash
     arguments = SimpleNamespace(
         segment_length=list(pattern.segment_lengths),
         dilated_ratio=list(pattern.dilation_rates),
@@ -41,7 +41,7 @@ def torchscale_attention(
     return attend
 
 
-def _flash(
+def flash(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: None, scale: float | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, H, M), as flash_attn's function returns them."""

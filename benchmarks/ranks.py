@@ -11,6 +11,7 @@ import torch
 
 from ring_dilated_attention.commands.compare import Squares
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.memory import attention_memory
 from ring_dilated_attention.plan.planner import make_plan
@@ -107,7 +108,7 @@ def _row(setup: Setup, num_ranks: int, found: list[Found]) -> dict[str, Any]:
     forwards, boths, sent = [], [], []
     for rank, part in enumerate(found):
         plan = make_plan(pattern, shards, rank, sizes.num_heads, sizes.num_heads)
-        planned = attention_memory(plan, *arguments)
+        planned = attention_memory(plan, sizes.planned(), TRAITS["cpu"])
         forwards.append(part.forward / planned.forward.num_bytes)
         boths.append(part.forward_backward / planned.forward_backward.num_bytes)
         sent.append(sum(plan.bytes_sent(*arguments, backward=backward) for backward in (False, True)))

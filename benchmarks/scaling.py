@@ -19,10 +19,11 @@ from ring_dilated_attention.plan.clock import Hardware, model_step
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.ranks.context import ContextParallel
-from ring_dilated_attention.run.ring import RingCall
+from ring_dilated_attention.ranks.measuring import recorded_waits
+from ring_dilated_attention.ranks.processes import Processes
 
 from .gate import gate, gate_squares
-from .measure import Sizes, Times, dilated_call, make_tensors, quantiles, stopwatch
+from .measure import Sizes, Times, dilated_call, quantiles, stopwatch
 from .record import branches, markdown, seconds, tensors
 
 SUMMARY = "parallel efficiency of two ranks, beside the machine's ceiling"
@@ -89,10 +90,10 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, l
             for setup, call in calls.items():  # the gate was the warm-up
                 if worker.rank == 0:
                     worker.report(f"{branches(_pattern_json(pattern))}, {setup}")
-                parallel.all_reduce(torch.zeros(1))  # start together, and leave the core to whoever is alone
+                parallel.handshake(0, {"call": "start together"})  # and leave the core to whoever is alone
                 if call is None:
                     continue
-                with parallel.recorded_waits() as waits:
+                with recorded_waits(parallel) as waits:
                     times[setup].append(call().both)
                 if setup == SETUPS[1]:
                     times[WAITING].append(sum(wait.end - wait.start for wait in waits) / times[setup][-1])
@@ -147,19 +148,24 @@ def _by_repeat(ranks: list[dict[str, list[float]]], name: str) -> list[tuple[flo
 def _bytes_per_second(sizes: Sizes, pattern: DilatedPattern, sharding: str) -> float:
     """One way of this rank's link: the first hop's chunks with nothing to compute, the median of several passes."""
     parallel = ContextParallel(exchange="ring", sharding=sharding)
-    shards = parallel.shards(parallel.default_lengths(sizes.seq_len))
+    shards = parallel.cut.shards_of(parallel.cut.default_lengths(sizes.seq_len))
     plan = make_plan(pattern, shards, parallel.rank, sizes.num_heads, sizes.num_heads)
-    query, key, value = (x.detach() for x in make_tensors(sizes, parallel)[0])
-    ring = RingCall(plan, query, parallel.link, "messages alone")
-    own, free = ring.chunk_buffers(key, value)
-    size = max(sum(message.size for message in way) for way in (plan.hops[0].sends, plan.hops[0].receives))
+    unit, hop = sizes.batch * sizes.head_dim, plan.hops[0]
+    own, free = (torch.zeros(plan.chunk_size * unit, dtype=sizes.dtype) for _ in range(2))
+    sends, receives = (
+        [(buffer[m.offset * unit : (m.offset + m.size) * unit], m) for m in way]
+        for buffer, way in ((own, hop.sends), (free, hop.receives))
+    )
+    assert isinstance(parallel.ranks, Processes)
+    link = parallel.ranks.all
+    size = max(sum(m.size for m in way) for way in (hop.sends, hop.receives))
     passes = []
     for _ in range(5):
-        parallel.all_reduce(torch.zeros(1))  # start together
+        parallel.handshake(0, {"call": "start together"})
         watch = stopwatch()
-        ring.start(0, own, free).wait()
+        link.carry(sends, receives, "messages alone").wait()
         passes.append(watch())
-    return size * sizes.batch * sizes.head_dim * sizes.dtype.itemsize / quantiles(passes)["median"]
+    return size * unit * sizes.dtype.itemsize / quantiles(passes)["median"]
 
 
 def _modelled(
@@ -173,7 +179,7 @@ def _modelled(
         arguments = (sizes.batch, sizes.head_dim)
         flops = sum(plan.flops(*arguments, backward=backward) for plan in plans for backward in (False, True))
         hardware = Hardware(flops / row["one_rank_seconds"]["median"], bytes_per_second)
-        step = model_step(plans, *arguments, sizes.dtype.itemsize, hardware)
+        step = model_step(plans, sizes.planned(), hardware)
         exposed = max(rank.exposed_seconds for rank in step.ranks) / step.step_seconds
         model = {"ranks": num_ranks, "efficiency": step.efficiency, "exposed_share": exposed}
         found.append(model | hardware._asdict())

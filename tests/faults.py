@@ -20,7 +20,7 @@ from distributed import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
-from ring_dilated_attention.ranks.link import ExchangeError, Link
+from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
 
 DENSE = DilatedPattern((10**6,), (1,))
 CAUSAL = DilatedPattern((10**6,), (1,), is_causal=True)
@@ -157,9 +157,9 @@ class Injection:
     def __init__(self, fault: Fault, tells: Connection) -> None:
         self.fault, self.tells = fault, tells
         self.is_armed = False
-        post = Link._post
+        post = GroupLink._post
 
-        def failing_post(link: Link, messages: Any, moment: str) -> Any:
+        def failing_post(link: GroupLink, messages: Any, moment: str) -> Any:
             if not (self.is_armed and messages and self.is_place(moment)):
                 return post(link, messages, moment)
             if not fault.in_flight:
@@ -169,7 +169,7 @@ class Injection:
             self.strike()
             return pending
 
-        Link._post = failing_post  # type: ignore[method-assign]
+        GroupLink._post = failing_post  # type: ignore[method-assign]
 
     def enter(self, step: int, stage: str) -> None:
         """Called by the user's loop before every forward and backward."""

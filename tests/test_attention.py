@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 from ring_dilated_attention.run.merge import merge_
@@ -607,3 +607,61 @@ def test_merge_is_that_of_the_definition():
 def test_every_error_dtype_has_a_floor():
     """Catches a dtype that the kernel serves and the precision test forgets."""
     assert set(chain(FLOORS, [torch.float64])) == set(cpu.DTYPES)
+
+
+@pytest.mark.parametrize("rules", [{}, {"phase": "blocked"}, {"heads": "split"}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("parallel", [{}, {"exchange": "simulated", "world_size": 3}], ids=["one", "three"])
+def test_some_heads_of_a_layer_are_a_slice_of_all(rules, parallel):
+    """Tensor parallelism. Catches phases by the local head: another function, without a word."""
+    pattern = DilatedPattern((7, 29), (2, 5), **rules)
+    query, key, value = (torch.randn(2, 29, h, 8, dtype=torch.float64, requires_grad=True) for h in (6, 3, 3))
+    context = ContextParallel(**parallel)
+    out, lse = dilated_attention(query, key, value, pattern, parallel=context, return_lse=True)
+    wholes = torch.autograd.grad(out.square().sum(), (query, key, value))
+    grads = [torch.zeros_like(x) for x in wholes]
+    for held in (range(0, 2), range(2, 6)):
+        kv = slice(held.start // 2, held.stop // 2)
+        part = (query[:, :, held.start : held.stop], key[:, :, kv], value[:, :, kv])
+        found, found_lse = dilated_attention(
+            *part, pattern, parallel=context, return_lse=True, heads_held=held, num_heads=6
+        )
+        torch.testing.assert_close(found, out[:, :, held.start : held.stop])
+        torch.testing.assert_close(found_lse, lse[:, :, held.start : held.stop])
+        for total, grad in zip(grads, torch.autograd.grad(found.square().sum(), (query, key, value)), strict=True):
+            total += grad
+    for total, whole in zip(grads, wholes, strict=True):
+        torch.testing.assert_close(total, whole)
+    local = dilated_attention(*part, pattern, parallel=context)
+    assert not torch.allclose(local, out[:, :, 2:])  # what it would be without
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1.0, 65_536.0, 1e-3])
+def test_gradients_of_lse_keep_their_dtype(dtype, size):
+    """Catches a gradient of lse that goes through a 16-bit type: GradScaler begins with 65,536, which float16 takes for
+    infinity, and dq and dk of a few thousand become NaN."""
+    pattern, magnitude = DilatedPattern((16, 64), (1, 3), is_causal=True), 0.02
+    leaves = [(torch.randn(2, 64, 4, 16) * magnitude).to(dtype).requires_grad_() for _ in range(3)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    lse = dilated_attention(*leaves, pattern, return_lse=True)[1]
+    weights = (torch.rand_like(lse) - 0.5) * size
+    found = torch.autograd.grad((lse * weights).sum(), leaves[:2])
+    expected = torch.autograd.grad(
+        (dilated_attention_reference(*exact, pattern)[1] * weights.double()).sum(), exact[:2]
+    )
+    for x, y in zip(found, expected, strict=True):
+        assert torch.isfinite(x).all()
+        assert (x.double() - y).norm() < 4 * torch.finfo(dtype).eps * y.norm() + 1e-6 * y.numel() ** 0.5
+
+
+@pytest.mark.parametrize("scale", [1e-46, -1e-46, 1e-39, 2.0**-126, 0.0])
+def test_scales_that_float32_takes_for_nothing(scale):
+    """Catches 0 times -inf at masked scores: NaN in every causal call."""
+    pattern = DilatedPattern((8,), (1,), is_causal=True)
+    x = torch.randn(1, 8, 2, 8, requires_grad=True)
+    exact = x.detach().double().requires_grad_()
+    found = dilated_attention(x, x, x, pattern, scale=scale)
+    expected = dilated_attention_reference(exact, exact, exact, pattern, scale=scale)[0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    grads = [torch.autograd.grad(y.sum(), leaf)[0] for y, leaf in ((found, x), (expected, exact))]
+    torch.testing.assert_close(grads[0].double(), grads[1], rtol=1e-6, atol=1e-6)

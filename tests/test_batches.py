@@ -1,25 +1,22 @@
-"""No rank waits for a message that stands behind its own in another rank's stream: every loop, as NCCL would run it.
+"""No rank waits for a message that stands behind its own in another rank's stream, as NCCL would run every program.
 
-Each loop runs by itself, with a link that only notes what is posted. A model of the transport then runs all ranks'
-notes together. In it a batch is one launch on the one stream of its rank: it begins when the batch before it is done,
-and is done when all of its messages are; a message moves while the batches of both its sides run, however small it is
-(NCCL promises no buffer). What a host awaits does not matter: it is always an earlier batch of its own. No GPU takes
+In a model of the transport a post is one launch on the one stream of its rank: it begins when the one before it is
+done, and is done when all of its messages are; a message moves while the posts of both its sides run, however small it
+is (NCCL promises no buffer). What a host awaits does not matter: it is always an earlier post of its own. No GPU takes
 part, and no clock.
 """
 
 from itertools import product
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.program import Post, Terms, steps
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
-from ring_dilated_attention.ranks.link import Link, Pending
-from ring_dilated_attention.run import all_gather, ring
+from ring_dilated_attention.ranks.link import GroupLink
 
 LENGTH = 60
 BRANCHES = [((LENGTH,), (1,)), ((8, 24, LENGTH), (1, 2, 4)), ((17, 31, 45), (1, 1, 3)), ((LENGTH, 25), (16, 7))]
@@ -38,45 +35,23 @@ class Side(NamedTuple):
 Batches = list[list[Side]]  # of one rank, in the order of posting
 
 
-class NotingLink(Link):
-    """Notes batches, of a transport that has some. What they bring is not looked at."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self.failure = rank, world_size, None
-        self.backends = {"cpu": "nccl"}
-        self.batches: Batches = []
-
-    def exchange(self, sends, receives, moment):
-        batch = [Side(True, peer, x.numel(), moment) for x, peer in sends]
-        batch += [Side(False, peer, x.zero_().numel(), moment) for x, peer in receives]
-        self.batches += [batch] if batch else []
-        return Pending(None, moment)
-
-
-class NoWork:
-    """A kernel whose results are zeros."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
-
-    @staticmethod
-    def backward(dout: Tensor, dlse: None, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-
-
-def noted(loop: ModuleType, stage: str, pattern: DilatedPattern, sharding: str, world_size: int) -> list[Batches]:
+def posted(exchange: str, stage: str, pattern: DilatedPattern, sharding: str, world_size: int) -> list[Batches]:
     """What every rank posts."""
-    lengths = default_lengths(sharding, LENGTH, world_size)
+    shards = make_shards(sharding, default_lengths(sharding, LENGTH, world_size))
     ranks = []
-    for rank, length in enumerate(lengths):
-        plan = make_plan(pattern, make_shards(sharding, lengths), rank, 2, 2)
-        link, x, lse = NotingLink(rank, world_size), torch.zeros(1, length, 2, 1), torch.zeros(1, length, 2)
-        if stage == "forward":
-            loop.forward(NoWork, plan, 1.0, x, x, x, link)
-        else:
-            loop.backward(NoWork, plan, 1.0, x, None, x, x, x, x, lse, link)
-        ranks.append(link.batches)
+    for rank in range(world_size):
+        plan = plan_exchange(exchange, pattern, shards, rank, 2, 2).plan
+        posts = [step for step in steps(plan, stage, Terms()) if isinstance(step, Post)]
+        ranks.append(
+            [
+                [
+                    Side(is_send, part.message.peer, part.message.size, post.moment)
+                    for is_send, parts in ((True, post.sends), (False, post.receives))
+                    for part in parts
+                ]
+                for post in posts
+            ]
+        )
     return ranks
 
 
@@ -108,18 +83,18 @@ def stuck_ranks(ranks: list[Batches]) -> list[int]:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-@pytest.mark.parametrize("loop", [ring, all_gather], ids=["ring", "all_gather"])
-def test_no_rank_is_stuck(loop, stage, sharding, world_size):
+@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
+def test_no_rank_is_stuck(exchange, stage, sharding, world_size):
     """Catches sends that are posted before the receives which they need, and ranks that order batches differently."""
     for pattern in PATTERNS:
-        ranks = noted(loop, stage, pattern, sharding, world_size)
+        ranks = posted(exchange, stage, pattern, sharding, world_size)
         assert any(ranks)
         assert stuck_ranks(ranks) == [], pattern
 
 
 def test_sends_and_receives_apart_are_seen_to_be_stuck():
     """Proof that the model can fail: in a cycle, everybody sends and nobody has come to receive."""
-    ranks = noted(ring, "backward", PATTERNS[0], "contiguous", 3)
+    ranks = posted("ring", "backward", PATTERNS[0], "contiguous", 3)
     apart = [
         [side for batch in batches for side in ([s for s in batch if s.is_send], [s for s in batch if not s.is_send])]
         for batches in ranks
@@ -128,7 +103,7 @@ def test_sends_and_receives_apart_are_seen_to_be_stuck():
 
 
 def test_batches_in_another_order_on_one_rank_are_seen():
-    first, *others = noted(ring, "backward", PATTERNS[0], "contiguous", 3)
+    first, *others = posted("ring", "backward", PATTERNS[0], "contiguous", 3)
     with pytest.raises(AssertionError, match="but rank 1 expects"):
         stuck_ranks([[*first[1:], first[0]], *others])
 
@@ -138,7 +113,7 @@ def test_the_first_call_on_nccl_is_of_all_ranks(monkeypatch, backends, num_calls
     """Catches a communicator whose first batch is of some ranks only, which torch does not define."""
     calls = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group: calls.append((x.numel(), group)))
-    link = NotingLink(0, 2)
+    link = GroupLink.__new__(GroupLink)
     link.backends, link.group = backends, "the group"
     link.open()
     assert calls == [(1, "the group")] * num_calls

@@ -97,7 +97,7 @@ def count_bytes(rank, world_size, seq_len):
     _, key, value = (parallel.shard(x) for x in whole(seq_len, torch.float32))
     sent = allocated(lambda: DilatedCache.gather(parallel, key, value, PATTERN, SIZES[1], to=1)).sent_bytes
     plan = plan_cache(PATTERN, *SIZES[1:3])
-    own = plan.kept_of(parallel.shards(parallel.default_lengths(seq_len))[rank], seq_len)
+    own = plan.kept_of(parallel.ranks.shards(parallel.ranks.lengths_of(seq_len))[rank], seq_len)
     rows = sum(len(rings.kv_heads) * len(numbers) for rings, numbers, _ in own)
     assert sent == (rows * 2 * SIZES[0] * SIZES[3] * 4 if rank != 1 else 0)
     return rows

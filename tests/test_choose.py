@@ -6,17 +6,19 @@ import pytest
 import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, explain
-from ring_dilated_attention.plan.choice import SMALL_CHUNK_BYTES, choose_exchange
-from ring_dilated_attention.plan.plan import dealt_bytes
+from ring_dilated_attention.plan.dealing import dealt_bytes
+from ring_dilated_attention.plan.exchange import SMALL_CHUNK_BYTES, choose_exchange, plan_exchange
+from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards
+from ring_dilated_attention.ranks.processes import Processes
 
 CAUSAL = DilatedPattern((8192,), (1,), is_causal=True)
 
 
 def choose(pattern, p, n, *, sharding="contiguous", heads=(8, 8), documents=None, head_dim=64):
     shards = make_shards(sharding, default_lengths(sharding, n, p))
-    return choose_exchange(pattern, shards, *heads, documents, 1, head_dim, 4)
+    return choose_exchange(pattern, shards, *heads, documents, Sizes(1, head_dim, 4))
 
 
 def test_documents_that_lie_in_shards_send_nothing():
@@ -68,10 +70,17 @@ def test_the_reason_names_what_it_rests_on():
     assert "3 key/value heads cannot be dealt to 4 ranks" in choose(CAUSAL, 4, 8192, heads=(6, 3)).reason
 
 
-def test_explain_takes_what_only_the_other_ranks_know(monkeypatch):
+def unconnected(world_size, exchange):
+    """One of several processes, as far as a choice looks at it."""
+    ranks = Processes.__new__(Processes)
+    ranks.world_size, ranks.exchange, ranks.cut = world_size, exchange, Cut("contiguous", world_size)
+    return ranks
+
+
+def test_explain_takes_what_only_the_other_ranks_know():
     """Catches an explanation of equal shards where they are not, and one of a call that would be refused."""
     parallel = ContextParallel()
-    parallel.world_size, parallel.link = 3, object()
+    parallel.ranks = unconnected(3, "auto")
     local = [torch.randn(1, 2, 3, 8) for _ in range(3)]
     dense = DilatedPattern((68,), (1,))
     equal = explain(*local, dense, parallel=parallel)
@@ -80,6 +89,24 @@ def test_explain_takes_what_only_the_other_ranks_know(monkeypatch):
     borders = torch.tensor([0, 64, 66, 68], dtype=torch.int32)
     apart = explain(*local, dense, parallel=parallel, lengths=(64, 2, 2), cu_seqlens=borders)
     assert apart.reasons["exchange"].startswith("nothing is sent")
-    parallel.exchange, parallel.world_size = "all_to_all", 2
+    parallel.ranks = unconnected(2, "all_to_all")
     with pytest.raises(ValueError, match="3 key/value heads do not divide among 2 ranks"):
         explain(*local, dense, parallel=parallel)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_dealt_heads_are_one_tile_whatever_the_sharding(num_ranks):
+    """Catches rows that keep the order of zigzag's shards once heads are dealt: 8, 28 and 120 tiles instead of one."""
+    for sharding in ("contiguous", "zigzag"):
+        shards = make_shards(sharding, default_lengths(sharding, 8192, num_ranks))
+        assert plan_exchange("all_to_all", CAUSAL, shards, 1, 8, 8).plan.num_tiles == 1
+
+
+def test_kernel_calls_count_too():
+    """Catches a choice by bytes alone: dealt heads have every document's tile on every rank."""
+    causal, sizes = DilatedPattern((16384,), (1,), is_causal=True), (16, 16384)
+    few, many = ((0, *range(12288, 16385, step)) for step in (4096, 16))
+    assert choose(causal, *sizes, heads=(16, 16), documents=few).exchange == "all_to_all"
+    choice = choose(causal, *sizes, heads=(16, 16), documents=many)
+    assert choice.exchange == "ring"
+    assert "but takes 257 calls" in choice.reason

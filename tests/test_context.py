@@ -8,9 +8,11 @@ import gc
 import os
 import pickle
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.models.sharded import shift_left
+from ring_dilated_attention.ranks import link, ranks
+from ring_dilated_attention.ranks.batches import fingerprint
 from ring_dilated_attention.ranks.link import ExchangeError
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
@@ -109,11 +114,11 @@ def rank_has_bad_input(rank, world_size):
     assert "shard along dim=2" in message_of(lambda: context.shard(torch.zeros(1, 8), dim=2))
     for labels in (torch.zeros(8, dtype=torch.int64), torch.zeros(1, 8)):
         good = torch.zeros(1, 8, dtype=torch.int64)
-        message = message_of(lambda x=labels if odd else good: context.shift_left(x, 0))
+        message = message_of(lambda x=labels if odd else good: shift_left(context, x, 0))
         assert "shift_left takes integers (batch, N)" in message
     message = message_of(lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=-0.5 if odd else 0.5))
     assert "ranks disagree on scale: rank 0 has 0.5, rank 1 has -0.5" in message
-    message = message_of(lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=odd))
+    message = message_of(lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=int(odd)))
     assert "ranks disagree on scale" in message
     assert torch.isfinite(layer(x, x, x)[0]).all()
     given = ContextParallel(lengths=(3, 5), timeout=PATIENCE)
@@ -131,7 +136,7 @@ def rank_runs_out_of_memory(rank, world_size):
     if rank == 1:
         torch.cat = lambda *_, **__: (_ for _ in ()).throw(MemoryError("no memory left"))
         assert "no memory" in message_of(lambda: context.unshard(torch.zeros(1, 4)), MemoryError)
-        assert context.link.failure
+        assert context.ranks.all.failure
     else:
 
         def twice() -> None:
@@ -215,3 +220,267 @@ def test_processes_that_were_started_together_but_not_initialised(monkeypatch):
     with pytest.warns(UserWarning, match=r"2 processes were started.*init_process_group") as caught:
         ContextParallel()
     assert caught[0].filename == __file__
+
+
+def rank_shards_batches(rank, world_size, sharding):
+    """A batch that every rank has, and one that a rank deals out, against the rows of the whole."""
+    cp = ContextParallel(sharding=sharding, timeout=PATIENCE)
+    torch.manual_seed(3)
+    borders = torch.tensor([0, 4, 11], dtype=torch.int32)
+    whole = {
+        "tokens": torch.randint(256, (2, 11), dtype=torch.uint8),
+        "features": torch.randn(2, 11, 3, dtype=torch.bfloat16),
+        "mask": torch.rand(2, 11) > 0.5,
+        "weights": torch.rand(11, dtype=torch.float64),
+        "cu_seqlens": borders,
+    }
+    rows = cp.shard(torch.arange(11)[None])[0]
+    for source in (None, *range(world_size)):
+        given = whole if source in (None, rank) else None
+        local = cp.shard_batch(given, source=source)
+        for name, x in whole.items():
+            expected = x if name == "cu_seqlens" else x[rows] if x.dim() == 1 else x[:, rows]
+            assert local[name].dtype == x.dtype
+            assert torch.equal(local[name], expected), name
+        assert torch.equal(local["positions"], cp.positions(11, borders))
+    given = {"tokens": whole["tokens"], "positions": torch.arange(11)}
+    assert torch.equal(cp.shard_batch(given)["positions"], rows)
+    other = {"tokens": whole["tokens"] + (rank == world_size - 1)}
+    message = message_of(lambda: cp.shard_batch(other))
+    assert "ranks disagree on samples" in message
+    assert "given different samples" in message
+    assert "DistributedSampler" in message
+    assert torch.equal(cp.shard_batch(other, source=0)["tokens"], whole["tokens"][:, rows])
+    longer = {"tokens": torch.zeros(2, 11 + (rank == 0))}
+    assert "ranks disagree on shapes of the batch" in message_of(lambda: cp.shard_batch(longer))
+    bad = {"tokens": torch.zeros(2, 11), "labels": torch.zeros(2, 10)}
+    message = message_of(lambda: cp.shard_batch(bad if rank == 0 else whole))
+    assert "one number of positions, but tokens has 11, labels has 10" in message
+    assert "source must be a rank from 0" in message_of(lambda: cp.shard_batch(whole, source=world_size))
+    assert "got None" in message_of(lambda: cp.shard_batch(None, source=0))
+    assert "must be a dict of tensors, got list" in message_of(lambda: cp.shard_batch([1], source=None))
+    message = message_of(lambda: cp.shard(torch.zeros(1, 8 + rank)))
+    assert "ranks disagree on length of the whole: rank 0 has 8, rank 1 has 9" in message
+
+
+@pytest.mark.parametrize(("world_size", "sharding"), [(2, "contiguous"), (3, "zigzag")])
+def test_batches_of_a_data_loader(world_size, sharding):
+    """Catches ranks of one sequence that were given different samples, or tensors of different lengths, and rows that
+    are not those of the shard."""
+    run(world_size, rank_shards_batches, sharding)
+
+
+def test_batches_alone():
+    """One process, and all ranks simulated in one, take the batch as it is."""
+    batch = {"tokens": torch.arange(6)[None], "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
+    for cp in (ContextParallel(), ContextParallel(exchange="simulated", world_size=3)):
+        for source in (None, 0):
+            local = cp.shard_batch(batch, source=source)
+            assert torch.equal(local["tokens"], batch["tokens"])
+            assert local["positions"].tolist() == [0, 1, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bool, torch.int64])
+def test_fingerprints_tell_tensors_apart(dtype):
+    """Catches a sum that does not see places: a shuffled sample has the same numbers."""
+    x = torch.arange(97).remainder(2).to(dtype)
+    assert fingerprint(x) == fingerprint(x.clone())
+    others = [x, x.roll(1), x[:-1], torch.zeros_like(x)]
+    assert len(set(map(fingerprint, others))) == 4
+
+
+def rank_cannot_choose(rank, world_size):
+    cp = ContextParallel(timeout=timedelta(seconds=30))
+    right = ranks.choose
+
+    def refuses(backend, query):
+        raise ValueError("no backend can run this: none here")
+
+    x = torch.zeros(1, 4, 2, 8, requires_grad=True)
+    for stage in ("forward", "backward"):
+        out = dilated_attention(x, x, x, PATTERN, parallel=cp) if stage == "backward" else None
+        ranks.choose = refuses if rank == 1 else right
+        started = time.monotonic()
+        message = message_of(partial(attention, x, cp) if out is None else out.sum().backward)
+        assert "no backend can run this: none here" in message
+        assert ("rank 1 refused the call" in message) == (rank == 0)
+        assert time.monotonic() - started < 10
+        ranks.choose = right
+
+
+def attention(x, cp):
+    """The op itself: what compiled code calls, whose tracing cannot ask."""
+    return torch.ops.ring_dilated_attention.forward(x, x, x, None, PATTERN.text, 0.3, "auto", cp.key, "", False, 0, 2)
+
+
+def test_a_rank_on_which_no_kernel_serves():
+    """Catches an error inside the op on one rank alone, for which the others would wait until their time is up."""
+    run(2, rank_cannot_choose)
+
+
+def rank_fails_before_the_handshake(rank, world_size):
+    """Whatever one rank alone raises in a call reaches the others at once, forward, backward and in modules."""
+    context = ContextParallel(timeout=timedelta(seconds=60))
+    layer = MultiheadDilatedAttention(32, 4, PATTERN, rotary=True, parallel=context)
+    x, labels = torch.randn(1, 8, 32), torch.zeros(1, 8, dtype=torch.bool)
+    long = DilatedPattern((2**62, 8), (2**62, 1))
+    cases = [
+        (lambda: layer(x.bfloat16(), *[x.bfloat16()] * 2), "dtype"),
+        (lambda: layer(x, x, x, key_padding_mask=labels), "a padded batch cannot be sharded"),
+        (lambda: layer(x, x, x, key_padding_mask=[True]), "key_padding_mask must be a tensor"),
+        (lambda: layer(x, x, x, positions=torch.zeros(8)), "pass integers"),
+        (lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=10**400), "scale must be a finite"),
+        (lambda: dilated_attention(*[y.to_sparse() for y in tensors()], PATTERN, parallel=context), ""),
+        (lambda: dilated_attention(*tensors(), long, parallel=context), "ranks disagree on pattern"),
+        (lambda: dilated_attention(*tensors(), "dense", parallel=context), "pattern must be a DilatedPattern"),
+        (lambda: dilated_attention(1, 2, 3, PATTERN, parallel=context), "query must be a tensor"),
+    ]
+    for odd in range(world_size):
+        for i, (call, fragment) in enumerate(cases):
+            mine = call if rank == odd else (lambda i=i: layer(x, x, x) if i < 4 else attend(context))
+            started = time.monotonic()
+            message = message_of(mine, Exception)
+            assert fragment in message, (i, message)
+            assert time.monotonic() - started < 20, i
+            if rank != odd and "disagree" not in message:
+                assert f"rank {odd} refused the call: " in message, (i, message)
+    assert attend(context).shape == (1, 8, 4, 8)
+
+
+def attend(context):
+    return dilated_attention(*tensors(), PATTERN, parallel=context)
+
+
+def test_whatever_one_rank_raises_reaches_the_others():
+    """Catches ranks that wait for the whole timeout, since one of them failed in a way that no check foresaw."""
+    run(2, rank_fails_before_the_handshake)
+
+
+def rank_drops_contexts(rank, world_size):
+    gc.collect()
+    context = ContextParallel(timeout=PATIENCE)
+    attend(context)
+    before = open_descriptors()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        name = context.name
+        del context
+        gc.collect()
+    [said] = [str(w.message) for w in caught if w.category is ResourceWarning]
+    assert said.startswith(f"{name} was dropped without close(): its connections and threads are kept until all ranks")
+    assert open_descriptors() == before  # a finaliser gives nothing back: it may run anywhere
+    dist.barrier()
+    for _ in range(3):  # as many as were dropped before go with each new one
+        context = ContextParallel(timeout=PATIENCE)
+        attend(context)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            del context
+            gc.collect()
+        dist.barrier()
+    assert open_descriptors() <= before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ContextParallel(timeout=PATIENCE).close()
+        gc.collect()
+    dist.barrier()
+    assert open_descriptors() < before
+
+
+def rank_gives_some_back(rank, world_size):
+    """Names of groups that torch would give twice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    pattern, x = DilatedPattern((16,), (1,)), torch.randn(1, 4, 2, 8)
+    first, second = (ContextParallel(mesh, timeout=PATIENCE) for _ in range(2))
+    first.close()
+    third = ContextParallel(mesh, timeout=PATIENCE)
+    for context in (second, third):
+        assert dilated_attention(x, x, x, pattern, parallel=context).shape == x.shape
+        context.close()
+
+
+def test_contexts_of_a_mesh_that_are_closed_and_made():
+    """Catches a name that torch gives to two groups of the same ranks, once others were given back."""
+    run(4, rank_gives_some_back)
+
+
+def test_contexts_that_are_dropped():
+    """Catches connections that nobody can give back any more, in silence; and a finaliser that talks to other ranks."""
+    run(2, rank_drops_contexts)
+
+
+def rank_waits_long(rank, world_size):
+    """Rank 1 is late; rank 0 looks after it all the while, and keeps nothing of its looks."""
+    context = ContextParallel(timeout=PATIENCE)
+    attend(context)
+    if rank == 1:
+        time.sleep(1.5)
+    posted, watched = [], link.GroupLink._watch
+    link.GroupLink._watch = lambda *args: (posted.append(len(args[0]._sentinels)), watched(*args))[1]
+    attend(context)
+    if rank == 0:
+        assert len(posted) > 8  # looks
+        assert posted[-1] == 1  # receives
+    attend(context)
+    context.close()
+    dist.barrier()
+
+
+def test_waiting_leaves_nothing_behind():
+    """Catches a look at a connection that leaves a receive pending for each tenth of a second: 3.5 MB an hour."""
+    run(2, rank_waits_long)
+
+
+def rank_takes_a_mean(rank, world_size):
+    """A user's own loss over uneven shards under DDP, against one rank's."""
+    torch.manual_seed(1)
+    model, reference = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
+    reference.load_state_dict(model.state_dict())
+    x, labels = torch.randn(1, 11, 4), torch.randint(3, (1, 11))
+    labels[0, 7:9] = -100
+    context = ContextParallel(lengths=(7, 0, 4)[:world_size] if world_size == 3 else (7, 4), timeout=PATIENCE)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    local, local_labels = context.shard(x), context.shard(labels)
+    terms = nn.functional.cross_entropy(
+        ddp(local).flatten(0, 1), local_labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+    loss = context.mean_loss(terms, (local_labels != -100).sum())
+    loss.backward()
+    expected = nn.functional.cross_entropy(reference(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad)
+    assert "0 terms of a loss in all" in message_of(lambda: context.mean_loss(terms.detach(), 0))
+    assert "reduction='sum'" in message_of(lambda: context.mean_loss(torch.zeros(2), 2))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_mean_of_a_users_own_loss(world_size):
+    """Catches a mean of the ranks' means (gradients 3.7 % off over uneven shards) and one that DDP divides again."""
+    run(world_size, rank_takes_a_mean)
+
+
+def rank_passes_the_whole(rank, world_size):
+    context = ContextParallel(timeout=PATIENCE)
+    whole = torch.randn(1, 8, 4, 8)
+    local = context.shard(whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            dilated_attention(local, local, local, PATTERN, parallel=context)
+    some = whole[:, : 1 + 5 * rank]
+    for x, fragment in ((whole, "every rank has 8 positions, as many as the"), (some, "ranks have (1, 6) positions")):
+        other = ContextParallel(timeout=PATIENCE)
+        other.shard(whole)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                dilated_attention(x, x, x, PATTERN, parallel=other)
+        said = [str(w.message) for w in caught if w.category is UserWarning]
+        assert len(said) == 1, said
+        assert fragment in said[0]
+
+
+def test_a_whole_sequence_in_the_place_of_a_shard():
+    """Catches a full tensor on every rank, which is taken for shards of a longer sequence without a word."""
+    run(2, rank_passes_the_whole)

@@ -7,10 +7,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
-from ring_dilated_attention.plan.plan import dealt_bytes
+from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import join_shards, make_shards
-from ring_dilated_attention.ranks.link import Link
+from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.ranks.link import GroupLink
 
 # pattern, query heads, key/value heads, dtype, sharding
 CASES = [
@@ -28,7 +29,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.clear()
-        exchange, forward, backward = self.originals = Link.exchange, cpu.forward, cpu.backward
+        exchange, forward, backward = self.originals = GroupLink.exchange, cpu.forward, cpu.backward
 
         def counted_exchange(link, sends, receives, moment):
             self.sent += sum(x.nbytes for x, _ in sends)
@@ -38,14 +39,14 @@ class Counter:
             self.count(q, k, is_causal)
             return forward(q, k, v, is_causal, scale)
 
-        def counted_backward(dout, dlse, q, k, v, out, lse, is_causal, scale):
-            self.count(q, k, is_causal)
-            return backward(dout, dlse, q, k, v, out, lse, is_causal, scale)
+        def counted_backward(rows, is_causal, scale):
+            self.count(rows.query, rows.key, is_causal)
+            return backward(rows, is_causal, scale)
 
-        Link.exchange, cpu.forward, cpu.backward = counted_exchange, counted_forward, counted_backward
+        GroupLink.exchange, cpu.forward, cpu.backward = counted_exchange, counted_forward, counted_backward
 
     def restore(self):
-        Link.exchange, cpu.forward, cpu.backward = self.originals
+        GroupLink.exchange, cpu.forward, cpu.backward = self.originals
 
     def count(self, q, k, is_causal):
         rows, keys = q.shape[2], k.shape[2]
@@ -79,29 +80,13 @@ def rank_counts(rank, world_size, exchange):
 
 def plans_of(cp, exchange, pattern, heads, kv_heads, itemsize, has_dlse):
     """(bytes, pairs) of a forward and of a backward, as planned."""
-    lengths = cp.default_lengths(N)
-    size = {"all_to_all": cp.world_size, "mesh": 2}.get(exchange, 1)
-    shards = cp.shards(lengths)
-    groups = [range(i, i + size) for i in range(0, len(lengths), size)]
-    share, place = heads // size, cp.rank % size
-    plan = make_plan(
-        pattern,
-        tuple(join_shards([shards[k] for k in group]) for group in groups) if size > 1 else shards,
-        cp.rank // size,
-        heads,
-        kv_heads,
-        None,
-        range(place * share, (place + 1) * share) if size > 1 else None,
-    )
-    together = tuple(lengths[k] for k in groups[cp.rank // size])
-    sizes = (heads, kv_heads, BATCH, HEAD_DIM, itemsize)
-    planned = []
-    for backward in (False, True):
-        sent = plan.bytes_sent(BATCH, HEAD_DIM, itemsize, backward=backward, straight=exchange == "all_gather")
-        if size > 1:
-            sent += dealt_bytes(together, place, *sizes, backward=backward, has_dlse=has_dlse)
-        planned.append((sent, BATCH * plan.pairs))
-    return planned
+    shards, name = cp.cut.shards_of(cp.cut.default_lengths(N)), "ring" if exchange == "mesh" else exchange
+    rank_plan = plan_exchange(name, pattern, shards, cp.rank, heads, kv_heads, inner=cp.cut.inner)
+    sizes = Sizes(BATCH, HEAD_DIM, itemsize)
+    return [
+        (rank_plan.bytes_sent(sizes, backward=backward, has_dlse=has_dlse), BATCH * rank_plan.plan.pairs)
+        for backward in (False, True)
+    ]
 
 
 @pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all", "mesh"])

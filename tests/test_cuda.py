@@ -24,10 +24,10 @@ from ring_dilated_attention import (
     attention,
     dilated_attention,
     explain,
-    kernels,
 )
 from ring_dilated_attention.commands import check
 from ring_dilated_attention.commands.compare import Case, measure, tolerances, worst
+from ring_dilated_attention.kernels import choose
 
 HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = not HAS_GPU and os.environ.get("TRITON_INTERPRET") == "1"
@@ -57,7 +57,7 @@ def _poisoned_memory():
 
 
 def require(backend: str, dtype: torch.dtype = MAIN) -> None:
-    reason = kernels.reasons(torch.empty(1, 1, 1, 16, device=DEVICE, dtype=dtype))[backend]
+    reason = choose.reasons(torch.empty(1, 1, 1, 16, device=DEVICE, dtype=dtype))[backend]
     if reason is not None:
         pytest.skip(f"{backend} {reason}")
 
@@ -460,7 +460,7 @@ def test_this_card_is_served():
     if torch.version.hip or torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("an older card, or AMD's: the sdpa backend, or triton by its table of block sizes")
     for dtype in DTYPES:
-        found = kernels.reasons(torch.empty(1, 1, 1, 64, device=DEVICE, dtype=dtype))
+        found = choose.reasons(torch.empty(1, 1, 1, 64, device=DEVICE, dtype=dtype))
         assert found["triton"] is None
         assert found["sdpa"] is None
 
@@ -473,7 +473,7 @@ def test_auto_takes_what_it_explains(dtype):
     found = explain(*inputs, PATTERN)
     backend = found.kernel.partition(" ")[0]  # of "sdpa (flash)", say
     assert backend in BACKENDS
-    assert set(kernels.BACKENDS) <= found.reasons.keys()
+    assert set(choose.BACKENDS) <= found.reasons.keys()
     expected = both_ways(inputs, dout, PATTERN, backend)
     for x, y in zip(both_ways(inputs, dout, PATTERN, "auto"), expected, strict=True):
         assert torch.equal(x, y)

@@ -22,7 +22,7 @@ from ring_dilated_attention.reference import multiplicity
 def test_cells_are_the_definition(pattern):
     expected = multiplicity(pattern, 29, 4)
     for head in range(4):
-        cells = figures.multiplicity(pattern, 29, 4, head)
+        cells = figures.branches_by_pair(pattern, 29, 4, head)
         assert [[len(branches) for branches in row] for row in cells] == expected[head].tolist()
 
 

@@ -12,6 +12,10 @@ import ring_dilated_attention
 PACKAGE = Path(ring_dilated_attention.__file__).parent
 NAME = "ring_dilated_attention"
 
+# The rooms, from the ground up: each imports only those below it (and its own files, without circles).
+ROOMS = ("pattern", "plan", "reference", "kernels", "run", "ranks", "attention", "layers", "models", "training")
+ROOMS += ("integrations", "commands")
+MOST_ROOMS = 12
 # Modules without torch, for people who plan on a laptop.
 PURE = ("pattern", "plan")
 # What any file may use of torch.distributed: it makes and describes groups, and moves no data. All else is for link.py.
@@ -158,7 +162,36 @@ def cycles(modules):
     return found
 
 
+def room(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def modules_in_no_room(modules):
+    """Files and folders at the top that are not among the rooms; and too many rooms."""
+    found = {room(name) for name in modules if name} - set(ROOMS)
+    return found | ({"too many rooms"} if len(ROOMS) > MOST_ROOMS else set())
+
+
+def imports_upwards(modules):
+    """Imports of a room above, wherever they stand: also in functions and for types."""
+    height = {name: i for i, name in enumerate(ROOMS)}
+    return {
+        f"{name} -> {other}"
+        for name, module in modules.items()
+        if name
+        for other in inside(module.all, modules)
+        if other and height.get(room(other), 0) > height.get(room(name), MOST_ROOMS)
+    }
+
+
+def modules_with_benchmarks(modules):
+    return {name for name, module in modules.items() if "benchmarks" in top(module.all)}
+
+
 RULES = [
+    modules_in_no_room,
+    imports_upwards,
+    modules_with_benchmarks,
     pure_modules_with_torch,
     modules_with_triton,
     modules_with_the_reference,
@@ -174,24 +207,31 @@ def test_rule(rule):
 
 
 BREACHES = {
+    modules_in_no_room: {"utils.py": "x = 1"},
+    imports_upwards: {"plan/rows.py": "def f():\n    from ..run.link import Link"},
+    modules_with_benchmarks: {"commands/bench.py": "def f():\n    import benchmarks.command"},
     pure_modules_with_torch: {"plan.py": "from .pattern import x", "pattern.py": "import torch.nn"},
     modules_with_triton: {"attention.py": "def f():\n    import triton.language as tl"},
     modules_with_the_reference: {"layers.py": "def f():\n    from . import reference"},
     modules_that_send: {"models/longnet.py": "import torch.distributed as dist\ndist.all_reduce(x)"},
-    cycles: {"a.py": "from . import b", "b.py": "from .c import x", "c.py": "from .a import y"},
+    cycles: {"run/a.py": "from . import b", "run/b.py": "from .c import x", "run/c.py": "from .a import y"},
 }
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_rule_can_fail(rule, tmp_path):
     """Proof that each rule sees a breach, in a package that is made for it; and that the package is fine without."""
-    tree = {"__init__.py": "", "reference.py": "", "models/__init__.py": "", "ranks/link.py": "", **BREACHES[rule]}
+    packages = ("", "models/", "ranks/", "run/", "plan/", "commands/")
+    tree = {f"{folder}__init__.py": "" for folder in packages if folder != "plan/" or "plan.py" not in BREACHES[rule]}
+    tree |= {"reference.py": "", "ranks/link.py": "", "run/link.py": "", **BREACHES[rule]}
     for name, text in tree.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert rule(read(tmp_path)) != set()
     for name in BREACHES[rule]:
         (tmp_path / name).write_text("")
+        if rule is modules_in_no_room:
+            (tmp_path / name).unlink()
     assert rule(read(tmp_path)) == set()
 
 

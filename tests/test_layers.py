@@ -1,5 +1,7 @@
 """MultiheadDilatedAttention against torch's module, against itself on single samples, and what it refuses."""
 
+import re
+
 import pytest
 import torch
 from distributed import run
@@ -9,6 +11,7 @@ from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDil
 from ring_dilated_attention.layers import rotary_table, rotate
 
 DILATED = DilatedPattern((8, 32), (1, 3))
+CAUSAL = DilatedPattern((8, 32), (1, 3), is_causal=True)
 
 
 def dense(seq_len, is_causal=False):
@@ -83,7 +86,7 @@ def test_rotary_sees_only_differences_of_positions():
 
 def test_rotation_is_multiplication_by_a_complex_number():
     positions, x = torch.tensor([0, 1, 977]), randn(2, 3, 4, 6)
-    rotated = rotate(x, *rotary_table(positions, 6, 500.0))
+    rotated = rotate(x, rotary_table(positions, 6, 500.0, torch.float64))
     angles = positions[:, None] * 500.0 ** -(torch.arange(3) / 3)
     expected = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones(3, 3), angles)[:, None]
     torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), -1), rtol=1e-4, atol=1e-4)
@@ -91,9 +94,30 @@ def test_rotation_is_multiplication_by_a_complex_number():
 
 def test_rotary_tells_neighbours_apart_beyond_float32_integers():
     """2^24 + 1 is no float32: angles of that dtype would be the same for both."""
-    cos, sin = rotary_table(torch.tensor([2**24, 2**24 + 1]), 2, 10_000.0)
-    step = torch.complex(cos, sin)[1] / torch.complex(cos, sin)[0]
-    torch.testing.assert_close(step.angle(), torch.ones(1, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    table = rotary_table(torch.tensor([2**24, 2**24 + 1]), 2, 10_000.0, torch.float32)
+    turns = torch.complex(table.cos_ND, table.sin_ND)
+    torch.testing.assert_close((turns[1] / turns[0]).angle(), torch.ones(1), rtol=1e-6, atol=1e-6)
+
+
+def test_layers_share_a_rotary_table():
+    """The same numbers as from positions, to the bit, in a padded batch and for packed documents too."""
+    module, x = make(rotary=True), randn(2, 11, 24)
+    positions = 3 * torch.arange(11)
+    table = module.rotary_table(positions)
+    padded = {"key_padding_mask": torch.arange(11) >= torch.tensor([[11], [4]])}
+    packed = {"cu_seqlens": torch.tensor([0, 5, 11], dtype=torch.int32)}
+    for options, inputs in (({}, x), (padded, x), (packed, x[:1])):
+        expected = module(inputs, inputs, inputs, positions=positions, **options)[0]
+        assert torch.equal(module(inputs, inputs, inputs, positions=table, **options)[0], expected)
+    compiled = torch.compile(lambda x: module(x, x, x, positions=table)[0], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x, x, x, positions=positions)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_rotary_tables_are_float32_at_least():
+    """Also for layers whose weights are 16-bit: an angle of 8 bits is none."""
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2):
+        table = MultiheadDilatedAttention(24, 4, DILATED, rotary=True, dtype=dtype).rotary_table(torch.arange(5))
+        assert table.cos_ND.dtype == table.sin_ND.dtype == expected
 
 
 def test_rotary_in_bfloat16_keeps_the_dtype():
@@ -163,6 +187,35 @@ def test_rotary_positions_are_global(documents):
     run(2, compare_with_one_rank, documents)
 
 
+def rotary_on_one_process(rank=0, world_size=1):
+    """A context of one process has no name by which an op could find it: it is one device."""
+    alone, module = make(rotary=True), make(rotary=True, parallel=ContextParallel())
+    x, borders = randn(1, 60, 24), torch.tensor([0, 17, 60], dtype=torch.int32)
+    for cu_seqlens in (None, borders):
+        expected = alone(x, x, x, cu_seqlens=cu_seqlens)[0]
+        assert torch.equal(module(x, x, x, cu_seqlens=cu_seqlens)[0], expected)
+    compiled = torch.compile(lambda x: module(x, x, x)[0], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), alone(x, x, x)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_rotary_on_one_process():
+    """Without torch.distributed, and as the only process of a job (torchrun --nproc-per-node 1)."""
+    rotary_on_one_process()
+    run(1, rotary_on_one_process)
+
+
+def test_the_backend_is_the_callers():
+    x = torch.randn(1, 9, 24)
+    by_name = [MultiheadDilatedAttention(24, 4, DILATED, backend=backend) for backend in ("auto", "cpu", "sdpa")]
+    for module in by_name[1:]:
+        module.load_state_dict(by_name[0].state_dict())
+    assert torch.equal(by_name[0](x, x, x)[0], by_name[1](x, x, x)[0])
+    with pytest.raises(ValueError, match="backend='sdpa'"):
+        by_name[2](x, x, x)
+    assert "backend='cpu'" in repr(by_name[1])
+    assert "backend" not in repr(by_name[0])
+
+
 def test_inside_torch_transformer_layer():
     """The layer's fast path would bypass the module in eval mode; its bool mask arrives as floats."""
     layer = nn.TransformerEncoderLayer(24, 4, 32, dropout=0.0, batch_first=True, norm_first=True, dtype=torch.float64)
@@ -175,6 +228,29 @@ def test_inside_torch_transformer_layer():
     after = x + dilated
     after = after + layer.linear2(layer.linear1(layer.norm2(after)).relu())
     torch.testing.assert_close(expected, after, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_causal_pattern_inside_torch_encoders(training, padded):
+    """torch's layers pass is_causal=False where nobody said anything: the pattern's causality holds, in copies too."""
+    layer = nn.TransformerEncoderLayer(24, 4, 32, dropout=0.0, batch_first=True, dtype=torch.float64)
+    layer.self_attn = make(CAUSAL)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    x = randn(2, 21, 24)
+    mask = torch.arange(21) >= torch.tensor([[21], [12]]) if padded else None
+    with torch.set_grad_enabled(training):
+        once, twice = layer.train(training)(x, src_key_padding_mask=mask), encoder(x, src_key_padding_mask=mask)
+        hinted = encoder(x, src_key_padding_mask=mask, is_causal=True)
+        changed = x.clone()
+        changed[:, 10] += 1
+        moved = (encoder(changed, src_key_padding_mask=mask) != twice).any(-1)
+    attended = layer.self_attn(x, x, x, key_padding_mask=mask)[0]
+    after = layer.norm1(x + attended)
+    torch.testing.assert_close(once, layer.norm2(after + layer.linear2(layer.linear1(after).relu())))
+    assert torch.equal(hinted, twice)
+    assert not moved[:, :10].any()
+    assert moved[:, 10].all()
 
 
 def test_sub_layernorm_stands_before_the_output_projection():
@@ -216,9 +292,23 @@ def test_empty_sequence_keeps_the_graph():
         ({"batch_first": False}, "batch_first=False: inputs are"),
         ({"embed_dim": 25}, "embed_dim=25 is not a multiple of num_heads=4 .remainder 1."),
         ({"num_heads": 0}, "num_heads=0 must be at least 1"),
-        ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
+        ({"num_kv_heads": 3}, "4 query heads cannot share 3 key/value heads: 4 mod 3 is not 0"),
         ({"embed_dim": 12, "rotary": True}, "rotary with head_dim=3"),
-        ({"rotary": 0.5}, "rotary=0.5: the base must be greater than 1"),
+        ({"rotary": 0.5}, "rotary=0.5: the base must be a finite number greater than 1"),
+        ({"rotary": float("inf")}, "rotary=inf: the base must be a finite number"),
+        ({"rotary": float("nan")}, "rotary=nan: the base must be a finite number"),
+        ({"rotary": "yes"}, "rotary='yes': the base must be a finite number"),
+        ({"pattern": [(4, 1)]}, r"pattern must be a DilatedPattern, got \[\(4, 1\)\]"),
+        ({"pattern": DilatedPattern((4,) * 5, (1,) * 5, heads="split")}, "each of 5 branches its own heads.* only 4"),
+        ({"parallel": "x"}, "parallel must be a ContextParallel or None, got 'x'"),
+        ({"backend": "flash"}, "backend='flash' is unknown"),
+        ({"embed_dim": 24.0}, "embed_dim must be an integer, got 24.0"),
+        ({"num_heads": True}, "num_heads must be an integer, got True"),
+        ({"num_kv_heads": "2"}, "num_kv_heads must be an integer, got '2'"),
+        ({"bias": "no"}, "bias must be True or False, got 'no'"),
+        ({"sub_layernorm": 1}, "sub_layernorm must be True or False, got 1"),
+        ({"batch_first": None}, "batch_first=None: inputs are"),
+        ({"dropout": "none"}, "dropout='none': attention dropout is not supported"),
     ],
 )
 def test_constructor_refusals(options, message):
@@ -232,7 +322,11 @@ def test_constructor_refusals(options, message):
         ({"need_weights": True}, "need_weights=True: the attention weights are never formed"),
         ({"attn_mask": torch.zeros(6, 6)}, r"attn_mask of shape \(6, 6\): who attends whom"),
         ({"is_causal": True}, "is_causal=True, but the pattern has is_causal=False"),
+        ({"is_causal": "no"}, "is_causal must be True, False or None, got 'no'"),
+        ({"attn_mask": [[0.0]]}, "attn_mask must be a tensor, got list"),
         ({"positions": torch.arange(6)}, "construct with rotary=True"),
+        ({"key_padding_mask": [[False] * 6] * 2}, "key_padding_mask must be a tensor, got list"),
+        ({"cu_seqlens": [0, 6]}, r"cu_seqlens must be a 1-D int32 tensor, got \[0, 6\]"),
         ({"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}, r"shape \(2, 5\), the inputs need \(2, 6\)"),
         ({"key_padding_mask": torch.zeros(2, 6, dtype=torch.int64)}, "dtype torch.int64: pass a bool mask"),
         ({"key_padding_mask": torch.full((2, 6), 0.5)}, "values other than 0 and -inf"),
@@ -250,6 +344,33 @@ def test_forward_refusals(options, message):
     module, x = make(), randn(2, 6, 24)
     with pytest.raises(ValueError, match=message):
         module(x, x, x, **options)
+
+
+def table_of(num_rows, head_dim, base):
+    return rotary_table(torch.arange(num_rows), head_dim, base, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (torch.arange(6).double(), "positions have dtype torch.float64: pass integers"),
+        (torch.ones(6, dtype=torch.bool), "positions have dtype torch.bool: pass integers"),
+        (list(range(6)), "positions must be a tensor, got list"),
+        (torch.arange(5), r"positions have shape \(5,\), the inputs need \(6,\)"),
+        (table_of(5, 6, 1e4), "for 5 rows of head_dim=6 with base 10000.0, the inputs need one for 6 rows"),
+        (table_of(6, 8, 1e4), "head_dim=8 with base 10000.0, the inputs need one for 6 rows of head_dim=6"),
+        (table_of(6, 6, 500.0), "with base 500.0, the inputs need one for 6 rows of head_dim=6 with base 10000.0"),
+    ],
+)
+def test_positions_refusals(positions, message):
+    module, x = make(rotary=True), randn(2, 6, 24)
+    with pytest.raises(ValueError, match=message):
+        module(x, x, x, positions=positions)
+
+
+def test_a_table_needs_rotary():
+    with pytest.raises(ValueError, match="construct it with rotary=True"):
+        make().rotary_table(torch.arange(6))
 
 
 def test_masks_and_parallel_are_refused():
@@ -270,3 +391,40 @@ def test_masks_and_parallel_are_refused():
 def test_shape_refusals(shapes, message):
     with pytest.raises(ValueError, match=message):
         make()(*(randn(*shape) for shape in shapes))
+
+
+def test_inputs_are_tensors():
+    with pytest.raises(ValueError, match="key must be a tensor, got list"):
+        make()(randn(2, 6, 24), [[0.0]], randn(2, 6, 24))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 6), (6, 3)])
+@pytest.mark.parametrize("rules", [{}, {"phase": "blocked"}, {"heads": "split"}], ids=str)
+def test_modules_that_hold_some_heads_add_up(num_heads, num_kv_heads, rules):
+    """Catches phases by the local head (another function, without a word), and a bias that is added twice."""
+    pattern = DilatedPattern((8, 21), (3, 4), is_causal=True, **rules)
+    whole = MultiheadDilatedAttention(24, num_heads, pattern, num_kv_heads=num_kv_heads, rotary=True).double()
+    nn.init.normal_(whole.in_proj_bias)
+    nn.init.normal_(whole.out_proj.bias)
+    x = torch.randn(2, 21, 24, dtype=torch.float64)
+    parts = [whole.held(range(0, 2)), whole.held(range(2, 6))]
+    found = sum(part(x, x, x)[0] for part in parts)
+    torch.testing.assert_close(found, whole(x, x, x)[0])
+    padding = torch.zeros(2, 21, dtype=torch.bool)
+    padding[1, 5:] = True
+    found = sum(part(x, x, x, padding)[0] for part in parts)
+    torch.testing.assert_close(found, whole(x, x, x, padding)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads_held": range(3, 5), "num_kv_heads": 3}, "cut through query heads that share a key/value head, 2 each"),
+        ({"heads_held": range(4, 8)}, "not consecutive heads of num_heads=6"),
+        ({"heads_held": 3}, "heads_held=3 and num_heads=6: give both or none"),
+        ({"heads_held": range(3), "sub_layernorm": True}, "takes its mean over all 6 heads"),
+    ],
+)
+def test_heads_that_cannot_be_held(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MultiheadDilatedAttention(24, 6, DilatedPattern((8,), (2,)), **options)

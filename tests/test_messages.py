@@ -3,14 +3,15 @@
 import inspect
 import warnings
 from datetime import timedelta
+from fractions import Fraction
 
 import pytest
 import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain
-from ring_dilated_attention.kernels import BACKENDS
+from ring_dilated_attention.kernels.choose import BACKENDS
 from ring_dilated_attention.pattern import PHASE_RULES
-from ring_dilated_attention.plan.choice import EXCHANGES
+from ring_dilated_attention.plan.exchange import EXCHANGES
 from ring_dilated_attention.plan.sharding import SHARDINGS
 
 DENSE = DilatedPattern((8,), (1,))
@@ -38,7 +39,7 @@ def integers(*numbers, dtype=torch.int32):
     [
         ((8, 16), (1,), ("segment_lengths has 2", "dilation_rates has 1", "(8, 16) and (1,)", "as many")),
         ((8,), (1, 2), ("segment_lengths has 1 entries", "dilation_rates has 2", "(8,) and (1, 2)")),
-        ((), (), ("segment_lengths is empty", "segment_lengths=[n]")),
+        ((), (), ("segment_lengths is empty", "dense attention is DilatedPattern.dense()")),
         ((8,), [], ("dilation_rates is empty", "one entry per branch")),
         ((8, 0), (1, 2), ("segment_lengths must be at least 1", "got 0", "[8, 0]")),
         ((-8,), (1,), ("segment_lengths must be at least 1", "got -8", "[-8]")),
@@ -149,9 +150,10 @@ def test_query_key_value(inputs, fragments):
         (integers(1, 5, 8), 1, ("must start at 0", "[1, 5, 8]")),
         (integers(0, 5, 7), 1, ("end at the length of the sequence, 8", "[0, 5, 7]")),
         (integers(0, 5, 9), 1, ("end at the length of the sequence, 8", "[0, 5, 9]")),
-        (integers(0), 1, ("must start at 0", "1 entries")),
+        (integers(0), 1, ("borders (0, ..., N)", "got 1 entries")),
+        (integers(), 1, ("borders (0, ..., N)", "got 0 entries")),
+        (integers(0, 8).to("meta"), 1, ("borders (0, ..., N)", "on meta")),
         (integers(0, 1, 2, 3, 4, 5, 6, 7), 1, ("[0, 1, ..., 7]", "8 entries")),
-        (integers(), 1, ("must start at 0", "0 entries")),
         (integers(0, 8, dtype=torch.int64), 1, ("1-D int32 tensor", "got torch.int64 (2,)", "dtype=int32")),
         (integers(0, 8).float(), 1, ("1-D int32 tensor", "got torch.float32 (2,)")),
         (integers(0, 8)[None], 1, ("1-D int32 tensor", "got torch.int32 (1, 2)")),
@@ -176,6 +178,8 @@ def test_cu_seqlens_of_positions(cu_seqlens):
     [
         ({"scale": "1"}, ("scale must be a finite number", "got '1'")),
         ({"scale": torch.tensor(1.0)}, ("scale must be a finite number", "got tensor(1.)")),
+        ({"scale": True}, ("scale must be a finite number", "got True")),
+        ({"scale": 10**400}, ("scale must be a finite number", "got 1000")),
         ({"scale": float("nan")}, ("scale must be a finite number", "got nan")),
         ({"scale": float("inf")}, ("scale must be a finite number", "got inf")),
         ({"backend": "flash"}, ("backend='flash' is unknown", "auto", *BACKENDS)),
@@ -293,3 +297,13 @@ def test_explain_of_a_pattern_says_which_phases_nobody_reads():
     blocked = DilatedPattern((64,), (4,), phase="blocked").explain(5)  # ceil(5 / 4) = 2 heads of each phase
     assert "phases that no head reads: 3" in blocked
     refused(lambda: DilatedPattern((8, 8), (1, 1), heads="split").explain(1), "2 branches", "only 1")
+
+
+def test_scales_of_numpy_and_fractions_are_numbers():
+    """Catches a check of Python's own types, which refuses what a config file or an array gives."""
+    import numpy as np
+
+    inputs, pattern = tensors(), DENSE
+    expected = dilated_attention(*inputs, pattern, scale=0.25)
+    for scale in (np.float32(0.25), np.float64(0.25), Fraction(1, 4)):
+        assert torch.equal(dilated_attention(*inputs, pattern, scale=scale), expected)

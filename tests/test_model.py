@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from distributed import run
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from ring_dilated_attention import ContextParallel
+from ring_dilated_attention import ContextParallel, layers
+from ring_dilated_attention.layers import rotary_table
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss, longnet
 
 CONFIG = LongNetConfig((8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2)
@@ -61,6 +63,7 @@ def test_loss_is_the_mean_over_next_tokens(monkeypatch):
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     expected.backward()
     gradients = [x.grad for x in model.parameters()]
+    monkeypatch.setattr(longnet, "LOSS_CHUNK_ROWS", 1)
     for rows in (5, 1000):
         monkeypatch.setattr(longnet, "LOSS_CHUNK_LOGITS", rows * CONFIG.vocab_size)
         model.zero_grad()
@@ -73,12 +76,33 @@ def test_loss_is_the_mean_over_next_tokens(monkeypatch):
 
 def test_loss_never_holds_all_logits():
     """Forward and backward of the loss stay below one (N, V) tensor."""
-    config = LongNetConfig((64,), (1,), vocab_size=4096, num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8)
-    model, tokens = LongNetLM(config), make_tokens(1, 4096)
+    config = LongNetConfig((64,), (1,), vocab_size=2048, num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8)
+    model, tokens = LongNetLM(config), make_tokens(1, 8192)
 
     all_logits = tokens.numel() * config.vocab_size * 4
     assert peak(lambda: model.loss(tokens).backward()) < all_logits / 2
     assert peak(lambda: model(tokens)) > all_logits
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(256, 4096), (1024, 1024), (2000, 1024), (128_256, 1024)])
+def test_chunks_of_the_loss_have_many_rows(vocab_size, rows):
+    """8 rows of a vocabulary of 128,256 took nine times as long as 1,024: each chunk has a gradient of the head."""
+    config = LongNetConfig((64,), (1,), vocab_size=vocab_size, num_layers=1, embed_dim=2, num_heads=1, ffn_dim=2)
+    model, seen = LongNetLM(config), []
+    model.head.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
+    tokens = torch.zeros(2, (rows + 6) // 2, dtype=torch.int64)
+    with torch.no_grad():
+        model.loss(tokens)
+    assert seen == [rows, 6]
+
+
+def test_the_loss_adds_little_to_the_activations():
+    """At most an eighth of what a step holds without it, where that is much beside 1,024 rows of logits."""
+    config = LongNetConfig((64,), (1,), vocab_size=1536, num_layers=4, embed_dim=64, num_heads=2)
+    model, tokens = LongNetLM(config), make_tokens(1, 8192)
+    lengths, _ = model._agree(tokens, None)
+    without = peak(lambda: model._hidden(tokens, lengths, None).sum().backward())
+    assert peak(lambda: model.loss(tokens).backward()) < without * 9 / 8
 
 
 def test_first_loss_is_that_of_a_uniform_guess():
@@ -123,9 +147,15 @@ def test_config_survives_json():
     [
         ({"embed_dim": 25}, "embed_dim=25 over num_heads=4 is a head dim of 6.25"),
         ({"embed_dim": 12}, "is a head dim of 3: it must be an even integer"),
-        ({"num_layers": 0}, "num_layers=0 must be at least 1"),
-        ({"rotary_base": 1.0}, "rotary_base=1.0 must be greater than 1"),
-        ({"ffn_dim": 0}, "ffn_dim=0 must be at least 1"),
+        ({"num_layers": 0}, "num_layers=0 must be an integer of at least 1"),
+        ({"num_layers": 2.0}, "num_layers=2.0 must be an integer"),
+        ({"vocab_size": True}, "vocab_size=True must be an integer"),
+        ({"embed_dim": "24"}, "embed_dim='24' must be an integer"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0 must be an integer of at least 1; None means num_heads"),
+        ({"rotary_base": 1.0}, "rotary_base=1.0 must be a finite number greater than 1"),
+        ({"rotary_base": math.inf}, "rotary_base=inf must be a finite number"),
+        ({"rotary_base": True}, "rotary_base=True must be a number"),
+        ({"ffn_dim": 0}, r"ffn_dim=0 must be an integer of at least 1; None means 4 \* embed_dim"),
         ({"num_kv_heads": 3}, "4 query heads cannot share 3"),
     ],
 )
@@ -141,11 +171,60 @@ def test_config_refusals(options, message):
         (torch.zeros(0, 5, dtype=torch.int64), "5 positions over all ranks"),
         (torch.zeros(5, dtype=torch.int64), r"shape \(5,\) and dtype torch.int64"),
         (torch.zeros(1, 5), "dtype torch.float32: pass integers"),
+        (torch.zeros(1, 5, dtype=torch.bool), "dtype torch.bool: pass integers"),
+        ([[0, 1, 2]], "tokens must be a tensor of integers .batch, N., got list"),
     ],
 )
 def test_loss_refusals(tokens, message):
     with pytest.raises(ValueError, match=message):
         make().loss(tokens)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (CONFIG.to_dict(), {}, "config must be a LongNetConfig, got {'segment_lengths'"),
+        (CONFIG, {"parallel": "x"}, "parallel must be a ContextParallel or None, got 'x'"),
+        (CONFIG, {"backend": "flash"}, "backend='flash' is unknown"),
+        (CONFIG, {"activation_checkpointing": "no"}, "activation_checkpointing must be True or False, got 'no'"),
+    ],
+)
+def test_constructor_refusals(config, options, message):
+    with pytest.raises(ValueError, match=message):
+        LongNetLM(config, **options)
+
+
+def test_the_backend_reaches_attention():
+    tokens = make_tokens(1, 9)
+    assert torch.equal(make(backend="cpu")(tokens), make()(tokens))
+    with pytest.raises(ValueError, match="backend='sdpa'"):
+        make(backend="sdpa")(tokens)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_one_rotary_table_for_a_step(checkpointing, monkeypatch):
+    """Not one for each block, nor again where a block is recomputed."""
+    made = []
+    monkeypatch.setattr(layers, "rotary_table", lambda *args: made.append(args) or rotary_table(*args))
+    make(activation_checkpointing=checkpointing).loss(make_tokens(1, 37)).backward()
+    assert len(made) == 1
+
+
+def rank_shards_blocks(rank, world_size):
+    model, seen, policy = make().float(), [], MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+        block.attention.register_forward_pre_hook(lambda _, x, y: seen.append((x[0], y["positions"])), with_kwargs=True)
+    fully_shard(NextTokenLoss(model), mp_policy=policy)(make_tokens(1, 37)).backward()
+    for x, table in seen:
+        assert x.dtype == torch.bfloat16
+        assert table.cos_ND.dtype == table.sin_ND.dtype == torch.float32
+    assert len(seen) == 2
+
+
+def test_fsdp_leaves_rotary_tables_as_they_are():
+    """It casts the tensors that a block is passed to bfloat16, in which angles would be off by 0.004."""
+    run(1, rank_shards_blocks)
 
 
 def test_packed_documents_refusals():
@@ -194,11 +273,14 @@ def compare_with_documents_one_by_one(model, local, cu_seqlens, own_rows):
             model.get_parameter(name).grad, gradient, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: n + text
         )
     seen = []
-    model.blocks[1].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1].tolist()))
+    model.blocks[1].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1]))
     with torch.no_grad():
         torch.testing.assert_close(model(local, cu_seqlens), own_rows(logits), rtol=1e-9, atol=1e-9)
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(BORDERS)])
-    assert seen == own_rows(positions[None]).tolist()  # attention cannot tell: rotary sees differences only
+    [table] = seen  # attention cannot tell: rotary sees differences only
+    expected = rotary_table(own_rows(positions[None])[0], 6, CONFIG.rotary_base, torch.float64)
+    assert torch.equal(table.cos_ND, expected.cos_ND)
+    assert torch.equal(table.sin_ND, expected.sin_ND)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

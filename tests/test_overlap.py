@@ -4,7 +4,6 @@ And the waits that a run records of itself are all of its waits.
 """
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +13,13 @@ from benchmarks import overlap
 from benchmarks.measure import Sizes
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.ranks.link import Link, Pending
-from ring_dilated_attention.run import ring
+from ring_dilated_attention.run import executor
+from ring_dilated_attention.run.executor import Means
 
 PATTERN = DilatedPattern((8, 64), (1, 2))
 SHARDS = make_shards("contiguous", (32, 32))
@@ -30,65 +31,79 @@ class Clock:
     now = 0
 
 
-class SlowPending(Pending):
+class SlowPending:
+    def __init__(self, link, arrival):
+        self.link, self.arrival = link, arrival
+
     def wait(self):
-        if self.handles:
-            arrival = self.handles.pop()
-            self.link.exposed.append(max(0, arrival - self.link.clock.now))
-            self.link.clock.now = max(self.link.clock.now, arrival)
+        if self.arrival is not None:
+            self.link.exposed.append(max(0, self.arrival - self.link.clock.now))
+            self.link.clock.now = max(self.link.clock.now, self.arrival)
+            self.arrival = None
 
 
-class SlowLink(Link):
+class SlowLink:
     """A link on which every message takes `delay`. What it brings is not looked at here."""
 
     def __init__(self, clock, delay):
-        self.clock, self.delay, self.exposed, self.backends = clock, delay, [], {}
+        self.clock, self.delay, self.exposed = clock, delay, []
 
-    def exchange(self, sends, receives, moment):
+    def carry(self, sends, receives, moment):
         for x, _ in receives:
             x.zero_()
-        return SlowPending(self, moment, [self.clock.now + self.delay])
+        return SlowPending(self, self.clock.now + self.delay)
+
+    def carry_apart(self, sends, receives, moment):
+        return self.carry(sends, (), moment), self.carry((), receives, moment)
 
 
 class LateLink(SlowLink):
     """A link that sends only when somebody waits: what a ring without overlap would see."""
 
-    def exchange(self, sends, receives, moment):
-        pending = super().exchange(sends, receives, moment)
+    def carry(self, sends, receives, moment):
+        pending = super().carry(sends, receives, moment)
         pending.wait()
         return pending
 
 
-def exposed(stage, link_type, delay):
+class TimedKernel:
+    """The CPU kernel; a call takes as long as it has (query, key) pairs."""
+
+    IN_PLACE = False
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def forward(self, q, k, *rest):
+        self.clock.now += q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+        return cpu.forward(q, k, *rest)
+
+    def backward(self, rows, *rest):
+        self.clock.now += rows.query.shape[0] * rows.query.shape[1] * rows.query.shape[2] * rows.key.shape[2]
+        return cpu.backward(rows, *rest)
+
+
+def exposed(stage, link_type, delay, exchange="ring"):
     clock = Clock()
     link = link_type(clock, delay)
-
-    def timed(call, q, k):
-        """A kernel call takes as long as it has (query, key) pairs."""
-        clock.now += q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-        return call
-
-    kernel = SimpleNamespace(
-        forward=lambda q, k, *rest: timed(cpu.forward, q, k)(q, k, *rest),
-        backward=lambda dout, dlse, q, k, *rest: timed(cpu.backward, q, k)(dout, dlse, q, k, *rest),
-    )
-    plan = make_plan(PATTERN, SHARDS, 0, 2, 2)
-    assert plan.hops
-    x = torch.randn(1, 32, 2, 8)
+    rank_plan = plan_exchange(exchange, PATTERN, SHARDS, 0, 2, 2)
+    assert rank_plan.plan.hops
+    means, x = Means(TimedKernel(clock), 1.0, link), torch.randn(1, 32, 2, 8)
     if stage == "forward":
-        ring.forward(kernel, plan, 1.0, x, x, x, link)
+        executor.forward(rank_plan, means, x, x, x)
     else:
-        lse = torch.zeros(1, 32, 2)
-        ring.backward(kernel, plan, 1.0, x, None, x, x, x, x, lse, link)
-    return link.exposed, sum(tile.pairs for tile in plan.local)
+        executor.backward(rank_plan, means, BackwardRows(x, None, x, x, x, x, torch.zeros(1, 32, 2)))
+    return link.exposed, sum(tile.pairs for tile in rank_plan.plan.local)
 
 
+@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_local_work_hides_the_first_chunks(stage):
-    _, local_work = exposed(stage, SlowLink, 0)
-    waits, _ = exposed(stage, SlowLink, local_work)
+def test_local_work_hides_the_first_chunks(stage, exchange):
+    """Catches an exchange that waits for its chunks before it computes with what it has."""
+    _, local_work = exposed(stage, SlowLink, 0, exchange)
+    waits, _ = exposed(stage, SlowLink, local_work, exchange)
     assert waits[0] == 0  # as slow as the local work is long: nothing of it is seen
-    waits, _ = exposed(stage, SlowLink, local_work + 10)
+    waits, _ = exposed(stage, SlowLink, local_work + 10, exchange)
     assert waits[0] == 10  # only what is longer
 
 
@@ -113,7 +128,7 @@ def rank_is_late_for_backward(rank, world_size):
     overlap.attend = attend_and_linger
     cp = ContextParallel(exchange="ring")
     pattern = DilatedPattern((256, 2048), (1, 16))
-    plan = make_plan(pattern, cp.shards(cp.default_lengths(2048)), cp.rank, 2, 2)
+    plan = make_plan(pattern, cp.cut.shards_of(cp.cut.default_lengths(2048)), cp.rank, 2, 2)
     steps = [overlap.take_step(Sizes(2048, 2, 32), pattern, cp) for _ in range(2)]
     found = overlap.summary(plan, steps[1:])  # the first one connects
     parts = {(part["stage"], part["part"]): part for part in found["parts"]}

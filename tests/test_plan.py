@@ -12,7 +12,7 @@ from simulation import Simulation, dense_triples
 
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.planner import chunk_finder, make_plan
-from ring_dilated_attention.plan.rings import causal_runs
+from ring_dilated_attention.plan.rings import causal_hops
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 
 
@@ -254,7 +254,7 @@ def test_runs_are_the_hops_at_which_somebody_needs_a_piece():
         g = rng.randint(1, 8)
         numbers = rng.sample(range(40), 2 * g)
         starts = [sorted(numbers[2 * k : 2 * k + rng.randint(1, 2)]) for k in range(g)]
-        for c, place in enumerate(causal_runs(starts)):
+        for c, place in enumerate(causal_hops(starts)):
             for start, runs in zip(starts[c], place, strict=True):
                 needing = [s for s in range(1, g) if starts[(c + s) % g][-1] > start]
                 assert [s for first, last in runs for s in range(first, last + 1)] == needing

@@ -10,6 +10,7 @@ import pytest
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.clock import Hardware, RankTime, model_step
+from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 
@@ -127,7 +128,9 @@ def test_the_time_is_the_models(capsys):
     """Catches a rate in the wrong place, and a sharding compared on other hardware."""
     found = planned(capsys, *DENSE, *TIME, "--ranks", "4", "--head-dim", "32", "--dtype", "bfloat16", "--causal")
     shards, pattern = make_shards("contiguous", (1024,) * 4), DilatedPattern((4096,), (1,), is_causal=True)
-    step = model_step([make_plan(pattern, shards, k, 2, 2) for k in range(4)], 1, 32, 2, Hardware(1e9, 1e8, 1e-4))
+    step = model_step(
+        [make_plan(pattern, shards, k, 2, 2) for k in range(4)], Sizes(1, 32, 2), Hardware(1e9, 1e8, 1e-4)
+    )
     assert found["model"]["step_seconds"] == step.step_seconds == found["shardings"][0]["step_seconds"]
     assert found["model"]["efficiency"] == step.efficiency
     assert [RankTime(**rank) for rank in found["model"]["ranks"]] == list(step.ranks)
@@ -160,12 +163,13 @@ def test_a_preset_is_replaced_by_what_is_given(capsys):
 def test_the_kernel_decides_what_is_held(capsys):
     """Catches an option that is not passed on: in place there are no partials, fused no float32 accumulators."""
     common = (*DENSE, "--dtype", "bfloat16", "--kernel")
-    peaks = [planned(capsys, *common, kernel)["ranks"][0] for kernel in ("composed", "in-place", "fused")]
+    peaks = [planned(capsys, *common, kernel)["ranks"][0] for kernel in ("cpu", "triton", "triton-fused")]
     composed, in_place, fused = (row["peak_bytes"] for row in peaks)
-    assert composed > in_place > fused
+    assert fused < 0.8 * min(composed, in_place)
     assert not any("one tile" in item["name"] for item in peaks[1]["peak_items"])
-    assert cli.main(["plan", *common, "fused", "--ranks", "2"]) == 2
-    assert "the fused kernel serves one device, and this plan has 1 hops. Use 'in-place'." in capsys.readouterr().err
+    assert "delta" in {item["name"] for item in peaks[1]["peak_items"]}
+    assert cli.main(["plan", *common, "triton-fused", "--ranks", "2"]) == 2
+    assert "serves one device, and this plan has 1 hops. Choose another." in capsys.readouterr().err
 
 
 BRANCHES = ["--segment-lengths", "2048", "65536", "1048576", "--dilation-rates", "1", "16", "256"]

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.commands.cli import SUBCOMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-ONE_DEVICE, MANY, PACKED, SIMULATED, CACHED, RUN = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ONE_DEVICE, MANY, LOOP, PACKED, SIMULATED, RUN = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+(CACHED,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "generation.md").read_text(), flags=re.DOTALL)
 
 
 def test_the_example_for_one_device():
@@ -27,6 +29,7 @@ def test_the_example_for_one_device():
     ("example", "expected"),
     [
         (MANY, [f"rank {rank}: (1, 2048, 8, 64), (1, 2048, 8, 64)" for rank in range(2)]),
+        (LOOP, ["rank 0: 2050 of 4099 tokens, loss 2.", "rank 1: 2049 of 4099 tokens, loss 2."]),
         (
             PACKED,
             [
@@ -35,7 +38,7 @@ def test_the_example_for_one_device():
             ],
         ),
     ],
-    ids=["ring.py", "packed.py"],
+    ids=["ring.py", "loop.py", "packed.py"],
 )
 def test_the_examples_for_many(example, expected, tmp_path):
     """As written, under torchrun with the README's number of processes."""
@@ -52,7 +55,8 @@ def test_the_examples_for_many(example, expected, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == expected
+    lines = sorted(done.stdout.splitlines())
+    assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
 
 
 def test_the_example_of_simulated_ranks():
@@ -72,6 +76,15 @@ def test_the_example_of_a_cache():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "tensor([10003]) 2048 rows per head\n"
+
+
+def test_the_patterns_of_the_table():
+    """Each row makes a pattern; the rule's row says what the rule makes."""
+    found = re.findall(r"^\| `(DilatedPattern.*?)` \|", README, flags=re.MULTILINE)
+    experiments, longnet, dense = (eval(x, {"DilatedPattern": DilatedPattern, "max_len": 16384}) for x in found)
+    assert len(experiments.branches) == 5
+    assert longnet.branches == ((2048, 1), (4096, 2), (8192, 4), (16384, 8))
+    assert dense == DilatedPattern.dense()
 
 
 def test_names_of_the_text_are_the_packages():

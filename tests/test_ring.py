@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.plan.sharding import ring_order
-from ring_dilated_attention.ranks import context as parallel
-from ring_dilated_attention.ranks.simulated import run_ranks
+from ring_dilated_attention.ranks import processes
+from ring_dilated_attention.ranks.simulated import run_in_turn
 from ring_dilated_attention.reference import dilated_attention_reference
 
 
@@ -111,9 +111,9 @@ def test_a_mesh_of_two_axes_equals_the_definition():
 
 
 def hosts_out_of_order(rank, world_size, case):
-    parallel.host_name = lambda: "ab"[rank % 2]  # ranks 0 and 2 on one host, 1 and 3 on the other
+    processes.host_name = lambda: "ab"[rank % 2]  # ranks 0 and 2 on one host, 1 and 3 on the other
     cp = ContextParallel()
-    assert cp.link.members == [0, 2, 1, 3]
+    assert cp.ranks.all.members == [0, 2, 1, 3]
     assert cp.rank == [0, 2, 1, 3].index(rank)
     shards_equal_reference(rank, world_size, [case])
 
@@ -124,12 +124,12 @@ def test_ranks_of_one_host_stand_side_by_side():
 
 
 def mesh_rows_out_of_order(rank, world_size, case):
-    parallel.host_name = lambda: "aabbaa"[rank]
+    processes.host_name = lambda: "aabbaa"[rank]
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("ring", "heads"))
     cp = ContextParallel(mesh)
-    assert cp.link.members == [0, 1, 4, 5, 2, 3]
-    assert cp.inner.members == [[0, 1], [2, 3], [4, 5]][rank // 2]
-    assert cp.outer.members == [[0, 4, 2], [1, 5, 3]][rank % 2]
+    assert cp.ranks.all.members == [0, 1, 4, 5, 2, 3]
+    assert cp.ranks.inner.members == [[0, 1], [2, 3], [4, 5]][rank // 2]
+    assert cp.ranks.outer.members == [[0, 4, 2], [1, 5, 3]][rank % 2]
     shards_equal_reference(rank, world_size, [(*case, {"group": mesh})])
 
 
@@ -147,7 +147,7 @@ def contexts_have_names(rank, world_size):
     names = [cp.name for cp in contexts]
     assert len(set(names)) == 3
     for cp in contexts:
-        assert {link.name.split(" of ")[1] for link in cp._links} == {cp.name}
+        assert {link.name.split(" of ")[1] for link in cp.ranks.opened} == {cp.name}
     return names
 
 
@@ -187,5 +187,5 @@ def test_simulated_ranks_run_on_the_stream_of_the_caller(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: f"stream of {threading.get_ident()}")
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    threads = run_ranks(3, lambda rank, link: threading.get_ident())
+    threads = run_in_turn(3, lambda rank, link: threading.get_ident())
     assert entered == [(f"stream of {threading.get_ident()}", thread) for thread in threads]

@@ -1,5 +1,7 @@
 """One rank of a job of any size: the library's rows against the definition, and proofs that the check can fail."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,10 +11,12 @@ from ring_dilated_attention.commands.slice.counter import TENSORS, CounterTensor
 from ring_dilated_attention.commands.slice.direct import Direct
 from ring_dilated_attention.commands.slice.share import Job, Others, choose_rank, longnet_pattern, run_share
 from ring_dilated_attention.commands.slice.verify import tolerance, verify
+from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.ranks.one_rank import OtherRanks, grid
+from ring_dilated_attention.ranks.reduce import all_reduce
 from ring_dilated_attention.reference import dilated_attention_reference
-from ring_dilated_attention.run.tiles import block_views
+from ring_dilated_attention.run.views import block_views
 
 
 def ignore(text):
@@ -155,7 +159,8 @@ def test_contributions_of_all_ranks_add_up(is_causal, context):
     for rank in range(p):
         parallel = ContextParallel(exchange="simulated", world_size=p, rank=rank, others=others, **context)
         own = torch.cat(
-            [torch.arange(*span) for span in parallel.shards(parallel.default_lengths(n))[rank]] or [torch.arange(0)]
+            [torch.arange(*span) for span in parallel.cut.shards_of(parallel.cut.default_lengths(n))[rank]]
+            or [torch.arange(0)]
         )
         local = [x[:, own].requires_grad_() for x in full]
         mine = dilated_attention(*local, pattern, parallel=parallel, cu_seqlens=cu_seqlens)
@@ -250,7 +255,7 @@ def test_a_record_that_cannot_be_written_is_refused_before_the_work(tmp_path, mo
     (tmp_path / "file").touch()
     for path, why in ((tmp_path / "file" / "record.json", "a file is in the way"), (tmp_path, "Is a directory")):
         arguments = ["--seq-len", "1048576", "--ranks", "64", "--record", str(path)]
-        monkeypatch.setattr("benchmarks.billion.measure", None)
+        monkeypatch.setattr("ring_dilated_attention.commands.slice.report.measure", None)
         assert cli.main(["slice", *arguments]) == 2
         assert f"--record {path} cannot be written: {why}" in capsys.readouterr().err
 
@@ -278,7 +283,12 @@ def test_one_rank_has_no_full_tensors():
     parallel = ContextParallel(exchange="simulated", world_size=4, rank=2, others=OtherRanks())
     assert parallel.positions(40).tolist() == list(range(20, 30))
     x = torch.zeros(1, 10)
-    for method in (parallel.shard, parallel.unshard, parallel.all_reduce, lambda x: parallel.shift_left(x, 0)):
+    for method in (
+        parallel.shard,
+        parallel.unshard,
+        partial(all_reduce, parallel.ranks),
+        lambda x: shift_left(parallel, x, 0),
+    ):
         with pytest.raises(ValueError, match="only rank 2 of 4 is run"):
             method(x)
 

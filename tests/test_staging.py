@@ -5,7 +5,7 @@ import torch
 from distributed import run
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
-from ring_dilated_attention.ranks.link import Link
+from ring_dilated_attention.ranks.link import GroupLink
 from ring_dilated_attention.reference import dilated_attention_reference
 
 PATTERN = DilatedPattern((8, 41), (1, 3), is_causal=True)
@@ -19,7 +19,7 @@ def ring_on(rank, world_size, device, exchange):
             staged.append(x.shape)
             return True
 
-        Link._stages = stages
+        GroupLink._stages = stages
     torch.manual_seed(0)
     dtype = torch.float64 if device == "cpu" else torch.float32
     full = [torch.randn(2, 41, 4, 16, dtype=dtype) for _ in range(4)]

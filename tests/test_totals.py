@@ -16,7 +16,7 @@ def jobs(draw):
     num_ranks, length = draw(st.integers(1, 8)), draw(st.sampled_from([1, 4, 5, 8, 16]))
     seq_len = num_ranks * length
     num_branches = draw(st.integers(1, 3))
-    lengths = st.sampled_from([1, 3, length, 2 * length, 4 * length, 30, seq_len, 2 * seq_len])
+    lengths = st.sampled_from([1, 3, length, 2 * length, 4 * length, 30, seq_len, 2 * seq_len, 2**62])
     pattern = DilatedPattern(
         draw(st.lists(lengths, min_size=num_branches, max_size=num_branches)),
         draw(st.lists(st.integers(1, 40), min_size=num_branches, max_size=num_branches)),

@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels.triton import in_place
 from ring_dilated_attention.kernels.triton.config import KERNELS, PATH, architecture, config, has_config, padded
-from ring_dilated_attention.ranks.execute import Call, forward
+from ring_dilated_attention.plan.sharding import Cut
+from ring_dilated_attention.ranks.call import Call
+from ring_dilated_attention.ranks.ranks import Ranks
 from ring_dilated_attention.run import cache as cache_module
 
 needs_triton = pytest.mark.skipif(
@@ -175,9 +177,9 @@ def test_the_op_asks_again(monkeypatch):
         query = torch.empty(1, 32, 2, 16, device="cuda:0", dtype=torch.float16)
         reason = "has no block sizes for cuda:75 in configs.json"
         assert in_place.why_not(query) == reason
-        call = Call(DilatedPattern((8,), (1,)), 0.25, "triton", "", "", False)
+        call = Call(DilatedPattern((8,), (1,)), 0.25, "triton", "", False, range(2), 2)
         with pytest.raises(ValueError, match=reason):
-            forward(call, query, query, query, None)
+            Ranks(Cut("contiguous", 1)).forward(call, query, query, query, None)
     architecture.cache_clear()
 
 

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, explain
+from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, launch, tiles, token
 from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
 from ring_dilated_attention.kernels.triton.launch import pack_of
 from ring_dilated_attention.kernels.triton.tiles import Choice
-from ring_dilated_attention.plan.memory import attention_memory
+from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
@@ -100,7 +101,8 @@ class Call:
         """Through dilated_attention, with the shape of "triton"'s tiles as given: "fused" or "branches"."""
         leaves = [x.clone().requires_grad_() for x in self.inputs]
         borders = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
-        with mock.patch.object(in_place, "choose", return_value=Choice(kind, 16, 0.0, "")):
+        chosen = {"return_value": Choice(kind, 16, 0.0, "")} if kind else {"side_effect": fused.choose}
+        with mock.patch.object(fused, "choose", **chosen):
             results = dilated_attention(
                 *leaves, self.pattern, backend=backend, return_lse=True, cu_seqlens=borders, **kwargs
             )
@@ -148,7 +150,7 @@ def test_all_branches_at_once_by_name(monkeypatch):
     monkeypatch.setattr(tiles, "FLOPS_PER_BYTE", 0)  # merging costs nothing, so that tile by tile is less work
     pattern = pattern_of([(2, 2), (20, 3), (40, 5)], is_causal=True)
     call = Call(pattern, 1, 40, 2, 2, 16, torch.float32)
-    assert not in_place.whole(pattern, (0, 40), call.inputs[0], 2, backward=False).is_fused
+    assert in_place.choose_pass(pattern, (0, 40), call.inputs[0], 2, False).found is None
     with mock.patch.object(all_at_once, "forward_into", side_effect=AssertionError):
         call.check(call.run(backend="triton-fused"))
     reasons = explain(*call.inputs, pattern, backend="triton-fused").reasons
@@ -169,13 +171,13 @@ def test_float16(case, kind):
 def test_the_choice_is_made_and_carried_out(monkeypatch):
     """Catches a choice that is not asked for, or not followed, in forward or in backward."""
     asked, launched = [], []
-    choose = in_place.choose
+    choose = fused.choose
 
-    def noted(*arguments, backward):
+    def noted(*arguments, backward, **kwargs):
         asked.append(backward)
-        return choose(*arguments, backward=backward)._replace(kind="branches" if backward else "fused")
+        return choose(*arguments, backward=backward, **kwargs)._replace(kind="branches" if backward else "fused")
 
-    monkeypatch.setattr(in_place, "choose", noted)
+    monkeypatch.setattr(fused, "choose", noted)
     for module, name in ((fused, "forward"), (fused, "backward"), (launch, "launch_forward"), (launch, "launch_delta")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, n=name, **k: (launched.append(n), f(*a, **k))[1])
@@ -190,7 +192,7 @@ def test_compiled_whole(kind):
     """Catches a graph break, and fakes that say something else than what these kernels return."""
     call = call_of((1, 20, 2, 1, 16, [(8, 1), (20, 2)], {"is_causal": True}, None))
     inputs = [x.requires_grad_() for x in call.inputs]
-    with mock.patch.object(in_place, "choose", return_value=Choice(kind, 16, 0.0, "")):
+    with mock.patch.object(fused, "choose", return_value=Choice(kind, 16, 0.0, "")):
 
         def run(function):
             results = function(*inputs, call.pattern, backend="triton", return_lse=True)
@@ -199,8 +201,7 @@ def test_compiled_whole(kind):
         compiled = torch.compile(dilated_attention, fullgraph=True, backend="aot_eager")
         for x, y in zip(run(compiled), run(dilated_attention), strict=True):
             assert torch.equal(x, y)
-        pattern = call.pattern
-        rules = (pattern.segment_lengths, pattern.dilation_rates, True, "modulo", "all", 0.3, "triton", "", "qkv", True)
+        rules = (call.pattern.text, 0.3, "triton", "", "qkv", True, 0, 2)
         torch.library.opcheck(torch.ops.ring_dilated_attention.forward.default, (*inputs, None, *rules))
 
 
@@ -232,8 +233,8 @@ def test_memory_is_what_is_planned(kind, dtype, garbage_stays):
     call = call_of(case, dtype)
     inputs = [x.requires_grad_() for x in call.inputs]
     plan = make_plan(call.pattern, make_shards("contiguous", (64,)), 0, 2, 1)
-    kernel = "fused" if kind == "fused" else "in-place"
-    planned = attention_memory(plan, 1, 64, dtype.itemsize, kernel=kernel)
+    kernel = "triton-fused" if kind == "fused" else "triton"
+    planned = attention_memory(plan, Sizes(1, 64, dtype.itemsize), TRAITS[kernel])
 
     def forward():
         return dilated_attention(*inputs, call.pattern, backend="triton")
@@ -242,7 +243,7 @@ def test_memory_is_what_is_planned(kind, dtype, garbage_stays):
         out = forward()
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 
-    with mock.patch.object(in_place, "choose", return_value=Choice(kind, 16, 0.0, "")):
+    with mock.patch.object(fused, "choose", return_value=Choice(kind, 16, 0.0, "")):
         both()  # what only the first call makes is not the call's
         given = sum(x.nbytes for x in inputs)
         assert given + allocated(forward).peak_bytes == pytest.approx(planned.forward.num_bytes, rel=0.02)
@@ -350,7 +351,7 @@ def test_offsets_beyond_32_bits(kind):
 
     def run(q, k):
         leaves = [x.detach().requires_grad_() for x in (q, k, q)]
-        with mock.patch.object(in_place, "choose", return_value=Choice(kind, 16, 0.0, "")):
+        with mock.patch.object(fused, "choose", return_value=Choice(kind, 16, 0.0, "")):
             out = dilated_attention(*leaves, pattern, backend="triton")
             return [out, *torch.autograd.grad(out, leaves, q)]
 

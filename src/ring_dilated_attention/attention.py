@@ -5,6 +5,7 @@ hold them whole. B batch, N positions, H query heads, G key/value heads, D head 
 """
 
 import math
+import numbers
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from . import kernels
+from .kernels.choose import BACKENDS, choose, reasons
+from .kernels.contract import BackwardRows
 from .pattern import DilatedPattern
-from .plan.choice import Choice, check_dealing, choose_exchange
-from .ranks import execute
+from .plan.heads import held_heads
+from .plan.memory import Sizes
+from .plan.sharding import Cut, documents_of
+from .ranks.call import Call
 from .ranks.context import ContextParallel, context_named, refuse
-from .ranks.execute import Call, documents_of
+from .ranks.ranks import Ranks
 from .run.append import append, append_now
 from .run.cache import DilatedCache, check_call
-from .run.tiles import accumulator_dtype
+from .run.views import accumulator_dtype
 
 
 def dilated_attention(
@@ -36,6 +40,8 @@ def dilated_attention(
     scale: float | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    heads_held: range | None = None,
+    num_heads: int | None = None,
     cache: DilatedCache | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -59,6 +65,8 @@ def dilated_attention(
             "triton-fused" (all branches at once wherever one device holds the sequence: least memory, maybe more
             work; both by name only, until they have run on a GPU), or "auto".
         return_lse: also return the logsumexp of the scores; gradients flow through it too.
+        heads_held, num_heads: for tensors that hold some heads of a layer (tensor parallelism): which query heads, as
+            range(3, 6), of how many in all. Phases go by the head of the layer.
         cache: the sequences so far. The N rows are appended to them, at `cache.position`, and see them. No gradient.
         lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The rest is padding, with
             out = 0 and lse = -inf.
@@ -70,32 +78,31 @@ def dilated_attention(
         ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
         ExchangeError: when a rank does not come, within the timeout of `parallel`.
     """
-    query, key, value = map(_autocast, (query, key, value))
     try:
-        _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend)
-        check_call(cache, query, key, value, pattern, parallel, cu_seqlens, lengths)
-    except Exception as error:
+        query, key, value = map(_autocast, (query, key, value))
+        heads = _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend, heads_held, num_heads)
+        num_heads = query.shape[2] if num_heads is None else num_heads
+        check_call(cache, query, key, value, pattern, parallel, cu_seqlens, lengths, heads, num_heads)
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    except Exception as error:  # whatever it is: the others would wait
         if isinstance(parallel, ContextParallel):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if cache is not None:
         out, lse = _append(query, key, value, cache, lengths, scale, backend)
         return (out, lse) if return_lse else out
-    needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
     out, lse, number = _forward(
-        *(x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)),
-        cu_seqlens,
-        pattern.segment_lengths,
-        pattern.dilation_rates,
-        pattern.is_causal,
-        pattern.phase,
-        pattern.heads,
+        *(query, key, value, cu_seqlens),
+        pattern.text,
         scale,
         backend,
         parallel.key if parallel is not None else "",
         needs_grad if torch.is_grad_enabled() else "",
         return_lse,
+        heads.start,
+        num_heads,
     )
     if parallel is not None and torch.compiler.is_compiling():
         parallel.kept.add_(number)  # a graph drops a call that it does not use; a tensor that outlives it is a use
@@ -111,14 +118,13 @@ def _append(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    call = Call(cache.pattern, scale, backend, "", "", False)
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.signed(query), key, value))
-    tensors = (query, key, value, cache.memory, cache.progress, lengths)
-    pattern, plan = cache.pattern, cache.plan
+    plan = cache.plan
+    call = Call(plan.pattern, scale, backend, "", True, plan.heads, plan.num_heads)
+    tensors = (call.scaled(query), key, value, cache.memory, cache.progress, lengths)
     if not torch.compiler.is_compiling():  # an op costs a quarter of a token where little is cached
         return append_now(plan, backend, call.kernel_scale, *tensors)
-    rules = (pattern.segment_lengths, pattern.dilation_rates, pattern.phase, pattern.heads, plan.max_len, plan.keep)
-    return append(*tensors, *rules, call.kernel_scale, backend)
+    limits = (plan.max_len, plan.keep)
+    return append(*tensors, plan.pattern.text, plan.heads.start, plan.num_heads, *limits, call.kernel_scale, backend)
 
 
 def _autocast(x: Any) -> Any:
@@ -179,27 +185,33 @@ def explain(
     Raises:
         ValueError: where the call would.
     """
-    _validate(query, key, value, pattern, parallel, cu_seqlens, None, backend)
-    chosen = kernels.choose(backend, query)
-    kernel = next(name for name, module in kernels.BACKENDS.items() if module is chosen)
-    against = {
-        name: reason or getattr(kernels.BACKENDS[name], "ONLY_BY_NAME", None)
-        for name, reason in kernels.reasons(query).items()
-    }
+    heads = _validate(query, key, value, pattern, parallel, cu_seqlens, None, backend, None, None)
+    kernel = choose(backend, query)
+    against = {name: reason or BACKENDS[name].ONLY_BY_NAME for name, reason in reasons(query).items()}
     first = "the first that can serve these tensors"
-    reasons = _why(against, kernel, first if backend == "auto" else "asked for")
-    if chosen is kernels.sdpa:
-        kernel = f"sdpa ({kernels.sdpa.describe(query)})"
-        against = kernels.sdpa.reasons(query)
-        op = next(name for name, reason in against.items() if reason is None)
-        reasons |= {f"sdpa {name}": reason for name, reason in _why(against, op, first).items()}
-    exchange, reasons["exchange"] = _exchange(parallel, pattern, query, key, cu_seqlens, lengths)
-    if hasattr(chosen, "whole") and exchange == "none":
-        borders = documents_of(cu_seqlens, query.shape[1]) or (0, query.shape[1])
+    found = _why(against, kernel.NAME, first if backend == "auto" else "asked for")
+    ops = kernel.ops(query)
+    op = next((name for name, reason in ops.items() if reason is None), None)
+    if ops and op is None:
+        listed = "; ".join(f"{name} {reason}" for name, reason in ops.items())
+        raise ValueError(f"backend={kernel.NAME!r} has no op for these tensors: {listed}. Enable another.")
+    if op is not None:
+        found |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
+    ranks: Ranks = _ALONE if parallel is None else parallel.ranks
+    num_rows, num_kv_heads = query.shape[1], key.shape[2]
+    if lengths is None:
+        given = None if parallel is None else parallel.cut.lengths
+        lengths = given or [num_rows] * ranks.world_size
+    documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
+    sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
+    call = Call(pattern, 1.0, backend, "", False, heads, len(heads))
+    exchange, found["exchange"] = ranks.choose(call, lengths, num_kv_heads, sizes, documents)
+    if kernel.choose_pass is not None and exchange == "none":
+        borders = documents or (0, num_rows)
         for stage in ("forward", "backward"):
-            choice = chosen.whole(pattern, borders, query, key.shape[2], backward=stage == "backward").choice
-            reasons[f"tiles, {stage}"] = f"{choice.kind}, of {choice.reason}"
-    return Explanation(kernel, exchange, reasons)
+            whole = kernel.choose_pass(pattern, borders, query, num_kv_heads, stage == "backward")
+            found[f"tiles, {stage}"] = whole.reason
+    return Explanation(kernel.NAME if op is None else f"{kernel.NAME} ({op})", exchange, found)
 
 
 def _why(against: dict[str, str | None], chosen: str, how: str) -> dict[str, str]:
@@ -208,36 +220,19 @@ def _why(against: dict[str, str | None], chosen: str, how: str) -> dict[str, str
     return {name: f"chosen: {how}" if name == chosen else reason or passed_by for name, reason in against.items()}
 
 
-def _exchange(
-    parallel: ContextParallel | None,
-    pattern: DilatedPattern,
-    query: Tensor,
-    key: Tensor,
-    cu_seqlens: Tensor | None,
-    lengths: Sequence[int] | None,
-) -> Choice:
-    """The exchange, and why."""
-    if parallel is None or (parallel.link is None and not parallel.num_simulated):
-        return Choice("none", "one rank: nothing to send")
-    (batch, length, num_heads, head_dim), num_kv_heads = query.shape, key.shape[2]
-    if parallel.inner is not None:
-        check_dealing(num_kv_heads, parallel.inner.world_size)
-    if parallel.exchange == "all_to_all":
-        check_dealing(num_kv_heads, parallel.world_size)
-    if parallel.exchange != "auto":
-        return Choice(parallel.exchange, "asked for")
-    if parallel.inner is not None:
-        return Choice("ring", "the outer axis of a 2-D mesh; the inner one deals heads")
-    lengths = tuple(lengths or parallel.lengths or [length] * parallel.world_size)
-    documents = documents_of(cu_seqlens, sum(lengths))
-    sizes = (batch, head_dim, query.element_size())
-    return choose_exchange(pattern, parallel.shards(lengths), num_heads, num_kv_heads, documents, *sizes)
-
-
 def _validate(
-    query: Any, key: Any, value: Any, pattern: Any, parallel: Any, cu_seqlens: Any, scale: Any, backend: Any
-) -> None:
-    """Everything that can be said before ranks talk to each other."""
+    query: Any,
+    key: Any,
+    value: Any,
+    pattern: Any,
+    parallel: Any,
+    cu_seqlens: Any,
+    scale: Any,
+    backend: Any,
+    heads_held: Any,
+    num_heads: Any,
+) -> range:
+    """Everything that can be said before ranks talk to each other. Returns the query heads that the tensors hold."""
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
@@ -255,7 +250,7 @@ def _validate(
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{n} has {v}" for n, v in values.items())
             raise ValueError(f"query, key and value must share one {name}: {listed}. Convert them with .to().")
-    batch, seq_len, num_heads, head_dim = query.shape
+    batch, seq_len, num_held, head_dim = query.shape
     if key.shape != value.shape:
         raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} must have the same shape.")
     if key.shape[:2] != query.shape[:2] or key.shape[3] != head_dim:
@@ -263,20 +258,31 @@ def _validate(
             f"query {tuple(query.shape)} and key {tuple(key.shape)} must agree in batch, seq and head_dim; only the "
             "number of heads may differ (this is self-attention)."
         )
-    if not (batch and num_heads and head_dim):
+    if not (batch and num_held and head_dim):
         raise ValueError(f"query {tuple(query.shape)} has an empty batch, heads or head_dim.")
-    pattern.check_heads(num_heads, key.shape[2])
-    if scale is not None and (not isinstance(scale, (int, float)) or not abs(scale) < math.inf):
-        raise ValueError(f"scale must be a finite number or None, got {scale!r}.")
-    kernels.choose(backend, query)
+    heads = held_heads(num_held, max(num_held // max(key.shape[2], 1), 1), heads_held, num_heads)
+    pattern.check_heads(num_heads or num_held, key.shape[2] * (num_heads or num_held) // num_held)
+    _validate_scale(scale)
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, batch)
-    if parallel is None and num_heads > seq_len and num_heads > 256:  # a shard may well be that short
+    choose(backend, query)
+    if parallel is None and num_held > seq_len and num_held > 256:  # a shard may well be that short
         warnings.warn(
-            f"query has {num_heads} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
+            f"query has {num_held} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
             "The layout is (batch, seq, heads, head_dim).",
             stacklevel=3,
         )
+    return heads
+
+
+def _validate_scale(scale: Any) -> None:
+    is_number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    try:
+        is_finite = is_number and abs(float(scale)) < math.inf
+    except OverflowError:
+        is_finite = False
+    if scale is not None and not is_finite:
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}.")
 
 
 def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
@@ -285,6 +291,11 @@ def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
         raise ValueError(
             f"cu_seqlens must be a 1-D int32 tensor, got {got}. Make it with torch.tensor(..., dtype=int32)."
+        )
+    if cu_seqlens.device.type == "meta" or cu_seqlens.numel() < 2:
+        raise ValueError(
+            f"cu_seqlens must hold the borders (0, ..., N) of one document at least, got {cu_seqlens.numel()} entries "
+            f"on {cu_seqlens.device}."
         )
     if batch != 1:
         raise ValueError(f"cu_seqlens packs documents into one sequence, so batch must be 1, got {batch}. Flatten it.")
@@ -296,24 +307,41 @@ def _forward(
     key: Tensor,
     value: Tensor,
     cu_seqlens: Tensor | None,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    is_causal: bool,
-    phase: str,
-    heads: str,
+    pattern: str,
     scale: float,
     backend: str,
     parallel: str,
     needs_grad: str,
     return_lse: bool,
+    first_head: int,
+    num_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the number of the call, by which its backward is recognised."""
-    pattern = DilatedPattern(
-        tuple(segment_lengths), tuple(dilation_rates), is_causal=is_causal, phase=phase, heads=heads
-    )
-    call = Call(pattern, scale, backend, parallel, needs_grad, return_lse)
-    out, lse, number = execute.forward(call, call.signed(query), key, value, cu_seqlens)
+    call = _call(pattern, scale, backend, needs_grad, return_lse, first_head, num_heads, query)
+    out, lse, number = _ranks(parallel).forward(call, query, key, value, cu_seqlens)
     return out, lse, torch.tensor(number, device="cpu")
+
+
+def _call(
+    pattern: str,
+    scale: float,
+    backend: str,
+    needs_grad: str,
+    return_lse: bool,
+    first_head: int,
+    num_heads: int,
+    query: Tensor,
+) -> Call:
+    heads = range(first_head, first_head + query.shape[2])
+    return Call(DilatedPattern.from_text(pattern), scale, backend, needs_grad, return_lse, heads, num_heads)
+
+
+_ALONE = Ranks(Cut("contiguous", 1))
+
+
+def _ranks(parallel: str) -> Ranks:
+    context = context_named(parallel)
+    return _ALONE if context is None else context.ranks
 
 
 @_forward.register_fake
@@ -333,25 +361,19 @@ def _backward(
     lse: Tensor,
     number: Tensor,
     cu_seqlens: Tensor | None,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    is_causal: bool,
-    phase: str,
-    heads: str,
+    pattern: str,
     scale: float,
     backend: str,
     parallel: str,
     needs_grad: str,
     return_lse: bool,
+    first_head: int,
+    num_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    pattern = DilatedPattern(
-        tuple(segment_lengths), tuple(dilation_rates), is_causal=is_causal, phase=phase, heads=heads
-    )
-    call = Call(pattern, scale, backend, parallel, needs_grad, return_lse)
+    call = _call(pattern, scale, backend, needs_grad, return_lse, first_head, num_heads, query)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    tensors = (dout, dlse, call.signed(query), key, value, out, lse)
-    dq, dk, dv = execute.backward(call, int(number), *tensors, cu_seqlens)
-    return call.signed(dq), dk, dv
+    rows = BackwardRows(dout, dlse, query, key, value, out, lse)
+    return _ranks(parallel).backward(call, int(number), rows, cu_seqlens)
 
 
 @_backward.register_fake
@@ -364,8 +386,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     out, lse, number = output
     ctx.save_for_backward(query, key, value, out, lse, number, cu_seqlens)
     ctx.rest = rest
-    *_, parallel, _, _ = rest
-    ctx.context = context_named(parallel)  # it must live as long as the graph
+    ctx.context = context_named(rest[3])  # it must live as long as the graph
     ctx.mark_non_differentiable(number)
     ctx.set_materialize_grads(False)
 

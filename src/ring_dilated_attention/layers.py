@@ -5,14 +5,19 @@ D head dim, T positions that are not padding.
 """
 
 import math
+from collections.abc import Sequence
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import dilated_attention, validate_cu_seqlens
-from .pattern import DilatedPattern
+from .kernels.choose import check_backend
+from .pattern import DilatedPattern, is_integer
+from .plan.heads import held_heads
 from .ranks.context import ContextParallel, context_named, refuse
+from .ranks.handshake import RefusedError
 from .run.cache import DilatedCache
 
 DEFAULT_ROTARY_BASE = 10_000.0
@@ -31,9 +36,15 @@ class MultiheadDilatedAttention(nn.Module):
     num_kv_heads:  grouped queries; num_heads must be a multiple of it. None means num_heads.
     rotary:        rotary position embeddings (rotate-half form); True for base 10,000 or the base itself.
     parallel:      inputs and outputs are then the local shards of sequences that the ranks hold together.
+    backend:       as of `dilated_attention`: which kernel computes.
+    heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). Its
+                   projections have the rows and columns of these, phases go by the head of the layer, and the outputs
+                   of modules that hold all heads together add up to the layer's: the one with head 0 adds out_proj's
+                   bias. `held` makes such a module of a whole one.
 
-    What torch's module can do and this one cannot (dropout, attention masks, attention weights, cross-attention, extra
-    key/value rows) is refused with a ValueError.
+    It serves inside nn.TransformerEncoderLayer (`layer.self_attn = ...`) and so in nn.TransformerEncoder. What torch's
+    module can do and this one cannot (dropout, attention masks, attention weights, cross-attention, extra key/value
+    rows) is refused with a ValueError.
     """
 
     def __init__(
@@ -49,35 +60,55 @@ class MultiheadDilatedAttention(nn.Module):
         sub_layernorm: bool = False,
         rotary: bool | float = False,
         parallel: ContextParallel | None = None,
+        backend: str = "auto",
+        heads_held: range | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(embed_dim, num_heads, num_kv_heads)
+        _check_objects(pattern, parallel, backend)
+        pattern.check_heads(num_heads, num_kv_heads)
         if dropout != 0.0:
-            raise ValueError(f"dropout={dropout}: attention dropout is not supported; pass dropout=0.0")
-        if not batch_first:
-            raise ValueError("batch_first=False: inputs are (batch, positions, embed_dim); pass batch_first=True")
+            raise ValueError(f"dropout={dropout!r}: attention dropout is not supported; pass dropout=0.0")
+        if batch_first is not True:
+            raise ValueError(
+                f"batch_first={batch_first!r}: inputs are (batch, positions, embed_dim); pass batch_first=True"
+            )
+        for name, switch in (("bias", bias), ("sub_layernorm", sub_layernorm)):
+            if not isinstance(switch, bool):
+                raise ValueError(f"{name} must be True or False, got {switch!r}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.pattern = pattern
         self.parallel = parallel
+        self.backend = backend
         self.rotary_base = _rotary_base(rotary, self.head_dim)
+        self.heads_held = range(num_heads) if heads_held is None else heads_held
+        num_held = len(self.heads_held) if isinstance(heads_held, range) else num_heads
+        ratio = num_heads // num_kv_heads
+        held_heads(num_held, ratio, self.heads_held, num_heads)  # refuses what no tensors could hold
+        if sub_layernorm and num_held < num_heads:
+            raise ValueError(
+                f"sub_layernorm=True takes its mean over all {num_heads} heads, and heads_held={heads_held} are "
+                f"{num_held} of them: leave one of both out"
+            )
         # nn.TransformerEncoderLayer reads these two: around another attention it must not take its fast path.
         self.batch_first = True
         self._qkv_same_embed_dim = False
 
-        kv_dim = num_kv_heads * self.head_dim
-        self._split_sizes = (embed_dim, kv_dim, kv_dim)
+        held_dim, kv_dim = num_held * self.head_dim, num_held // ratio * self.head_dim
+        self._split_sizes = (held_dim, kv_dim, kv_dim)
         self.in_proj_weight = nn.Parameter(torch.empty(sum(self._split_sizes), embed_dim, device=device, dtype=dtype))
         if bias:
             self.in_proj_bias = nn.Parameter(torch.empty(sum(self._split_sizes), device=device, dtype=dtype))
         else:
             self.register_parameter("in_proj_bias", None)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        has_bias = bias and self.heads_held.start == 0
+        self.out_proj = nn.Linear(held_dim, embed_dim, bias=has_bias, device=device, dtype=dtype)
         self.sub_layernorm = nn.LayerNorm(embed_dim, device=device, dtype=dtype) if sub_layernorm else None
         self.reset_parameters()
 
@@ -89,13 +120,46 @@ class MultiheadDilatedAttention(nn.Module):
             nn.init.xavier_normal_(weight, gain=weight_gain)
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
+        if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
         if self.sub_layernorm is not None:
             self.sub_layernorm.reset_parameters()
 
+    @torch.no_grad()
+    def held(self, heads: range) -> "MultiheadDilatedAttention":
+        """A module of some of this one's query heads, with their rows and columns of its parameters (copies)."""
+        weight = self.in_proj_weight
+        part = MultiheadDilatedAttention(
+            self.embed_dim,
+            self.num_heads,
+            self.pattern,
+            num_kv_heads=self.num_kv_heads,
+            bias=self.in_proj_bias is not None,
+            sub_layernorm=self.sub_layernorm is not None,
+            rotary=self.rotary_base or False,
+            parallel=self.parallel,
+            backend=self.backend,
+            heads_held=heads,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        ratio, dim = self.num_heads // self.num_kv_heads, self.head_dim
+        columns = slice(heads.start * dim, heads.stop * dim)
+        kv_columns = slice(heads.start // ratio * dim, heads.stop // ratio * dim)
+        for own, whole in ((part.in_proj_weight, weight), (part.in_proj_bias, self.in_proj_bias)):
+            if own is not None:
+                query, key, value = whole.split(self._split_sizes)
+                own.copy_(torch.cat([query[columns], key[kv_columns], value[kv_columns]]))
+        part.out_proj.weight.copy_(self.out_proj.weight[:, columns])
+        if part.out_proj.bias is not None:
+            part.out_proj.bias.copy_(self.out_proj.bias)
+        return part
+
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
-        return f"embed_dim={self.embed_dim}, {heads}, rotary_base={self.rotary_base}, pattern={self.pattern}"
+        others = "" if self.backend == "auto" else f", backend={self.backend!r}"
+        others += "" if len(self.heads_held) == self.num_heads else f", heads_held={self.heads_held}"
+        return f"embed_dim={self.embed_dim}, {heads}, rotary_base={self.rotary_base}, pattern={self.pattern}{others}"
 
     def forward(
         self,
@@ -107,7 +171,7 @@ class MultiheadDilatedAttention(nn.Module):
         attn_mask: Tensor | None = None,
         *,
         is_causal: bool | None = None,
-        positions: Tensor | None = None,
+        positions: "Tensor | RotaryTable | None" = None,
         cu_seqlens: Tensor | None = None,
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,
@@ -116,9 +180,12 @@ class MultiheadDilatedAttention(nn.Module):
 
         key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
                      becomes a document of its own length; padded positions come out as zeros before `out_proj`.
-        is_causal:   None takes the pattern's; anything else must agree with it.
-        positions:   integer (N,), the place of each row for `rotary`. None means 0, 1, ... within each document,
-                     counted over all ranks under `parallel`, and from `cache.position` on with a cache.
+        is_causal:   torch's hint. True must agree with the pattern; False, which torch's layers pass where their caller
+                     said nothing, and None leave it to the pattern.
+        positions:   integer (N,), the place of each row for `rotary`, or the `rotary_table` of them, which the layers
+                     of a model can share. None means 0, 1, ... within each document, counted over all ranks under
+                     `parallel`, and from `cache.position` on with a cache, where only a table can be passed: of
+                     `cache.next_positions(N)`.
         cu_seqlens:  as for `dilated_attention`: packed documents, batch 1.
         cache:       of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
         lengths:     with a cache, (B,): how many of its N rows each batch entry appends. What comes out of the rest,
@@ -128,45 +195,85 @@ class MultiheadDilatedAttention(nn.Module):
             self._check_inputs(query, key, value)
             self._check_unsupported(need_weights, attn_mask, is_causal)
             self._check_mask(key_padding_mask, cu_seqlens)
-            self._check_positions(positions, query)
-            self._check_cache(cache, lengths, key_padding_mask, positions)
+            self._check_cache(query, cache, lengths, key_padding_mask)
+            self._check_positions(positions, query, cache)
             if cu_seqlens is not None:
                 validate_cu_seqlens(cu_seqlens, query.shape[0])
-        except ValueError as error:
-            if self.parallel is not None:  # or the other ranks would wait for this one
-                refuse(self.parallel.key, str(error))
+            table = self._table(query, positions, cu_seqlens, cache)
+            heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
+        except RefusedError:  # by all ranks alike
             raise
-        if key_padding_mask is not None:
-            return self._forward_padded(query, key, value, key_padding_mask, positions), None
-        if self.rotary_base is not None and positions is None:
-            positions = self._positions(query, cu_seqlens, cache)
-        return self.out_proj(self._attend(query, key, value, positions, cu_seqlens, cache, lengths)), None
+        except Exception as error:  # whatever it is: the other ranks would wait for this one
+            if self.parallel is not None:
+                refuse(self.parallel.key, str(error) or type(error).__name__)
+            raise
+        if heads is None:
+            assert key_padding_mask is not None
+            return self._forward_padded(query, key, value, key_padding_mask, table), None
+        return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
 
     def make_cache(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> DilatedCache:
-        """A cache for this layer, of its device and dtype. The arguments are those of `DilatedCache`."""
+        """A cache for this layer, of its heads, device and dtype. The arguments are those of `DilatedCache`."""
         weight = self.in_proj_weight
-        sizes = (batch, self.num_heads, self.num_kv_heads, self.head_dim)
-        return DilatedCache(self.pattern, *sizes, dtype=weight.dtype, device=weight.device, max_len=max_len, keep=keep)
+        return DilatedCache(
+            *(self.pattern, batch, self.num_heads, self.num_kv_heads, self.head_dim),
+            dtype=weight.dtype,
+            device=weight.device,
+            max_len=max_len,
+            keep=keep,
+            heads_held=None if len(self.heads_held) == self.num_heads else self.heads_held,
+        )
+
+    def rotary_table(self, positions: Tensor) -> "RotaryTable":
+        """What `forward` takes for `positions`, made once for all layers with this head dim and base.
+
+        positions: integer (N,), the place of each of this rank's rows, on the device of the inputs; or (B, N), where
+                   batch entries stand at different places (`cache.next_positions(N)`).
+        """
+        if self.rotary_base is None:
+            raise ValueError("this module has no rotary embeddings: construct it with rotary=True")
+        dtype = torch.promote_types(self.in_proj_weight.dtype, torch.float32)
+        return rotary_table(positions, self.head_dim, self.rotary_base, dtype)
+
+    def _table(
+        self,
+        query_BNE: Tensor,
+        positions: "Tensor | RotaryTable | None",
+        cu_seqlens: Tensor | None,
+        cache: DilatedCache | None,
+    ) -> "RotaryTable | None":
+        if self.rotary_base is None:
+            return None
+        if isinstance(positions, RotaryTable):
+            return positions
+        if positions is None:
+            positions = self._positions(query_BNE, cu_seqlens, cache)
+        return self.rotary_table(positions.to(query_BNE.device))
+
+    def _heads(
+        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: "RotaryTable | None"
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """query, key and value of all heads, (B, N, H or G, D), rotated."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query_BNE, key_BNE, value_BNE))
+        return (q, k, v) if table is None else (rotate(q, table), rotate(k, table), v)
 
     def _attend(
         self,
-        query_BNE: Tensor,
-        key_BNE: Tensor,
-        value_BNE: Tensor,
-        positions: Tensor | None,
+        heads: tuple[Tensor, Tensor, Tensor],
         cu_seqlens: Tensor | None,
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Everything before the output projection."""
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query_BNE, key_BNE, value_BNE))
-        if self.rotary_base is not None:
-            assert positions is not None
-            table = rotary_table(positions.to(q.device), self.head_dim, self.rotary_base)
-            cos_ND, sin_ND = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in table)
-            q, k = rotate(q, cos_ND, sin_ND), rotate(k, cos_ND, sin_ND)
+        """Everything between the projections."""
         out_BNHD = dilated_attention(
-            q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths
+            *(*heads, self.pattern),
+            parallel=self.parallel,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+            heads_held=self.heads_held,
+            num_heads=self.num_heads,
+            cache=cache,
+            lengths=lengths,
         )
         assert isinstance(out_BNHD, Tensor)
         out_BNE = out_BNHD.flatten(2)
@@ -181,15 +288,13 @@ class MultiheadDilatedAttention(nn.Module):
         return tuple(F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True))
 
     def _forward_padded(
-        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, mask_BN: Tensor, positions: Tensor | None
+        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, mask_BN: Tensor, table: "RotaryTable | None"
     ) -> Tensor:
         batch, num_positions, _ = query_BNE.shape
         lengths_B = valid_lengths(mask_BN, batch, num_positions)
         valid_BN = torch.arange(num_positions, device=lengths_B.device) < lengths_B[:, None]
         rows_T = valid_BN.flatten().nonzero().squeeze(1).to(query_BNE.device)
         borders = F.pad(lengths_B[lengths_B > 0].cumsum(0), (1, 0)).to(torch.int32)
-        if positions is None:
-            positions = torch.arange(num_positions, device=query_BNE.device)
 
         def packed(x_BNE: Tensor) -> Tensor:
             return x_BNE.flatten(0, 1)[rows_T].unsqueeze(0)
@@ -198,19 +303,21 @@ class MultiheadDilatedAttention(nn.Module):
         packed_key = packed_query if key_BNE is query_BNE else packed(key_BNE)
         packed_value = packed_key if value_BNE is key_BNE else packed(value_BNE)
         cu_seqlens = borders if len(rows_T) else None  # without a valid position there is no document
-        out_1TE = self._attend(packed_query, packed_key, packed_value, positions[rows_T % num_positions], cu_seqlens)
-        out_flat = out_1TE.new_zeros(batch * num_positions, self.embed_dim).index_copy(0, rows_T, out_1TE[0])
+        table = None if table is None else table.of_rows(rows_T % num_positions)
+        out_1TE = self._attend(self._heads(packed_query, packed_key, packed_value, table), cu_seqlens)
+        out_flat = out_1TE.new_zeros(batch * num_positions, out_1TE.shape[-1]).index_copy(0, rows_T, out_1TE[0])
         return self.out_proj(out_flat.unflatten(0, (batch, num_positions)))
 
     def _positions(self, query_BNE: Tensor, cu_seqlens: Tensor | None, cache: DilatedCache | None = None) -> Tensor:
         if cache is not None:
-            return cache.position[:, None] + torch.arange(query_BNE.shape[1], device=cache.device)
+            return cache.next_positions(query_BNE.shape[1])
         if self.parallel is not None:
             return _positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
         return document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
+            _check_tensor(name, x)
             if x.dim() != 3 or x.shape[-1] != self.embed_dim:
                 remedy = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
                 raise ValueError(
@@ -226,38 +333,57 @@ class MultiheadDilatedAttention(nn.Module):
         if need_weights:
             raise ValueError("need_weights=True: the attention weights are never formed; pass need_weights=False")
         if attn_mask is not None:
+            _check_tensor("attn_mask", attn_mask)
             raise ValueError(
                 f"attn_mask of shape {tuple(attn_mask.shape)}: who attends whom is the pattern's to say; pass "
                 "attn_mask=None, with is_causal=True in the pattern for a causal mask"
             )
-        if is_causal is not None and is_causal != self.pattern.is_causal:
+        if is_causal is not None and not isinstance(is_causal, bool):
+            raise ValueError(f"is_causal must be True, False or None, got {is_causal!r}")
+        if is_causal and not self.pattern.is_causal:
             raise ValueError(
-                f"is_causal={is_causal}, but the pattern has is_causal={self.pattern.is_causal}: leave the argument "
-                "out, or make the pattern causal as wanted"
+                "is_causal=True, but the pattern has is_causal=False: leave the argument out, or make the pattern "
+                "causal as wanted"
             )
 
-    def _check_positions(self, positions: Tensor | None, query: Tensor) -> None:
+    def _check_positions(
+        self, positions: "Tensor | RotaryTable | None", query: Tensor, cache: DilatedCache | None
+    ) -> None:
         if positions is None:
             return
         if self.rotary_base is None:
             raise ValueError("positions were passed, but only rotary embeddings read them: construct with rotary=True")
+        if isinstance(positions, RotaryTable):
+            positions.check(query.shape[:2], self.head_dim, self.rotary_base)
+            return
+        if cache is not None:
+            raise ValueError(
+                "positions and cache: rows are appended at cache.position. Leave positions out, or pass the table "
+                "rotary_table(cache.next_positions(N)), which the layers of a model can share"
+            )
+        _check_tensor("positions", positions)
         if positions.shape != query.shape[1:2]:
             raise ValueError(
                 f"positions have shape {tuple(positions.shape)}, the inputs need ({query.shape[1]},), one for each "
                 "row of this rank: ContextParallel.positions(N, cu_seqlens) tells them"
             )
+        if not is_integral(positions):
+            raise ValueError(f"positions have dtype {positions.dtype}: pass integers, as torch.arange makes them")
 
     def _check_cache(
-        self, cache: DilatedCache | None, lengths: Tensor | None, mask: Tensor | None, positions: Tensor | None
+        self, query: Tensor, cache: DilatedCache | None, lengths: Tensor | None, mask: Tensor | None
     ) -> None:
+        """What must be known before positions are taken from the cache; the call itself checks the rest."""
         if cache is None and lengths is None:
             return
+        if cache is not None and not isinstance(cache, DilatedCache):
+            raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}")
+        if cache is not None and cache.batch != query.shape[0]:
+            raise ValueError(f"the cache was made for batch {cache.batch}, and the call has {query.shape[0]}")
         if mask is not None:
             raise ValueError(
                 "key_padding_mask and cache: say with lengths, (B,) integers, how many rows of each entry are valid"
             )
-        if positions is not None:
-            raise ValueError("positions and cache: rows are appended at cache.position; leave positions out")
         if cache is not None and self.parallel is not None:
             raise ValueError(
                 "cache and parallel: a cache is of one device; use a module with parallel=None and the same "
@@ -267,6 +393,7 @@ class MultiheadDilatedAttention(nn.Module):
     def _check_mask(self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if key_padding_mask is None:
             return
+        _check_tensor("key_padding_mask", key_padding_mask)
         if self.parallel is not None:
             raise ValueError(
                 "key_padding_mask and parallel: a padded batch cannot be sharded; pack the documents into one row and "
@@ -328,38 +455,75 @@ def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: to
     return positions_N - starts[torch.searchsorted(starts, positions_N, right=True) - 1]
 
 
-def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (..., N, D/2) float64, of position * base^(-2i/D), of positions (..., N).
+class RotaryTable:
+    """cos_ND and sin_ND, each (N, D/2), of the angle by which each pair of each row is turned; or (B, N, D/2).
 
-    Why float64: at position 10^6 a float32 angle is off by 0.06, and beyond 2^24 neighbours get the same one.
+    Not a tuple of tensors: those that a module is passed FSDP casts to the 16-bit type of its parameters.
+    """
+
+    def __init__(self, cos_ND: Tensor, sin_ND: Tensor, base: float) -> None:
+        self.cos_ND, self.sin_ND, self.base = cos_ND, sin_ND, base
+
+    def of_rows(self, rows: Tensor) -> "RotaryTable":
+        return RotaryTable(self.cos_ND[rows], self.sin_ND[rows], self.base)
+
+    def check(self, rows: Sequence[int], head_dim: int, base: float) -> None:
+        """Raise ValueError unless the table was made for these rows (B, N)."""
+        *batch, num_rows, half = self.cos_ND.shape
+        found = (num_rows, 2 * half, self.base)
+        if found != (rows[1], head_dim, base) or batch not in ([], [rows[0]]):
+            of_batch = f" of a batch of {batch[0]}" if batch else ""
+            raise ValueError(
+                "positions are a RotaryTable for {} rows of head_dim={} with base {}{}, ".format(*found, of_batch)
+                + f"the inputs need one for {rows[1]} rows of head_dim={head_dim} with base {base}"
+                + (f" of a batch of {rows[0]}" if batch else "")
+            )
+
+
+def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
+    """The table of the angles position * base^(-2i/D), on the device of the positions, (N,) or (B, N).
+
+    Angles are float64: at position 10^6 a float32 one is off by 0.06, and beyond 2^24 neighbours get the same one.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
     angles_ND = positions.to(torch.float64)[..., None] * base**-exponents
-    return angles_ND.cos(), angles_ND.sin()
+    return RotaryTable(angles_ND.cos().to(dtype), angles_ND.sin().to(dtype), base)
 
 
-def rotate(x_BNHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
-    """Rotates the pairs (x[i], x[i + D/2]) by the angle of their row, in the table's dtype; returned in x's dtype.
-
-    The table is one for all batch entries, (N, D/2), or one for each, (B, N, D/2).
-    """
-    first, second = x_BNHD.to(cos_ND.dtype).chunk(2, dim=-1)
-    cos, sin = cos_ND.unsqueeze(-2), sin_ND.unsqueeze(-2)
+def rotate(x_BNHD: Tensor, table: RotaryTable) -> Tensor:
+    """Rotates the pairs (x[i], x[i + D/2]) by the angle of their row, in the table's dtype; returned in x's dtype."""
+    first, second = x_BNHD.to(table.cos_ND.dtype).chunk(2, dim=-1)
+    cos, sin = table.cos_ND.unsqueeze(-2), table.sin_ND.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNHD.dtype)
 
 
+def is_integral(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def _check_objects(pattern: object, parallel: object, backend: str) -> None:
+    if not isinstance(pattern, DilatedPattern):
+        raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}")
+    if parallel is not None and not isinstance(parallel, ContextParallel):
+        raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}")
+    check_backend(backend)
+
+
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if not is_integer(number):
+            raise ValueError(f"{name} must be an integer, got {number!r}")
     if num_heads < 1 or embed_dim < 1:
         raise ValueError(f"embed_dim={embed_dim} and num_heads={num_heads} must be at least 1")
     if embed_dim % num_heads:
         raise ValueError(
             f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads} (remainder {embed_dim % num_heads}): "
             "choose a number of heads that divides it"
-        )
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}: every key/value head serves "
-            "num_heads / num_kv_heads query heads"
         )
 
 
@@ -368,7 +532,8 @@ def _rotary_base(rotary: bool | float, head_dim: int) -> float | None:
         return None
     if head_dim % 2:
         raise ValueError(f"rotary with head_dim={head_dim}: rotary embeddings rotate pairs, the head dim must be even")
-    base = DEFAULT_ROTARY_BASE if rotary is True else float(rotary)
-    if not base > 1.0:
-        raise ValueError(f"rotary={rotary}: the base must be greater than 1; True means {DEFAULT_ROTARY_BASE:,.0f}")
-    return base
+    if not isinstance(rotary, Real) or not (rotary is True or 1.0 < rotary < math.inf):
+        raise ValueError(
+            f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {DEFAULT_ROTARY_BASE:,.0f}"
+        )
+    return DEFAULT_ROTARY_BASE if rotary is True else float(rotary)

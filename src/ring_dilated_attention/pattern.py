@@ -5,10 +5,12 @@ reads one phase per branch. Query i sees key j in a branch iff both lie in the s
 h reads (and j <= i if causal). A pair that several branches contain counts once per branch.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import lru_cache
 from itertools import groupby
 from operator import index
 from typing import NamedTuple
@@ -16,12 +18,19 @@ from typing import NamedTuple
 PHASE_RULES = ("modulo", "blocked")
 HEAD_RULES = ("all", "split")
 
+# A segment this long is its whole document, whatever the length: more positions than any sequence has, an int64 still.
+WHOLE_DOCUMENT = 2**62
+
 
 class Branch(NamedTuple):
     """One (segment_length w, dilation_rate r) pair."""
 
     segment_length: int
     dilation_rate: int
+
+    def __str__(self) -> str:
+        length = "whole document" if self.segment_length == WHOLE_DOCUMENT else self.segment_length
+        return f"w={length}, r={self.dilation_rate}"
 
 
 class HeadGroup(NamedTuple):
@@ -41,6 +50,8 @@ class HeadGroup(NamedTuple):
 class DilatedPattern:
     """The attention pattern: all branches, the phase rule and causality. Hashable.
 
+    `DilatedPattern.longnet` makes the branches of the paper's rule, `DilatedPattern.dense` the one of dense attention.
+
     Args:
         segment_lengths: w of each branch, in positions. It need not divide anything.
         dilation_rates: r of each branch.
@@ -51,8 +62,8 @@ class DilatedPattern:
             contiguous groups of heads (sizes as torch.tensor_split); they all read phase i mod r.
 
     Raises:
-        ValueError: for lists that are empty or of different lengths, entries that are not positive integers, and
-            rules that do not exist.
+        ValueError: for lists that are empty or of different lengths, entries that are not integers from 1 to 2**62,
+            and rules that do not exist.
     """
 
     segment_lengths: Sequence[int]  # kept as tuples
@@ -61,10 +72,11 @@ class DilatedPattern:
     is_causal: bool = False
     phase: str = "modulo"
     heads: str = "all"
+    text: str = field(init=False, repr=False, compare=False)  # the pattern as a custom op takes it; see `from_text`
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
-            object.__setattr__(self, name, _positive_integers(name, getattr(self, name)))
+            object.__setattr__(self, name, _integers(name, getattr(self, name)))
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
                 f"segment_lengths has {len(self.segment_lengths)} entries and dilation_rates has "
@@ -82,10 +94,66 @@ class DilatedPattern:
                 f"heads='split' has its own phase rule (branch i reads phase i mod r), got phase={self.phase!r}. "
                 "Leave phase at its default."
             )
+        rules = (self.segment_lengths, self.dilation_rates, self.is_causal, self.phase, self.heads)
+        object.__setattr__(self, "text", json.dumps(rules))
+
+    @classmethod
+    def dense(cls, *, is_causal: bool = False) -> "DilatedPattern":
+        """Dense attention, whatever the length: one branch at rate 1, whose segment is the whole document."""
+        return cls((WHOLE_DOCUMENT,), (1,), is_causal=is_causal)
+
+    @classmethod
+    def longnet(
+        cls,
+        max_len: int,
+        *,
+        first_length: int = 2048,
+        ratio: int = 2,
+        is_causal: bool = False,
+        phase: str = "modulo",
+        heads: str = "all",
+    ) -> "DilatedPattern":
+        """LongNet's rule: segment lengths and rates grow alike, w_i = w_0 * a**i and r_i = a**i, up to max_len.
+
+        Averaged over queries and heads, a query sees about w_0 / a**i keys of branch i, and w_0 * a / (a - 1) in all at
+        most: the work is linear in the length, and the layers that connect any two positions grow with its logarithm
+        (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) take the lengths of w_0 = 2048 and a = 2
+        up to 32768, (2048, 4096, 8192, 16384, 32768), but rates of (1, 2, 4, 6, 12): give both to `DilatedPattern`
+        itself. Of a rate above the number of heads some phases are read by none (`explain`).
+
+        Args:
+            max_len: the last segment length; a longer sequence has several such segments.
+            first_length: w_0, the segment length of the branch at rate 1. From max_len on there is no other branch.
+            ratio: a, the common ratio of both sequences. The last length is cut to max_len, its rate is not.
+
+        Raises:
+            ValueError: for numbers that are not integers of at least 1 (`ratio`: 2).
+        """
+        numbers = {"max_len": (max_len, 1), "first_length": (first_length, 1), "ratio": (ratio, 2)}
+        for name, (number, least) in numbers.items():
+            if not is_integer(number) or number < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}.")
+        lengths, rates = [index(first_length)], [1]
+        while lengths[-1] < max_len:
+            lengths.append(lengths[-1] * index(ratio))
+            rates.append(rates[-1] * index(ratio))
+        lengths[-1] = index(max_len)
+        return cls(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
+
+    def __repr__(self) -> str:
+        if self == DilatedPattern.dense(is_causal=self.is_causal):
+            return f"DilatedPattern.dense(is_causal={self.is_causal})"
+        listed = ", ".join(f"{item.name}={getattr(self, item.name)!r}" for item in fields(self) if item.repr)
+        return f"{type(self).__name__}({listed})"
 
     @property
     def branches(self) -> tuple[Branch, ...]:
         return tuple(map(Branch, self.segment_lengths, self.dilation_rates))
+
+    @classmethod
+    def from_text(cls, text: str) -> "DilatedPattern":
+        """The pattern that has this `text`."""
+        return _from_text(text)
 
     def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
         """Raise ValueError unless the pattern can run on this many query and key/value heads."""
@@ -144,10 +212,13 @@ class DilatedPattern:
                 return tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in diagonal_held if heads)
         return tuple(group for s, heads in equal_held for group in _aligned(heads, s, ratio))
 
-    def phase_groups(self, branch: int, num_heads: int, num_kv_heads: int) -> tuple[HeadGroup, ...]:
-        """The heads of a branch, cut by the phase that they read, and where key/value heads serve unequal numbers."""
+    def phase_groups(
+        self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
+    ) -> tuple[HeadGroup, ...]:
+        """As `head_groups`, but cut by phase alone, and where key/value heads serve unequal numbers."""
         ratio = num_heads // num_kv_heads
-        phases = self._heads_by_phase(branch, num_heads)
+        held = held if held is not None else range(num_heads)
+        phases = [(s, _within(heads, held)[1]) for s, heads in self._heads_by_phase(branch, num_heads)]
         return tuple(group for s, heads in phases for group in _aligned(heads, s, ratio))
 
     def _heads_by_phase(self, branch: int, num_heads: int) -> list[tuple[int, range]]:
@@ -228,7 +299,8 @@ class DilatedPattern:
         """
         self.check_heads(num_heads, num_heads)
         lines = []
-        for i, (length, rate) in enumerate(self.branches):
+        for i, branch in enumerate(self.branches):
+            length, rate = branch
             phases = [self.phase_of(i, h, num_heads) for h in range(num_heads)]
             read = {p for p in phases if p is not None}
             unread = [s for s in range(min(rate, length)) if s not in read]
@@ -237,14 +309,20 @@ class DilatedPattern:
             note = f"; phases that no head reads: {_shorten(unread)}" if unread else "; every phase is read"
             if rate > length:
                 note += "; r > w: a segment has one row of a phase at most, so that a query sees only itself"
-            lines.append(f"branch {i} (w={length}, r={rate}): {share} read phases {_shorten(sorted(read))}{note}")
+            lines.append(f"branch {i} ({branch}): {share} read phases {_shorten(sorted(read))}{note}")
         without, pairs = self.without_keys(num_heads, lengths)
         if without:
             lines.append(f"{without / pairs:.1%} of all (query, head) pairs are in no branch: no key, and out is 0")
         return "\n".join(lines)
 
 
-def _positive_integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def _from_text(text: str) -> DilatedPattern:
+    lengths, rates, is_causal, phase, heads = json.loads(text)
+    return DilatedPattern(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
+
+
+def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     try:
         entries = tuple(values)
     except TypeError:  # also a 0-dimensional array, which says that it is iterable
@@ -252,18 +330,19 @@ def _positive_integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     if entries is None or isinstance(values, (str, bytes)):
         raise ValueError(f"{name} must be a list of positive integers, got {values!r}.")
     if not entries:
-        raise ValueError(
-            f"{name} is empty. Give one entry per branch; dense attention is segment_lengths=[n], rates [1]."
-        )
+        raise ValueError(f"{name} is empty. Give one entry per branch; dense attention is DilatedPattern.dense().")
     for entry in entries:
-        if not _is_integer(entry):
+        if not is_integer(entry):
             raise ValueError(f"{name} must hold integers, got {entry!r} in {list(entries)}.")
         if entry < 1:
             raise ValueError(f"{name} must be at least 1, got {entry} in {list(entries)}.")
+        if entry > WHOLE_DOCUMENT:
+            raise ValueError(f"{name} must be at most 2**62 = {WHOLE_DOCUMENT}, got {entry}: no sequence is that long.")
     return tuple(index(entry) for entry in entries)
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Whether it can be counted with: an int or what numpy and torch make of one, but no bool."""
     try:
         index(value)  # type: ignore[arg-type]  # that is the question
     except TypeError:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import kernels
+from ..kernels.choose import BACKENDS, reasons
 from ..pattern import DilatedPattern
-from ..plan.choice import EXCHANGES
+from ..plan.exchange import EXCHANGES
 from ..ranks.context import ContextParallel
 from .compare import DTYPES, Case, Squares, measure, measure_cached, worst
 from .output import progress_bar
@@ -33,7 +33,6 @@ CASES = (
     Case("packed documents", DilatedPattern((16, 64), (1, 2), is_causal=True), 97, 1, 4, 2, 24, (0, 1, 40, 97)),
     Case("queries without keys", DilatedPattern((8, 97), (3, 8)), 97, 1, 3, 3, 16),
 )
-
 
 CACHE = "cache"  # in the place of an exchange: one device, and a sequence that is appended to a cache
 
@@ -83,7 +82,7 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
     """What can run on this machine on so many ranks, and the rows of what cannot, with the reason."""
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     trials, rows = [], []
-    for backend in kernels.BACKENDS:
+    for backend in BACKENDS:
         for exchange in EXCHANGES if num_ranks > 1 else ("none", CACHE):
             for dtype in DTYPES:
                 options = [Trial(backend, device, exchange, dtype, num_ranks) for device in devices]
@@ -97,7 +96,7 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
 
 
 def _why_not(trial: Trial) -> str | None:
-    reason = kernels.reasons(torch.empty(1, 1, 1, 8, dtype=trial.dtype, device=trial.device))[trial.backend]
+    reason = reasons(torch.empty(1, 1, 1, 8, dtype=trial.dtype, device=trial.device))[trial.backend]
     if reason is None and trial.device == "cuda" and torch.cuda.device_count() < trial.num_processes:
         return f"needs a GPU for each of {trial.num_processes} processes, there are {torch.cuda.device_count()}"
     return reason

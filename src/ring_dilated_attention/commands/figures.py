@@ -54,7 +54,7 @@ def _save(folder: Path, pictures: dict[str, "Figure"]) -> list[Path]:
     return [folder / name for name in pictures]
 
 
-def multiplicity(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> list[list[list[int]]]:
+def branches_by_pair(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> list[list[list[int]]]:
     """For each query and key of a head the branches in which the query sees the key."""
     cells: list[list[list[int]]] = [[[] for _ in range(seq_len)] for _ in range(seq_len)]
     for branch, (w, r) in enumerate(pattern.branches):
@@ -102,7 +102,7 @@ def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int, divisor:
 def _draw_head(axes: "Axes", pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> None:
     from matplotlib.colors import to_rgb
 
-    cells = multiplicity(pattern, seq_len, num_heads, head)
+    cells = branches_by_pair(pattern, seq_len, num_heads, head)
 
     def colour(i: int, j: int) -> tuple[float, float, float]:
         if cells[i][j]:

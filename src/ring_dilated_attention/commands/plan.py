@@ -9,11 +9,12 @@ from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 
+from ..kernels.traits import TRAITS
 from ..pattern import PHASE_RULES, DilatedPattern
 from ..plan.clock import Hardware, StepTime, model_step
-from ..plan.memory import KERNELS, AttentionMemory, attention_memory
-from ..plan.plan import Plan
-from ..plan.planner import chunk_finder, make_plan
+from ..plan.exchange import EXCHANGES, Choice, RankPlan, choose_exchange, plan_exchange
+from ..plan.memory import AttentionMemory, Sizes, attention_memory
+from ..plan.planner import chunk_finder
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
 from .output import check_writable, progress_bar
 from .plan_report import (
@@ -77,9 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=ITEMSIZE, default="float32", help="of query, key and value")
     parser.add_argument(
         "--kernel",
-        choices=KERNELS,
-        default=KERNELS[0],
-        help="for the memory: composed of torch's (default), Triton's in place, or fused (one rank)",
+        choices=TRAITS,
+        default="cpu",
+        help="for the memory: what computes (default cpu; triton-fused serves one rank)",
+    )
+    parser.add_argument(
+        "--exchange",
+        choices=("auto", *(name for name in EXCHANGES if name != "simulated")),
+        default="auto",
+        help="how chunks travel (default auto: chosen, with the reason)",
     )
     parser.add_argument("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
     parser.add_argument("--align", type=int, default=1, metavar="A", help="borders of shards at multiples of it")
@@ -102,8 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
         hardware = hardware_of(arguments)
         check_picture(arguments)
         shards = split(arguments, arguments.seq_len)
-        plans = make_plans(pattern, shards, arguments)
-        memories = [memory_of(plan, arguments) for plan in plans]
+        exchange = exchange_of(pattern, shards, arguments)
+        plans = make_plans(pattern, shards, exchange.exchange, arguments)
+        memories = [attention_memory(x.plan, sizes_of(arguments), TRAITS[arguments.kernel], x.dealing) for x in plans]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -111,16 +119,19 @@ def run(arguments: argparse.Namespace) -> int:
     branches = branch_rows(pattern, shards, plans, arguments)
     step = step_of(plans, arguments, hardware)
     # Planning many ranks once more for each sharding takes minutes, and the comparison says little new there.
-    compared = compare_shardings(pattern, arguments, hardware) if 1 < arguments.ranks <= MOST_COMPARED else []
+    is_compared = 1 < arguments.ranks <= MOST_COMPARED
+    compared = compare_shardings(pattern, exchange.exchange, arguments, hardware) if is_compared else []
     if arguments.json:
         found = as_json(rows, memories, branches) | {"shardings": [row._asdict() for row in compared]}
+        found["exchange"] = exchange._asdict()
         print(json.dumps(found if step is None else found | {"model": model_json(step, hardware)}, indent=1))
     else:
         print(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
         print(table(rows, step))
         print(summary(rows, memories))
         if arguments.ranks > 1:
-            print(branch_lines(branches))
+            print(f"exchange: {exchange.exchange}: {exchange.reason}")
+            print(branch_lines(branches, is_dealt=exchange.exchange == "all_to_all"))
         if step is not None:
             print(model_line(step))
         if compared:
@@ -210,13 +221,28 @@ def split(arguments: argparse.Namespace, seq_len: int) -> tuple[Shard, ...]:
     )
 
 
-def make_plans(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: argparse.Namespace) -> list[Plan]:
+def exchange_of(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: argparse.Namespace) -> Choice:
+    """The exchange that was asked for, or that a call would choose, and why."""
+    if arguments.ranks == 1:
+        return Choice("none", "one rank: nothing to send")
+    if arguments.exchange != "auto":
+        return Choice(arguments.exchange, "asked for")
+    return choose_exchange(pattern, shards, *heads_and_documents(arguments), sizes_of(arguments))
+
+
+def sizes_of(arguments: argparse.Namespace) -> Sizes:
+    return Sizes(arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype])
+
+
+def make_plans(
+    pattern: DilatedPattern, shards: tuple[Shard, ...], exchange: str, arguments: argparse.Namespace
+) -> list[RankPlan]:
     """Every rank's plan. A ring of a thousand ranks takes a moment for each, so that many show their progress."""
     others = heads_and_documents(arguments)
     plans = []
     with progress_bar(len(shards), "rank", is_shown=len(shards) > MOST_ROWS) as bar:
         for rank in range(len(shards)):
-            plans.append(make_plan(pattern, shards, rank, *others))
+            plans.append(plan_exchange(exchange, pattern, shards, rank, *others))
             bar.update()
     return plans
 
@@ -228,27 +254,23 @@ def heads_and_documents(arguments: argparse.Namespace) -> tuple[int, int, tuple[
     return arguments.heads, num_kv_heads, documents
 
 
-def step_of(plans: list[Plan], arguments: argparse.Namespace, hardware: Hardware | None) -> StepTime | None:
+def step_of(plans: list[RankPlan], arguments: argparse.Namespace, hardware: Hardware | None) -> StepTime | None:
     if hardware is None:
         return None
-    return model_step(plans, arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype], hardware)
+    dealings = [x.dealing for x in plans if x.dealing is not None]
+    return model_step([x.plan for x in plans], sizes_of(arguments), hardware, dealings or None)
 
 
-def memory_of(plan: Plan, arguments: argparse.Namespace) -> AttentionMemory:
-    itemsize = ITEMSIZE[arguments.dtype]
-    return attention_memory(plan, arguments.batch, arguments.head_dim, itemsize, kernel=arguments.kernel)
-
-
-def rank_rows(plans: list[Plan], memories: list[AttentionMemory], arguments: argparse.Namespace) -> list[RankRow]:
-    batch, head_dim, itemsize = arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype]
-    flops = [sum(plan.flops(batch, head_dim, backward=backward) for backward in (False, True)) for plan in plans]
+def rank_rows(plans: list[RankPlan], memories: list[AttentionMemory], arguments: argparse.Namespace) -> list[RankRow]:
+    batch, head_dim = arguments.batch, arguments.head_dim
+    flops = [sum(x.plan.flops(batch, head_dim, backward=backward) for backward in (False, True)) for x in plans]
     rows = []
-    for plan, memory, work in zip(plans, memories, flops, strict=True):
-        sent = [plan.bytes_sent(batch, head_dim, itemsize, backward=backward) for backward in (False, True)]
+    for rank, (rank_plan, memory, work) in enumerate(zip(plans, memories, flops, strict=True)):
+        sent = [rank_plan.bytes_sent(sizes_of(arguments), backward=backward) for backward in (False, True)]
         rows.append(
             RankRow(
-                rank=plan.rank,
-                positions=plan.num_rows,
+                rank=rank,
+                positions=rank_plan.num_rows,
                 flops=work,
                 share=work / sum(flops) if sum(flops) else 0.0,
                 forward_sent_bytes=sent[0],
@@ -261,11 +283,11 @@ def rank_rows(plans: list[Plan], memories: list[AttentionMemory], arguments: arg
 
 
 def branch_rows(
-    pattern: DilatedPattern, shards: tuple[Shard, ...], plans: list[Plan], arguments: argparse.Namespace
+    pattern: DilatedPattern, shards: tuple[Shard, ...], plans: list[RankPlan], arguments: argparse.Namespace
 ) -> list[BranchRow]:
     """What each branch sends, from the messages of the plans. A message carries rows of one branch."""
     sizes = [0] * len(pattern.branches)
-    for plan in plans:
+    for plan in [x.plan for x in plans if x.plan.hops]:
         find = chunk_finder(pattern, shards, plan.rank, *heads_and_documents(arguments))
         branch_at: dict[int, int] = {}  # by offset, where all chunks of one ring lie
         for message in (message for hop in plan.hops for message in hop.sends):
@@ -277,16 +299,15 @@ def branch_rows(
 
 
 def compare_shardings(
-    pattern: DilatedPattern, arguments: argparse.Namespace, hardware: Hardware | None
+    pattern: DilatedPattern, exchange: str, arguments: argparse.Namespace, hardware: Hardware | None
 ) -> list[ShardingRow]:
     """Every sharding of the same sequence: none is always better (zigzag is not for causal w = 0.6 n on 4 ranks)."""
     found = []
     for sharding in SHARDINGS:
         lengths = default_lengths(sharding, arguments.seq_len, arguments.ranks)
-        plans = make_plans(pattern, make_shards(sharding, lengths), arguments)
-        arguments_of = (arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype])
-        sent = max(sum(plan.bytes_sent(*arguments_of, backward=b) for b in (False, True)) for plan in plans)
-        pairs = [plan.pairs for plan in plans]
+        plans = make_plans(pattern, make_shards(sharding, lengths), exchange, arguments)
+        sent = max(sum(x.bytes_sent(sizes_of(arguments), backward=b) for b in (False, True)) for x in plans)
+        pairs = [x.plan.pairs for x in plans]
         even = sum(pairs) / (len(pairs) * max(pairs)) if max(pairs) else 1.0
         step = step_of(plans, arguments, hardware)
         found.append(ShardingRow(sharding, even, sent, None if step is None else step.step_seconds))

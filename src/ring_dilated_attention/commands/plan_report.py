@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from ..pattern import Branch
 from ..plan.clock import Hardware, StepTime
 from ..plan.memory import AttentionMemory
 
@@ -46,14 +47,16 @@ def balance(rows: list[RankRow]) -> float:
     return sum(row.flops for row in rows) / (len(rows) * largest) if largest else 1.0
 
 
-def branch_lines(rows: list[BranchRow]) -> str:
+def branch_lines(rows: list[BranchRow], *, is_dealt: bool) -> str:
     def described(row: BranchRow) -> str:
+        if is_dealt:
+            return "is computed by heads: each rank has all positions of some"
         if not row.forward_sent_bytes:
             return "stays at home"
         return f"travels, {row.forward_sent_bytes / 1e6:,.1f} MB of keys and values in a forward, over all ranks"
 
     return "\n".join(
-        f"branch {i} (w={row.segment_length}, r={row.dilation_rate}) {described(row)}" for i, row in enumerate(rows)
+        f"branch {i} ({Branch(row.segment_length, row.dilation_rate)}) {described(row)}" for i, row in enumerate(rows)
     )
 
 

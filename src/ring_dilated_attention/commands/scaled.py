@@ -1,19 +1,20 @@
 """The same call at a size that can be checked densely, or drawn. Pure integers, no torch."""
 
-from ..pattern import DilatedPattern
+from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 
 
 def scaled_down(pattern: DilatedPattern, seq_len: int, most: int) -> tuple[DilatedPattern, int, int]:
     """Sequence and segments divided by one number, so that at most about `most` positions remain; rates stay.
 
-    A segment that had a row for every phase keeps one.
+    A segment that had a row for every phase keeps one; one that is the whole document remains it.
 
     Returns:
         The pattern, its number of positions, and the divisor.
     """
     divisor = -(-seq_len // most)
     lengths = [
-        max(1, w // divisor, min(w, r)) for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
+        w if w == WHOLE_DOCUMENT else max(1, w // divisor, min(w, r))
+        for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
     ]
     small = DilatedPattern(
         tuple(lengths), pattern.dilation_rates, is_causal=pattern.is_causal, phase=pattern.phase, heads=pattern.heads

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..plan.choice import EXCHANGES
+from ..plan.exchange import EXCHANGES
 from ..training.checkpoint import find_checkpoint
 from ..training.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
 from ..training.launch import ABORTED, launch, under_torchrun

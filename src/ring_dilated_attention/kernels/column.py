@@ -2,19 +2,40 @@
 
 The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gradient of lse adds p * dlse to ds. One
 more column, in which q, k and v are 0, out is -dlse and dout is 1, changes nothing but delta: it becomes delta - dlse.
+
+dlse is a float32 (GradScaler begins with 65,536, beyond float16), and 16-bit inputs would round it: there it is the sum
+of three columns, each of them the rest that the ones before leave, of numbers below 2 that dout, a power of 2, scales.
 """
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .contract import BackwardRows
 
-def with_dlse_column(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dlse: Tensor, width: int = 1
-) -> tuple[Tensor, ...]:
-    """dout, q, k, v, out with `width` more columns (the first carries dlse). The scale must be passed on explicitly."""
-    zeros = (0, width)
-    out, dout = pad(out, zeros), pad(dout, zeros)
-    head_dim = q.shape[-1]
-    out[..., head_dim] = -dlse.to(out.dtype)
-    dout[..., head_dim].fill_(1)
-    return dout, pad(q, zeros), pad(k, zeros), pad(v, zeros), out
+
+def num_columns(dtype: torch.dtype) -> int:
+    """How many columns carry dlse exactly enough."""
+    return 1 if dtype.itemsize >= 4 else 3
+
+
+def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
+    """The rows with `width` more columns, of which the first carry dlse. The scale must be passed on explicitly."""
+    assert rows.dlse is not None
+    zeros, head_dim = (0, width), rows.query.shape[-1]
+    out, dout = pad(rows.out, zeros), pad(rows.dout, zeros)
+    rest, factor = rows.dlse, _factor(rows.dlse, out.dtype)
+    for column in range(head_dim, head_dim + num_columns(out.dtype)):
+        dout[..., column] = factor.to(out.dtype)
+        out[..., column] = (-rest / factor).to(out.dtype)
+        rest = rest + factor * out[..., column].to(rest.dtype)
+    query, key, value = (pad(x, zeros) for x in (rows.query, rows.key, rows.value))
+    return rows._replace(dout=dout, dlse=None, query=query, key=key, value=value, out=out)
+
+
+def _factor(dlse: Tensor, dtype: torch.dtype) -> Tensor:
+    """By which a 16-bit dlse is divided: a power of 2 of its own size, for each row."""
+    if num_columns(dtype) == 1:
+        return torch.ones_like(dlse)
+    exponent = torch.frexp(dlse).exponent.clamp(-14, 15)  # of float16's normal numbers
+    return torch.ldexp(torch.ones_like(dlse), exponent)

@@ -11,17 +11,25 @@ B batch, H query heads, G key/value heads, M query rows, L key rows, D head dim.
 strides, if those of the last dimension are 1 and the others whole numbers of 16 bytes.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
-from .column import with_dlse_column
+from .column import num_columns, with_dlse_columns
+from .contract import BackwardRows
 from .cuda_ops import OPS, Tile
+from .traits import TRAITS as ALL_TRAITS
 
 aten: Any = torch.ops.aten
+
+NAME = "sdpa"
+IN_PLACE: Literal[False] = False
+TRAITS = ALL_TRAITS[NAME]
+ONLY_BY_NAME: str | None = None
+choose_pass = append_one = None
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,16 +47,14 @@ def why_not(query: Tensor) -> str | None:
     return None if None in against.values() else f"has no op for these tensors: {_listed(against)}"
 
 
-def reasons(query: Tensor) -> dict[str, str | None]:
-    """For each op the reason why it cannot attend densely to the tensor (B, N, H, D), or None if it can."""
-    return _against(_dense_tile(query))
+def ops(query: Tensor) -> dict[str, str | None]:
+    """For each op the reason why it cannot attend densely to the tensor (B, N, H, D), or None if it can.
 
-
-def describe(query: Tensor) -> str:
-    """The op that would attend densely to the tensor (B, N, H, D), and whose it is: "efficient", "flash, FA3"."""
-    name = _choose(_dense_tile(query))
+    Names say whose it is: "efficient", "flash, FA3".
+    """
     active = current_flash_attention_impl()
-    return f"{name}, {active}" if name == "flash" and active else name
+    against = _against(_dense_tile(query))
+    return {f"{name}, {active}" if name == "flash" and active else name: reason for name, reason in against.items()}
 
 
 def _dense_tile(query: Tensor) -> Tile:
@@ -117,34 +123,24 @@ def forward(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, sca
     return out[..., :head_dim], lse.flatten(2)[..., :num_rows]
 
 
-def backward(
-    dout_BHMD: Tensor,
-    dlse_BHM: Tensor | None,
-    q_BHMD: Tensor,
-    k_BGLD: Tensor,
-    v_BGLD: Tensor,
-    out_BHMD: Tensor,
-    lse_BHM: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of these rows. `out` and `lse` are the merged ones: p = exp(s - lse) is then the global weight.
+def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of these rows.
 
     The op is chosen anew, also if another ran forward: of forward's results any backward uses out and lse only.
     """
-    num_heads, head_dim = q_BHMD.shape[1], q_BHMD.shape[3]
-    num_kv_heads, num_keys = k_BGLD.shape[1:3]
-    inputs: tuple[Tensor, ...] = (dout_BHMD, q_BHMD, k_BGLD, v_BGLD, out_BHMD)
-    if dlse_BHM is not None:
-        width = 1 + -(head_dim + 1) % (16 // q_BHMD.element_size())  # aligned, so that nothing is padded twice
-        inputs = with_dlse_column(dout_BHMD, q_BHMD, k_BGLD, v_BGLD, out_BHMD, dlse_BHM, width)
-    dout, q, k, v, out = map(_aligned, inputs)
+    num_heads, head_dim = rows.query.shape[1], rows.query.shape[3]
+    num_kv_heads, num_keys = rows.key.shape[1:3]
+    if rows.dlse is not None:
+        width = num_columns(rows.query.dtype)
+        width += -(head_dim + width) % (16 // rows.query.element_size())  # aligned, so that nothing is padded twice
+        rows = with_dlse_columns(rows, width)
+    dout, q, k, v, out = map(_aligned, (rows.dout, rows.query, rows.key, rows.value, rows.out))
     name = _choose(_tile(q, k))
     if not OPS[name].takes_groups:
         k, v = _expanded(k, num_heads), _expanded(v, num_heads)
     if not OPS[name].takes_strides:
         dout, out = _dense_rows(dout), _dense_rows(out)
     op = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
-    arguments = OPS[name].backward_arguments(out, lse_BHM.contiguous(), num_keys, is_causal)
+    arguments = OPS[name].backward_arguments(out, rows.lse.contiguous(), num_keys, is_causal)
     dq, dk, dv = (grad[..., :head_dim] for grad in op(dout, q, k, v, *arguments, scale=scale)[:3])
     return dq, _summed(dk, num_kv_heads), _summed(dv, num_kv_heads)

@@ -1,15 +1,50 @@
-"""The transformer built on dilated attention. Its members are imported when they are first used (see the package)."""
+"""Models built on dilated attention: LongNetLM, torchscale's LongNet, GigaPath's slide encoder.
+
+Members are imported when they are first used (see the package).
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checked_loading import map_names
     from .config import LongNetConfig
+    from .gate import torchscale_attention
     from .longnet import LongNetLM, NextTokenLoss
+    from .longnet_vit import LongNetViT, segment_lengths_for
+    from .torchscale import LongNetDecoder, LongNetEncoder
+    from .torchscale_config import TorchscaleConfig
+    from .weights import load_slide_encoder, read_weights
 
-__all__ = ["LongNetConfig", "LongNetLM", "NextTokenLoss"]
+__all__ = [
+    "LongNetConfig",
+    "LongNetDecoder",
+    "LongNetEncoder",
+    "LongNetLM",
+    "LongNetViT",
+    "NextTokenLoss",
+    "TorchscaleConfig",
+    "load_slide_encoder",
+    "map_names",
+    "read_weights",
+    "segment_lengths_for",
+    "torchscale_attention",
+]
 
-_HOME = {"LongNetConfig": "config", "LongNetLM": "longnet", "NextTokenLoss": "longnet"}
+_HOME = {
+    "LongNetConfig": "config",
+    "LongNetDecoder": "torchscale",
+    "LongNetEncoder": "torchscale",
+    "LongNetLM": "longnet",
+    "LongNetViT": "longnet_vit",
+    "NextTokenLoss": "longnet",
+    "TorchscaleConfig": "torchscale_config",
+    "load_slide_encoder": "weights",
+    "map_names": "checked_loading",
+    "read_weights": "weights",
+    "segment_lengths_for": "longnet_vit",
+    "torchscale_attention": "gate",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,11 @@
 """The shape of a LongNetLM. No torch, so that a launcher can check it before it starts any rank."""
 
+import math
 from dataclasses import KW_ONLY, asdict, dataclass
+from numbers import Real
 from typing import Any
 
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, is_integer
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,20 @@ class LongNetConfig:
         pattern = self.pattern  # refuses bad branches; JSON gives lists, the pattern makes tuples of them
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
-        for name in ("vocab_size", "num_layers", "embed_dim", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        defaults = {"num_kv_heads": "; None means num_heads", "ffn_dim": "; None means 4 * embed_dim"}
+        for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", *defaults):
+            number = getattr(self, name)
+            if not (number is None and name in defaults) and (not is_integer(number) or number < 1):
+                raise ValueError(f"{name}={number!r} must be an integer of at least 1{defaults.get(name, '')}.")
         if self.embed_dim % self.num_heads or (self.embed_dim // self.num_heads) % 2:
             raise ValueError(
                 f"embed_dim={self.embed_dim} over num_heads={self.num_heads} is a head dim of "
                 f"{self.embed_dim / self.num_heads:g}: it must be an even integer (rotary embeddings rotate pairs)."
             )
-        if self.ffn_dim is not None and self.ffn_dim < 1:
-            raise ValueError(f"ffn_dim={self.ffn_dim} must be at least 1; None means 4 * embed_dim.")
-        if not self.rotary_base > 1.0:
-            raise ValueError(f"rotary_base={self.rotary_base} must be greater than 1.")
+        if isinstance(self.rotary_base, bool) or not isinstance(self.rotary_base, Real):
+            raise ValueError(f"rotary_base={self.rotary_base!r} must be a number.")
+        if not 1.0 < self.rotary_base < math.inf:
+            raise ValueError(f"rotary_base={self.rotary_base} must be a finite number greater than 1.")
         pattern.check_heads(self.num_heads, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
 
     @property

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +15,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import save_attention, validate_cu_seqlens
-from ..layers import MultiheadDilatedAttention, document_positions
+from ..layers import MultiheadDilatedAttention, RotaryTable, document_positions, is_integral
 from ..plan.sharding import check_documents
 from ..ranks.context import ContextParallel
 from ..run.cache import DilatedCache
 from .config import LongNetConfig
 from .generate import Sampling, generate
+from .sharded import shift_left
 
 IGNORED_LABEL = -1
-# The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them.
+# The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them,
 LOSS_CHUNK_LOGITS = 2**20
+# but so many rows at least: each chunk adds to the gradient of the head, (V, E), and fewer would spend the time there.
+LOSS_CHUNK_ROWS = 1024
 # Small, so that the first guess is near uniform.
 HEAD_STD = 0.02
 
@@ -52,7 +54,7 @@ class FeedForward(nn.Module):
 class LongNetBlock(nn.Module):
     """x + attention(ln(x)), then x + ffn(ln(x)), each with a sub-LayerNorm inside (MAGNETO, arXiv 2210.06423)."""
 
-    def __init__(self, config: LongNetConfig, parallel: ContextParallel | None) -> None:
+    def __init__(self, config: LongNetConfig, parallel: ContextParallel | None, backend: str) -> None:
         super().__init__()
         self.attention_layernorm = nn.LayerNorm(config.embed_dim)
         self.attention = MultiheadDilatedAttention(
@@ -63,6 +65,7 @@ class LongNetBlock(nn.Module):
             sub_layernorm=True,
             rotary=config.rotary_base,
             parallel=parallel,
+            backend=backend,
         )
         self.ffn_layernorm = nn.LayerNorm(config.embed_dim)
         self.ffn = FeedForward(config.embed_dim, config.ffn_dim or 4 * config.embed_dim)
@@ -70,14 +73,14 @@ class LongNetBlock(nn.Module):
     def forward(
         self,
         x_BNE: Tensor,
-        positions_N: Tensor | None,
+        table: RotaryTable,
         cu_seqlens: Tensor | None = None,
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
         normed = self.attention_layernorm(x_BNE)
-        options = {"positions": positions_N, "cu_seqlens": cu_seqlens, "cache": cache, "lengths": lengths}
-        x_BNE = x_BNE + self.attention(normed, normed, normed, **options)[0]
+        given = (normed, normed, normed)
+        x_BNE = x_BNE + self.attention(*given, positions=table, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths)[0]
         return x_BNE + self.ffn(self.ffn_layernorm(x_BNE))
 
 
@@ -86,6 +89,7 @@ class LongNetLM(nn.Module):
 
     Args:
         activation_checkpointing: recompute each block in backward instead of keeping what it computed.
+        backend: as of `dilated_attention`: which kernel computes attention.
     """
 
     def __init__(
@@ -94,13 +98,18 @@ class LongNetLM(nn.Module):
         *,
         parallel: ContextParallel | None = None,
         activation_checkpointing: bool = False,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        if not isinstance(config, LongNetConfig):
+            raise ValueError(f"config must be a LongNetConfig, got {config!r}.")
+        if not isinstance(activation_checkpointing, bool):
+            raise ValueError(f"activation_checkpointing must be True or False, got {activation_checkpointing!r}.")
         self.config = config
         self.parallel = parallel
         self.activation_checkpointing = activation_checkpointing
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
-        self.blocks = nn.ModuleList(LongNetBlock(config, parallel) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(LongNetBlock(config, parallel, backend) for _ in range(config.num_layers))
         self.final_layernorm = nn.LayerNorm(config.embed_dim)
         self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -143,9 +152,10 @@ class LongNetLM(nn.Module):
         if len(caches) != len(self.blocks):
             raise ValueError(f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches.")
         self._agree(tokens_BN, None)
+        table = self._rotary_table(caches[0].next_positions(tokens_BN.shape[1]))
         x_BNE = self.embedding(tokens_BN.long())
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x_BNE = block(x_BNE, None, cache=cache, lengths=lengths)
+        for block, cache in zip(self._blocks(), caches, strict=True):
+            x_BNE = block(x_BNE, table, cache=cache, lengths=lengths)
         return self.final_layernorm(x_BNE)
 
     def generate(
@@ -211,33 +221,34 @@ class LongNetLM(nn.Module):
         local_sum = self._cross_entropy_sum(self._hidden(tokens_BN, lengths, cu_seqlens), labels_BN)
         if self.parallel is None:
             return local_sum / num_labels
-        return _GlobalMean.apply(local_sum, num_labels, self.parallel)
+        return self.parallel.mean_loss(local_sum, (labels_BN != IGNORED_LABEL).sum())
 
     def _hidden(self, tokens_BN: Tensor, lengths: Sequence[int], cu_seqlens: Tensor | None) -> Tensor:
         if self.parallel is None:
             positions_N = document_positions(tokens_BN.shape[1], cu_seqlens, tokens_BN.device)
         else:
             positions_N = self.parallel.local_positions(lengths, cu_seqlens).to(tokens_BN.device)
+        table = self._rotary_table(positions_N)
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x_BNE = checkpoint(
                     block,
                     x_BNE,
-                    positions_N,
+                    table,
                     cu_seqlens,
                     use_reentrant=False,
                     preserve_rng_state=False,
                     context_fn=save_attention,  # nothing is sent twice
                 )
             else:
-                x_BNE = block(x_BNE, positions_N, cu_seqlens)
+                x_BNE = block(x_BNE, table, cu_seqlens)
         return self.final_layernorm(x_BNE)
 
     def _cross_entropy_sum(self, hidden_BNE: Tensor, labels_BN: Tensor) -> Tensor:
         """Sum over this rank's positions; 0, but connected to every parameter, on a rank that owns none."""
         hidden_TE, labels_T = hidden_BNE.flatten(0, 1), labels_BN.flatten()
-        rows = max(1, LOSS_CHUNK_LOGITS // self.config.vocab_size)
+        rows = max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // self.config.vocab_size)
         total = hidden_TE.new_zeros((), dtype=torch.float32)
         for hidden, labels in zip(hidden_TE.split(rows), labels_T.split(rows), strict=True):
             total = total + checkpoint(
@@ -256,7 +267,9 @@ class LongNetLM(nn.Module):
         A ValueError on every rank if one of them has tokens or borders that cannot be.
         """
         failure = None
-        if tokens_BN.dim() != 2 or tokens_BN.is_floating_point() or tokens_BN.is_complex():
+        if not isinstance(tokens_BN, Tensor):
+            failure = f"tokens must be a tensor of integers (batch, N), got {type(tokens_BN).__name__}"
+        elif tokens_BN.dim() != 2 or not is_integral(tokens_BN):
             failure = (
                 f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
             )
@@ -287,6 +300,10 @@ class LongNetLM(nn.Module):
             assert isinstance(block, LongNetBlock)
             yield block
 
+    def _rotary_table(self, positions: Tensor) -> RotaryTable:
+        """One for all blocks."""
+        return next(self._blocks()).attention.rotary_table(positions)
+
     def _knows(self, tokens_BN: Tensor) -> bool:
         """Whether all tokens have an embedding. (On a GPU torch asserts it, without waiting.)"""
         if tokens_BN.device.type != "cpu" or not tokens_BN.numel():
@@ -301,7 +318,7 @@ class LongNetLM(nn.Module):
             next_BN = F.pad(tokens_BN[:, 1:], (0, 1), value=IGNORED_LABEL)
         else:
             rows_N = self.parallel.local_positions(lengths)
-            next_BN = self.parallel.shift_left(tokens_BN, IGNORED_LABEL)
+            next_BN = shift_left(self.parallel, tokens_BN, IGNORED_LABEL)
         is_last_N = torch.isin(rows_N + 1, torch.tensor(borders, device="cpu"))
         return next_BN.masked_fill(is_last_N.to(next_BN.device), IGNORED_LABEL)
 
@@ -319,23 +336,3 @@ class NextTokenLoss(nn.Module):
 
     def forward(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         return self.model.loss(tokens_BN, cu_seqlens)
-
-
-class _GlobalMean(torch.autograd.Function):
-    """The ranks' sums s_0 ... s_{p-1} over n labels in all.
-
-    forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n
-    backward, on rank k:     ds_k = dL * p / n
-
-    Rank k's backward computes its part of the gradient of the *sum* of all s, so the ranks' gradients add up to
-    p * dL/dparameters, and their mean is the gradient of L.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, local_sum: Tensor, num_labels: int, parallel: ContextParallel) -> Tensor:
-        ctx.scale = parallel.world_size / num_labels
-        return parallel.all_reduce(local_sum) / num_labels
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
-        return grad_loss * ctx.scale, None, None

@@ -10,13 +10,17 @@ later query can see of a phase are the rows from the start of segment t // w on:
 The rows of a phase are numbered through, over all segments. Row number c lies in slot c mod capacity of its *ring*.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern, HeadGroup
-from .sharding import Shard, Span
+from .plan import Plan, Tile
+from .planner import make_plan
+from .rows import Rows
+from .sharding import Shard, Span, make_shards
 
 
 class Rings(NamedTuple):
@@ -72,6 +76,7 @@ class Rings(NamedTuple):
 class CachePlan:
     """All rings of a pattern, and what must be in them after so many positions.
 
+    num_heads, num_kv_heads: of the layer. held: the query heads of them that the tensors hold, if not all.
     max_len: the most positions of a sequence; None for any number.
     keep: how many positions can be taken back across the borders of segments.
     """
@@ -79,11 +84,22 @@ class CachePlan:
     pattern: DilatedPattern
     num_heads: int
     num_kv_heads: int
+    held: range | None
     max_len: int | None
     keep: int
     rings: tuple[Rings, ...]
     of_phase: tuple[dict[int, tuple[Rings, ...]], ...]  # the same by branch and phase
     lengths: tuple[int, ...]  # of segments that have rings
+
+    @property
+    def heads(self) -> range:
+        """The query heads that the tensors hold."""
+        return range(self.num_heads) if self.held is None else self.held
+
+    @property
+    def num_kv_held(self) -> int:
+        """Key/value heads that the tensors hold."""
+        return len(self.heads) * self.num_kv_heads // self.num_heads
 
     @property
     def by_branch(self) -> Iterator[tuple[int, Rings]]:
@@ -152,12 +168,21 @@ class CachePlan:
 
 @lru_cache(maxsize=64)
 def plan_cache(
-    pattern: DilatedPattern, num_heads: int, num_kv_heads: int, max_len: int | None = None, keep: int = 0
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    max_len: int | None = None,
+    keep: int = 0,
+    held: range | None = None,
 ) -> CachePlan:
     """Lay out the rings of a pattern.
 
     A ring holds the most rows that must be in it at any one time: those of a whole segment, or of a segment less its
-    last position and the `keep` positions from there on. (With keep = 0 their sum is `pattern.cache_rows`.)
+    last position and the `keep` positions from there on. (With keep = 0 and all heads their sum is
+    `pattern.cache_rows`.)
+
+    Args:
+        held: as of `pattern.head_groups`.
 
     Raises:
         ValueError: if the pattern is not causal or cannot run on these heads, or for sizes that cannot be.
@@ -172,14 +197,14 @@ def plan_cache(
     offset = 0
     for branch in range(len(pattern.branches)):
         of_phase.append({})
-        for group in pattern.phase_groups(branch, num_heads, num_kv_heads):
+        for group in pattern.phase_groups(branch, num_heads, num_kv_heads, held):
             rings = _rings(pattern, branch, group, max_len, keep, offset)
             if rings.capacity > 0:
                 found.append(rings)
                 of_phase[branch][group.phase] = (*of_phase[branch].get(group.phase, ()), rings)
                 offset += len(rings.kv_heads) * rings.capacity
     lengths = tuple(sorted({rings.segment_length for rings in found}))
-    return CachePlan(pattern, num_heads, num_kv_heads, max_len, keep, tuple(found), tuple(of_phase), lengths)
+    return CachePlan(pattern, num_heads, num_kv_heads, held, max_len, keep, tuple(found), tuple(of_phase), lengths)
 
 
 def _rings(
@@ -191,6 +216,33 @@ def _rings(
         return rings
     longest = length + max(keep, 1) - 1
     return rings._replace(capacity=rings.before(longest if max_len is None else min(longest, max_len)))
+
+
+def plan_chunk(plan: CachePlan, position: int, num_new: int) -> Plan:
+    """The work of so many new rows from a position on: that of the second of two ranks with shards (position, num_new).
+
+    Its own rows meet by the planner's tiles. What the first rank would send are the cached rows of the segments that
+    are open, read where they lie.
+    """
+    period = math.lcm(*plan.lengths)  # plans are kept, and depend on nothing else of the position
+    shards = make_shards("contiguous", (position % period, num_new))
+    whole = make_plan(plan.pattern, shards, 1, plan.num_heads, plan.num_kv_heads, None, plan.held)
+    local = tuple(tile._replace(packed=None) for tile in whole.local)
+    cached = tuple(tile for rings in plan.rings for tile in _cached_tiles(rings, position, num_new))
+    return replace(whole, local=local, packs=(), hops=(), chunk_size=0, received_size=0, home_size=0, cached=cached)
+
+
+def _cached_tiles(rings: Rings, position: int, num_new: int) -> Iterator[Tile]:
+    """The new rows of the segment that is open at a position, times the rows of it that are cached: all before them."""
+    seen = rings.seen(position)
+    stop = min(rings.start_of_segment(position) + rings.segment_length, position + num_new)
+    num_queries = rings.before(stop) - seen.stop
+    if seen and num_queries:
+        queries = Rows(rings.query_heads, rings.position_of(seen.stop) - position, 0, rings.rate, num_queries)
+        for slots in rings.slots(seen):
+            # The ring of the next key/value head lies `capacity` rows further.
+            keys = Rows(range(len(rings.kv_heads)), rings.offset + slots.start, rings.capacity, 1, len(slots))
+            yield Tile(queries, keys, is_causal=False, first_query=False, first_key=False)
 
 
 def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int]) -> None:

@@ -1,8 +1,7 @@
-"""How long a step takes on given hardware: the ring loop of every rank, in virtual time. Numbers only, no torch.
+"""How long a step takes on given hardware: the programs of all ranks, in virtual time. Numbers only, no torch.
 
-`_forward` and `_backward` follow `exchange/ring.py` line by line: what they post and wait for, and when. All ranks run
-together, so that a rank that is late makes its neighbours wait. Exposed is the time in which a rank waits for messages,
-be it that they are slow or that their sender is late.
+All ranks run together, so that a rank that is late makes its neighbours wait. Exposed is the time in which a rank waits
+for messages, be it that they are slow or that their sender is late.
 
 What is assumed:
 
@@ -13,7 +12,6 @@ What is assumed:
   when both of its ranks have posted it and both ways are free; it is there, for both, when its bytes have passed and
   one latency.
 - Handshake: before a forward, and before its backward, every rank waits for the slowest one, and one latency.
-- Gradients that earlier ranks summed are waited for after a hop's first tile, as under the composed kernels.
 
 So every moment is a maximum of sums of durations, and nothing that becomes faster makes a step slower.
 """
@@ -23,7 +21,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .plan import Message, Plan, Tile
+from .dealing import Dealing
+from .memory import Sizes, row_bytes
+from .plan import Message, Plan
+from .program import STAGES, Compute, Deal, Part, Post, Terms, Wait, steps
 
 
 class Hardware(NamedTuple):
@@ -77,54 +78,30 @@ class StepTime(NamedTuple):
         return sum(r.computing_seconds for r in self.ranks) / (len(self.ranks) * largest) if largest else 1.0
 
 
-def model_step(plans: Sequence[Plan], batch: int, head_dim: int, itemsize: int, hardware: Hardware) -> StepTime:
-    """The time of a step.
+def model_step(
+    plans: Sequence[Plan], sizes: Sizes, hardware: Hardware, dealings: Sequence[Dealing] | None = None
+) -> StepTime:
+    """The time of a step, under a kernel that gives the results of one tile at a time.
 
     Args:
         plans: every rank's, in the order of ranks.
-        itemsize: bytes of an element of query, key and value. Gradients travel with at least 4.
+        dealings: every rank's, where heads are dealt for positions.
     """
     network = Network(len(plans), hardware)
-    ranks = [_Rank(plan, network, batch * head_dim, itemsize, hardware.flops_per_second) for plan in plans]
+    ranks = [
+        _Rank(i, plan, network, sizes, hardware.flops_per_second, None if dealings is None else dealings[i])
+        for i, plan in enumerate(plans)
+    ]
     handshake = hardware.latency_seconds if len(plans) > 1 else 0.0
     start, seconds = 0.0, []
-    for stage in (_forward, _backward):
+    for stage in STAGES:
         for rank in ranks:
             rank.now = start
             rank.wait_until(start + handshake)
-        _run([stage(rank) for rank in ranks], network)
+        _run([rank.carry_out(stage) for rank in ranks], network)
         seconds.append([rank.now - start for rank in ranks])
         start = max(rank.now for rank in ranks)
     return StepTime(tuple(RankTime(f, b, r.computing, r.exposed) for f, b, r in zip(*seconds, ranks, strict=True)))
-
-
-def _forward(rank: "_Rank") -> Iterator[None]:
-    plan = rank.plan
-    moving = rank.start(0)
-    rank.compute(plan.local, products=2)
-    for s, hop in enumerate(plan.hops):
-        yield from rank.wait(moving)
-        moving = rank.start(s + 1)
-        rank.compute(hop.tiles, products=2)
-
-
-def _backward(rank: "_Rank") -> Iterator[None]:
-    plan = rank.plan
-    moving = rank.start(0)
-    rank.compute(plan.local, products=5)
-    leaving, arriving = list[Side](), list[Side]()
-    for s, hop in enumerate(plan.hops):
-        yield from rank.wait(moving)
-        moving = rank.start(s + 1)
-        rank.compute(hop.tiles[:1], products=5)
-        yield from rank.wait(arriving)
-        rank.compute(hop.tiles[1:], products=5)
-        yield from rank.wait(leaving)
-        leaving = rank.post([m for m in hop.grad_sends if m.peer == m.owner], ())
-        yield from rank.wait(rank.post((), [m for m in hop.grad_receives if m.owner == plan.rank]))
-        leaving += rank.post([m for m in hop.grad_sends if m.peer != m.owner], ())
-        arriving = rank.post((), [m for m in hop.grad_receives if m.owner != plan.rank])
-    yield from rank.wait(leaving)
 
 
 def _run(loops: Sequence[Iterator[None]], network: "Network") -> None:
@@ -136,33 +113,74 @@ def _run(loops: Sequence[Iterator[None]], network: "Network") -> None:
         assert (len(running), network.num_carried) != before, "ranks wait for each other: not the plans of one job"
 
 
+# Of 2 * D operations per pair each, as `Plan.flops` counts them.
+_PRODUCTS = {"partial": 2, "gradients": 5, "dq": 2, "dk and dv": 3}
+
+
 class _Rank:
     """A rank's clock, and what it did until now."""
 
-    def __init__(self, plan: Plan, network: "Network", unit: int, itemsize: int, flops_per_second: float) -> None:
-        self.plan, self.network = plan, network
-        self.unit, self.itemsize, self.flops_per_second = unit, itemsize, flops_per_second
+    def __init__(
+        self,
+        number: int,
+        plan: Plan,
+        network: "Network",
+        sizes: Sizes,
+        flops_per_second: float,
+        dealing: Dealing | None,
+    ) -> None:
+        self.number, self.plan, self.network = number, plan, network
+        self.sizes, self.flops_per_second, self.dealing = sizes, flops_per_second, dealing
         self.now = self.computing = self.exposed = 0.0
 
-    def compute(self, tiles: Sequence[Tile], products: int) -> None:
-        """Matrix products of 2 * D operations per pair, as `Plan.flops` counts them."""
-        seconds = products * 2 * self.unit * sum(tile.pairs for tile in tiles) / self.flops_per_second
-        self.now += seconds
-        self.computing += seconds
+    def carry_out(self, stage: str) -> Iterator[None]:
+        """The program of a stage. Stops where the end of a wait is not known yet."""
+        posted: dict[str, tuple[list[Side], list[Side]]] = {}
+        terms = Terms(batch=self.sizes.batch, dealing=self.dealing)
+        for step in steps(self.plan, stage, terms):
+            if isinstance(step, Compute):
+                self.compute(step)
+            elif isinstance(step, Post):
+                posted[step.ticket] = self.post(step)
+            elif isinstance(step, Wait):
+                sent, received = posted[step.ticket]
+                yield from self.wait([*(sent if step.sent else ()), *(received if step.received else ())])
+            elif isinstance(step, Deal):
+                yield from self.wait(self.deal(step))
 
-    def start(self, s: int) -> list["Side"]:
-        if s >= len(self.plan.hops):
-            return []
-        return self.post(self.plan.hops[s].sends, self.plan.hops[s].receives)
+    def compute(self, step: Compute) -> None:
+        entries = self.sizes.batch if step.entry is None else 1
+        flops = _PRODUCTS[step.what] * 2 * self.sizes.head_dim * entries * step.tile.pairs
+        self.now += flops / self.flops_per_second
+        self.computing += flops / self.flops_per_second
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list["Side"]:
-        def sides(messages: Sequence[Message]) -> list[Side]:
-            return [Side(m.peer, self.num_bytes(m), self.now) for m in messages]
+    def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
+        def sides(parts: Sequence[Part]) -> list[Side]:
+            return [Side(self.address(x.message.peer), self.num_bytes(x.message), self.now) for x in parts]
 
-        return self.network.post(self.plan.rank, sides(sends), sides(receives))
+        return self.network.post(self.number, sides(step.sends), sides(step.receives))
+
+    def address(self, peer: int) -> int:
+        """The number of a rank of the ring. Where heads are dealt there is a ring for each place."""
+        return peer if self.dealing is None else peer * self.dealing.size + self.dealing.place
 
     def num_bytes(self, message: Message) -> int:
-        return message.size * self.unit * (max(self.itemsize, 4) if message.is_gradient else self.itemsize)
+        itemsize = self.sizes.sum_itemsize if message.is_gradient else self.sizes.itemsize
+        return message.size * self.sizes.unit * itemsize
+
+    def deal(self, step: Deal) -> list["Side"]:
+        assert self.dealing is not None
+        place, lengths = self.dealing.place, self.dealing.lengths
+        row = self.sizes.batch * row_bytes(step.name, self.plan, self.sizes)
+        first = self.number - place
+        leaves, comes = [], []
+        for peer, length in enumerate(lengths):
+            if peer != place:
+                there, back = (lengths[place], length) if step.to_heads else (length, lengths[place])
+                leaves += [Side(first + peer, there * row, self.now)] if there else []
+                comes += [Side(first + peer, back * row, self.now)] if back else []
+        sent, received = self.network.post(self.number, leaves, comes)
+        return [*sent, *received]
 
     def wait(self, sides: Sequence["Side"]) -> Iterator[None]:
         for side in sides:
@@ -199,7 +217,7 @@ class Network:
         self.out_free, self.in_free = [0.0] * num_ranks, [0.0] * num_ranks
         self.num_carried = 0
 
-    def post(self, rank: int, sends: Sequence[Side], receives: Sequence[Side]) -> list[Side]:
+    def post(self, rank: int, sends: list[Side], receives: list[Side]) -> tuple[list[Side], list[Side]]:
         self.leaving[rank].extend(sends)
         self.coming[rank].extend(receives)
         senders = [rank, *(side.peer for side in receives)]
@@ -211,7 +229,7 @@ class Network:
                     break
                 self._carry(sender, receiver)
                 senders += [side.peer for side in list(self.coming[receiver])[:1]]
-        return [*sends, *receives]
+        return sends, receives
 
     def _carry(self, sender: int, receiver: int) -> None:
         """Carry the first message of both ways."""

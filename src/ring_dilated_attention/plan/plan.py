@@ -8,8 +8,10 @@ buffer, and the chunks travel along the ring. At hop s the i-th rank of a ring o
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from .rows import Block, Rows
@@ -38,9 +40,10 @@ class Tile(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A slice of the flat buffer that is sent to, or received from, `peer`.
+    """A slice of a flat buffer that is sent to, or received from, `peer`.
 
     owner: the rank whose chunk, or whose chunk's gradient, it is.
+    packed: where an own chunk lies among the rank's own ones.
     """
 
     peer: int
@@ -48,6 +51,7 @@ class Message(NamedTuple):
     size: int
     owner: int
     is_gradient: bool = False
+    packed: int = 0
 
 
 class Hop(NamedTuple):
@@ -59,7 +63,7 @@ class Hop(NamedTuple):
     grad_starts: where gradients of received chunks start from zero.
     grad_sends: gradients of chunks, to the rank of the next hop or, finished, home.
     grad_receives: gradients that come along for the next hop, and this rank's own that come home, by ring.
-    targets: own chunks, to the ranks that meet them at this hop (for exchanges that send them straight there).
+    targets: own chunks, to the ranks that meet them at this hop (for `gathered`, which sends them straight there).
     """
 
     sends: tuple[Message, ...] = ()
@@ -71,9 +75,16 @@ class Hop(NamedTuple):
     targets: tuple[Message, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """One rank's work. `packs` says which rows of its own key/value go where in the buffer of its own chunks."""
+    """One rank's work.
+
+    packs: which rows of its own key/value go where in the buffer of its own chunks.
+    chunk_size: of that buffer.
+    received_size: of the buffer of received chunks. Over several hops the two change places, and are of one size.
+    home_size: of the buffer in which gradients of own chunks come home.
+    cached: own queries times rows of a cache, which a rank of one has in the place of chunks (forward only).
+    """
 
     rank: int
     num_rows: int
@@ -83,37 +94,83 @@ class Plan:
     packs: tuple[tuple[Rows, Block], ...]
     hops: tuple[Hop, ...]
     chunk_size: int
+    received_size: int
+    home_size: int
     query_covered: bool
     key_covered: bool
+    cached: tuple[Tile, ...] = ()
+
+    @property
+    def tiles(self) -> Iterator[Tile]:
+        return chain(self.local, self.cached, (tile for hop in self.hops for tile in hop.tiles))
+
+    @property
+    def num_tiles(self) -> int:
+        return sum(1 for _ in self.tiles)
 
     @property
     def pairs(self) -> int:
         """(query, key) pairs that this rank computes, per batch entry."""
-        return sum(tile.pairs for tile in self.local) + sum(tile.pairs for hop in self.hops for tile in hop.tiles)
+        return sum(tile.pairs for tile in self.tiles)
+
+    def packs_of(self, message: Message) -> Iterator[tuple[Rows, Block]]:
+        """Which own rows lie where in the own chunk of a message; places count from its start."""
+        stop = message.packed + message.size
+        for rows, block in self.packs:
+            if message.packed <= block.offset < stop:
+                yield rows, block._replace(offset=block.offset - message.packed)
 
     def flops(self, batch: int, head_dim: int, *, backward: bool = False) -> int:
         """Floating-point operations: 2 matrix products forward, 5 backward, 2 * D operations per pair each."""
         return (5 if backward else 2) * 2 * head_dim * batch * self.pairs
 
-    def sent(self, *, backward: bool = False, straight: bool = False) -> tuple[int, int]:
-        """(elements of K‖V, elements of dK‖dV) that this rank sends, in units of B * D.
-
-        straight: chunks go straight to the ranks that meet them and gradients straight back (all_gather), instead of
-            along the ring.
-        """
-        chunks = sum(m.size for hop in self.hops for m in (hop.targets if straight else hop.sends))
-        grads = sum(m.size for hop in self.hops for m in (hop.receives if straight else hop.grad_sends))
+    def sent(self, *, backward: bool = False) -> tuple[int, int]:
+        """(elements of K‖V, elements of dK‖dV) that this rank sends, in units of B * D."""
+        chunks = sum(m.size for hop in self.hops for m in hop.sends)
+        grads = sum(m.size for hop in self.hops for m in hop.grad_sends)
         return chunks, grads if backward else 0
 
-    def bytes_sent(
-        self, batch: int, head_dim: int, itemsize: int, *, backward: bool = False, straight: bool = False
-    ) -> int:
+    def bytes_sent(self, batch: int, head_dim: int, itemsize: int, *, backward: bool = False) -> int:
         """Bytes that this rank sends in one forward, or in one backward (chunks again, and their gradients).
 
         Gradients travel in the accumulator's type: float32, or float64 for float64 inputs.
         """
-        chunks, grads = self.sent(backward=backward, straight=straight)
+        chunks, grads = self.sent(backward=backward)
         return batch * head_dim * (chunks * itemsize + grads * max(itemsize, 4))
+
+
+@lru_cache(maxsize=256)
+def gathered(plan: Plan) -> Plan:
+    """The same work in one round (all_gather): every chunk goes straight to every rank that meets it, all at once, and
+    its gradients straight home.
+
+    As many bytes as the ring's, and waiting once instead of g - 1 times; but a rank holds all the chunks that it meets,
+    and their gradients. Buffers are in the order of owners (or of ranks that send gradients home), then of hops.
+    """
+    if not plan.hops:
+        return plan
+    received = sorted(((m, i) for i, hop in enumerate(plan.hops) for m in hop.receives), key=lambda x: x[0].owner)
+    targets = sorted((m for hop in plan.hops for m in hop.targets), key=lambda m: m.peer)
+    places = list(accumulate((m.size for m, _ in received), initial=0))
+    homes = list(accumulate((m.size for m in targets), initial=0))
+    chunks = [Message(m.owner, place, m.size, m.owner) for (m, _), place in zip(received, places, strict=False)]
+    tiles = []
+    for i, hop in enumerate(plan.hops):
+        here = [(m, place) for (m, j), place in zip(received, places, strict=False) if i == j]
+        for tile in hop.tiles:
+            assert isinstance(tile.key, Block)
+            at = tile.key.offset
+            shift = next(place - m.offset for m, place in here if m.offset <= at < m.offset + m.size)
+            tiles.append(tile._replace(key=tile.key._replace(offset=at + shift)))
+    only = Hop(
+        sends=tuple(targets),
+        receives=tuple(chunks),
+        tiles=tuple(tiles),
+        grad_starts=tuple(chunks),
+        grad_sends=tuple(m._replace(is_gradient=True) for m in chunks),
+        grad_receives=tuple(m._replace(offset=home, is_gradient=True) for m, home in zip(targets, homes, strict=False)),
+    )
+    return replace(plan, hops=(only,), received_size=places[-1], home_size=homes[-1])
 
 
 class Chunk(NamedTuple):
@@ -131,34 +188,3 @@ class Chunk(NamedTuple):
     lane: int
     size: int
     rows: tuple[tuple[Rows, Block], ...]
-
-
-def dealt_bytes(
-    lengths: Sequence[int],
-    rank: int,
-    num_heads: int,
-    num_kv_heads: int,
-    batch: int,
-    head_dim: int,
-    itemsize: int,
-    *,
-    backward: bool = False,
-    has_dlse: bool = False,
-) -> int:
-    """Bytes that a rank sends where heads are dealt for positions (all_to_all, or the inner axis of a 2-D mesh).
-
-    Forward: its rows of query, key and value for others' heads, and others' rows of out and lse for its own. Backward:
-    dout, query, key, value, out, lse (and dlse) there, and dq, dk, dv back.
-
-    Args:
-        lengths: the number of positions of every rank of the group that deals.
-    """
-    size, own = len(lengths), lengths[rank]
-    share, kv_share = num_heads // size, num_kv_heads // size
-    row, number = head_dim * itemsize, max(itemsize, 4)
-    if backward:
-        there = (3 * share + 2 * kv_share) * row + share * number * (1 + has_dlse)
-        back = (share + 2 * kv_share) * row
-    else:
-        there, back = (share + 2 * kv_share) * row, share * (row + number)
-    return batch * (own * (size - 1) * there + (sum(lengths) - own) * back)

@@ -7,22 +7,21 @@ from itertools import accumulate, count, groupby, pairwise, product
 
 from ..pattern import DilatedPattern, HeadGroup
 from .plan import Chunk, Hop, Message, Plan, Tile
-from .rings import Hops, Layout, Ring, causal_runs, lay_out
+from .rings import Hops, Layout, Ring, causal_hops, lay_out
 from .rows import (
     Block,
     Piece,
     Rows,
-    first_rows,
     heads_between,
     kv_heads,
     kv_rows,
-    make_runs,
+    make_bands,
     matches,
     own_pieces,
     query_rows,
     segment_of,
 )
-from .sharding import Shard, shard_length
+from .sharding import Shard, first_rows, shard_length
 
 
 @lru_cache(maxsize=256)
@@ -47,11 +46,11 @@ def make_plan(
     local, rings = planner.local_and_rings(rank)
     offsets = _offsets(rings)
     packs = [pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)]
-    places: dict[Rows | Block, Block] = dict(packs)
     last_hop = max((ring.last_hop for ring in rings), default=0)
     hops = [planner.hop(s, rank, rings, offsets) for s in range(1, last_hop + 1)]
     while hops and not any(hops[-1]):
         hops.pop()
+    places: dict[Rows | Block, Block] = dict(packs) if hops else {}  # without hops nothing is packed
     first_rates = pattern.dilation_rates[:1] if pattern.heads == "all" else pattern.dilation_rates
     covered = all(rate == 1 for rate in first_rates)
     return Plan(
@@ -63,6 +62,8 @@ def make_plan(
         packs=tuple(packs),
         hops=tuple(hops),
         chunk_size=offsets[-1],
+        received_size=offsets[-1],
+        home_size=offsets[-1],
         query_covered=covered,
         key_covered=covered and (pattern.heads == "all" or num_heads == num_kv_heads),
     )
@@ -151,7 +152,7 @@ class _Planner:
         if is_causal and key.start > query.start:
             return
         for group in self.groups[branch]:
-            for q, k in matches(group, make_runs(group, query, origin, rate), make_runs(group, key, origin, rate)):
+            for q, k in matches(group, make_bands(group, query, origin, rate), make_bands(group, key, origin, rate)):
                 yield Tile(
                     query_rows(group, q, rate)._replace(segments=segments, segment_step=segment_step),
                     kv_rows(group, k, rate)._replace(segments=segments, segment_step=segment_step),
@@ -176,12 +177,12 @@ class _Planner:
         for members, groups in self.members(branch, origin, stop):
             starts = [[piece.start for piece in pieces] for pieces in members.values()]
             everywhere: Hops = ((1, len(members) - 1),)
-            needed = causal_runs(starts) if self.pattern.is_causal else [[everywhere] * len(place) for place in starts]
+            needed = causal_hops(starts) if self.pattern.is_causal else [[everywhere] * len(place) for place in starts]
             alike = all(len(set(place)) == 1 for place in needed)
             for i in range(1 if alike else max(map(len, needed))):
                 parts = [pieces if alike else pieces[i : i + 1] for pieces in members.values()]
-                runs = [hops[i] if i < len(hops) else () for hops in needed]
-                if any(runs):
+                hops = [found[i] if i < len(found) else () for found in needed]
+                if any(hops):
                     yield Ring(
                         branch=branch,
                         origin=origin,
@@ -189,7 +190,7 @@ class _Planner:
                         ranks=tuple(members),
                         pieces=tuple(map(tuple, members.values())),
                         chunks=tuple(lay_out(groups, part, origin, rate) for part in parts),
-                        runs=tuple(runs),
+                        needed=tuple(hops),
                     )
 
     def members(self, branch: int, origin: int, stop: int) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
@@ -217,7 +218,7 @@ class _Planner:
             ranks = [rank for rank, _ in key] if self.pattern.is_causal else key
             if len(ranks) > 1:
                 held = {
-                    rank: [x for x in pieces[rank] if any(make_runs(g, x, origin, rate) for g in groups)]
+                    rank: [x for x in pieces[rank] if any(make_bands(g, x, origin, rate) for g in groups)]
                     for rank in ranks
                 }
                 yield held, groups
@@ -241,14 +242,14 @@ class _Planner:
         """Which of the rank's own key/value rows go where in the buffer."""
         rate = self.pattern.dilation_rates[ring.branch]
         for entry in ring.chunks[ring.place_of(rank)].entries:
-            rows = kv_rows(entry.group, entry.run, rate)
+            rows = kv_rows(entry.group, entry.band, rate)
             yield rows, entry.block._replace(offset=offset + entry.block.offset)
 
     def global_rows(self, ring: Ring, chunk: Layout) -> Iterator[tuple[Rows, Block]]:
         """Which key/value rows of the whole sequence go where in a chunk."""
         rate = self.pattern.dilation_rates[ring.branch]
-        for group, piece, run, block in chunk.entries:
-            rows = kv_rows(group, run, rate)
+        for group, piece, band, block in chunk.entries:
+            rows = kv_rows(group, band, rate)
             yield rows._replace(first=rows.first + piece.start - piece.row), block
 
     def remote_tiles(self, ring: Ring, i: int, chunk: int, offset: int) -> Iterator[Tile]:
@@ -259,8 +260,8 @@ class _Planner:
                 if self.pattern.is_causal and entry.piece.start > query.start:
                     continue
                 group = entry.group
-                for q, k in matches(group, make_runs(group, query, ring.origin, rate), [entry.run]):
-                    start = k.lo - entry.run.lo if group.phase_step else 0
+                for q, k in matches(group, make_bands(group, query, ring.origin, rate), [entry.band]):
+                    start = k.lo - entry.band.lo if group.phase_step else 0
                     block = entry.block._replace(
                         offset=offset + entry.block.offset, start=start, stop=start + len(kv_heads(group, k))
                     )
@@ -297,7 +298,7 @@ class _Planner:
             def message(
                 peer: int, chunk: int, ring: Ring = ring, offset: int = offset, is_gradient: bool = False
             ) -> Message:
-                return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk], is_gradient)
+                return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk], is_gradient, packed=offset)
 
             gradient = partial(message, is_gradient=True)
             if meets(leaving, s) and (s == 1 or meets(leaving, s - 1)):

@@ -2,11 +2,11 @@
 
 Pure integers, no torch.
 
-A chunk is at place c + s of its ring at hop s, but only while someone needs it there: its *runs* are the stretches of
-hops at which the rank that it comes to does. Inside a run each passes it on; the first of a run has it from the owner.
-Under causality with contiguous shards no run wraps, and the ring is a line; under zigzag the later part of a shard,
-needed by lower ranks alone, goes straight to rank 0 when the earlier part gets there too. In backward the gradient of a
-chunk follows it one hop behind, starts from zero with each run, and goes straight home at its end.
+A chunk is at place c + s of its ring at hop s, but only while someone needs it there: at *stretches* of hops. Inside a
+stretch each rank passes it on; the first of a stretch has it from the owner. Under causality with contiguous shards no
+stretch wraps, and the ring is a line; under zigzag the later part of a shard, needed by lower ranks alone, goes
+straight to rank 0 when the earlier part gets there too. In backward the gradient of a chunk follows it one hop behind,
+starts from zero with each stretch, and goes straight home at its end.
 
 Where a rate is higher than a piece is long, a rank may have rows of some phases only. Heads whose phases other ranks
 share have rings of their own then, so that no chunk comes to a rank without queries for all of it.
@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..pattern import HeadGroup
-from .rows import Block, Piece, Run, kv_heads, make_runs
+from .rows import Band, Block, Piece, kv_heads, make_bands
 
 
 class Entry(NamedTuple):
-    """A run of heads in a chunk and the block that holds it."""
+    """A band of heads in a chunk and the block that holds it."""
 
     group: HeadGroup
     piece: Piece
-    run: Run
+    band: Band
     block: Block
 
 
@@ -50,33 +50,33 @@ class Ring(NamedTuple):
     ranks: tuple[int, ...]
     pieces: tuple[tuple[Piece, ...], ...]
     chunks: tuple[Layout, ...]
-    runs: tuple[Hops, ...]
+    needed: tuple[Hops, ...]
 
     def meets(self, chunk: int, s: int) -> bool:
         """Whether the rank to which a chunk comes at hop s needs it."""
-        return any(first <= s <= last for first, last in self.runs[chunk])
+        return any(first <= s <= last for first, last in self.needed[chunk])
 
     @property
     def last_hop(self) -> int:
-        return max((hops[-1][1] for hops in self.runs if hops), default=0)
+        return max((hops[-1][1] for hops in self.needed if hops), default=0)
 
     def place_of(self, rank: int) -> int:
         return bisect_left(self.ranks, rank)
 
 
 def lay_out(groups: Sequence[HeadGroup], pieces: Sequence[Piece], origin: int, rate: int) -> Layout:
-    """The layout of one rank's rows of a segment: a block for each piece, head group and run."""
+    """The layout of one rank's rows of a segment: a block for each piece, head group and band."""
     entries, size = [], 0
     for piece in pieces:
         for group in groups:
-            for run in make_runs(group, piece, origin, rate):
-                num_heads = len(kv_heads(group, run))
-                entries.append(Entry(group, piece, run, Block(size, num_heads, run.num_rows, 0, num_heads)))
-                size += 2 * num_heads * run.num_rows
+            for band in make_bands(group, piece, origin, rate):
+                num_heads = len(kv_heads(group, band))
+                entries.append(Entry(group, piece, band, Block(size, num_heads, band.num_rows, 0, num_heads)))
+                size += 2 * num_heads * band.num_rows
     return Layout(size, tuple(entries))
 
 
-def causal_runs(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
+def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
     """For each piece of each place of a ring the hops at which it comes to a place that needs it.
 
     A place needs a piece if one of its own starts later. Places are taken up as the start that is asked for falls, and

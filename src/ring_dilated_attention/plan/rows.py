@@ -1,16 +1,15 @@
 """Where rows lie: the rows that heads read in a piece of a segment, as strided views. Pure integers, no torch.
 
 A *piece* is the part of a segment that one span of a shard holds. The rows that one head reads in it have the stride of
-the dilation rate. A *run* is a stretch of a head group's heads whose rows form one view, also from head to head.
+the dilation rate. A *band* is a stretch of a head group's heads whose rows form one view, also from head to head.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from ..pattern import HeadGroup
-from .sharding import Shard, Span
+from .sharding import Span
 
 
 class Rows(NamedTuple):
@@ -56,17 +55,13 @@ class Piece(NamedTuple):
     row: int
 
 
-class Run(NamedTuple):
+class Band(NamedTuple):
     """Heads lo..hi-1 of a head group whose rows in a piece form one strided view."""
 
     lo: int
     hi: int
     first: int
     num_rows: int
-
-
-def first_rows(shard: Shard) -> Iterator[int]:
-    return accumulate((span.stop - span.start for span in shard), initial=0)
 
 
 def segment_of(position: int, borders: Sequence[int], length: int) -> tuple[int, int]:
@@ -100,20 +95,20 @@ def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Ite
             yield piece(stop - rest, stop), 1 if stop == end else 0
 
 
-def make_runs(group: HeadGroup, piece: Piece, origin: int, rate: int) -> list[Run]:
+def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> list[Band]:
     """Cut the heads of a group where their rows in a piece stop being one strided view. Heads without rows drop out."""
     start, stop = piece.start - origin, piece.stop - origin
-    runs: list[Run] = []
+    bands: list[Band] = []
     for j in range(len(group.query_heads) if group.phase_step else 1):
         first = start + (group.phase + j * group.phase_step - start) % rate
         num_rows = max(0, -(-(stop - first) // rate))
         row = piece.row + first - start
-        last = runs[-1] if runs else None
+        last = bands[-1] if bands else None
         if num_rows and last and last.hi == j and last.num_rows == num_rows and row == last.first + (j - last.lo):
-            runs[-1] = last._replace(hi=j + 1)
+            bands[-1] = last._replace(hi=j + 1)
         elif num_rows:
-            runs.append(Run(j, j + 1 if group.phase_step else len(group.query_heads), row, num_rows))
-    return runs
+            bands.append(Band(j, j + 1 if group.phase_step else len(group.query_heads), row, num_rows))
+    return bands
 
 
 def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
@@ -123,8 +118,8 @@ def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
     return HeadGroup(group.query_heads[lo:hi], group.kv_heads[lo:hi], group.phase + lo * group.phase_step, 1)
 
 
-def matches(group: HeadGroup, queries: Sequence[Run], keys: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
-    """The common heads of each run of queries and each run of keys."""
+def matches(group: HeadGroup, queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Band, Band]]:
+    """The common heads of each band of queries and each band of keys."""
     for q in queries:
         for k in keys:
             lo, hi = max(q.lo, k.lo), min(q.hi, k.hi)
@@ -133,14 +128,14 @@ def matches(group: HeadGroup, queries: Sequence[Run], keys: Sequence[Run]) -> It
                 yield a, b
 
 
-def query_rows(group: HeadGroup, run: Run, rate: int) -> Rows:
-    return Rows(group.query_heads[run.lo : run.hi], run.first, group.phase_step, rate, run.num_rows)
+def query_rows(group: HeadGroup, band: Band, rate: int) -> Rows:
+    return Rows(group.query_heads[band.lo : band.hi], band.first, group.phase_step, rate, band.num_rows)
 
 
-def kv_rows(group: HeadGroup, run: Run, rate: int) -> Rows:
-    return Rows(kv_heads(group, run), run.first, group.phase_step, rate, run.num_rows)
+def kv_rows(group: HeadGroup, band: Band, rate: int) -> Rows:
+    return Rows(kv_heads(group, band), band.first, group.phase_step, rate, band.num_rows)
 
 
-def kv_heads(group: HeadGroup, run: Run) -> range:
+def kv_heads(group: HeadGroup, band: Band) -> range:
     """A diagonal has a key/value head for each query head; heads of one phase may share them, and are never cut."""
-    return group.kv_heads[run.lo : run.hi] if group.phase_step else group.kv_heads
+    return group.kv_heads[band.lo : band.hi] if group.phase_step else group.kv_heads

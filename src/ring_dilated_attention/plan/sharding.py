@@ -6,7 +6,7 @@ causal pattern every rank has about the same work (the part that sees little and
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -74,6 +74,44 @@ def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
 
 
+class Cut(NamedTuple):
+    """How ranks cut a sequence.
+
+    num_shards: ranks that hold a shard. inner: groups of so many neighbours share one, in slices (a 2-D mesh).
+    align, lengths: as `ContextParallel` takes them.
+    """
+
+    sharding: str
+    num_shards: int
+    align: int = 1
+    lengths: tuple[int, ...] | None = None
+    inner: int = 1
+
+    def default_lengths(self, seq_len: int) -> tuple[int, ...]:
+        """Every rank's number of positions of a sequence that `shard` cuts."""
+        if self.lengths is None:
+            return default_lengths(self.sharding, seq_len, self.num_shards, self.align, self.inner)
+        if sum(self.lengths) != seq_len:
+            raise ValueError(
+                f"lengths={self.lengths} add up to {sum(self.lengths)}, but the sequence has {seq_len} positions."
+            )
+        return self.lengths
+
+    def shards_of(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+        """Every rank's shard, given every rank's number of positions.
+
+        Raises:
+            ValueError: if they are not those that were given.
+        """
+        if self.lengths is not None and tuple(lengths) != self.lengths:
+            raise ValueError(f"ranks have {tuple(lengths)} positions, but lengths={self.lengths} was given.")
+        if self.inner == 1:
+            return make_shards(self.sharding, lengths)
+        groups = [lengths[i : i + self.inner] for i in range(0, len(lengths), self.inner)]
+        outer = make_shards(self.sharding, [sum(group) for group in groups])
+        return tuple(part for shard, group in zip(outer, groups, strict=True) for part in slice_shard(shard, group))
+
+
 def slice_shard(shard: Shard, lengths: Sequence[int]) -> tuple[Shard, ...]:
     """Cut a shard, in its local order, into slices of the given lengths."""
     slices = []
@@ -107,6 +145,11 @@ def shard_length(shard: Shard) -> int:
     return sum(span.stop - span.start for span in shard)
 
 
+def first_rows(shard: Shard) -> Iterator[int]:
+    """The local row at which each span begins."""
+    return accumulate((span.stop - span.start for span in shard), initial=0)
+
+
 def check_documents(borders: Sequence[int], seq_len: int) -> None:
     """Raise ValueError unless borders of packed documents lead from 0 to seq_len, upwards."""
     if len(borders) < 2 or borders[0] != 0 or borders[-1] != seq_len:
@@ -120,6 +163,14 @@ def check_documents(borders: Sequence[int], seq_len: int) -> None:
             raise ValueError(
                 f"cu_seqlens must increase, got {a} then {b} at entries {i} and {i + 1}. Leave out empty documents."
             )
+
+
+def documents_of(borders: Sequence[int] | None, seq_len: int) -> tuple[int, ...] | None:
+    """The borders of packed documents, checked against the length of the whole sequence; None for one document."""
+    if borders is None:
+        return None
+    check_documents(borders, seq_len)
+    return tuple(borders)
 
 
 def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:

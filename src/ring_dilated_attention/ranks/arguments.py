@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..plan.choice import EXCHANGES
+from ..plan.exchange import EXCHANGES
 from ..plan.sharding import SHARDINGS
 from .one_rank import OtherRanks
 

@@ -1,8 +1,7 @@
-"""ContextParallel: the ranks that share a sequence, how it is cut, how chunks travel, and the handshake of a call."""
+"""ContextParallel: the ranks that share a sequence, how it is cut, and the handshake of a call."""
 
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import NoReturn
@@ -13,29 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..plan.sharding import (
-    Shard,
-    check_documents,
-    default_lengths,
-    document_positions,
-    make_shards,
-    ring_order,
-    slice_shard,
-)
+from ..plan.sharding import Cut, check_documents, document_positions
 from .arguments import check_arguments, check_one_rank, resolve_group
-from .handshake import agree, all_or_none
-from .held import Use
-from .link import ExchangeError, Link, Wait
-from .one_rank import OtherRanks
+from .batches import shard_batch
+from .link import ExchangeError
+from .one_rank import OneRank, OtherRanks
+from .processes import Processes, note_dropped
+from .ranks import Ranks
+from .reduce import mean_loss
 from .reshard import ShardRows, UnshardRows, dim_failure, rows_fields
+from .simulated import SimulatedRanks
 
 # The custom ops know a context by its name: they take no objects. An entry lives as long as its context.
 _contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
 _made = count()
-
-
-def host_name() -> str:
-    return socket.gethostname()
+DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 def context_named(key: str) -> "ContextParallel | None":
@@ -93,7 +84,7 @@ class ContextParallel:
         *,
         sharding: str = "contiguous",
         exchange: str = "auto",
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: timedelta = DEFAULT_TIMEOUT,
         align: int = 1,
         lengths: Sequence[int] | None = None,
         world_size: int | None = None,
@@ -105,49 +96,35 @@ class ContextParallel:
         members = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
         if mesh is not None and mesh.ndim == 2:
             members = mesh.mesh.flatten().tolist()
-        self.world_size = len(members)
-        self.num_simulated = world_size if exchange == "simulated" and world_size is not None else 0
-        num_ranks = self.num_simulated or self.world_size
-        check_arguments(num_ranks, mesh, sharding, exchange, timeout, align, lengths, world_size)
-        check_one_rank(world_size, rank, others)
-        self.sharding, self.exchange, self.timeout = sharding, exchange, timeout
-        self.align, self.lengths = align, tuple(lengths) if lengths is not None else None
-        self.others = others
-        self.rank, self.name, self.calls = rank or 0, "", 0  # calls: forwards so far, the same on every rank
-        self.key = ""  # what the ops know it by: other than its name, never that of another in this process
+        num_shards = world_size if exchange == "simulated" and isinstance(world_size, int) else len(members)
+        inner = mesh.shape[1] if mesh is not None and mesh.ndim == 2 else 1
+        cut, failure = None, None
+        try:
+            check_arguments(num_shards, mesh, sharding, exchange, timeout, align, lengths, world_size)
+            check_one_rank(world_size, rank, others)
+            cut = Cut(sharding, num_shards, align, None if lengths is None else tuple(lengths), inner)
+        except Exception as error:
+            failure = str(error) or type(error).__name__
+            if self.group is None or len(members) == 1:
+                raise
+        self.ranks: Ranks
+        if self.group is not None and len(members) > 1:
+            self.ranks = processes = Processes(members, timeout if failure is None else DEFAULT_TIMEOUT)
+            processes.connect(cut, exchange, failure)
+            weakref.finalize(self, note_dropped, processes.opened, processes.name).atexit = False
+        assert cut is not None
+        if rank is not None and others is not None:
+            self.ranks = OneRank(rank, others, cut)
+        elif exchange == "simulated":
+            self.ranks = SimulatedRanks(cut)
+        elif len(members) == 1:
+            self.ranks = Ranks(cut)
+        self.cut, self.sharding, self.exchange = cut, sharding, exchange
+        self.rank, self.world_size, self.name = self.ranks.rank, self.ranks.world_size, self.ranks.name
         self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
-        self.uses: list[Use] | None = None  # of the simulated ranks, while they are measured
-        self.link: Link | None = None  # all ranks
-        self.inner: Link | None = None  # the ranks that deal heads to each other, on a 2-D mesh
-        self.outer: Link | None = None  # the ranks of the ring
-        self._control: Link | None = None
-        self._links: list[Link] = []  # all of these; they break together
-        self._inner_size = mesh.shape[1] if mesh is not None and mesh.ndim == 2 else 1
-        if self.num_simulated:
-            self.name = "simulated"
-        elif self.world_size > 1:
-            self._connect(members)
-        if self.name:
-            self.key = f"{self.name}, number {next(_made)}"
-            _contexts[self.key] = self
-
-    def _connect(self, members: list[int]) -> None:
-        """Make the communicators. They are this context's own: a failed message breaks its group, and the user's must
-        stay whole."""
-        self._control = self._make_link("control", "gloo", members)
-        hosts = self._control.texts(host_name(), "the exchange of host names")
-        rows = [range(i, i + self._inner_size) for i in range(0, len(members), self._inner_size)]  # of a 2-D mesh
-        order = ring_order([", ".join(hosts[k] for k in row) for row in rows])
-        members = [members[k] for i in order for k in rows[i]]
-        self._control.reorder(members)
-        self.link = self._make_link("data", None, members)
-        self.rank = self.link.rank
-        self.outer = self.link
-        if self._inner_size > 1:
-            row, column = divmod(self.rank, self._inner_size)
-            self.inner = self._make_link("heads", None, members[row * self._inner_size :][: self._inner_size])
-            chunks = members[column :: self._inner_size]
-            self.outer = self._make_link("chunks", None, chunks) if len(chunks) > 1 else None
+        # What the ops know it by: other than its name, never that of another in this process.
+        self.key = f"{self.name}, number {next(_made)}"
+        _contexts[self.key] = self
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContextParallel":
         """Itself: connections have no copies."""
@@ -164,74 +141,73 @@ class ContextParallel:
 
         Also after an error has broken it, before the survivors make another. The context is of no use afterwards.
         """
-        for link in self._links:
-            link.close()
-        self._links.clear()
+        self.ranks.close()
 
     @property
-    def runs_all(self) -> bool:
-        """All ranks are simulated, on full tensors."""
-        return self.num_simulated > 0 and self.others is None
-
-    @contextmanager
-    def measuring(self) -> Iterator[list[Use]]:
-        """What each simulated rank sends and holds in the calls of a block: bytes sent in all, most bytes held at once.
-
-            with parallel.measuring() as ranks:
-                dilated_attention(query, key, value, pattern, parallel=parallel)
-            print(*ranks, sep="\\n")
-
-        A rank holds its rows of the call's tensors (in backward also of out, lse and the gradient of out) and all that
-        it makes: buffers, accumulators, partial results. What one of torch's ops makes and frees by itself (a kernel's
-        scratch) is not seen; `rda plan` lists it.
-
-        Raises:
-            ValueError: unless all ranks are simulated. (`python -m benchmarks memory` measures real ones.)
-        """
-        if not self.runs_all:
-            which = f"exchange={self.exchange!r}" + (" and rank" if self.others is not None else "")
-            raise ValueError(
-                f"measuring needs all ranks in this process, and this context was made with {which}. Make one with "
-                "exchange='simulated' and world_size alone."
-            )
-        self.uses = uses = [Use(rank, self.num_simulated) for rank in range(self.num_simulated)]
-        try:
-            yield uses
-        finally:
-            self.uses = None
-
-    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
-        """Every rank's shard, given every rank's number of positions.
-
-        Raises:
-            ValueError: if they are not those that the context was made with.
-        """
-        if self.lengths is not None and tuple(lengths) != self.lengths:
-            raise ValueError(f"ranks have {tuple(lengths)} positions, but lengths={self.lengths} was given.")
-        inner = self._inner_size
-        if inner == 1:
-            return make_shards(self.sharding, lengths)
-        groups = [lengths[i : i + inner] for i in range(0, len(lengths), inner)]
-        outer = make_shards(self.sharding, [sum(group) for group in groups])
-        return tuple(part for shard, group in zip(outer, groups, strict=True) for part in slice_shard(shard, group))
+    def calls(self) -> int:
+        """Forwards so far, the same on every rank."""
+        return self.ranks.calls
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all."""
-        self._refuse_one_rank("shard")
-        if failure := dim_failure("shard", x, dim):
-            raise ValueError(failure)
-        shards = self.shards(self.default_lengths(x.shape[dim]))
-        return x if self.num_simulated else ShardRows.apply(x, self, shards, dim)
+        """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all.
+
+        All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.)
+
+        Raises:
+            ValueError: on every rank, where shapes differ: they would be no cut of one sequence.
+        """
+        self.ranks.check_all_here("shard")
+        failure = dim_failure("shard", x, dim)
+        fields = {} if failure else {**rows_fields("shard", x, dim), "length of the whole": x.shape[dim]}
+        self.handshake(0, fields, failure)
+        self.ranks.last_whole = x.shape[dim]
+        shards = self.ranks.shards(self.ranks.lengths_of(x.shape[dim]))
+        return x if len(shards) == 1 else ShardRows.apply(x, self.ranks, shards, dim)
+
+    def shard_batch(self, batch: Mapping[str, Tensor] | None, *, source: int | None = None) -> dict[str, Tensor]:
+        """This rank's rows of one sample of a data loader: tokens, labels, position ids, masks, borders of documents.
+
+            local = parallel.shard_batch(batch)              # every rank has the batch; that it is the same is checked
+            local = parallel.shard_batch(batch, source=0)    # rank 0 has it, and sends each rank its rows alone
+
+        Tensors (B, N, ...) are cut along N, tensors (N,) too; "cu_seqlens" stays whole. They may stay on the CPU: no
+        rank needs the whole on its device. "positions" (N_local,), int64, within documents, is added unless given.
+
+        Args:
+            batch: by name, alike on all ranks. With `source`, that rank's; others may pass None.
+            source: the rank (place in the ring) that deals its batch out. Without one, fingerprints are compared.
+
+        Raises:
+            ValueError: on every rank, where ranks were given different samples (a sampler left at its default gives
+                each rank its own), or tensors that cannot be cut alike.
+        """
+        return shard_batch(self.ranks, batch, source)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The full tensor, from every rank's rows. What follows is the same on every rank: the gradient is a slice."""
-        self._refuse_one_rank("unshard")
-        if self.num_simulated:
-            return x
+        self.ranks.check_all_here("unshard")
         failure = dim_failure("unshard", x, dim)
         length, fields = (0, {}) if failure else (x.shape[dim], rows_fields("unshard", x, dim))
-        lengths = self.handshake(length, fields, failure)
-        return UnshardRows.apply(x, self, self.shards(lengths), dim)
+        shards = self.ranks.shards(self.handshake(length, fields, failure))
+        return x if len(shards) == 1 else UnshardRows.apply(x, self.ranks, shards, dim)
+
+    def mean_loss(self, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
+        """The mean of a loss over all ranks, from each rank's sum and number of terms: a scalar, alike on every rank.
+
+            loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), labels.numel())
+
+        Ranks hold different numbers of terms: a mean over each shard would weight them wrongly. The gradient is scaled
+        so that the *mean* of the ranks' gradients, which DDP and FSDP2 take, is the gradient of one rank.
+
+        Args:
+            local_sum: scalar, over this rank's positions; on a rank that owns none, 0 times something of the model.
+            local_count: the number of terms in it.
+
+        Raises:
+            ValueError: on every rank, where there is no term at all.
+        """
+        self.ranks.check_all_here("mean_loss")
+        return mean_loss(self.ranks, local_sum, local_count)
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
         """Positions within their document of the rows that `shard` gives this rank. (N_local,), int64, on the CPU.
@@ -240,11 +216,11 @@ class ContextParallel:
             seq_len: the length of the whole sequence.
             cu_seqlens: global borders of packed documents.
         """
-        return self.local_positions((seq_len,) if self.runs_all else self.default_lengths(seq_len), cu_seqlens)
+        return self.local_positions(self.ranks.lengths_of(seq_len), cu_seqlens)
 
     def local_positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
         """Like `positions`, given every rank's number of rows instead of the default split."""
-        shard = self._own_shards(lengths)[self.rank]
+        shard = self.ranks.shards(lengths)[self.rank]
         borders = [0, sum(lengths)]
         if cu_seqlens is not None:
             borders = cu_seqlens.tolist()
@@ -252,155 +228,25 @@ class ContextParallel:
         ranges = document_positions(shard, borders)
         return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in (range(0), *ranges)])
 
-    def shift_left(self, x: Tensor, fill: int) -> Tensor:
-        """For each local position the value at the next position of the whole sequence; `fill` after the last.
-
-        Crosses the borders of shards, also over ranks that own nothing. For labels: not differentiable.
-
-        Args:
-            x: (B, N_local), any integer dtype.
-        """
-        self._refuse_one_rank("shift_left")
-        failure = None
-        if x.dim() != 2 or x.is_floating_point() or x.is_complex():
-            failure = f"shift_left takes integers (batch, N), got {x.dtype} {tuple(x.shape)}"
-        batch, length = (0, 0) if failure else x.shape
-        lengths = self.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
-        shards = self._own_shards(lengths)
-        with all_or_none(self):
-            firsts = self._first_columns(x, shards)
-        parts, row = [], 0
-        for span in shards[self.rank]:
-            stop = row + span.stop - span.start
-            last = firsts.get(span.stop, torch.full_like(x[:, :1], fill))
-            parts += [x[:, row + 1 : stop], last.to(x)]
-            row = stop
-        return torch.cat([x[:, :0], *parts], dim=1)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors. Not differentiable."""
-        self._refuse_one_rank("all_reduce")
-        if self.link is None:
-            return x.clone()
-        call = {"call": "all_reduce", "shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type}
-        self.handshake(0, call)
-        with all_or_none(self):
-            return self.link.all_reduce(x.detach(), "all_reduce")
-
-    def deliver(
-        self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], moment: str
-    ) -> Sequence[Tensor]:
-        """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes.
-
-        For the rows of a call that all ranks have agreed on, by `handshake`. If this one cannot make its parts, the
-        others fail at once.
-        """
-        with all_or_none(self):
-            parts = make_parts()
-            return parts if self.link is None else self.link.all_to_all_single(parts, sizes, parts[self.rank], moment)
-
     def abandon(self, reason: str) -> None:
         """Break this context's groups, so that the other ranks fail at once instead of waiting for this one.
 
         A call that fails does so by itself. For errors between calls, in a program that goes on after them.
         """
-        for link in self._links:
-            link.abandon(reason)
-
-    @contextmanager
-    def recorded_waits(self) -> Iterator[list[Wait]]:
-        """The waits of this rank for others, on every link of the context (the handshakes' too), as they end."""
-        waits: list[Wait] = []
-        for link in self._links:
-            link.waits = waits
-        try:
-            yield waits
-        finally:
-            for link in self._links:
-                link.waits = None
+        self.ranks.abandon(reason)
 
     def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
         """Every rank's local length, once all ranks turn out to make the same call.
 
         Args:
             length: this rank's number of positions.
-            fields: what must agree, by name, beside how the context cuts and exchanges. Compared by fingerprint; only a
-                mismatch is sent in words.
+            fields: what must agree, by name. Compared by fingerprint; only a mismatch is sent in words.
             failure: why this rank refuses the call, if it does.
 
         Raises:
             ValueError: on every rank, if any refuses or fields differ. Nothing of the call was sent.
         """
-        if self._control is None:
-            if failure:
-                raise ValueError(failure)
-            return (length,) if self.others is None else self._assumed_lengths(length)
-        how = {"sharding": self.sharding, "exchange": self.exchange, "align": self.align, "lengths": self.lengths}
-        return agree(self._control, length, {**fields, **how}, failure)
-
-    def _first_columns(self, x: Tensor, shards: Sequence[Shard]) -> dict[int, Tensor]:
-        """The first column (B, 1) of every span of every rank, by its global position."""
-        own = torch.zeros(2, x.shape[0], dtype=torch.int64, device="cpu")
-        row = 0
-        for i, span in enumerate(shards[self.rank]):
-            own[i] = x[:, row].cpu()
-            row += span.stop - span.start
-        records = self._control.all_to_all(own, "the exchange of labels") if self._control is not None else [own]
-        return {
-            span.start: record[i].unsqueeze(1)
-            for shard, record in zip(shards, records, strict=True)
-            for i, span in enumerate(shard)
-        }
-
-    def _own_shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
-        """The shards of processes: simulated ranks share the one of this process."""
-        return make_shards("contiguous", lengths) if self.runs_all else self.shards(lengths)
-
-    def _assumed_lengths(self, length: int) -> tuple[int, ...]:
-        """The lengths of all ranks of a job of which one is run, with `length` positions."""
-        lengths = self.lengths if self.lengths is not None else (length,) * self.num_simulated
-        if lengths[self.rank] != length:
-            raise ValueError(f"rank {self.rank} has {length} positions, but lengths gives it {lengths[self.rank]}.")
-        return lengths
-
-    def _refuse_one_rank(self, method: str) -> None:
-        if self.others is not None:
-            raise ValueError(
-                f"{method} needs the tensors of all ranks, and only rank {self.rank} of {self.num_simulated} is run. "
-                "Make its rows where they are needed, at the positions that `positions` tells."
-            )
-
-    def default_lengths(self, seq_len: int) -> tuple[int, ...]:
-        """Every rank's number of positions of a sequence that `shard` cuts."""
-        if self.lengths is not None:
-            if sum(self.lengths) != seq_len:
-                raise ValueError(
-                    f"lengths={self.lengths} add up to {sum(self.lengths)}, but the sequence has {seq_len} positions."
-                )
-            return self.lengths
-        return default_lengths(
-            self.sharding, seq_len, self.num_simulated or self.world_size, self.align, self._inner_size
-        )
-
-    def _make_link(self, purpose: str, backend: str | None, members: list[int]) -> Link:
-        """A communicator of these global ranks, in this order."""
-        try:
-            group = dist.new_group(
-                members,
-                timeout=self.timeout,
-                backend=backend,
-                use_local_synchronization=len(members) != dist.get_world_size(),
-                group_desc=f"ring_dilated_attention:{purpose}",
-            )
-            self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or hash
-            link = Link(group, f"{purpose} of {self.name}", members, self._links)
-            link.open()
-        except RuntimeError as error:
-            raise ExchangeError(
-                f"making a ContextParallel: not all of the ranks {members} did (group {purpose!r}, "
-                f"rank {dist.get_rank()}): {error}"
-            ) from error
-        return link
+        return self.ranks.agree(length, fields, failure)
 
 
 __all__ = ["ContextParallel", "ExchangeError", "context_named"]

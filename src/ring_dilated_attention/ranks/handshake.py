@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from .link import Link
+from .link import GroupLink
 
 # Columns of a record: at least as many as any call compares.
 _NUM_FIELDS = 16
@@ -19,8 +19,12 @@ class Breakable(Protocol):
     def abandon(self, reason: str) -> None: ...
 
 
+class RefusedError(ValueError):
+    """What all ranks raise alike: one of them refuses a call, or they make different ones. Nothing of it was sent."""
+
+
 @contextmanager
-def all_or_none(connections: Breakable | None, *agreed: type[Exception]) -> Iterator[None]:
+def all_or_none(connections: Breakable, *agreed: type[Exception]) -> Iterator[None]:
     """Whatever fails on this rank alone (memory, say) must not leave the others waiting for it.
 
     `agreed` are the errors that all ranks raise alike: a call that all refuse breaks nothing.
@@ -30,12 +34,11 @@ def all_or_none(connections: Breakable | None, *agreed: type[Exception]) -> Iter
     except agreed:
         raise
     except BaseException as error:
-        if connections is not None:
-            connections.abandon(f"{type(error).__name__}: {error}")
+        connections.abandon(f"{type(error).__name__}: {error}")
         raise
 
 
-def agree(control: Link, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+def agree(control: GroupLink, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
     """Every rank's local length, once all ranks turn out to make the same call.
 
     Args:
@@ -60,12 +63,12 @@ def agree(control: Link, length: int, fields: dict[str, object], failure: str | 
             if text
         ]
         alike = len({text for text in texts if text}) == 1
-        raise ValueError(failure if failure is not None and alike else "; ".join(refused))
+        raise RefusedError(failure if failure is not None and alike else "; ".join(refused))
     for column, name in enumerate(fields, start=2):
         if len({row[column] for row in table}) > 1:
             texts = control.texts(str(fields[name]), moment)
             listed = ", ".join(f"rank {m} has {text}" for m, text in zip(control.members, texts, strict=True))
-            raise ValueError(
+            raise RefusedError(
                 f"ranks disagree on {name}: {listed}. All ranks of a group must make the same call; nothing was sent."
             )
     return tuple(row[0] for row in table)

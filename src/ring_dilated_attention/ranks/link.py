@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..plan.plan import Message
 
-_UNUSED_TAG = 1  # all messages have tag 0
+_UNUSED_TAG = 1  # all messages of calls have tag 0
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 _Message = tuple[Callable[..., dist.Work | None], Tensor, int, str]  # isend or irecv, what, peer, what an error says
 
@@ -52,13 +52,13 @@ class Handle(NamedTuple):
 
 
 @dataclass
-class Pending:
+class GroupPending:
     """Messages in flight. `wait` returns when they have been sent and received; waiting again returns at once.
 
     The tensors are kept alive, and a handle is awaited exactly once: gloo hangs on a second wait.
     """
 
-    link: "Link | None"
+    link: "GroupLink | None"
     moment: str
     handles: list["Handle"] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Pending:
             self.link.waits.append(Wait(self.moment, self.posted, arrived, start, end))
 
 
-class Link:
+class GroupLink:
     """Messages within one process group. Ranks and peers are places in the ring, in the order of `members`.
 
     Every pair of ranks must post its messages in the same order (the plan sees to it); no tags are used, because NCCL
@@ -91,7 +91,7 @@ class Link:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[Link] | None" = None
+        self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[GroupLink] | None" = None
     ) -> None:
         self.group, self.name = group, name
         self.world_size = len(members)
@@ -102,6 +102,7 @@ class Link:
         # Which transport serves which type of device. (dist.get_backend names one, or the user's text, or "undefined".)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._waiter: _Waiter | None = None
+        self._sentinels: dict[int, _Sentinel] = {}  # by peer
         self.waits: list[Wait] | None = None  # a list while waits are recorded
 
     def open(self) -> None:
@@ -120,12 +121,12 @@ class Link:
         """Whether a tensor travels by gloo: also one of a device that this group has no transport for (`_staged`)."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
-    def wait_for(self, pending: Pending) -> None:
+    def wait_for(self, pending: GroupPending) -> None:
         """Wait for messages, one after the other.
 
         On gloo in a thread, to watch the peer meanwhile. When a connection breaks, gloo ends the waits for messages
         that have not begun, but not for one that is partly through (signalException in gloo/transport/tcp/pair.cc):
-        that one lasts until its timeout. Posting on a broken connection, however, fails at once.
+        that one lasts until its timeout. A receive that has not begun tells of it (`_Sentinel`).
         """
         handles, progress = tuple(pending.handles), pending.progress or _Progress()
         if not self.on_gloo(pending.tensors[0]):
@@ -144,13 +145,13 @@ class Link:
         num_done = progress.num_done
         if num_done == len(handles):
             return
-        try:
-            peer = self.order[handles[num_done].peer]
-            dist.irecv(torch.empty(1, device="cpu"), group=self.group, group_src=peer, tag=_UNUSED_TAG)
-        except RuntimeError as error:
-            # A rank that is done with everything may leave when its last message has come through.
-            if not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
-                self.fail(moment, handles[num_done].deed, error)
+        peer = self.order[handles[num_done].peer]
+        if peer not in self._sentinels:
+            self._sentinels[peer] = _Sentinel(self.group, peer)
+        error = self._sentinels[peer].error
+        # A rank that is done with everything may leave when its last message has come through.
+        if error is not None and not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
+            self.fail(moment, handles[num_done].deed, error)
 
     def fail(self, moment: str, deed: str, error: Exception) -> NoReturn:
         failure = f"{moment}: {deed} (group {self.name!r}, rank {self.members[self.rank]}): {_reason(error)}"
@@ -173,6 +174,9 @@ class Link:
         self.failure = reason
         if set(self.backends.values()) != {"gloo"}:
             self.group.abort()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if self.backends.get("cpu") != "gloo":
             return
         nothing = torch.empty(1, device="cpu")
@@ -184,7 +188,10 @@ class Link:
                         work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Give the group back. Its sockets and threads go with the last reference."""
+        """Give the group back. Its sockets and threads go with the last reference, which a sentinel would keep."""
+        if self._sentinels and not self.failure:
+            self._disconnect()
+        self._sentinels.clear()
         self.failure = self.failure or "it was closed"
         with suppress(ValueError, AssertionError):  # torch.distributed was shut down before
             dist.destroy_process_group(self.group)
@@ -196,7 +203,7 @@ class Link:
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str
-    ) -> Pending:
+    ) -> GroupPending:
         """Start sending and receiving contiguous tensors, each with its peer. `moment` is quoted in errors."""
         self._refuse_if_broken()
         messages: list[_Message] = []
@@ -206,13 +213,13 @@ class Link:
 
     def carry(
         self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> Pending:
+    ) -> GroupPending:
         """`exchange`, for messages of a plan."""
         return self.exchange([(x, m.peer) for x, m in sends], [(x, m.peer) for x, m in receives], moment)
 
     def carry_apart(
         self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> tuple[Pending, Pending]:
+    ) -> tuple[GroupPending, GroupPending]:
         """`carry`, to wait apart for what is sent and for what is received.
 
         Where a batch is one thing to wait for, both are that one. (Two batches would deadlock: in NCCL's stream the
@@ -223,10 +230,10 @@ class Link:
         both = self.carry(sends, receives, moment)
         return both, both
 
-    def _post(self, messages: Sequence[_Message], moment: str) -> Pending:
+    def _post(self, messages: Sequence[_Message], moment: str) -> GroupPending:
         """Post messages, together where the transport can."""
         self._refuse_if_broken()
-        pending = Pending(self, moment)
+        pending = GroupPending(self, moment)
         messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
         pending.tensors = [x for _, x, _, _ in messages]
         on_gloo = all(map(self.on_gloo, pending.tensors))
@@ -255,7 +262,7 @@ class Link:
         """Whether a tensor must travel through host memory: gloo cannot send CUDA tensors. (No GPU has run this.)"""
         return x.is_cuda and self.on_gloo(x)
 
-    def _staged(self, x: Tensor, is_filled: bool, pending: Pending | None = None) -> Tensor:
+    def _staged(self, x: Tensor, is_filled: bool, pending: GroupPending | None = None) -> Tensor:
         """The tensor, or a pinned copy of it on the host; a received copy is brought back when it is there."""
         if not self._stages(x):
             return x
@@ -307,9 +314,27 @@ class Link:
         self.exchange(sends, [(pieces[peer], peer) for peer in self._others() if sizes[peer]], moment).wait()
         return pieces
 
-    def all_reduce(self, x: Tensor, moment: str) -> Tensor:
-        """The sum of all ranks' tensors, which are small: each is sent to every rank."""
-        return torch.cat(self.all_gather(x.unsqueeze(0), [1] * self.world_size, 0, moment)).sum(0, dtype=x.dtype)
+
+class _Sentinel:
+    """A receive that nobody answers. It fails as soon as the connection does, also where an end closed its context.
+
+    One for each peer that was ever waited for long, in a thread of its own: one for each look would stay with gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        self.error: RuntimeError | None = None
+        try:
+            work = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=_UNUSED_TAG)
+        except RuntimeError as error:
+            self.error = error
+            return
+        Thread(target=self._wait, args=(work,), daemon=True).start()
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait(timedelta(days=3650))
+        except RuntimeError as error:
+            self.error = error
 
 
 class _Progress:

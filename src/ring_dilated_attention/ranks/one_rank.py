@@ -8,10 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..plan.exchange import Choice
+from ..plan.memory import Sizes
 from ..plan.plan import Chunk, Message
+from ..plan.planner import chunk_finder
 from ..plan.rows import Rows
-from ..run.tiles import block_views
-from .link import Link, Pending
+from ..plan.sharding import Cut
+from ..run.views import block_views
+from .call import Call
+from .ranks import Links, Ranks
 
 
 class OtherRanks:
@@ -33,16 +38,22 @@ class OtherRanks:
         return None
 
 
-class OneRankLink(Link):
+class Delivered:
+    """Messages that were through at once."""
+
+    def wait(self) -> None:
+        pass
+
+
+class OneRankLink:
     """Delivers what `others` make, at once."""
 
     def __init__(self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], Chunk]) -> None:
         self.rank, self.others, self.chunk_of = rank, others, chunk_of
-        self.failure, self.backends = None, {}
 
     def carry(
         self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> Pending:
+    ) -> Delivered:
         for x, message in sends:
             if message.is_gradient:
                 self.others.take_gradient(self.chunk_of(message), x)
@@ -54,7 +65,13 @@ class OneRankLink(Link):
             else:
                 gradient = self.others.gradient_home(self.chunk_of(message))
                 x.copy_(gradient) if gradient is not None else x.zero_()
-        return Pending(None, moment)
+        return Delivered()
+
+    def carry_apart(
+        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+    ) -> tuple[Delivered, Delivered]:
+        both = self.carry(sends, receives, moment)
+        return both, both
 
     def _make_chunk(self, buffer: Tensor, chunk: Chunk) -> None:
         for rows, block in chunk.rows:
@@ -74,3 +91,34 @@ def grid(rows: Rows) -> tuple[Tensor, Tensor]:
     heads = torch.arange(rows.heads.start, rows.heads.stop, rows.heads.step).unsqueeze(1)
     first = rows.first + torch.arange(len(rows.heads)).unsqueeze(1) * rows.shift
     return first + torch.arange(rows.num_rows) * rows.step, heads
+
+
+class OneRank(Ranks):
+    """One rank of a larger job, on its own rows. All ranks have as many as this one, unless the cut says else."""
+
+    name = "simulated"
+
+    def __init__(self, rank: int, others: OtherRanks, cut: Cut) -> None:
+        super().__init__(cut)
+        self.rank, self.others = rank, others
+
+    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+        super().agree(length, fields, failure)
+        lengths = self.cut.lengths if self.cut.lengths is not None else (length,) * self.cut.num_shards
+        if lengths[self.rank] != length:
+            raise ValueError(f"rank {self.rank} has {length} positions, but lengths gives it {lengths[self.rank]}.")
+        return lengths
+
+    def check_all_here(self, method: str) -> None:
+        raise ValueError(
+            f"{method} needs the tensors of all ranks, and only rank {self.rank} of {self.cut.num_shards} is run. "
+            "Make its rows where they are needed, at the positions that `positions` tells."
+        )
+
+    def choose(
+        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
+    ) -> Choice:
+        return Choice("simulated", "asked for")
+
+    def links(self, exchange: str, plan_arguments: tuple) -> Links:
+        return Links(OneRankLink(self.rank, self.others, chunk_finder(*plan_arguments)), None)

@@ -1,4 +1,4 @@
-"""All ranks of a ring in one process: the same plans, the same loop, the same numbers, and nothing is sent.
+"""All ranks of a ring in one process: the same plans, the same programs, the same numbers, and nothing is sent.
 
 Each rank is a thread, but only one runs at a time: it hands on when it has to wait for a message. What a message would
 carry is copied from the sender's buffer into the receiver's.
@@ -6,14 +6,24 @@ carry is copied from the sender's buffer into the receiver's.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .link import Link, Pending
+from ..kernels.choose import choose
+from ..kernels.contract import BackwardRows
+from ..plan.exchange import Choice, RankPlan, plan_exchange
+from ..plan.memory import Sizes
+from ..plan.plan import Message
+from ..plan.sharding import Cut, Shard, documents_of, make_shards
+from ..run import executor
+from ..run.executor import Means
+from .call import Call
+from .held import Held, Use
+from .ranks import Ranks
 
 
 class _Stopped(RuntimeError):
@@ -66,12 +76,11 @@ class Wires:
             raise _Stopped
 
 
-class SimulatedPending(Pending):
+class SimulatedPending:
     """Messages of a simulated rank. Their tensors are kept until they are waited for, as those of a real one."""
 
-    def __init__(self, wires: Wires, moment: str, events: list[threading.Event], tensors: list[Tensor]) -> None:
-        super().__init__(None, moment, tensors=tensors)
-        self.wires, self.events = wires, events
+    def __init__(self, wires: Wires, events: list[threading.Event], tensors: list[Tensor]) -> None:
+        self.wires, self.events, self.tensors = wires, events, tensors
 
     def wait(self) -> None:
         while self.events:
@@ -79,26 +88,30 @@ class SimulatedPending(Pending):
         self.tensors.clear()
 
 
-class SimulatedLink(Link):
+class SimulatedLink:
     """The link of one simulated rank."""
 
-    def __init__(self, wires: Wires, rank: int, world_size: int) -> None:
-        self.wires, self.rank, self.world_size = wires, rank, world_size
-        self.failure, self.backends = None, {}
+    def __init__(self, wires: Wires, rank: int) -> None:
+        self.wires, self.rank = wires, rank
 
     @property
     def bytes_sent(self) -> int:
         return self.wires.bytes_sent.get(self.rank, 0)
 
-    def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str
-    ) -> Pending:
-        events = [self.wires.post((self.rank, peer), x, True) for x, peer in sends]
-        events += [self.wires.post((peer, self.rank), x, False) for x, peer in receives]
-        return SimulatedPending(self.wires, moment, events, [x for x, _ in (*sends, *receives)])
+    def carry(
+        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+    ) -> SimulatedPending:
+        events = [self.wires.post((self.rank, m.peer), x, True) for x, m in sends]
+        events += [self.wires.post((m.peer, self.rank), x, False) for x, m in receives]
+        return SimulatedPending(self.wires, events, [x for x, _ in (*sends, *receives)])
+
+    def carry_apart(
+        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+    ) -> tuple[SimulatedPending, SimulatedPending]:
+        return self.carry(sends, (), moment), self.carry((), receives, moment)
 
 
-def run_ranks(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> list[Any]:
+def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> list[Any]:
     """work(rank, link) for every rank; the results in the order of ranks."""
     wires, results = Wires(), [None] * world_size
     # A thread begins with the first device and its default stream, which waits for no other.
@@ -108,7 +121,7 @@ def run_ranks(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> lis
         with wires.turn, torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
             try:
                 if wires.error is None:
-                    results[rank] = work(rank, SimulatedLink(wires, rank, world_size))
+                    results[rank] = work(rank, SimulatedLink(wires, rank))
             except _Stopped:
                 pass
             except BaseException as error:  # noqa: BLE001  raised again below, on the caller's thread
@@ -124,3 +137,102 @@ def run_ranks(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> lis
     if wires.error is not None:
         raise wires.error
     return results
+
+
+class SimulatedRanks(Ranks):
+    """All ranks in this process, on full tensors. uses: what each sends and holds, while that is measured."""
+
+    name = "simulated"
+
+    def __init__(self, cut: Cut) -> None:
+        super().__init__(cut)
+        self.uses: list[Use] | None = None
+
+    def lengths_of(self, seq_len: int) -> tuple[int, ...]:
+        return (seq_len,)
+
+    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+        return make_shards("contiguous", lengths)
+
+    def choose(
+        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
+    ) -> Choice:
+        return Choice("simulated", "asked for")
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, int]:
+        shards, plans, means = self.plan(call, query, key, cu_seqlens)
+        query = call.scaled(query)
+
+        def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor]:
+            given = [_rows_of(x, shards[rank]) for x in (query, key, value)]
+            with self.measured(rank, link, given):
+                return executor.forward(plans[rank], means._replace(link=link), *given)
+
+        parts = run_in_turn(len(shards), work)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = parts[0][1].new_empty(query.shape[:3])
+        for shard, (out_k, lse_k) in zip(shards, parts, strict=True):
+            _place(out, shard, out_k)
+            _place(lse, shard, lse_k)
+        return out, lse, 0
+
+    def backward(
+        self, call: Call, number: int, rows: BackwardRows, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shards, plans, means = self.plan(call, rows.query, rows.key, cu_seqlens)
+        rows = rows._replace(query=call.scaled(rows.query))
+
+        def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor, Tensor]:
+            parts = {name: _rows_of(x, shards[rank]) for name, x in rows._asdict().items() if x is not None}
+            given = rows._replace(**parts)
+            with self.measured(rank, link, given):
+                return executor.backward(plans[rank], means._replace(link=link), given)
+
+        wholes = (rows.query, rows.key, rows.value)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in wholes)
+        for shard, parts in zip(shards, run_in_turn(len(shards), work), strict=True):
+            for full, part in zip((dq, dk, dv), parts, strict=True):
+                _place(full, shard, part)
+        return call.scaled(dq), dk, dv
+
+    def plan(
+        self, call: Call, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[tuple[Shard, ...], list[RankPlan], Means]:
+        means = Means(choose(call.backend, query), call.kernel_scale)
+        documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), query.shape[1])
+        shards = self.cut.shards_of(self.cut.default_lengths(query.shape[1]))
+        heads = (call.num_heads, call.num_kv_heads(key.shape[2]))
+        plans = [
+            plan_exchange("ring", call.pattern, shards, rank, *heads, documents, call.held)
+            for rank in range(len(shards))
+        ]
+        return shards, plans, means
+
+    @contextmanager
+    def measured(self, rank: int, link: SimulatedLink, rows: Sequence[Tensor | None]) -> Iterator[None]:
+        """Add what a rank sends and holds to the list, if one is kept."""
+        if self.uses is None:
+            yield
+            return
+        with Held(rows) as held:
+            yield
+        self.uses[rank] = self.uses[rank].after(link.bytes_sent, held.peak_bytes)
+
+
+def _rows_of(x: Tensor, shard: Shard) -> Tensor:
+    """A simulated rank's rows of a full (B, N, ...) tensor, laid out as a rank's own: fewer calls are made then.
+
+    A view if they are one span of a batch of 1.
+    """
+    if len(shard) == 1:
+        return x[:, shard[0].start : shard[0].stop].contiguous()
+    return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in shard)], dim=1)
+
+
+def _place(full: Tensor, shard: Shard, rows: Tensor) -> None:
+    row = 0
+    for start, stop in shard:
+        full[:, start:stop] = rows[:, row : row + stop - start]
+        row += stop - start

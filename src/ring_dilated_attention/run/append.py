@@ -4,23 +4,22 @@ P partials, B batch, M new positions, H query heads, G key/value heads, C slots 
 heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all rings.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import kernels
+from ..kernels.choose import choose
+from ..kernels.contract import Kernel
 from ..pattern import DilatedPattern
-from ..plan.cache import CachePlan, Rings, check_append, plan_cache
-from ..plan.planner import make_plan
-from ..plan.rows import Rows, first_rows
-from ..plan.sharding import Shard, make_shards
+from ..plan.cache import CachePlan, Rings, check_append, plan_cache, plan_chunk
+from ..plan.exchange import RankPlan
+from ..plan.sharding import Shard, first_rows
+from . import executor
 from .merge import merge_, merged
-from .tiles import MergedPartial, OwnRows, accumulator_dtype, forward_tile, rows_view
+from .views import accumulator_dtype
 
 
 @torch.library.custom_op("ring_dilated_attention::append", mutates_args=("memory", "progress"))
@@ -31,18 +30,19 @@ def append(
     memory: Tensor,
     progress: Tensor,
     lengths: Tensor | None,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    phase: str,
-    heads: str,
+    pattern: str,
+    first_head: int,
+    num_heads: int,
     max_len: int | None,
     keep: int,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """`append_now` as one opaque op: compiled code has one graph for all tokens, and writes to the memory itself."""
-    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), is_causal=True, phase=phase, heads=heads)
-    plan = plan_cache(pattern, query.shape[2], key.shape[2], max_len, keep)
+    num_held, num_kv_held = query.shape[2], key.shape[2]
+    held = None if num_held == num_heads else range(first_head, first_head + num_held)
+    found, num_kv_heads = DilatedPattern.from_text(pattern), num_kv_held * num_heads // num_held
+    plan = plan_cache(found, num_heads, num_kv_heads, max_len, keep, held)
     return append_now(plan, backend, scale, query, key, value, memory, progress, lengths)
 
 
@@ -75,9 +75,10 @@ def append_now(
     Raises:
         ValueError: before anything is written, if a sequence becomes too long.
     """
-    kernel = kernels.choose(backend, query)
+    kernel = choose(backend, query)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     batch, num_new = query.shape[:2]
-    if num_new == 1 and hasattr(kernel, "append_one"):
+    if num_new == 1 and kernel.append_one is not None:
         return kernel.append_one(plan, scale, query, key, value, memory, progress, lengths)
     positions, floors = progress.tolist()
     counts = [num_new] * batch if lengths is None else lengths.tolist()
@@ -123,7 +124,7 @@ def ring_view(memory: Tensor, rings: Rings) -> Tensor:
 
 
 def _one(
-    plan: CachePlan, kernel: ModuleType, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
+    plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
 ) -> tuple[Tensor, Tensor]:
     """out (B, 1, H, D) and lse (B, 1, H) of the row at position t, which is written first and then sees itself.
 
@@ -152,46 +153,20 @@ def _one(
 
 
 def _many(
-    plan: CachePlan, kernel: ModuleType, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
+    plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
 ) -> tuple[Tensor, Tensor]:
-    """out (B, M, H, D) and lse (B, M, H) of a chunk from position t on: the second of two ranks' shards, (t, M).
-
-    Its own rows meet by the planner's tiles. What the first rank would send are the cached rows, read where they lie.
-    """
-    num_new = query.shape[1]
-    period = math.lcm(*plan.lengths)
-    shards = make_shards("contiguous", (t % period, num_new))  # plans are kept, and depend on nothing else
-    own = make_plan(plan.pattern, shards, 1, plan.num_heads, plan.num_kv_heads)
-    partial = MergedPartial(query, own.query_covered)
-    for tile in own.local:
-        forward_tile(kernel, tile, scale, query, OwnRows(key, value, None), partial)
-    for rings in plan.rings:
-        _attend_cached(rings, kernel, scale, query, memory, t, partial)
-    return partial.result()
-
-
-def _attend_cached(
-    rings: Rings, kernel: ModuleType, scale: float, query: Tensor, memory: Tensor, t: int, partial: MergedPartial
-) -> None:
-    """The chunk's rows of the segment that is open at t, times the rows of it that are cached: all before them."""
-    seen = rings.seen(t)
-    stop = min(rings.start_of_segment(t) + rings.segment_length, t + query.shape[1])
-    num_queries = rings.before(stop) - seen.stop
-    if not (seen and num_queries):
-        return
-    rows = Rows(rings.query_heads, rings.position_of(seen.stop) - t, 0, rings.rate, num_queries)
-    q_BHMD = rows_view(query, rows)
-    out_BHMD, lse_BHM = partial.views(rows, slice(None))
-    for slots in rings.slots(seen):
-        k_BGLD, v_BGLD = ring_view(memory, rings)[:, :, :, _slice(slots)]
-        _add(kernel, scale, q_BHMD, k_BGLD, v_BGLD, out_BHMD, lse_BHM, first=False)
+    """out (B, M, H, D) and lse (B, M, H) of a chunk from position t on."""
+    rank_plan = RankPlan(plan_chunk(plan, t, query.shape[1]), None)
+    # Which ring a key/value head has says the place of its rows: along the heads nothing moves.
+    keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
+    return executor.forward(rank_plan, executor.Means(kernel, scale), query, key, value, cached=(keys, values))
 
 
 def _add(
-    kernel: ModuleType, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, first: bool
+    kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, first: bool
 ) -> None:
     """Merge queries times keys that all of them see into (out, lse), or write it there if it is the first."""
-    if hasattr(kernel, "forward_into"):
+    if kernel.IN_PLACE:
         kernel.forward_into(q, k, v, out, lse, False, scale, first=first)
     elif first:
         for target, x in zip((out, lse), kernel.forward(q, k, v, False, scale), strict=True):

@@ -3,18 +3,16 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..pattern import DilatedPattern
 from ..plan.cache import CachePlan, Rings, check_append, check_crop, plan_cache
-from ..plan.sharding import make_shards
+from ..plan.heads import held_heads
 from .append import held, packed, packed_size, place, unpack
-
-if TYPE_CHECKING:
-    from ..ranks.context import ContextParallel
+from .link import Parallel
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,14 +26,17 @@ class DilatedCache:
 
     Args:
         pattern: who attends whom; causal.
-        batch, num_heads, num_kv_heads, head_dim: the sizes of the query (B, N, H, D) and the key (B, N, G, D).
+        batch, num_heads, num_kv_heads, head_dim: the sizes of the query (B, N, H, D) and the key (B, N, G, D); with
+            `heads_held`, the heads of the layer.
         dtype, device: of the inputs; torch's defaults.
         max_len: the most positions of a sequence, if that is known. No ring is larger, so it saves memory where
             segments are longer, and a dense pattern (one segment for everything) needs it.
         keep: how many positions `crop` can take back where a segment has ended in between.
+        heads_held: which of the num_heads query heads the tensors hold (tensor parallelism), as range(3, 6). Calls
+            say the same.
 
     num_rows:  rows of keys, and as many of values, that are allocated for one sequence: with keep=0
-               pattern.cache_rows(num_heads, num_kv_heads, max_len).
+               pattern.cache_rows(num_heads, num_kv_heads, max_len), or what of it is of the heads that are held.
     num_bytes: of all that is allocated.
     position:  (B,) int64 on the device: how many positions each sequence has.
 
@@ -55,13 +56,14 @@ class DilatedCache:
         device: torch.device | str | None = None,
         max_len: int | None = None,
         keep: int = 0,
+        heads_held: range | None = None,
     ) -> None:
         if not isinstance(pattern, DilatedPattern):
             raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}.")
         for name, size in (("batch", batch), ("num_heads", num_heads), ("head_dim", head_dim)):
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1.")
-        self.plan = plan_cache(pattern, num_heads, num_kv_heads, max_len, keep)
+        self.plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
         self.batch, self.head_dim = batch, head_dim
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if self.dtype not in DTYPES:
@@ -75,7 +77,7 @@ class DilatedCache:
     @classmethod
     def gather(
         cls,
-        parallel: "ContextParallel",
+        parallel: Parallel,
         key: Tensor,
         value: Tensor,
         pattern: DilatedPattern,
@@ -84,6 +86,7 @@ class DilatedCache:
         to: int | None = None,
         max_len: int | None = None,
         keep: int = 0,
+        heads_held: range | None = None,
     ) -> "DilatedCache | None":
         """A cache of the sequence that the ranks of `parallel` hold together, to go on from where they prefilled it.
 
@@ -91,6 +94,7 @@ class DilatedCache:
 
         Args:
             key, value: (B, N, G, D), this rank's rows, as they were passed to `dilated_attention`.
+            num_heads: query heads; with `heads_held`, of the layer.
             to: the rank (`parallel.rank`) that gets the cache. By default each rank gets one.
 
         Returns:
@@ -99,33 +103,47 @@ class DilatedCache:
         Raises:
             ValueError: on every rank, if one refuses or they disagree.
         """
-        gets_one = to is None or to == parallel.rank
+        ranks = parallel.ranks
+        ranks.check_all_here("DilatedCache.gather")
+        gets_one = to is None or to == ranks.rank
         cache, failure = None, None
         try:
             if key.dim() != 4 or key.shape != value.shape:
                 shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
                 raise ValueError(f"key and value must both be (batch, positions, key/value heads, head dim): {shapes}.")
-            if to is not None and not 0 <= to < parallel.world_size:
-                raise ValueError(f"to={to}: the ranks are 0 to {parallel.world_size - 1}, and None is each of them.")
-            plan = plan_cache(pattern, num_heads, key.shape[2], max_len, keep)
+            if to is not None and not 0 <= to < ranks.world_size:
+                raise ValueError(f"to={to}: the ranks are 0 to {ranks.world_size - 1}, and None is each of them.")
+            batch, _, num_kv_held, head_dim = key.shape
+            num_kv_heads = num_kv_held if heads_held is None else num_kv_held * num_heads // max(len(heads_held), 1)
+            plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
             if gets_one:
-                sizes = (key.shape[0], num_heads, key.shape[2], key.shape[3])
-                cache = cls(pattern, *sizes, dtype=key.dtype, device=key.device, max_len=max_len, keep=keep)
-        except ValueError as error:
-            failure = str(error)
-        fields = {"call": "DilatedCache.gather", "pattern": pattern, "to": to, "max_len": max_len, "keep": keep}
-        fields |= {"shape": (num_heads, *key.shape[:1], *key.shape[2:]), "dtype": key.dtype, "device": key.device.type}
-        lengths = parallel.handshake(key.shape[1] if key.dim() > 1 else 0, fields, failure)
+                cache = cls(
+                    *(pattern, batch, num_heads, num_kv_heads, head_dim),
+                    dtype=key.dtype,
+                    device=key.device,
+                    max_len=max_len,
+                    keep=keep,
+                    heads_held=heads_held,
+                )
+        except Exception as error:  # noqa: BLE001  whatever it is: the others would wait
+            failure = str(error) or type(error).__name__
+        length, fields = 0, {}
+        if failure is None:
+            length = key.shape[1]
+            fields = {"call": "DilatedCache.gather", "pattern": pattern, "to": to, "max_len": max_len, "keep": keep}
+            fields |= {"shape": (num_heads, batch, num_kv_held, head_dim), "heads held": heads_held}
+            fields |= {"dtype": key.dtype, "device": key.device.type}
+        lengths = ranks.agree(length, fields, failure)
         position = sum(lengths)
         check_append(plan, [0], [position])
-        shards = make_shards("contiguous", lengths) if parallel.runs_all else parallel.shards(lengths)
+        shards = ranks.shards(lengths)
 
         def parts() -> list[Tensor]:
-            own = packed(plan, shards[parallel.rank], position, key.detach(), value.detach())
+            own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
             return [own if to in (None, rank) else own.new_empty(0) for rank in range(len(shards))]
 
         counts = [packed_size(plan, shard, position, key) if gets_one else 0 for shard in shards]
-        received = parallel.deliver(parts, counts, "the exchange of what a cache keeps")
+        received = ranks.deliver(parts, counts, key, "the exchange of what a cache keeps")
         if cache is not None:
             for shard, part in zip(shards, received, strict=True):
                 unpack(plan, shard, position, part, cache.memory)
@@ -148,9 +166,14 @@ class DilatedCache:
     def position(self) -> Tensor:
         return self.progress[0]
 
+    def next_positions(self, num_new: int) -> Tensor:
+        """(B, num_new) int64, on the device: the positions of the next rows."""
+        return self.position[:, None] + torch.arange(num_new, device=self.device)
+
     def __repr__(self) -> str:
         plan = self.plan
         heads = f"num_heads={plan.num_heads}, num_kv_heads={plan.num_kv_heads}, head_dim={self.head_dim}"
+        heads += "" if plan.held is None else f", heads_held={plan.held}"
         limits = f"max_len={plan.max_len}, keep={plan.keep}"
         size = f"{self.num_rows:,} rows, {self.num_bytes:,} bytes"
         return f"DilatedCache(batch={self.batch}, {heads}, {self.dtype}, {self.device}, {limits}: {size})"
@@ -213,7 +236,8 @@ class DilatedCache:
         progress, saved = state["progress"], state["rows"]
         if len(saved) not in (1, self.batch):
             raise ValueError(f"the state has {len(saved)} sequences, and the batch {self.batch} entries: 1 or as many.")
-        source = plan_cache(self.pattern, self.plan.num_heads, self.plan.num_kv_heads, None, state["keep"])
+        own = self.plan
+        source = plan_cache(own.pattern, own.num_heads, own.num_kv_heads, None, state["keep"], own.held)
         positions, floors = (x * (self.batch // len(saved)) for x in progress.tolist())
         for position in positions:
             if self.plan.max_len is not None and position > self.plan.max_len:
@@ -272,6 +296,7 @@ class DilatedCache:
             "heads": pattern.heads,
             "num_heads": plan.num_heads,
             "num_kv_heads": plan.num_kv_heads,
+            "heads_held": [plan.heads.start, plan.heads.stop],
             "head_dim": self.head_dim,
             "dtype": str(self.dtype),
         }
@@ -294,6 +319,7 @@ class DilatedCache:
             device=self.device,
             max_len=plan.max_len,
             keep=plan.keep,
+            heads_held=plan.held,
         )
 
     def _bytes_of_rows(self) -> int:
@@ -312,6 +338,26 @@ class DilatedCache:
         )
 
 
+def _plan(
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    max_len: int | None,
+    keep: int,
+    heads_held: range | None,
+) -> CachePlan:
+    """The plan, with None for heads that are all.
+
+    Raises:
+        ValueError: where there can be none.
+    """
+    if heads_held is not None:
+        pattern.check_heads(num_heads, num_kv_heads)
+        held_heads(len(heads_held), num_heads // num_kv_heads, heads_held, num_heads)
+        heads_held = None if len(heads_held) == num_heads else heads_held
+    return plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
+
+
 def check_call(
     cache: Any,
     query: Tensor,
@@ -321,8 +367,13 @@ def check_call(
     parallel: Any,
     cu_seqlens: Any,
     lengths: Any,
+    heads: range,
+    num_heads: int,
 ) -> None:
-    """Raise ValueError unless these are arguments of a call with this cache, or without one if it is None."""
+    """Raise ValueError unless these are arguments of a call with this cache, or without one if it is None.
+
+    heads: those that the tensors hold, of num_heads query heads in all.
+    """
     if cache is None:
         if lengths is not None:
             raise ValueError("lengths say how many rows go into a cache, and there is none: pass cache, or cu_seqlens.")
@@ -339,8 +390,9 @@ def check_call(
         raise ValueError(f"the cache is of {cache.pattern}, the call of {pattern}. Make a cache for each pattern.")
     pairs: dict[str, tuple[object, object]] = {
         "batch": (cache.batch, query.shape[0]),
-        "heads": (cache.plan.num_heads, query.shape[2]),
-        "key/value heads": (cache.plan.num_kv_heads, key.shape[2]),
+        "heads": (cache.plan.num_heads, num_heads),
+        "heads held": (cache.plan.heads, heads),
+        "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
         "head dim": (cache.head_dim, query.shape[3]),
         "dtype": (cache.dtype, query.dtype),
         "device": (cache.device, query.device),

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..ranks.context import ContextParallel
+from ..ranks.reduce import all_reduce
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Document
 from .memory import peak_resident_bytes, resident_bytes
@@ -109,7 +110,7 @@ def exchange_status(parallel: ContextParallel, stop_requested: bool) -> tuple[li
     status = torch.zeros(parallel.world_size + 1, dtype=torch.int64)
     status[parallel.rank] = resident_bytes()
     status[-1] = int(stop_requested)
-    *resident, num_requests = parallel.all_reduce(status).tolist()
+    *resident, num_requests = all_reduce(parallel.ranks, status).tolist()
     return resident, num_requests > 0
 
 
@@ -128,5 +129,5 @@ def gather_memory(options: Hyperparameters, parallel: ContextParallel, resident_
     table = torch.zeros(parallel.world_size, len(names), dtype=torch.int64)
     planned = planned_attention_bytes(options, parallel)
     table[parallel.rank] = torch.tensor((num_positions, resident_before, peak_resident_bytes(), planned))
-    rows = parallel.all_reduce(table).tolist()
+    rows = all_reduce(parallel.ranks, table).tolist()
     return [{"rank": rank, **dict(zip(names, row, strict=True))} for rank, row in enumerate(rows)]

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..plan.memory import attention_memory
+from ..kernels.traits import TRAITS
+from ..plan.memory import Sizes, attention_memory
 from ..plan.planner import make_plan
 from ..plan.sharding import make_shards, split_lengths
 from ..ranks.context import ContextParallel
@@ -28,7 +29,8 @@ def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel)
     num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
     plan = make_plan(config.pattern, shards, parallel.rank, config.num_heads, num_kv_heads)
     head_dim = config.embed_dim // config.num_heads
-    memory = attention_memory(plan, 1, head_dim, torch.float32.itemsize, num_threads=torch.get_num_threads())
+    sizes = Sizes(1, head_dim, torch.float32.itemsize, torch.get_num_threads())
+    memory = attention_memory(plan, sizes, TRAITS["cpu"])
     return memory.forward_backward.num_bytes
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ...plan.memory import attention_memory
+from ...kernels.traits import TRAITS
+from ...plan.memory import AttentionMemory, Sizes, attention_memory
 from ...plan.plan import Plan
 from ...plan.totals import pairs, sent_by_all, sent_by_rank
 from ...training.memory import peak_resident_bytes
@@ -73,7 +74,7 @@ def _rank_figures(job: Job, rank: int) -> dict[str, Any]:
     sent = tuple(plan.bytes_sent(1, job.head_dim, ITEMSIZE, backward=backward) for backward in (False, True))
     closed = sent_by_rank(*job[:3], rank, job.num_heads, job.num_kv_heads).num_bytes(1, job.head_dim, ITEMSIZE)
     assert sent == closed, f"the plan sends {sent} bytes, its closed form {closed}"
-    memory = attention_memory(plan, 1, job.head_dim, ITEMSIZE, num_threads=torch.get_num_threads())
+    memory = memory_of(job, plan)
     return {
         "positions": plan.num_rows,
         "pairs": plan.pairs,
@@ -89,6 +90,10 @@ def _rank_figures(job: Job, rank: int) -> dict[str, Any]:
     }
 
 
+def memory_of(job: Job, plan: Plan) -> AttentionMemory:
+    return attention_memory(plan, Sizes(1, job.head_dim, ITEMSIZE, torch.get_num_threads()), TRAITS["cpu"])
+
+
 def _chunks_met(job: Job, rank: int, plan: Plan) -> dict[int, int]:
     """By branch, how many chunks of other ranks this rank meets."""
     find = job.chunk_finder(rank)
@@ -102,7 +107,7 @@ def _chunks_met(job: Job, rank: int, plan: Plan) -> dict[int, int]:
 def _job_figures(job: Job, rank: int) -> dict[str, Any]:
     total = pairs(job.pattern, job.seq_len, job.num_heads)
     forward, backward = sent_by_all(*job[:3], job.num_heads, job.num_kv_heads).num_bytes(1, job.head_dim, ITEMSIZE)
-    memory = attention_memory(job.plan(rank), 1, job.head_dim, ITEMSIZE, num_threads=torch.get_num_threads())
+    memory = memory_of(job, job.plan(rank))
     n = job.seq_len
     return {
         "pairs": total,

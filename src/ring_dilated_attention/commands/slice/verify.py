@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...ranks.one_rank import grid
-from ...run.tiles import block_views
+from ...run.views import block_views
 from .direct import Direct
 from .share import Job, Share
 

@@ -4,16 +4,21 @@ One device that holds the whole sequence needs nothing beside query, key, value,
 fused tile makes sense, and over the hops of a ring, this is `in_place`.
 """
 
+from typing import Literal
+
 from torch import Tensor
 
 from ...pattern import DilatedPattern
-from .fused import Whole, choose
+from ..contract import WholePasses
+from ..traits import TRAITS as ALL_TRAITS
+from .fused import whole_passes
 from .in_place import (
     ONLY_BY_NAME,
     append_one,
     delta,
     forward_into,
     key_gradient_into,
+    ops,
     query_gradient_into,
     why_not,
 )
@@ -21,18 +26,22 @@ from .in_place import (
 __all__ = (
     "ONLY_BY_NAME",
     "append_one",
+    "choose_pass",
     "delta",
     "forward_into",
     "key_gradient_into",
+    "ops",
     "query_gradient_into",
-    "whole",
     "why_not",
 )
 
+NAME = "triton-fused"
+IN_PLACE: Literal[True] = True
+TRAITS = ALL_TRAITS[NAME]
 
-def whole(
-    pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int, *, backward: bool
-) -> Whole:
-    """As `in_place.whole`, but the best of the fused tiles, if there is one."""
-    choice = choose(pattern, borders, query_BNHD, num_kv_heads, backward=backward, prefers_fused=True)
-    return Whole(pattern, borders, choice)
+
+def choose_pass(
+    pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int, backward: bool
+) -> WholePasses:
+    """As `in_place.choose_pass`, but the best of the fused tiles, if there is one."""
+    return whole_passes(pattern, borders, query_BNHD, num_kv_heads, backward, prefers_fused=True)

@@ -8,14 +8,13 @@ B batch, N positions, H query heads, G key/value heads, D head dim. Borders (0, 
 
 from functools import lru_cache
 from itertools import pairwise
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...pattern import DilatedPattern
-from ...plan.plan import Plan
+from ..contract import BackwardRows, WholePasses
 from .tiles import (
     Choice,
     Kernel,
@@ -77,39 +76,33 @@ def _kept_tables(pattern: DilatedPattern, borders: tuple[int, ...], query: Tenso
     return tables
 
 
-class Whole(NamedTuple):
-    """A call on one device. `forward` and `backward` are those of a loop over a plan, for where it `is_fused`."""
+class FusedPass(NamedTuple):
+    """All branches of a pattern at once. block: query rows of the forward's tile."""
 
     pattern: DilatedPattern
     borders: tuple[int, ...]
-    choice: Choice
+    block: int
 
-    @property
-    def is_fused(self) -> bool:
-        return self.choice.kind == "fused"
+    def forward(self, scale: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return forward(self.pattern, self.borders, scale, query, key, value, block_m=self.block)
 
-    def forward(
-        self, kernel: ModuleType, plan: Plan, scale: float, query: Tensor, key: Tensor, value: Tensor, link: None
-    ) -> tuple[Tensor, Tensor]:
-        """As `ring.forward`; the plan is not followed."""
-        return forward(self.pattern, self.borders, scale, query, key, value, block_m=self.choice.block)
+    def backward(self, scale: float, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
+        return backward(self.pattern, self.borders, scale, rows)
 
-    def backward(
-        self,
-        kernel: ModuleType,
-        plan: Plan,
-        scale: float,
-        dout: Tensor,
-        dlse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        link: None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `ring.backward`; the plan is not followed."""
-        return backward(self.pattern, self.borders, scale, dout, dlse, query, key, value, out, lse)
+
+def whole_passes(
+    pattern: DilatedPattern,
+    borders: tuple[int, ...],
+    query: Tensor,
+    num_kv_heads: int,
+    backward: bool,
+    *,
+    prefers_fused: bool = False,
+) -> WholePasses:
+    """How a call on one device is best computed, by counted work: all branches at once, or tile by tile; and why."""
+    choice = choose(pattern, borders, query, num_kv_heads, backward=backward, prefers_fused=prefers_fused)
+    found = FusedPass(pattern, borders, choice.block) if choice.kind == "fused" else None
+    return WholePasses(found, f"{choice.kind}, of {choice.reason}")
 
 
 def candidates_for(query: Tensor, *, backward: bool) -> tuple[tuple[Kernel, ...], ...]:
@@ -180,30 +173,22 @@ def forward(
 
 
 def backward(
-    pattern: DilatedPattern,
-    borders: tuple[int, ...],
-    scale: float,
-    dout_BNHD: Tensor,
-    dlse_BNH: Tensor | None,
-    query_BNHD: Tensor,
-    key_BNGD: Tensor,
-    value_BNGD: Tensor,
-    out_BNHD: Tensor,
-    lse_BNH: Tensor,
+    pattern: DilatedPattern, borders: tuple[int, ...], scale: float, rows: BackwardRows
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, N, H, D), dk and dv (B, N, G, D), in the input's dtype."""
     from .backward_fused import fused_key_gradient_kernel, fused_query_gradient_kernel
     from .config import padded
     from .launch import check, config_for, launch_delta, on_device, precision
 
-    check(dout_BNHD, query_BNHD, key_BNGD, value_BNGD, out_BNHD)
+    query_BNHD, key_BNGD, value_BNGD = rows.query, rows.key, rows.value
+    check(rows.dout, query_BNHD, key_BNGD, value_BNGD, rows.out)
     batch, _, num_heads, head_dim = query_BNHD.shape
     num_kv_heads = key_BNGD.shape[2]
-    lse = lse_BNH.contiguous()
+    lse = rows.lse.contiguous()
     delta = torch.empty_like(lse)
-    launch_delta(dout_BNHD, dlse_BNH, out_BNHD, delta)
+    launch_delta(rows.dout, rows.dlse, rows.out, delta)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query_BNHD, key_BNGD, value_BNGD))
-    inputs = (query_BNHD, key_BNGD, value_BNGD, dout_BNHD, lse)
+    inputs = (query_BNHD, key_BNGD, value_BNGD, rows.dout, lse)
     for kernel, name, results in (
         (fused_query_gradient_kernel, "query_gradient", (dq,)),
         (fused_key_gradient_kernel, "key_gradient", (dk, dv)),

@@ -12,18 +12,24 @@ strides but a last one of 1.
 
 import importlib.util
 import os
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ...pattern import DilatedPattern
 from ...plan.cache import CachePlan
+from ..contract import BackwardRows, WholePasses
+from ..traits import TRAITS as ALL_TRAITS
 from .config import PATH, architecture, has_config
-from .fused import Whole, choose
+from .fused import whole_passes
 
+NAME = "triton"
+IN_PLACE: Literal[True] = True
+TRAITS = ALL_TRAITS[NAME]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Why "auto" passes it by, although it could serve a tensor. To be removed with the first verified run on a GPU.
-ONLY_BY_NAME = "has not run on a GPU yet, so it is used only when asked for by name"
+ONLY_BY_NAME: str | None = "has not run on a GPU yet, so it is used only when asked for by name"
 
 
 def why_not(query: Tensor) -> str | None:
@@ -47,11 +53,14 @@ def why_not(query: Tensor) -> str | None:
     return None
 
 
-def whole(
-    pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int, *, backward: bool
-) -> Whole:
-    """How a call on one device is best computed, by counted work: all branches at once, or tile by tile; and why."""
-    return Whole(pattern, borders, choose(pattern, borders, query_BNHD, num_kv_heads, backward=backward))
+def ops(query: Tensor) -> dict[str, str | None]:
+    return {}
+
+
+def choose_pass(
+    pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int, backward: bool
+) -> WholePasses:
+    return whole_passes(pattern, borders, query_BNHD, num_kv_heads, backward)
 
 
 def forward_into(
@@ -84,7 +93,7 @@ def append_one(
     progress: Tensor,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """One token with a cache, without asking the device where the sequences stand (`token.py`)."""
+    """One token with a cache (`token.py`)."""
     from .token import append_one
 
     return append_one(plan, scale, query, key, value, memory, progress, lengths)
@@ -99,45 +108,17 @@ def delta(dout_BNHD: Tensor, dlse_BNH: Tensor | None, out_BNHD: Tensor) -> Tenso
     return delta_BNH
 
 
-def query_gradient_into(
-    dout_BHMD: Tensor,
-    delta_BHM: Tensor,
-    q_BHMD: Tensor,
-    k_BGLD: Tensor,
-    v_BGLD: Tensor,
-    lse_BHM: Tensor,
-    dq_BHMD: Tensor,
-    is_causal: bool,
-    scale: float,
-    *,
-    first: bool,
-) -> None:
-    """Add dq of these rows to a view of an accumulator, or write it if it is the first.
-
-    `lse` is the merged one and `delta` is of the merged out, with equal strides: p = exp(s - lse) is the global weight.
-    """
+def query_gradient_into(rows: BackwardRows, dq_BHMD: Tensor, is_causal: bool, scale: float, *, first: bool) -> None:
+    """Add dq of these rows to a view of an accumulator, or write it if it is the first."""
     from .launch import launch_query_gradient
 
-    inputs = (dout_BHMD, delta_BHM, q_BHMD, k_BGLD, v_BGLD, lse_BHM)
-    launch_query_gradient(*inputs, dq_BHMD, is_causal, scale, accumulate=not first)
+    launch_query_gradient(rows, dq_BHMD, is_causal, scale, accumulate=not first)
 
 
 def key_gradient_into(
-    dout_BHMD: Tensor,
-    delta_BHM: Tensor,
-    q_BHMD: Tensor,
-    k_BGLD: Tensor,
-    v_BGLD: Tensor,
-    lse_BHM: Tensor,
-    dk_BGLD: Tensor,
-    dv_BGLD: Tensor,
-    is_causal: bool,
-    scale: float,
-    *,
-    first: bool,
+    rows: BackwardRows, dk_BGLD: Tensor, dv_BGLD: Tensor, is_causal: bool, scale: float, *, first: bool
 ) -> None:
-    """Add dk and dv of these rows to views of accumulators, or write them; else as `query_gradient_into`."""
+    """Add dk and dv of these rows to views of accumulators, or write them."""
     from .launch import launch_key_gradient
 
-    inputs = (dout_BHMD, delta_BHM, q_BHMD, k_BGLD, v_BGLD, lse_BHM)
-    launch_key_gradient(*inputs, dk_BGLD, dv_BGLD, is_causal, scale, accumulate=not first)
+    launch_key_gradient(rows, dk_BGLD, dv_BGLD, is_causal, scale, accumulate=not first)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from ..contract import BackwardRows
 from .backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .blocks import IS_INTERPRETED
 from .config import Config, architecture, config, padded
@@ -90,20 +91,10 @@ def launch_delta(dout: Tensor, dlse: Tensor | None, out: Tensor, delta: Tensor) 
         )
 
 
-def launch_query_gradient(
-    dout: Tensor,
-    delta: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    is_causal: bool,
-    scale: float,
-    *,
-    accumulate: bool,
-) -> None:
+def launch_query_gradient(rows: BackwardRows, dq: Tensor, is_causal: bool, scale: float, *, accumulate: bool) -> None:
+    dout, q, k, v, lse, delta = rows.dout, rows.query, rows.key, rows.value, rows.lse, rows.delta
     check(dout, q, k, v, dq)
+    assert delta is not None
     assert lse.stride() == delta.stride()
     (batch, num_heads, num_rows, head_dim), (num_kv_heads, num_keys) = q.shape, k.shape[1:3]
     block_m, block_n, num_warps, num_stages = config_for("query_gradient", q)
@@ -129,20 +120,11 @@ def launch_query_gradient(
 
 
 def launch_key_gradient(
-    dout: Tensor,
-    delta: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    is_causal: bool,
-    scale: float,
-    *,
-    accumulate: bool,
+    rows: BackwardRows, dk: Tensor, dv: Tensor, is_causal: bool, scale: float, *, accumulate: bool
 ) -> None:
+    dout, q, k, v, lse, delta = rows.dout, rows.query, rows.key, rows.value, rows.lse, rows.delta
     check(dout, q, k, v, dk, dv)
+    assert delta is not None
     assert lse.stride() == delta.stride()
     (batch, num_heads, num_rows, head_dim), (num_kv_heads, num_keys) = q.shape, k.shape[1:3]
     block_m, block_n, num_warps, num_stages = config_for("key_gradient", q)

@@ -58,11 +58,17 @@ def units_of(plan: CachePlan) -> list[tuple[int, ...]]:
 
 @lru_cache(maxsize=64)
 def _tables(
-    pattern: DilatedPattern, num_heads: int, num_kv_heads: int, max_len: int | None, keep: int, device: torch.device
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    max_len: int | None,
+    keep: int,
+    held: range | None,
+    device: torch.device,
 ) -> Tables:
-    plan = plan_cache(pattern, num_heads, num_kv_heads, max_len, keep)
+    plan = plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, held)
     units = units_of(plan)
-    phases = [[-1] * num_heads for _ in pattern.branches]
+    phases = [[-1] * len(plan.heads) for _ in pattern.branches]
     for *segment, _, _, first, step, count, _, branch, _ in units:
         for head in range(first, first + count * step, step):
             phases[branch][head] = segment[2]
@@ -93,7 +99,7 @@ def append_one(
     """
     check(query, key, value, memory)
     batch, _, num_heads, head_dim = query.shape
-    sizes = (plan.num_heads, plan.num_kv_heads, plan.max_len, plan.keep)
+    sizes = (plan.num_heads, plan.num_kv_heads, plan.max_len, plan.keep, plan.held)
     tables = _tables(plan.pattern, *sizes, query.device)
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         _captured.append(tables)

@@ -16,6 +16,7 @@ from itertools import product
 import torch
 import triton
 
+from ..contract import BackwardRows
 from . import in_place, launch
 from .config import KERNELS, Config, architecture
 
@@ -41,11 +42,11 @@ def timed(kernel: str, head_dim: int, dtype: torch.dtype, seq_len: int) -> Calla
     how = (True, head_dim**-0.5)
     in_place.forward_into(q, k, v, out, lse, *how, first=True)
     delta = in_place.delta(tensors[3], None, out.transpose(1, 2)).transpose(1, 2)
-    inputs = (dout, delta, q, k, v, lse.float())
+    rows = BackwardRows(dout, None, q, k, v, out, lse.float(), delta)
     if kernel == "query_gradient":
-        return lambda: in_place.query_gradient_into(*inputs, grads[0], *how, first=True)
+        return lambda: in_place.query_gradient_into(rows, grads[0], *how, first=True)
     if kernel == "key_gradient":
-        return lambda: in_place.key_gradient_into(*inputs, grads[1], grads[2], *how, first=True)
+        return lambda: in_place.key_gradient_into(rows, grads[1], grads[2], *how, first=True)
     return lambda: in_place.forward_into(q, k, v, out, lse, *how, first=True)
 
 

@@ -1,9 +1,8 @@
-"""The time model: small cases by hand, and the real ring loop of all ranks in the same virtual time."""
+"""The time model: small cases by hand, and the executor of all ranks in the same virtual time."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from threading import Condition
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.clock import Hardware, Network, RankTime, Side, model_step
+from ring_dilated_attention.plan.exchange import RankPlan
+from ring_dilated_attention.plan.memory import Sizes
+from ring_dilated_attention.plan.plan import gathered
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import SHARDINGS, default_lengths, make_shards
-from ring_dilated_attention.ranks.link import Link, Pending
-from ring_dilated_attention.run import ring
+from ring_dilated_attention.run import executor
+from ring_dilated_attention.run.executor import Means
 
 DENSE = DilatedPattern((8,), (1,))
 CAUSAL = DilatedPattern((4096,), (1,), is_causal=True)
@@ -29,7 +32,7 @@ def plans_of(pattern, seq_len, num_ranks, sharding="contiguous", heads=(1, 1), d
 
 def two_ranks(hardware):
     """8 positions, 4 a rank, one head of one number: 16 pairs at home and 16 at the only hop, 32 bytes each way."""
-    step = model_step(plans_of(DENSE, 8, 2), 1, 1, 4, hardware)
+    step = model_step(plans_of(DENSE, 8, 2), Sizes(1, 1, 4), hardware)
     assert step.ranks[0] == step.ranks[1]
     return step
 
@@ -55,7 +58,7 @@ def test_latency_is_paid_by_handshakes_and_messages():
 
 def test_one_rank_waits_for_nobody():
     """Catches a handshake with oneself."""
-    step = model_step(plans_of(DENSE, 8, 1), 1, 1, 4, Hardware(64, 32, 0.25))
+    step = model_step(plans_of(DENSE, 8, 1), Sizes(1, 1, 4), Hardware(64, 32, 0.25))
     assert step.ranks == (RankTime(4, 10, 14, 0),)
     assert step.efficiency == 1
 
@@ -63,7 +66,7 @@ def test_one_rank_waits_for_nobody():
 def test_ways_are_shared_and_messages_wait_for_both_sides():
     """Catches messages that share a way and pass at once, a latency that keeps it busy, and a send into nowhere."""
     network = Network(3, Hardware(1, 10, 5))
-    first, second = network.post(0, [Side(1, 20, 0.0), Side(2, 30, 0.0)], [])
+    [first, second], _ = network.post(0, [Side(1, 20, 0.0), Side(2, 30, 0.0)], [])
     network.post(2, [], [Side(0, 30, 1.0)])
     assert (first.done, second.done) == (None, None)  # one after the other, and the first has no receiver yet
     network.post(1, [], [Side(0, 20, 4.0)])
@@ -75,14 +78,14 @@ def test_ways_are_shared_and_messages_wait_for_both_sides():
 def test_computing_is_the_plans_flops(pattern, sharding):
     """Catches a tile that is left out, or counted once instead of per product; and T1 is one rank's own plan."""
     plans, hardware = plans_of(pattern, 4096, 4, sharding, (4, 2)), Hardware(1e9, 1e8, 1e-5)
-    step = model_step(plans, 2, 16, 4, hardware)
+    step = model_step(plans, Sizes(2, 16, 4), hardware)
     for plan, rank in zip(plans, step.ranks, strict=True):
         flops = plan.flops(2, 16) + plan.flops(2, 16, backward=True)
         assert rank.computing_seconds == pytest.approx(flops / 1e9)
         assert rank.forward_seconds + rank.backward_seconds == pytest.approx(
             rank.computing_seconds + rank.exposed_seconds
         )
-    alone = model_step(plans_of(pattern, 4096, 1, heads=(4, 2)), 2, 16, 4, hardware)
+    alone = model_step(plans_of(pattern, 4096, 1, heads=(4, 2)), Sizes(2, 16, 4), hardware)
     assert step.efficiency == pytest.approx(alone.step_seconds / (4 * step.step_seconds))
     assert step.efficiency < step.balance
 
@@ -90,7 +93,7 @@ def test_computing_is_the_plans_flops(pattern, sharding):
 def test_without_messages_only_the_slowest_counts():
     """Segments that stay at home: nobody waits, on the slowest link."""
     shards = make_shards("contiguous", (16, 8))
-    step = model_step([make_plan(DENSE, shards, rank, 1, 1) for rank in (0, 1)], 1, 1, 4, Hardware(256, 1e-9))
+    step = model_step([make_plan(DENSE, shards, rank, 1, 1) for rank in (0, 1)], Sizes(1, 1, 4), Hardware(256, 1e-9))
     assert [rank.exposed_seconds for rank in step.ranks] == [0, 0]
     assert step.step_seconds == 7
     assert step.balance == 0.75
@@ -99,7 +102,7 @@ def test_without_messages_only_the_slowest_counts():
 def test_zigzag_is_faster_for_dense_causal_attention():
     """Catches a model that sees the mean work instead of the slowest rank's."""
     contiguous, zigzag = (
-        model_step(plans_of(CAUSAL, 4096, 4, sharding, (2, 2)), 1, 64, 4, Hardware(1e11, 1e10))
+        model_step(plans_of(CAUSAL, 4096, 4, sharding, (2, 2)), Sizes(1, 64, 4), Hardware(1e11, 1e10))
         for sharding in SHARDINGS
     )
     assert zigzag.step_seconds < 0.65 * contiguous.step_seconds
@@ -123,7 +126,7 @@ def test_nothing_faster_is_slower(data):
     plans = plans_of(pattern, seq_len, num_ranks, data.draw(st.sampled_from(SHARDINGS)), (2, 1))
     slow = Hardware(data.draw(rates), data.draw(rates), data.draw(st.sampled_from([0.0, 0.1, 7.0])))
     fast = Hardware(*(rate * data.draw(st.sampled_from([1, 1.5, 100])) for rate in slow[:2]), slow.latency_seconds / 2)
-    before, after = (model_step(plans, 1, 4, 2, hardware) for hardware in (slow, fast))
+    before, after = (model_step(plans, Sizes(1, 4, 2), hardware) for hardware in (slow, fast))
     assert after.step_seconds <= before.step_seconds
     assert all(rank.exposed_seconds >= 0 for rank in after.ranks)
     assert 0 < after.efficiency <= 1 + 1e-9
@@ -131,8 +134,9 @@ def test_nothing_faster_is_slower(data):
 
 def test_plans_of_different_jobs_are_noticed():
     """Catches a model that never ends, or ends without having received."""
+    plans = [plans_of(DENSE, 8, 2)[0], plans_of(DilatedPattern((4,), (1,)), 8, 2)[1]]
     with pytest.raises(AssertionError, match="not the plans of one job"):
-        model_step([plans_of(DENSE, 8, 2)[0], plans_of(DilatedPattern((4,), (1,)), 8, 2)[1]], 1, 1, 4, Hardware(1, 1))
+        model_step(plans, Sizes(1, 1, 4), Hardware(1, 1))
 
 
 class Clock:
@@ -141,9 +145,12 @@ class Clock:
     now = computing = exposed = 0.0
 
 
-class VirtualPending(Pending):
+class VirtualPending:
+    def __init__(self, link, sides):
+        self.link, self.sides = link, sides
+
     def wait(self):
-        sides, self.handles = self.handles, []
+        sides, self.sides = self.sides, []
         for side in sides:
             with self.link.turn:
                 assert self.link.turn.wait_for(lambda side=side: side.done is not None, timeout=30)
@@ -152,65 +159,73 @@ class VirtualPending(Pending):
             clock.now = max(clock.now, side.done)
 
 
-class VirtualLink(Link):
-    """Takes the loop's real tensors to the model's network. What they hold is not looked at."""
+class VirtualLink:
+    """Takes the executor's real tensors to the model's network. What they hold is not looked at."""
 
     def __init__(self, rank, clock, network, turn):
         self.rank, self.clock, self.network, self.turn = rank, clock, network, turn
-        self.backends = {}
 
-    def exchange(self, sends, receives, moment):
+    def carry_apart(self, sends, receives, moment):
         for x, _ in receives:
             x.zero_()
-        sides = [[Side(peer, x.nbytes, self.clock.now) for x, peer in part] for part in (sends, receives)]
+        sides = [[Side(m.peer, x.nbytes, self.clock.now) for x, m in part] for part in (sends, receives)]
         with self.turn:
             posted = self.network.post(self.rank, *sides)
             self.turn.notify_all()
-        return VirtualPending(self, moment, posted)
+        return tuple(VirtualPending(self, part) for part in posted)
+
+    def carry(self, sends, receives, moment):
+        sent, received = self.carry_apart(sends, receives, moment)
+        return VirtualPending(self, [*sent.sides, *received.sides])
 
 
 class LateLink(VirtualLink):
     """Sends when somebody waits: a ring without overlap."""
 
-    def exchange(self, sends, receives, moment):
-        pending = super().exchange(sends, receives, moment)
+    def carry(self, sends, receives, moment):
+        pending = super().carry(sends, receives, moment)
         pending.wait()
         return pending
 
 
-def timed_kernel(clock, hardware):
+class TimedKernel:
     """The CPU kernel; a call takes its FLOPs, counted from the tensors."""
 
-    def take(call, q, k, is_causal, products):
+    IN_PLACE = False
+
+    def __init__(self, clock, hardware):
+        self.clock, self.hardware = clock, hardware
+
+    def take(self, q, k, is_causal, products):
         rows, keys = q.shape[2], k.shape[2]
         pairs = q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if is_causal else rows * keys)
-        seconds = products * 2 * q.shape[3] * pairs / hardware.flops_per_second
-        clock.now += seconds
-        clock.computing += seconds
-        return call
+        seconds = products * 2 * q.shape[3] * pairs / self.hardware.flops_per_second
+        self.clock.now += seconds
+        self.clock.computing += seconds
 
-    return SimpleNamespace(
-        forward=lambda q, k, v, is_causal, scale: take(cpu.forward, q, k, is_causal, 2)(q, k, v, is_causal, scale),
-        backward=lambda dout, dlse, q, k, v, out, lse, is_causal, scale: take(cpu.backward, q, k, is_causal, 5)(
-            dout, dlse, q, k, v, out, lse, is_causal, scale
-        ),
-    )
+    def forward(self, q, k, v, is_causal, scale):
+        self.take(q, k, is_causal, 2)
+        return cpu.forward(q, k, v, is_causal, scale)
+
+    def backward(self, rows, is_causal, scale):
+        self.take(rows.query, rows.key, is_causal, 5)
+        return cpu.backward(rows, is_causal, scale)
 
 
-def run_loops(plans, batch, head_dim, dtype, hardware, stages, link_type=VirtualLink):
-    """`exchange/ring.py` on every rank, each in a thread: seconds of each stage, computing and exposed."""
+def run_programs(plans, batch, head_dim, dtype, hardware, stages, link_type=VirtualLink):
+    """The executor of every rank, each in a thread: seconds of each stage, computing and exposed."""
     clocks, turn, network = [Clock() for _ in plans], Condition(), Network(len(plans), hardware)
 
-    def loop(plan, stage):
+    def carry_out(plan, stage):
         clock = clocks[plan.rank]
         query = torch.zeros(batch, plan.num_rows, plan.num_heads, head_dim, dtype=dtype)
         key = torch.zeros(batch, plan.num_rows, plan.num_kv_heads, head_dim, dtype=dtype)
-        kernel, link = timed_kernel(clock, hardware), link_type(plan.rank, clock, network, turn)
+        means = Means(TimedKernel(clock, hardware), 1.0, link_type(plan.rank, clock, network, turn))
         if stage == "forward":
-            ring.forward(kernel, plan, 1.0, query, key, key, link)
+            executor.forward(RankPlan(plan, None), means, query, key, key)
         else:
-            lse = torch.zeros(query.shape[:3])
-            ring.backward(kernel, plan, 1.0, query, None, query, key, key, query, lse, link)
+            rows = BackwardRows(query, None, query, key, key, query, torch.zeros(query.shape[:3]))
+            executor.backward(RankPlan(plan, None), means, rows)
 
     start, seconds = 0.0, []
     with ThreadPoolExecutor(len(plans)) as pool:
@@ -218,7 +233,7 @@ def run_loops(plans, batch, head_dim, dtype, hardware, stages, link_type=Virtual
             for clock in clocks:  # the handshake
                 clock.exposed += hardware.latency_seconds
                 clock.now = start + hardware.latency_seconds
-            list(pool.map(loop, plans, [stage] * len(plans)))
+            list(pool.map(carry_out, plans, [stage] * len(plans)))
             seconds.append([clock.now - start for clock in clocks])
             start = max(clock.now for clock in clocks)
     return [RankTime(*spent, clock.computing, clock.exposed) for *spent, clock in zip(*seconds, clocks, strict=True)]
@@ -240,25 +255,27 @@ MACHINES = [Hardware(64, 2.0**10, 1), Hardware(64, 2.0**6, 16), Hardware(64, 2.0
 
 
 @pytest.mark.parametrize("hardware", MACHINES, ids=["even", "slow link", "fast link"])
+@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0].segment_lengths}, {job[1]}, {job[3]} ranks")
-def test_the_model_is_the_loop(job, hardware):
-    """The proof that the model posts and waits as the loop does: every rank computes and waits as long, exactly.
+def test_the_clock_is_the_executor(job, exchange, hardware):
+    """The proof that the clock reads a program as the executor does: every rank computes and waits as long, exactly.
 
     Two batch entries, and 16-bit keys whose gradients travel in 32.
     """
     pattern, sharding, seq_len, num_ranks, heads, lengths = job
     documents = None if lengths is None else tuple(accumulate(lengths, initial=0))
     plans = plans_of(pattern, seq_len, num_ranks, sharding, heads, documents)
+    plans = [gathered(plan) for plan in plans] if exchange == "all_gather" else plans
     assert any(plan.hops for plan in plans)
-    found = run_loops(plans, 2, 4, torch.bfloat16, hardware, ("forward", "backward"))
-    assert found == list(model_step(plans, 2, 4, 2, hardware).ranks)
+    found = run_programs(plans, 2, 4, torch.bfloat16, hardware, ("forward", "backward"))
+    assert found == list(model_step(plans, Sizes(2, 4, 2), hardware).ranks)
 
 
 def test_the_test_sees_a_loop_without_overlap():
     """Proof that the comparison can fail: the same loop, over a link that sends only when somebody waits."""
     job, hardware = JOBS[0], MACHINES[0]
     plans = plans_of(job[0], job[2], job[3], job[1], job[4])
-    modelled = [rank.forward_seconds for rank in model_step(plans, 2, 4, 2, hardware).ranks]
+    modelled = [rank.forward_seconds for rank in model_step(plans, Sizes(2, 4, 2), hardware).ranks]
     for link_type, is_equal in ((VirtualLink, True), (LateLink, False)):
-        found = run_loops(plans, 2, 4, torch.bfloat16, hardware, ("forward", "forward"), link_type)
+        found = run_programs(plans, 2, 4, torch.bfloat16, hardware, ("forward", "forward"), link_type)
         assert ([rank.forward_seconds for rank in found] == modelled) == is_equal

@@ -1,0 +1,96 @@
+"""A small synthetic slide, its embedding, and a picture of how that depends on its tiles, with zero rows and without.
+
+    python examples/slide.py                                     writes slide.npz and slide.png here
+    python examples/slide.py --weights slide_encoder.pth         GigaPath's weights instead of random ones
+    rda embed slide.npz --weights ... --out slide.safetensors    the same slide by the command
+
+The tiles' features are made up: a direction for each kind of tissue, and noise.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+from ring_dilated_attention.models import LongNetViT, load_slide_encoder
+
+TILE_SIZE = 256
+KINDS = ("stroma", "tumour", "necrosis")
+
+
+def make_slide(num_features: int, columns: int = 60, rows: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Features (tiles, C), coordinates (tiles, 2) in pixels, and the kind of tissue (tiles,) of two pieces on glass."""
+    generator = torch.Generator().manual_seed(0)
+    y, x = (z.flatten() for z in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
+    left = ((x - 0.3 * columns) / (0.24 * columns)) ** 2 + ((y - 0.5 * rows) / (0.42 * rows)) ** 2
+    right = ((x - 0.76 * columns) / (0.17 * columns)) ** 2 + ((y - 0.45 * rows) / (0.3 * rows)) ** 2
+    is_tissue = (left < 1) | (right < 1)
+    kinds = torch.where(right < 0.3, 2, torch.where((left < 0.35) | (right < 0.6), 1, 0))[is_tissue]
+    directions = torch.randn(len(KINDS), num_features, generator=generator)
+    noise = torch.randn(len(kinds), num_features, generator=generator)
+    return directions[kinds] + 0.5 * noise, torch.stack((x, y), 1)[is_tissue] * TILE_SIZE, kinds
+
+
+def influence(model: LongNetViT, features: torch.Tensor, coords: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """(tiles,): how far a tile's features move the slide's embedding towards that of its tumour alone."""
+    is_tumour = kinds == KINDS.index("tumour")
+    with torch.no_grad():
+        [tumour] = model(features[None, is_tumour], coords[None, is_tumour])
+    features = features.clone().requires_grad_()
+    [embedding] = model(features[None], coords[None])
+    torch.cosine_similarity(embedding, tumour).backward()
+    assert features.grad is not None
+    return features.grad.norm(dim=1)
+
+
+def draw(path: Path, coords: torch.Tensor, kinds: torch.Tensor, influences: dict[str, torch.Tensor]) -> None:
+    x, y = (coords // TILE_SIZE).T
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = {f"{len(kinds):,} tiles": kinds, **influences}
+    for axes, (title, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        image = np.full((int(y.max()) + 1, int(x.max()) + 1), np.nan)
+        image[y, x] = values
+        if values is kinds:
+            shown = axes.imshow(image, cmap=ListedColormap(("#c8b6d8", "#8c4a86", "#d9a441")), vmin=-0.5, vmax=2.5)
+            figure.colorbar(shown, ax=axes, ticks=range(len(KINDS)), shrink=0.7).ax.set_yticklabels(KINDS)
+        else:
+            axes.imshow(image, cmap="magma", vmin=0)
+        axes.set_title(title, fontsize=10)
+        axes.axis("off")
+    figure.savefig(path, dpi=120)
+
+
+def make_model(weights: Path | None, padding: str) -> LongNetViT:
+    if weights is not None:
+        return load_slide_encoder(weights, global_pool=True, padding=padding)[0]
+    torch.manual_seed(0)
+    branches = {"segment_lengths": (64, 256, 1024), "dilation_rates": (1, 2, 4)}
+    return LongNetViT(32, 64, 2, 8, **branches, global_pool=True, padding=padding).eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=Path, help="a published slide encoder")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where to write")
+    arguments = parser.parse_args()
+    models = {padding: make_model(arguments.weights, padding) for padding in ("torchscale", "exact")}
+    features, coords, kinds = make_slide(models["exact"].in_chans)
+    np.savez(arguments.folder / "slide.npz", features=features, coords=coords)
+    influences = {
+        f"a tile's pull towards tumour, padding={padding!r}": influence(model, features, coords, kinds)
+        for padding, model in models.items()
+    }
+    draw(arguments.folder / "slide.png", coords, kinds, influences)
+    with torch.no_grad():
+        [embedding], [exact] = (model(features[None], coords[None]) for model in models.values())
+    difference = (embedding - exact).norm() / exact.norm()
+    print(f"{len(features):,} tiles, embedding {tuple(embedding.shape)}; zero rows change it by {difference:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""`rda embed`: slide embeddings from files of tile features, by GigaPath's published weights or others of its kind."""
+
+import argparse
+import hashlib
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..models.torchscale_config import PADDINGS
+from .embeddings import EmbeddingFile, Entry
+from .output import check_writable, progress_bar
+
+USER_ERROR_EXIT_CODE = 2
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+EMBEDDINGS = {
+    "pooled": "the mean over the tiles (global_pool=True)",
+    "class": "the class token (global_pool=False), which GigaPath's pretraining did not train",
+}
+LAYERS = {
+    "last": "of the last layer's output, then the model's LayerNorm (all_layer_embed=True, its last entry)",
+    "encoder": "of the last layer's output, then the encoder's and the model's LayerNorms (all_layer_embed=False)",
+    "all": "of what enters the first layer and of every layer's output, then the model's LayerNorm "
+    "(all_layer_embed=True)",
+}
+EXAMPLES = """slides: HDF5 (.h5), .npz or .pt files, or folders of them, each with the features of a slide's tiles
+(tiles, C) under "features" and their coordinates (tiles, 2) under "coords". --out is a safetensors file with a
+tensor for each slide; its metadata says which embedding it is. Run the same command again to go on after Ctrl-C, or
+with more slides.
+
+examples:
+  rda embed slides/ --weights slide_encoder.pth --out slides.safetensors
+                                         what GigaPath's pipeline calls last_layer_embed with global_pool=True
+  rda embed slides/ --weights slide_encoder.pth --out trident.safetensors --layer 11 --tile-size file
+                                         what TRIDENT writes
+  rda embed huge.h5 --weights slide_encoder.pth --out huge.safetensors --ranks 2
+                                         one slide shared by two processes
+
+Exit codes: 0 done, 1 some slides could not be embedded (they are named, the others are in the file), 2 refused,
+130 interrupted and saved.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add("slides", nargs="+", type=Path, metavar="SLIDE", help="files of tile features, or folders of them")
+    add("--weights", type=Path, required=True, metavar="FILE", help="slide_encoder.pth, or safetensors")
+    add("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write, or to go on with")
+    add("--embedding", choices=tuple(EMBEDDINGS), default="pooled", help="the tiles' mean (default) or the class token")
+    layers = "last (default), encoder (last, and the encoder's LayerNorm), all, or a state's number from 0"
+    add("--layer", default="last", metavar="LAYER", help=layers)
+    zero_rows = "count the zero rows that the weights were trained with (default), or leave them out"
+    add("--padding", choices=PADDINGS, default="torchscale", help=zero_rows)
+    sides = "side of a slide by which segment lengths are set (default 262144; GigaPath's fine-tuning has 250000)"
+    add("--max-wsi-size", type=int, default=262_144, metavar="PIXELS", help=sides)
+    steps = "from tile to tile, in the units of the coordinates (default 256), or `file`: what each file states"
+    add("--tile-size", metavar="PIXELS", help=steps)
+    add("--heads", type=int, default=16, metavar="H", help="attention heads of the weights (default 16)")
+    add("--dtype", choices=DTYPES, default="float32", help="16 bits under autocast (default float32)")
+    add("--device", default="cpu", help="cpu (default), cuda or another of torch's")
+    add("--batch", type=int, default=1, metavar="N", help="slides, of any sizes, embedded at once (default 1)")
+    add("--ranks", type=int, default=1, metavar="P", help="processes that share every slide (default 1)")
+    add("--keys", nargs=2, metavar=("FEATURES", "COORDS"), help="names of the arrays in the files, if others")
+    add("--json", action="store_true", help="print what became of each slide on stdout, all else on stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        check(arguments)
+        from .slides import find_slides  # imports torch
+
+        slides = find_slides(arguments.slides)
+        file = EmbeddingFile(arguments.out, settings_of(arguments))
+        todo = [(name, path) for name, path in slides.items() if not file.has(name, path.stat().st_size)]
+        check_writable("--out", arguments.out.resolve().parent, arguments.out.name)
+        failures = embed(arguments, todo, file)
+    except (ValueError, OSError) as error:
+        print(f"rda embed: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    for name, failure in failures.items():
+        print(f"rda embed: {slides[name]}: {failure}", file=sys.stderr)
+    before = f", {len(slides) - len(todo)} were there already" if len(todo) < len(slides) else ""
+    print(
+        f"{len(todo) - len(failures)} slides embedded{before}; {file.path}: {file.settings['embedding']}",
+        file=sys.stderr if arguments.json else sys.stdout,
+    )
+    if arguments.json:
+        done = {name: entry._asdict() for name, entry in file.entries.items() if name in slides}
+        print(json.dumps({"out": str(file.path), "settings": file.settings, "slides": done, "failures": failures}))
+    return 1 if failures else 0
+
+
+def embed(arguments: argparse.Namespace, todo: list[tuple[str, Path]], file: EmbeddingFile) -> dict[str, str]:
+    """Add the slides' embeddings to the file, which is written also when this ends early.
+
+    Returns:
+        why some have none, by name.
+    """
+    from .embedder import Options, Result, embed_all
+    from .slides import Keys
+
+    paths, failures = dict(todo), {}
+    keys = Keys(*((name,) for name in arguments.keys)) if arguments.keys else Keys()
+    given = {name: getattr(arguments, name) for name in Options._fields if name not in ("slides", "keys")}
+    try:
+        with progress_bar(len(todo), "slide") as bar:
+
+            def take(result: Result) -> None:
+                if result.embedding is None:
+                    failures[result.name] = result.failure or "no embedding"
+                else:
+                    num_bytes = paths[result.name].stat().st_size
+                    file.add(result.name, result.embedding, Entry(num_bytes, result.num_tiles, result.tile_size))
+                bar.set_postfix_str(f"{result.name}, {result.num_tiles:,} tiles")
+                bar.update()
+
+            if todo:
+                embed_all(Options(slides=todo, keys=keys, **given), arguments.ranks, take)
+    finally:
+        file.write()
+    return failures
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for what can be refused before anything is read."""
+    needed = ["safetensors"]
+    if any(path.suffix in (".h5", ".hdf5") for given in arguments.slides for path in files_of(given)):
+        needed.append("h5py")
+    if any(path.suffix == ".npz" for given in arguments.slides for path in files_of(given)):
+        needed.append("numpy")
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    if arguments.layer not in LAYERS and not arguments.layer.isdecimal():
+        raise ValueError(f"--layer {arguments.layer} is none of {', '.join(LAYERS)}, nor a number from 0 on")
+    for name in ("ranks", "batch", "heads", "max_wsi_size"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
+    if arguments.ranks > 1 and arguments.batch > 1:
+        raise ValueError(
+            f"--batch {arguments.batch} with --ranks {arguments.ranks}: ranks share one slide at a time. Leave one out"
+        )
+    if arguments.tile_size not in (None, "file"):
+        try:
+            is_positive = float(arguments.tile_size) > 0
+        except ValueError:
+            is_positive = False
+        if not is_positive:
+            raise ValueError(f"--tile-size {arguments.tile_size} is neither a positive number of pixels nor 'file'")
+
+
+def files_of(path: Path) -> list[Path]:
+    return list(path.iterdir()) if path.is_dir() else [path]
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All that decides what an embedding is, for the file's metadata."""
+    which = LAYERS.get(arguments.layer)
+    which = which or f"of state {arguments.layer} of all_layer_embed=True, then the model's LayerNorm"
+    try:
+        with arguments.weights.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"--weights {arguments.weights} cannot be read: {error.strerror}") from error
+    return {
+        "embedding": f"{EMBEDDINGS[arguments.embedding]} {which}",
+        "layer": arguments.layer,
+        "padding": arguments.padding,
+        "max_wsi_size": arguments.max_wsi_size,
+        "tile_size": arguments.tile_size,
+        "heads": arguments.heads,
+        "dtype": arguments.dtype,
+        "weights_sha256": digest,
+    }

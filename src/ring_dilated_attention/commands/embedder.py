@@ -1,0 +1,210 @@
+"""What `rda embed` does once all is checked: slides through the model, in batches, on one process or many."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..models.longnet_vit import LongNetViT
+from ..models.weights import load_slide_encoder
+from ..ranks.context import ContextParallel, refuse
+from .processes import Launch, Worker, run_ranks
+from .slides import Keys, Slide, open_slide
+
+DEFAULT_TILE_SIZE = 256.0
+SECONDS = 20 * 24 * 3600.0  # after which ranks are ended; poll takes no more than 24 days
+RANK_TIMEOUT = timedelta(hours=1)  # one may read a file long after another
+
+
+class Options(NamedTuple):
+    """All that the processes need to know. Names as on the command line."""
+
+    slides: list[tuple[str, Path]]
+    weights: Path
+    embedding: str
+    layer: str
+    padding: str
+    max_wsi_size: int
+    tile_size: str | None
+    heads: int
+    dtype: str
+    device: str
+    batch: int
+    keys: Keys
+
+
+class Result(NamedTuple):
+    """What became of a slide: its embedding, (E,) or (depth + 1, E), as numbers, or why there is none."""
+
+    name: str
+    embedding: list[Any] | None
+    num_tiles: int
+    tile_size: float
+    failure: str | None = None
+
+
+class Tiles(NamedTuple):
+    """What this process holds of a slide: its rows of the features (L, C) and coordinates (L, 2)."""
+
+    name: str
+    features: Tensor
+    coords: Tensor
+    num_tiles: int
+    tile_size: float
+
+
+def embed_all(options: Options, num_ranks: int, take: Callable[[Result], None]) -> None:
+    """Calls `take` with each slide's result, as they come.
+
+    Raises:
+        ValueError: if the weights or the device cannot be used.
+    """
+    if num_ranks == 1:
+        refusals = [_embed_here(options, None, options.device, take)]
+    else:
+        is_cuda = options.device.startswith("cuda")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        launch = Launch(
+            num_ranks,
+            num_threads=max(1, cores // num_ranks),
+            backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            seconds=SECONDS,
+        )
+        refusals = run_ranks(launch, _embed_rank, options, on_report=lambda rank, result: take(result))
+    for refusal in refusals:
+        if refusal:
+            raise ValueError(refusal)
+
+
+def _embed_rank(worker: Worker, options: Options) -> str | None:
+    device = f"cuda:{worker.rank}" if options.device == "cuda" else options.device
+    report = worker.report if worker.rank == 0 else (lambda result: None)
+    return _embed_here(options, ContextParallel(timeout=RANK_TIMEOUT), device, report)
+
+
+def _embed_here(
+    options: Options, parallel: ContextParallel | None, device: str, report: Callable[[Result], Any]
+) -> str | None:
+    """Why nothing can be embedded, or None when all slides have been reported."""
+    try:
+        model = _load(options, parallel, device)
+    except (ValueError, RuntimeError) as error:  # torch's word for a device that is not there
+        return str(error).splitlines()[0]
+    for start in range(0, len(options.slides), options.batch):
+        for group in _read(options, options.slides[start : start + options.batch], parallel, report):
+            for result in _embed(model, options, group, device):
+                report(result)
+    return None
+
+
+def _load(options: Options, parallel: ContextParallel | None, device: str) -> LongNetViT:
+    model, _ = load_slide_encoder(
+        options.weights,
+        num_heads=options.heads,
+        max_wsi_size=options.max_wsi_size,
+        global_pool=options.embedding == "pooled",
+        padding=options.padding,
+        parallel=parallel,
+    )
+    depth = model.encoder.config.num_layers
+    if options.layer.isdecimal() and int(options.layer) > depth:
+        raise ValueError(
+            f"--layer {options.layer}: {options.weights} has {depth} layers, whose states are 0 to {depth}"
+        )
+    return model.to(device, torch.float64 if options.dtype == "float64" else torch.float32)
+
+
+def _read(
+    options: Options,
+    slides: Sequence[tuple[str, Path]],
+    parallel: ContextParallel | None,
+    report: Callable[[Result], Any],
+) -> Iterator[list[Tiles]]:
+    """The slides of a batch in groups that can be embedded at once: of one tile size and one width."""
+    groups: dict[tuple[float, int], list[Tiles]] = {}
+    for name, path in slides:
+        try:
+            try:
+                tiles = _tiles(options, name, path, parallel)
+            except (ValueError, OSError) as error:
+                if parallel is not None:  # the other ranks may have read it, and wait for this one
+                    refuse(parallel.key, str(error))
+                raise
+        except (ValueError, OSError) as error:
+            report(Result(name, None, 0, 0.0, str(error)))
+            continue
+        groups.setdefault((tiles.tile_size, tiles.features.shape[-1]), []).append(tiles)
+    yield from groups.values()
+
+
+def _tiles(options: Options, name: str, path: Path, parallel: ContextParallel | None) -> Tiles:
+    with open_slide(path, options.keys) as slide:
+        start, stop = 0, slide.num_tiles
+        if parallel is not None:
+            lengths = parallel.ranks.lengths_of(slide.num_tiles)
+            start = sum(lengths[: parallel.rank])
+            stop = start + lengths[parallel.rank]
+        features, coords = slide.features(start, stop), slide.coords[start:stop]
+        return Tiles(name, features, coords, slide.num_tiles, _tile_size(options.tile_size, slide))
+
+
+def _tile_size(given: str | None, slide: Slide) -> float:
+    stated = slide.tile_size
+    if given == "file":
+        if stated is None:
+            raise ValueError("states no patch_size_level0: pass --tile-size PIXELS")
+        return stated
+    if given is None and stated not in (None, DEFAULT_TILE_SIZE):
+        raise ValueError(
+            f"states patch_size_level0={stated:g}, the step from tile to tile, and GigaPath's pipeline takes "
+            f"{DEFAULT_TILE_SIZE:g} whatever the file: pass --tile-size file (as TRIDENT does), or --tile-size "
+            f"{DEFAULT_TILE_SIZE:g}"
+        )
+    return DEFAULT_TILE_SIZE if given is None else float(given)
+
+
+def _embed(model: LongNetViT, options: Options, group: list[Tiles], device: str) -> Iterator[Result]:
+    try:
+        embeddings = _forward(model, options, group, device)
+    except ValueError as error:
+        if len(group) == 1:
+            yield Result(group[0].name, None, group[0].num_tiles, group[0].tile_size, str(error))
+            return
+        for tiles in group:  # the others can be embedded still
+            yield from _embed(model, options, [tiles], device)
+        return
+    for tiles, embedding in zip(group, embeddings, strict=True):
+        yield Result(tiles.name, embedding.tolist(), tiles.num_tiles, tiles.tile_size)
+
+
+def _forward(model: LongNetViT, options: Options, group: list[Tiles], device: str) -> Tensor:
+    """(B, E), or (B, depth + 1, E) for all layers."""
+    model.tile_size = group[0].tile_size
+    lengths = None
+    features, coords = group[0].features[None], group[0].coords[None]
+    if len(group) > 1:
+        lengths = [len(tiles.features) for tiles in group]
+        if min(lengths) == 0:
+            raise ValueError("no tiles: an empty slide has no embedding")
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        dtype = next(model.parameters()).dtype
+        features, coords = pad([x.features.to(dtype) for x in group]), pad([x.coords.double() for x in group])
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_autocast(options.dtype, device))
+        found = model(features.to(device), coords, options.layer != "encoder", lengths=lengths)
+    if options.layer == "all":
+        return torch.stack(found, dim=1).cpu()
+    return (found[int(options.layer)] if options.layer.isdecimal() else found[-1]).cpu()
+
+
+def _autocast(dtype: str, device: str) -> AbstractContextManager[object]:
+    if dtype not in ("bfloat16", "float16"):
+        return nullcontext()
+    return torch.autocast(torch.device(device).type, getattr(torch, dtype))

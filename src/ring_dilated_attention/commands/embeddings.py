@@ -1,0 +1,134 @@
+"""The file that `rda embed` writes: a tensor for each slide, by its name, and in the metadata what they are.
+
+It is whole at any time: each version is written beside it and takes its place. It is gone on with only where it was
+made with the same settings.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MADE_BY = "rda embed"
+# A file of many slides is not written anew for each of them.
+SECONDS_BETWEEN_WRITES = 5.0
+
+
+class Entry(NamedTuple):
+    """What a file says of a slide."""
+
+    num_bytes: int  # of the file that it was made from, by which that is known again
+    num_tiles: int
+    tile_size: float
+
+
+class EmbeddingFile:
+    """Slide embeddings in safetensors.
+
+    Args:
+        settings: all that decides what an embedding is; JSON.
+
+    Raises:
+        ValueError: if there is a file that was not made so, or with other settings.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path, self.settings = path, dict(settings)
+        self.embeddings: dict[str, Tensor] = {}
+        self.entries: dict[str, Entry] = {}
+        self._written = time.monotonic()
+        self._is_new = False
+        self._seen: tuple[int, int] | None = None  # the file as this process knows it
+        self._read()
+
+    def _stat(self) -> tuple[int, int] | None:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_mtime_ns, found.st_size
+
+    def _read(self) -> None:
+        """Take in what the file holds, if it is not as this process knows it."""
+        if self._stat() in (None, self._seen):
+            return
+        self._seen = self._stat()
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                names = file.keys() if metadata.get("made_by") == MADE_BY else []
+                self.embeddings |= {name: file.get_tensor(name) for name in names if name not in self.embeddings}
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"--out {self.path} is there and cannot be read: {error}. Choose another name.") from error
+        if metadata.get("made_by") != MADE_BY:
+            raise ValueError(f"--out {self.path} is there, and `{MADE_BY}` did not make it. Choose another name.")
+        settings = json.loads(metadata["settings"])
+        for name in sorted(self.settings.keys() | settings.keys()):
+            if settings.get(name) != self.settings.get(name):
+                raise ValueError(
+                    f"--out {self.path} holds embeddings made with {name}={settings.get(name)!r}, not "
+                    f"{self.settings.get(name)!r}. Choose another name, or the settings that it was made with."
+                )
+        found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
+        self.entries = found | self.entries
+
+    def has(self, name: str, num_bytes: int) -> bool:
+        """Whether a slide's embedding is there.
+
+        Raises:
+            ValueError: if it is that of another file of this name.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            return False
+        if entry.num_bytes != num_bytes:
+            raise ValueError(
+                f"the slide {name!r} is in {self.path} already, made from a file of {entry.num_bytes:,} bytes, and "
+                f"this one has {num_bytes:,}: rename it, or choose another --out"
+            )
+        return True
+
+    def add(self, name: str, embedding: Sequence[Any], entry: Entry) -> None:
+        """embedding: numbers, (E,) or (depth + 1, E)."""
+        import torch
+
+        self.embeddings[name] = torch.tensor(embedding, dtype=self._dtype())
+        self.entries[name] = entry
+        self._is_new = True
+        if time.monotonic() - self._written >= SECONDS_BETWEEN_WRITES:
+            self.write()
+
+    def _dtype(self) -> Any:
+        import torch
+
+        return torch.float64 if self.settings["dtype"] == "float64" else torch.float32
+
+    def write(self) -> None:
+        """Put what there is in the file's place, if there is anything new."""
+        if not self._is_new:
+            return
+        from safetensors.torch import save_file
+
+        self._read()  # another process may have written meanwhile
+        metadata = {
+            "made_by": MADE_BY,
+            "embedding": self.settings["embedding"],
+            "settings": json.dumps(self.settings),
+            "slides": json.dumps(self.entries),
+        }
+        unfinished = self.path.with_name(f"{self.path.name}.unfinished-{os.getpid()}")
+        try:
+            save_file(self.embeddings, unfinished, metadata=metadata)
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+            unfinished.replace(self.path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        self._written, self._is_new, self._seen = time.monotonic(), False, self._stat()

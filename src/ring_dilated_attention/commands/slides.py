@@ -1,0 +1,149 @@
+"""Files of tile features and coordinates, as pathologists' tools write them: HDF5, npz, and torch's pt.
+
+A file holds the features (tiles, C) under "features" (or "tile_embeds", as GigaPath's pipeline says) and the
+coordinates (tiles, 2) under "coords"; both may have a batch dim of 1 before. Nothing but arrays is read: no pickles.
+"""
+
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FEATURES = ("features", "tile_embeds", "feats")
+COORDS = ("coords", "coordinates")
+# What TRIDENT calls the step from one tile to the next, in the units of the coordinates.
+TILE_SIZE = "patch_size_level0"
+SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
+
+
+class Keys(NamedTuple):
+    """Names under which a file's arrays are looked for, in this order."""
+
+    features: tuple[str, ...] = FEATURES
+    coords: tuple[str, ...] = COORDS
+
+
+class Slide:
+    """An open file. `num_tiles`, `tile_size` as the file states it, `coords` (tiles, 2), and features when asked for.
+
+    Raises:
+        ValueError: if the arrays are not there, or not of one slide.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any], stated: Mapping[str, Any], keys: Keys) -> None:
+        self._features, self.features_key = _array(arrays, "features", keys.features)
+        coords, coords_key = _array(arrays, "coordinates", keys.coords)
+        if coords.shape[-1] != 2:
+            raise ValueError(f"{coords_key} has shape {tuple(coords.shape)}, not (tiles, 2): x and y of each tile")
+        self.num_tiles = self._features.shape[-2]
+        if coords.shape[-2] != self.num_tiles:
+            raise ValueError(
+                f"{self.features_key} has {self.num_tiles} tiles and {coords_key} has {coords.shape[-2]}: one line of "
+                "each belongs to a tile"
+            )
+        self.coords = torch.as_tensor(coords[...]).reshape(-1, 2)
+        self.tile_size = _number(stated.get(TILE_SIZE, attributes_of(coords).get(TILE_SIZE)))
+
+    def features(self, start: int, stop: int) -> Tensor:
+        """Features (stop - start, C) of some tiles. Of HDF5 no others are read."""
+        rows = self._features[0, start:stop] if len(self._features.shape) == 3 else self._features[start:stop]
+        return torch.as_tensor(rows)
+
+
+def attributes_of(array: Any) -> Mapping[str, Any]:
+    """Those of an HDF5 data set; other arrays have none."""
+    return getattr(array, "attrs", {})
+
+
+def _array(arrays: Mapping[str, Any], what: str, names: tuple[str, ...]) -> tuple[Any, str]:
+    name = next((name for name in names if name in arrays), None)
+    if name is None:
+        raise ValueError(
+            f"holds no {what}: it has {', '.join(arrays) or 'no arrays'}, and {' and '.join(names)} were looked for "
+            "(--keys names others)"
+        )
+    array = arrays[name]
+    shape = tuple(getattr(array, "shape", ()))
+    if len(shape) == 2 or (len(shape) == 3 and shape[0] == 1):
+        return array, name
+    raise ValueError(f"{name} has shape {shape}, not (tiles, ...): {what} of the tiles of one slide")
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{TILE_SIZE} is {value!r}, not a number of pixels") from None
+
+
+@contextmanager
+def open_slide(path: Path, keys: Keys | None = None) -> Iterator[Slide]:
+    """A slide's file, open as long as the context lasts.
+
+    Raises:
+        ValueError: if it cannot be read, with the reason but without the path.
+    """
+    keys = keys or Keys()
+    if path.suffix in (".h5", ".hdf5"):
+        import h5py
+
+        try:
+            file = h5py.File(path, "r")
+        except OSError as error:
+            raise ValueError(f"cannot be read as HDF5: {error}") from error
+        with file:
+            arrays = {name: x for name, x in file.items() if isinstance(x, h5py.Dataset)}
+            yield Slide(arrays, dict(file.attrs), keys)
+        return
+    loaded = _load_npz(path) if path.suffix == ".npz" else _load_torch(path)
+    yield Slide({name: x for name, x in loaded.items() if getattr(x, "ndim", 0)}, loaded, keys)
+
+
+def _load_npz(path: Path) -> dict[str, Any]:
+    import numpy
+
+    try:
+        with numpy.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except Exception as error:  # a damaged file raises anything
+        raise ValueError(f"cannot be read as npz: {error}") from error
+
+
+def _load_torch(path: Path) -> dict[str, Any]:
+    try:
+        is_zip = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # a damaged file raises anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"cannot be read with torch.load(weights_only=True): {reason}") from error
+    if isinstance(loaded, Tensor):
+        raise ValueError("holds a tensor alone, and no coordinates: save {'features': ..., 'coords': ...}")
+    if not isinstance(loaded, dict):
+        raise ValueError(f"holds a {type(loaded).__name__}, not a dict of tensors")
+    return loaded
+
+
+def find_slides(paths: list[Path]) -> dict[str, Path]:
+    """The slides by name, which is the file's without its suffix. A folder stands for all that it holds.
+
+    Raises:
+        ValueError: if there are none, one is not there, or two have one name.
+    """
+    found: dict[str, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"there is no {path}")
+        files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        if not files:
+            raise ValueError(f"the folder {path} holds no slides: files that end in {', '.join(SUFFIXES)}")
+        for file in files:
+            if file.suffix not in SUFFIXES:
+                raise ValueError(f"{file} does not end in one of {', '.join(SUFFIXES)}")
+            other = found.setdefault(file.stem, file)
+            if other != file:
+                raise ValueError(f"{other} and {file} would both be called {file.stem!r}: rename one")
+    return found

@@ -1,0 +1,38 @@
+"""Which kernel computes: one predicate per backend both chooses it and explains why not."""
+
+from torch import Tensor
+
+from . import cpu, sdpa
+from .contract import Kernel
+from .triton import all_at_once, in_place
+
+BACKENDS: dict[str, Kernel] = {kernel.NAME: kernel for kernel in (cpu, sdpa, in_place, all_at_once)}
+
+
+def check_backend(backend: object) -> None:
+    if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
+        raise ValueError(f"backend={backend!r} is unknown; choose one of {('auto', *BACKENDS)}.")
+
+
+def reasons(query: Tensor) -> dict[str, str | None]:
+    """For each backend the reason why it cannot serve the tensor, or None if it can."""
+    return {name: kernel.why_not(query) for name, kernel in BACKENDS.items()}
+
+
+def choose(backend: str, query: Tensor) -> Kernel:
+    """The backend asked for, or under "auto" the first that can serve the tensor.
+
+    Raises:
+        ValueError: if it cannot, with the reason of each.
+    """
+    check_backend(backend)
+    against = reasons(query)
+    if backend != "auto":
+        if against[backend]:
+            raise ValueError(f"backend={backend!r} {against[backend]}. Use backend='auto', or other tensors.")
+        return BACKENDS[backend]
+    for name, reason in against.items():
+        if reason is None and BACKENDS[name].ONLY_BY_NAME is None:
+            return BACKENDS[name]
+    listed = "; ".join(f"{name} {reason or BACKENDS[name].ONLY_BY_NAME}" for name, reason in against.items())
+    raise ValueError(f"no backend can run this: {listed}.")

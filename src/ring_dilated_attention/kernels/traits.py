@@ -1,0 +1,45 @@
+"""What programs and memory depend on of each kernel. No torch, so that a laptop can plan with it."""
+
+from ..plan.memory import Sizes, Traits
+from ..plan.program import Compute
+
+KEY_BLOCK = 512
+
+
+def query_block(num_rows: int) -> int:
+    """Query rows that torch's CPU flash attention takes at a time."""
+    return 256 if num_rows >= 768 else 64 if num_rows >= 192 else 32
+
+
+def cpu_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
+    """Of torch's CPU flash attention: blocks of scores per thread, in backward of their gradients too; and there a copy
+    of dout, unless the tile is a whole stretch of rows with all heads."""
+    tile, is_forward = step.tile, step.what == "partial"
+    queries = min(query_block(tile.query.num_rows), tile.query.num_rows)
+    scores = queries * min(KEY_BLOCK, tile.key.num_rows)
+    copies = (1 if is_forward else 2) * sizes.sum_itemsize
+    copies += sizes.itemsize if sizes.itemsize < sizes.sum_itemsize else 0
+    rows = queries * (sizes.head_dim + 2) * sizes.sum_itemsize if is_forward else 0
+    blocks = sizes.num_threads * (scores * copies + rows)
+    return blocks if is_forward else blocks + _dout_copy(step, sizes, num_heads)
+
+
+def _dout_copy(step: Compute, sizes: Sizes, num_heads: int) -> int:
+    rows = step.tile.query
+    in_one_piece = rows.step == 1 and rows.shift == 0 and len(rows.heads) == num_heads
+    if in_one_piece and (rows.segments == 1 or rows.segment_step == rows.num_rows):
+        return 0
+    entries = sizes.batch if step.entry is None else 1
+    return entries * rows.segments * len(rows.heads) * rows.num_rows * sizes.head_dim * sizes.itemsize
+
+
+def no_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
+    return 0
+
+
+TRAITS = {
+    "cpu": Traits(in_place=False, is_whole=False, scratch=cpu_scratch),
+    "sdpa": Traits(in_place=False, is_whole=False, scratch=no_scratch),  # what torch's CUDA ops take was not measured
+    "triton": Traits(in_place=True, is_whole=False, scratch=no_scratch),
+    "triton-fused": Traits(in_place=True, is_whole=True, scratch=no_scratch),
+}

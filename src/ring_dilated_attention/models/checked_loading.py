@@ -1,0 +1,99 @@
+"""State dicts that are checked before anything is loaded, and the names that checkpoints put before them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+# What trainers and wrappers put before, or between, a model's names.
+PREFIXES = ("module.", "_orig_mod.", "model.")
+INFIXES = ("_fsdp_wrapped_module.", "_fpw_module.", "_checkpoint_wrapped_module.")
+NUM_LISTED = 5
+
+
+class Mapped(NamedTuple):
+    """A checkpoint by a model's names: what fits a name, and what was left over, by its own name."""
+
+    state_dict: dict[str, Tensor]
+    left: list[str]
+
+
+class CheckedLoading(nn.Module):
+    """A module that loads all of a state dict or nothing."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, but it says what does not fit before it changes anything, and refuses it with a ValueError.
+
+        Returns:
+            missing_keys and unexpected_keys: with strict=False what was left as it is, and what was left over.
+
+        Raises:
+            ValueError: for tensors of other shapes, and with strict=True for names that are missing or unknown.
+        """
+        failure = _failure(self, state_dict, strict)
+        if failure:
+            raise ValueError(f"the weights do not fit this {type(self).__name__}, which is unchanged: {failure}.")
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def _failure(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> str | None:
+    own = module.state_dict()
+    failures = [
+        f"{name} is {_described(state_dict[name])}, expected {tuple(x.shape)}"
+        for name, x in own.items()
+        if name in state_dict and _shape(state_dict[name]) != tuple(x.shape)
+    ]
+    if strict:
+        missing = [name for name in own if name not in state_dict]
+        unknown = [name for name in state_dict if name not in own]
+        failures += [f"missing {_listed(missing)}"] if missing else []
+        failures += [f"unknown {_listed(unknown)}"] if unknown else []
+    if len(failures) > NUM_LISTED:
+        failures = [*failures[:NUM_LISTED], f"and {len(failures) - NUM_LISTED} more"]
+    return "; ".join(failures)
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    return tuple(x.shape) if isinstance(x, Tensor) else None
+
+
+def _described(x: Any) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:NUM_LISTED])
+    return f"{shown} and {len(names) - NUM_LISTED} more" if len(names) > NUM_LISTED else shown
+
+
+def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "") -> Mapped:
+    """A checkpoint's tensors by the names of a model, and which were left.
+
+    Drops what wrappers put around names (DDP's "module.", torch.compile's "_orig_mod.", FSDP's and fairscale's), and
+    `prefix`, such as "encoder." for a part of a larger model.
+    """
+    own = set(model.state_dict())
+    mapped: dict[str, Tensor] = {}
+    left = []
+    for key, x in state_dict.items():
+        name = _bare(key, prefix, own)
+        if name in own and name not in mapped and isinstance(x, Tensor):
+            mapped[name] = x
+        else:
+            left.append(key)
+    return Mapped(mapped, left)
+
+
+def _bare(name: str, prefix: str, own: set[str]) -> str | None:
+    """The name without what wrappers put there and without the prefix, or None if it does not have the prefix."""
+    for infix in INFIXES:
+        name = name.replace(infix, "")
+    while True:
+        if prefix and name.startswith(prefix):
+            return name.removeprefix(prefix)
+        if not prefix and name in own:
+            return name
+        found = next((text for text in PREFIXES if name.startswith(text)), None)
+        if found is None:
+            return None
+        name = name.removeprefix(found)

@@ -1,0 +1,252 @@
+"""Dilated attention as torchscale computes it, zero rows in the softmax included: `dilated_attention` and a gate.
+
+    out' = out * sigmoid(lse - log C)         lse' = log(exp(lse) + C)
+
+C(t, h) is the number of zero rows that query t of head h sees (`plan.zero_rows`): keys of score 0 and value 0. Branches
+that misplace rows are computed one by one, brought to where torchscale has them, and merged.
+
+B batch, N positions of this rank, H heads, G key/value heads, D head dim, M rows of one zero query, Z zero queries.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..attention import dilated_attention
+from ..pattern import Branch, DilatedPattern
+from ..plan.zero_rows import Move, ZeroQuery, is_misaligned, moves, zero_keys, zero_queries
+from ..ranks.context import ContextParallel
+from ..ranks.moves import MoveRows
+from ..ranks.reduce import SumOverRanks
+from .layout import Layout, Stretch, agree_on_layout
+
+
+class Misplaced(NamedTuple):
+    """What becomes of a misaligned branch's rows: where they move, and what stands in the places between."""
+
+    num_seen: int  # m: the keys of a zero query
+    moves: list[Move]
+    zero_queries: list[tuple[int, ZeroQuery]]  # of all ranks, each with the beginning of its document
+
+
+class Part(NamedTuple):
+    """Branches that one call computes, how many zero keys it leaves out, and where its rows go."""
+
+    pattern: DilatedPattern
+    log_num_zero_keys_NH: Tensor | None  # None if there are none at all
+    misplaced: Misplaced | None  # None if rows stay where they are
+
+
+class ZeroRows(NamedTuple):
+    """What torchscale's zero rows do to the calls of one pattern on one layout; the same for all layers of a model."""
+
+    pattern: DilatedPattern
+    layout: Layout
+    parts: tuple[Part, ...]
+
+
+def zero_rows(
+    pattern: DilatedPattern,
+    num_heads: int,
+    layout: Layout,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> ZeroRows:
+    """Count the zero rows, for `torchscale_attention`.
+
+    Args:
+        pattern: torchscale's (`check_pattern`).
+        device, dtype: of the counts' logarithms: the device of the tensors, and the dtype of lse.
+    """
+    aligned = [branch for branch in pattern.branches if not is_misaligned(branch, layout.longest)]
+    apart = [branch for branch in pattern.branches if is_misaligned(branch, layout.longest)]
+    parts = []
+    for branches in ([aligned] if aligned else []) + [[branch] for branch in apart]:
+        part = DilatedPattern(*zip(*branches, strict=True), is_causal=pattern.is_causal, phase=pattern.phase)
+        counts_NH = None if pattern.is_causal else _num_zero_keys(part, num_heads, layout)
+        logs_NH = None if counts_NH is None else counts_NH.log().to(device, dtype)
+        misplaced = _misplaced(branches[0], num_heads, layout) if branches[0] in apart else None
+        parts.append(Part(part, logs_NH, misplaced))
+    return ZeroRows(pattern, layout, tuple(parts))
+
+
+def torchscale_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    *,
+    parallel: ContextParallel | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    counted: ZeroRows | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
+
+    Equal to torchscale's forward, causal or not, at any length. The gradient is that of this forward; torchscale's own
+    leaves out the gradient of the weights of its branches.
+
+    Args:
+        pattern: with phase="blocked", torchscale's rule, and heads="all".
+        counted: what `zero_rows` made for this pattern, sequence and number of heads; by default it is made here.
+
+    The other arguments, the result and the errors are those of `dilated_attention`.
+    """
+    if counted is None:
+        fields: dict[str, object] = {"pattern": pattern}
+        failure = pattern_failure(pattern)
+        if failure is None and (not isinstance(query, Tensor) or query.dim() != 4):
+            got = tuple(query.shape) if isinstance(query, Tensor) else type(query).__name__
+            failure = f"query must be a tensor (batch, seq, heads, head_dim), got {got}"
+        layout = agree_on_layout(
+            "torchscale_attention",
+            (0, 0) if failure else (query.shape[0], query.shape[1]),
+            parallel=parallel,
+            cu_seqlens=cu_seqlens,
+            fields=fields,
+            failure=failure,
+        )
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        counted = zero_rows(pattern, query.shape[2], layout, device=query.device, dtype=dtype)
+    assert counted.pattern == pattern, "counted for another pattern"
+    merged: tuple[Tensor, Tensor] | None = None
+    for part in counted.parts:
+        out_BNHD, lse_BNH = dilated_attention(
+            query,
+            key,
+            value,
+            part.pattern,
+            parallel=parallel,
+            cu_seqlens=cu_seqlens,
+            scale=scale,
+            backend=backend,
+            return_lse=True,
+        )
+        if part.log_num_zero_keys_NH is not None:
+            out_BNHD, lse_BNH = gate(out_BNHD, lse_BNH, part.log_num_zero_keys_NH)
+        if part.misplaced is not None:
+            out_BNHD, lse_BNH = _put_in_place(out_BNHD, lse_BNH, value, part.misplaced, counted.layout, parallel)
+        merged = (out_BNHD, lse_BNH) if merged is None else _merged(*merged, out_BNHD, lse_BNH)
+    assert merged is not None
+    return merged if return_lse else merged[0]
+
+
+def pattern_failure(pattern: DilatedPattern) -> str | None:
+    """Why a pattern is not torchscale's, or None."""
+    if not isinstance(pattern, DilatedPattern):
+        return f"pattern must be a DilatedPattern, got {pattern!r}"
+    if pattern.phase == "blocked" and pattern.heads == "all":
+        return None
+    return (
+        f"torchscale's heads read phases by blocks and run all branches, but the pattern has phase={pattern.phase!r} "
+        f"and heads={pattern.heads!r}: make it with phase='blocked' and heads='all', or call dilated_attention"
+    )
+
+
+def gate(out_BNHD: Tensor, lse_BNH: Tensor, log_num_zero_keys_NH: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax over C more keys of score 0 and value 0. Naively:
+
+    out' = out * exp(lse) / (exp(lse) + C)
+    lse' = log(exp(lse) + C)
+    """
+    # Where C is 0 nothing changes, also for a query without keys, whose difference would be (-inf) - (-inf).
+    none_NH = log_num_zero_keys_NH == -torch.inf
+    above_BNH = lse_BNH.masked_fill(none_NH, torch.inf) - log_num_zero_keys_NH
+    gated_BNHD = out_BNHD * torch.sigmoid(above_BNH).unsqueeze(-1)
+    return gated_BNHD.to(out_BNHD.dtype), lse_BNH - F.logsigmoid(above_BNH)
+
+
+def _num_zero_keys(pattern: DilatedPattern, num_heads: int, layout: Layout) -> Tensor | None:
+    """C, (N, H), float64 on the CPU, or None if it is 0 everywhere."""
+    counts_NH = None
+    for branch in pattern.branches:
+        for stretch in layout.stretches:
+            for keys in zero_keys(branch, num_heads, stretch.length, stretch.positions):
+                if counts_NH is None:
+                    counts_NH = torch.zeros(layout.num_rows, num_heads, dtype=torch.float64, device="cpu")
+                counts_NH[stretch.rows(keys.queries), keys.heads.start : keys.heads.stop] += keys.num_zeros
+    return counts_NH
+
+
+def _misplaced(branch: Branch, num_heads: int, layout: Layout) -> Misplaced:
+    places = [
+        (begin, query)
+        for begin, end in pairwise(layout.borders)
+        for query in zero_queries(branch, num_heads, end - begin)
+    ]
+    num_seen = -(-branch.segment_length // branch.dilation_rate)
+    return Misplaced(num_seen, moves(branch, layout.shards, layout.borders), places)
+
+
+def _put_in_place(
+    out_BNHD: Tensor,
+    lse_BNH: Tensor,
+    value_BNGD: Tensor,
+    misplaced: Misplaced,
+    layout: Layout,
+    parallel: ContextParallel | None,
+) -> tuple[Tensor, Tensor]:
+    """Rows where torchscale has them, and in the places between what a query of zeros gets: the mean of m values."""
+    ranks = None if parallel is None else parallel.ranks
+    moved_BNHD = MoveRows.apply(out_BNHD, misplaced.moves, ranks, 0.0)
+    moved_lse_BNH = MoveRows.apply(lse_BNH, misplaced.moves, ranks, -math.inf)
+    if not misplaced.zero_queries:
+        return moved_BNHD, moved_lse_BNH
+    means_BZHD = _sums(value_BNGD, out_BNHD.shape[2], misplaced, layout, parallel) / misplaced.num_seen
+    rows: list[int] = []
+    heads: list[int] = []
+    sources: list[int] = []
+    for z, stretch, query in _own_queries(misplaced, layout):
+        if query.position in stretch.positions:
+            rows += [stretch.row + query.position - stretch.positions.start] * len(query.heads)
+            heads += query.heads
+            sources += [z] * len(query.heads)
+    row, head, source = torch.tensor([rows, heads, sources], dtype=torch.int64, device=out_BNHD.device)
+    moved_BNHD[:, row, head] = means_BZHD[:, source, head].to(moved_BNHD.dtype)
+    moved_lse_BNH[:, row, head] = math.log(misplaced.num_seen)
+    return moved_BNHD, moved_lse_BNH
+
+
+def _sums(
+    value_BNGD: Tensor, num_heads: int, misplaced: Misplaced, layout: Layout, parallel: ContextParallel | None
+) -> Tensor:
+    """The sum of the values that each zero query sees, over all ranks, (B, Z, H, D); other heads' are 0."""
+    batch, _, num_kv_heads, head_dim = value_BNGD.shape
+    wide = torch.promote_types(value_BNGD.dtype, torch.float32)
+    sums_BZHD = value_BNGD.new_zeros(batch, len(misplaced.zero_queries), num_heads, head_dim, dtype=wide)
+    sums_BZHD = sums_BZHD + value_BNGD[:, :0].sum(dtype=wide)  # a rank without such rows has its part in backward too
+    for z, stretch, query in _own_queries(misplaced, layout):
+        kv_heads = [head // (num_heads // num_kv_heads) for head in query.heads]
+        rows_BMHD = value_BNGD[:, stretch.rows(query.rows)][:, :, kv_heads]
+        sums_BZHD[:, z, query.heads.start : query.heads.stop] += rows_BMHD.sum(1, dtype=wide)
+    return sums_BZHD if parallel is None else SumOverRanks.apply(sums_BZHD, parallel.ranks)
+
+
+def _own_queries(misplaced: Misplaced, layout: Layout) -> Iterator[tuple[int, Stretch, ZeroQuery]]:
+    """Each zero query with every stretch of its document that this rank holds."""
+    by_document: dict[int, list[Stretch]] = {}
+    for stretch in layout.stretches:
+        by_document.setdefault(stretch.begin, []).append(stretch)
+    for z, (begin, query) in enumerate(misplaced.zero_queries):
+        for stretch in by_document.get(begin, ()):
+            yield z, stretch, query
+
+
+def _merged(out_BNHD: Tensor, lse_BNH: Tensor, other_BNHD: Tensor, other_lse_BNH: Tensor) -> tuple[Tensor, Tensor]:
+    """Two partials as one: `run.merge`, but not in place, so that autograd sees it."""
+    # (-inf) - (-inf) is NaN; an empty partial has no weight, whatever it meets.
+    is_empty_BNH = other_lse_BNH == -torch.inf
+    weight_BNH = torch.sigmoid((other_lse_BNH - lse_BNH).masked_fill(is_empty_BNH, -torch.inf))
+    wide = weight_BNH.dtype
+    merged_BNHD = torch.lerp(out_BNHD.to(wide), other_BNHD.to(wide), weight_BNH.unsqueeze(-1)).to(out_BNHD.dtype)
+    are_empty_BNH = is_empty_BNH & (lse_BNH == -torch.inf)
+    merged_lse_BNH = torch.logaddexp(lse_BNH.masked_fill(are_empty_BNH, 0), other_lse_BNH.masked_fill(are_empty_BNH, 0))
+    return merged_BNHD, merged_lse_BNH.masked_fill(are_empty_BNH, -torch.inf)

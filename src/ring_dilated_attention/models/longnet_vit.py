@@ -1,0 +1,333 @@
+"""LongNetViT: GigaPath's slide encoder (Xu et al., Nature 2024), from the features of a slide's tiles to one vector.
+
+Shape suffixes: B slides, L tiles of this rank, C features of a tile, N = L + 1 positions with the class token, T
+positions of packed slides, E embedding.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ranks.context import ContextParallel
+from ..ranks.reduce import SumOverRanks
+from .checked_loading import CheckedLoading
+from .torchscale import LongNetEncoder
+from .torchscale_config import TorchscaleConfig
+
+DILATION_RATES = (1, 2, 4, 8, 16)
+NUM_HEADS = 16
+
+
+class PublishedSize(NamedTuple):
+    """Of a slide encoder whose weights are published, with 16 heads."""
+
+    in_chans: int
+    embed_dim: int
+    depth: int
+
+
+PUBLISHED = {
+    "gigapath": PublishedSize(in_chans=1536, embed_dim=768, depth=12),
+    "gigapath-flash": PublishedSize(in_chans=384, embed_dim=384, depth=12),
+}
+
+
+def segment_lengths_for(max_wsi_size: int = 262_144) -> tuple[int, ...]:
+    """GigaPath's five segment lengths: from 2^10 to the power of two below the number of tiles of a square slide.
+
+    Args:
+        max_wsi_size: the side of that slide, in pixels, of which a tile has 256. The published weights are used with
+            262,144 (the default of the original code) and with 250,000 (its fine-tuning scripts), which is another
+            function; their files do not say which.
+    """
+    num_tiles = (max_wsi_size // 256) ** 2
+    if num_tiles < 1:
+        raise ValueError(f"max_wsi_size={max_wsi_size} is less than one tile of 256 pixels.")
+    last = int(math.log2(num_tiles))
+    return tuple(int(2.0 ** (10 + (last - 10) * i / 4)) for i in range(5))
+
+
+class PatchEmbed(nn.Module):
+    """A linear map of tile features, under its published name."""
+
+    def __init__(self, in_chans: int, embed_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_chans, embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x)
+
+
+class LongNetViT(CheckedLoading):
+    """GigaPath's slide encoder, with its published parameter names.
+
+        model = LongNetViT.published("gigapath", global_pool=True)
+        model.load_state_dict(torch.load("slide_encoder.pth", weights_only=True)["model"])
+        [embedding] = model.eval()(features, coords)
+
+    Gradients are those of the forward. There is no dropout and no stochastic depth: the original code has dropout of
+    0.25 and paths dropped at up to 0.1 while it trains, unless told otherwise. Under `parallel` all ranks return the
+    same, and the mean of their gradients of parameters, which DDP and FSDP2 take, is the gradient of one rank.
+
+    Args:
+        in_chans: features of a tile.
+        mlp_ratio: the feed-forward's width over embed_dim.
+        slide_ngrids: cells of the grid along each axis: coordinates go from 0 to slide_ngrids * tile_size.
+        tile_size: pixels from one tile to the next, in the units of the coordinates.
+        segment_lengths, dilation_rates: the branches; `segment_lengths_for` has the published ones.
+        global_pool: the mean over the tiles; otherwise the class token, which GigaPath's pretraining did not train.
+        padding: "torchscale" computes what the published weights were trained with, zero rows that take part in the
+            softmax included. "exact" leaves them out.
+        parallel: the ranks that share each slide; contiguous shards of its tiles, as `parallel.shard` cuts them.
+        activation_checkpointing: recompute each layer in backward instead of keeping what it computed.
+    """
+
+    def __init__(
+        self,
+        in_chans: int,
+        embed_dim: int,
+        depth: int,
+        num_heads: int,
+        *,
+        mlp_ratio: float = 4.0,
+        slide_ngrids: int = 1000,
+        tile_size: float = 256,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        global_pool: bool = False,
+        padding: str = "torchscale",
+        parallel: ContextParallel | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        if embed_dim % 4:
+            raise ValueError(
+                f"embed_dim={embed_dim} is not a multiple of 4: a quarter each is sine and cosine of the two axes."
+            )
+        if in_chans < 1 or slide_ngrids < 1 or not tile_size > 0:
+            raise ValueError(f"{in_chans=}, {slide_ngrids=} and {tile_size=} must all be positive.")
+        if parallel is not None and parallel.sharding != "contiguous":
+            raise ValueError(
+                f"parallel has sharding={parallel.sharding!r}, which balances causal patterns; a slide encoder is not "
+                "causal: make the ContextParallel with sharding='contiguous'."
+            )
+        config = TorchscaleConfig(
+            segment_lengths,
+            dilation_rates,
+            num_layers=depth,
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            ffn_dim=round(embed_dim * mlp_ratio),
+            padding=padding,
+        )
+        self.in_chans, self.slide_ngrids, self.tile_size = in_chans, slide_ngrids, tile_size
+        self.global_pool, self.parallel = global_pool, parallel
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        self.patch_embed = PatchEmbed(in_chans, embed_dim)
+        self.encoder = LongNetEncoder(config, parallel=parallel, activation_checkpointing=activation_checkpointing)
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
+        self.reset_parameters()
+
+    @classmethod
+    def published(
+        cls,
+        name: str,
+        *,
+        max_wsi_size: int = 262_144,
+        tile_size: float = 256,
+        global_pool: bool = False,
+        padding: str = "torchscale",
+        parallel: ContextParallel | None = None,
+        activation_checkpointing: bool = False,
+    ) -> "LongNetViT":
+        """The size of published weights, without them: "gigapath" (12 x 768) or "gigapath-flash" (12 x 384).
+
+        Args:
+            max_wsi_size: as for `segment_lengths_for`.
+        """
+        if name not in PUBLISHED:
+            raise ValueError(f"there is no published size {name!r}; choose one of {tuple(PUBLISHED)}.")
+        return cls(
+            *PUBLISHED[name],
+            NUM_HEADS,
+            tile_size=tile_size,
+            segment_lengths=segment_lengths_for(max_wsi_size),
+            dilation_rates=DILATION_RATES,
+            global_pool=global_pool,
+            padding=padding,
+            parallel=parallel,
+            activation_checkpointing=activation_checkpointing,
+        )
+
+    def reset_parameters(self) -> None:
+        """As published: Xavier for every linear map, 0.02 for the class token."""
+        nn.init.normal_(self.cls_token, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        coords: Tensor,
+        all_layer_embed: bool = False,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> list[Tensor]:
+        """Features of tiles (B, L, C) at (B, L, 2) to slide embeddings, each (B, E).
+
+        Args:
+            x: floating, of any dtype. Under `parallel` this rank's tiles.
+            coords: x and y of each tile, in pixels; any numbers.
+            all_layer_embed: one embedding of what enters the first layer and of each layer's output, depth + 1 in all,
+                pooled and normalised, *without* the encoder's last LayerNorm. Otherwise one, with it.
+            lengths: how many of the L tiles of each slide there are; what follows is not read. By default all.
+
+        Raises:
+            ValueError: for input that does not fit, on every rank of `parallel`: features of another width, no tiles,
+                tiles that are not finite, coordinates outside the grid.
+        """
+        num_tiles = self._check(x, coords, lengths, all_layer_embed)
+        if lengths is None:
+            cu_seqlens = None
+            tokens_BNE = torch.cat((self._class_token(len(x)), self._embed(x, coords)), 1)
+
+            def pool(x_BNE: Tensor) -> Tensor:
+                return self._pool(x_BNE, num_tiles)
+
+        else:
+            counts = [int(n) for n in lengths]
+            borders = list(accumulate((n + 1 for n in counts), initial=0))
+            cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
+            tokens_BNE = self._packed(x, coords, counts)
+
+            def pool(x_BNE: Tensor) -> Tensor:
+                return torch.cat([self._pool(x_BNE[:, a:b], b - a - 1) for a, b in pairwise(borders)])
+
+        # Pooled layer by layer, so that no more than one state is held.
+        collect = pool if all_layer_embed else None
+        found = self.encoder(embeddings=tokens_BNE, cu_seqlens=cu_seqlens, collect=collect)
+        pooled = torch.stack(found) if isinstance(found, list) else pool(found)[None]
+        if self.parallel is not None:
+            pooled = SumOverRanks.apply(pooled, self.parallel.ranks)
+        return [self.norm(x_BE) for x_BE in pooled.to(tokens_BNE.dtype).unbind()]
+
+    def _packed(self, x: Tensor, coords: Tensor, counts: Sequence[int]) -> Tensor:
+        """Class token and tiles of one slide after the other, (1, T, E)."""
+        is_tile_BL = _are_tiles(x, counts)
+        tiles_TE = self._embed(x[is_tile_BL.to(x.device)], coords[is_tile_BL.to(coords.device)])
+        slides = [torch.cat((self.cls_token[0], tiles)) for tiles in tiles_TE.split(list(counts))]
+        return torch.cat(slides).unsqueeze(0)
+
+    def _class_token(self, batch: int) -> Tensor:
+        """(B, 1, E) on the rank that holds position 0, and no row on others, who have a gradient for it too."""
+        num_class = int(self.parallel is None or self.parallel.rank == 0)
+        return self.cls_token.expand(batch, -1, -1)[:, :num_class]
+
+    def _embed(self, x: Tensor, coords: Tensor) -> Tensor:
+        """(..., C) and (..., 2) to (..., E)."""
+        return self.patch_embed(x.to(self.cls_token.dtype)) + self._positions(self._cells(coords))
+
+    def _cells(self, coords: Tensor) -> Tensor:
+        """The cell of each tile along x and y, (..., 2), float64 on the CPU: NaN and inf stay what they are."""
+        return (coords.detach().to("cpu", torch.float64) / self.tile_size).floor()
+
+    def _positions(self, cells: Tensor) -> Tensor:
+        """Sine and cosine of the cells, (..., E): the first half of the channels for y, the second for x.
+
+        Each half is [sin, cos] of cell * 10000^(-k / (E / 4)), k from 0 to E / 4 - 1, rounded once, to the weights'
+        dtype.
+        """
+        num_frequencies = self.cls_token.shape[-1] // 4
+        exponents = torch.arange(num_frequencies, dtype=torch.float64, device="cpu") / num_frequencies
+        angles = torch.arange(self.slide_ngrids, device="cpu")[:, None] * 10_000.0**-exponents
+        table = torch.cat((angles.sin(), angles.cos()), 1).to(self.cls_token)
+        x, y = cells.long().to(table.device).unbind(-1)
+        return torch.cat((table[y], table[x]), -1)
+
+    def _pool(self, x_BNE: Tensor, num_tiles: int) -> Tensor:
+        """(B, E): the mean of a slide's tiles or its class token. Under `parallel` this rank's part of the sum."""
+        num_class = int(self.parallel is None or self.parallel.rank == 0)
+        wide = torch.promote_types(x_BNE.dtype, torch.float32)
+        if self.global_pool:
+            return x_BNE[:, num_class:].sum(1, dtype=wide) / num_tiles
+        return x_BNE[:, :num_class].sum(1, dtype=wide)
+
+    def _check(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None, all_layer_embed: bool) -> int:
+        """The number of tiles over all ranks. A ValueError on every rank if one of them has input that cannot be."""
+        failure = self._shape_failure(x, coords, lengths)
+        batch, num_own = (0, 0) if failure else x.shape[:2]
+        tile_counts: tuple[int, ...] = (num_own,)
+        if self.parallel is not None:
+            fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
+            tile_counts = self.parallel.handshake(num_own, fields, failure)
+        if failure is None and not sum(tile_counts):
+            failure = f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding"
+        if failure:
+            raise ValueError(failure)
+        first = 0 if self.parallel is None else sum(tile_counts[: self.parallel.rank])
+        failure = self._tile_failure(x, coords, None if lengths is None else [int(n) for n in lengths], first)
+        if self.parallel is not None:
+            self.parallel.handshake(num_own, {"call": "LongNetViT, its tiles"}, failure)
+        if failure:
+            raise ValueError(failure)
+        return sum(tile_counts)
+
+    def _shape_failure(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None) -> str | None:
+        """Why these shapes cannot be, or None."""
+        for name, given in (("features", x), ("coords", coords)):
+            if not isinstance(given, Tensor):
+                return f"{name} must be a tensor, got {type(given).__name__}"
+        if x.dim() != 3 or x.shape[-1] != self.in_chans or not x.is_floating_point():
+            hint = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
+            return (
+                f"features have shape {tuple(x.shape)} and dtype {x.dtype}, not floating (batch, tiles, "
+                f"in_chans={self.in_chans}){hint}"
+            )
+        if coords.shape != (*x.shape[:2], 2):
+            return f"coords have shape {tuple(coords.shape)}, these features need {(*x.shape[:2], 2)}: x and y of each"
+        if lengths is None:
+            return None
+        if self.parallel is not None:
+            return "lengths and parallel: a padded batch cannot be sharded; embed the slides one by one"
+        counts = [int(n) for n in lengths]
+        if len(counts) != len(x) or any(not 1 <= n <= x.shape[1] for n in counts):
+            return f"lengths={counts} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
+        return None
+
+    def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
+        """Which tile cannot be, or None. Tiles count from `first`, the number of this rank's first tile."""
+        is_tile_BL = _are_tiles(x, counts)
+        wrong = (is_tile_BL & ~torch.isfinite(x).all(-1).cpu()).nonzero().tolist()
+        if wrong:
+            slide, tile = wrong[0]
+            return f"features that are not finite: tile {first + tile} of slide {slide}{_and_more(wrong)}"
+        cells = self._cells(coords)
+        wrong = (is_tile_BL & ~((cells >= 0) & (cells < self.slide_ngrids)).all(-1)).nonzero().tolist()
+        if wrong:
+            slide, tile = wrong[0]
+            at, cell = (", ".join(f"{z:.10g}" for z in pair[slide, tile].tolist()) for pair in (coords, cells))
+            return (
+                f"coordinates outside the grid of {self.slide_ngrids} x {self.slide_ngrids} cells of "
+                f"tile_size={self.tile_size:.10g}: tile {first + tile} of slide {slide} at ({at}) lies in cell ({cell})"
+                f"{_and_more(wrong)}. Give coordinates from 0 on, and the tile_size that is one step in them"
+            )
+        return None
+
+
+def _are_tiles(x: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """(B, L) bool on the CPU: not padding."""
+    if counts is None:
+        return torch.ones(x.shape[:2], dtype=torch.bool, device="cpu")
+    return torch.arange(x.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
+
+
+def _and_more(wrong: Sequence[object]) -> str:
+    return f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""

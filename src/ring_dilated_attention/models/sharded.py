@@ -1,0 +1,51 @@
+"""Labels across the borders of shards."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..plan.sharding import Shard
+from ..ranks.context import ContextParallel
+from ..ranks.handshake import all_or_none
+
+
+def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
+    """For each local position the value at the next position of the whole sequence; `fill` after the last.
+
+    Crosses the borders of shards, also over ranks that own nothing. For labels: not differentiable.
+
+    Args:
+        x: (B, N_local), any integer dtype.
+    """
+    parallel.ranks.check_all_here("shift_left")
+    failure = None
+    if x.dim() != 2 or x.is_floating_point() or x.is_complex():
+        failure = f"shift_left takes integers (batch, N), got {x.dtype} {tuple(x.shape)}"
+    batch, length = (0, 0) if failure else x.shape
+    lengths = parallel.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
+    shards = parallel.ranks.shards(lengths)
+    with all_or_none(parallel):
+        firsts = _first_columns(parallel, x, shards)
+    parts, row = [], 0
+    for span in shards[parallel.rank]:
+        stop = row + span.stop - span.start
+        last = firsts.get(span.stop, torch.full_like(x[:, :1], fill))
+        parts += [x[:, row + 1 : stop], last.to(x)]
+        row = stop
+    return torch.cat([x[:, :0], *parts], dim=1)
+
+
+def _first_columns(parallel: ContextParallel, x: Tensor, shards: Sequence[Shard]) -> dict[int, Tensor]:
+    """The first column (B, 1) of every span of every rank, by its global position."""
+    own = torch.zeros(2, x.shape[0], dtype=torch.int64, device="cpu")
+    row = 0
+    for i, span in enumerate(shards[parallel.rank]):
+        own[i] = x[:, row].cpu()
+        row += span.stop - span.start
+    records = parallel.ranks.records(own, "the exchange of labels")
+    return {
+        span.start: record[i].unsqueeze(1)
+        for shard, record in zip(shards, records, strict=True)
+        for i, span in enumerate(shard)
+    }

@@ -1,0 +1,287 @@
+"""torchscale's LongNetEncoder and LongNetDecoder, with its parameters' names, on `dilated_attention`.
+
+Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedding, H heads, D head dim, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..attention import dilated_attention, save_attention
+from ..pattern import DilatedPattern
+from ..ranks.context import ContextParallel
+from .checked_loading import CheckedLoading
+from .gate import ZeroRows, torchscale_attention, zero_rows
+from .layout import Layout, agree_on_layout
+from .torchscale_config import FIRST_LEARNED_POSITION, TorchscaleConfig
+
+ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
+# Without gradients the feed-forward's wide rows are formed this many numbers at a time.
+FFN_CHUNK_NUMBERS = 2**24
+
+
+class XPos(nn.Module):
+    """Rotary positions whose length decays with the distance (arXiv 2212.10554), in torchscale's pairs (2i, 2i + 1)."""
+
+    scale: Tensor
+
+    def __init__(self, head_dim: int, scale_base: float) -> None:
+        super().__init__()
+        self.scale_base = scale_base
+        self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
+
+    def tables(self, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """cos, sin and growth of a layout's rows, each (N, 1, D/2), float64 on the CPU."""
+        positions_N = layout.positions().to(torch.float64)
+        # The middle of a document has length 1; which place has does not matter to scores.
+        halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in layout.stretches]
+        exponents_N = (positions_N - torch.cat([positions_N[:0], *halves])) / self.scale_base
+        num_pairs = len(self.scale)
+        frequencies = 10_000.0 ** (-torch.arange(num_pairs, dtype=torch.float64, device="cpu") / num_pairs)
+        angles = (positions_N[:, None] * frequencies)[:, None]
+        growth = self.scale.to("cpu", torch.float64) ** exponents_N[:, None]
+        return angles.cos(), angles.sin(), growth[:, None]
+
+    @staticmethod
+    def rotate(x_BNHD: Tensor, cos: Tensor, sin: Tensor, growth: Tensor) -> Tensor:
+        wide = torch.promote_types(x_BNHD.dtype, torch.float32)
+        cos, sin = ((table * growth).to(x_BNHD.device, wide) for table in (cos, sin))
+        even, odd = x_BNHD[..., ::2], x_BNHD[..., 1::2]
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x_BNHD.dtype)
+
+
+class SelfAttention(nn.Module):
+    """out_proj(subln(attention(q_proj x, k_proj x, v_proj x)))."""
+
+    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern, parallel: ContextParallel | None) -> None:
+        super().__init__()
+        width = config.embed_dim
+        self.num_heads, self.pattern, self.parallel = config.num_heads, pattern, parallel
+        self.k_proj, self.v_proj, self.q_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+        self.inner_attn_ln = nn.LayerNorm(width, eps=config.layernorm_eps) if config.sub_layernorm else None
+        scale_base = config.xpos_scale_base
+        self.xpos = XPos(config.head_dim, scale_base) if scale_base is not None else None
+
+    def forward(self, x_BNE: Tensor, layout: Layout, counted: ZeroRows | None, cu_seqlens: Tensor | None) -> Tensor:
+        q, k, v = (proj(x_BNE).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.xpos is not None:
+            cos, sin, growth = self.xpos.tables(layout)
+            q, k = self.xpos.rotate(q, cos, sin, growth), self.xpos.rotate(k, cos, sin, 1 / growth)
+        if counted is not None:
+            out = torchscale_attention(
+                q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens, counted=counted
+            )
+        else:
+            out = dilated_attention(q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens)
+        assert isinstance(out, Tensor)
+        del q, k, v  # two thirds of what this layer holds, where no gradient keeps them
+        out_BNE = out.flatten(2)
+        return self.out_proj(out_BNE if self.inner_attn_ln is None else self.inner_attn_ln(out_BNE))
+
+
+class FeedForward(nn.Module):
+    """fc2(subln(activation(fc1 x)))."""
+
+    def __init__(self, config: TorchscaleConfig) -> None:
+        super().__init__()
+        self.activation = ACTIVATION[config.activation]
+        self.fc1 = nn.Linear(config.embed_dim, config.ffn_dim)
+        self.fc2 = nn.Linear(config.ffn_dim, config.embed_dim)
+        self.ffn_layernorm = nn.LayerNorm(config.ffn_dim, eps=config.layernorm_eps) if config.sub_layernorm else None
+
+    def forward(self, x_BNE: Tensor) -> Tensor:
+        rows = max(1, FFN_CHUNK_NUMBERS // self.fc1.out_features)
+        if torch.is_grad_enabled() or x_BNE.shape[:-1].numel() <= rows:
+            return self._rows(x_BNE)
+        return torch.cat([self._rows(part) for part in x_BNE.flatten(0, 1).split(rows)]).view_as(x_BNE)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))  # as torchscale
+        hidden = self.activation(wide).to(hidden.dtype)
+        return self.fc2(hidden if self.ffn_layernorm is None else self.ffn_layernorm(hidden))
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each with a residual and a LayerNorm before it or after the sum."""
+
+    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern, parallel: ContextParallel | None) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(config, pattern, parallel)
+        self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
+        self.ffn = FeedForward(config)
+        self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
+        self.normalize_before = config.normalize_before
+        self.alpha = (2.0 * config.num_layers) ** 0.25 if config.deepnorm else 1.0
+
+    def forward(self, x_BNE: Tensor, layout: Layout, counted: ZeroRows | None, cu_seqlens: Tensor | None) -> Tensor:
+        if self.normalize_before:
+            x_BNE = self._sum(x_BNE, self.self_attn(self.self_attn_layer_norm(x_BNE), layout, counted, cu_seqlens))
+            return self._sum(x_BNE, self.ffn(self.final_layer_norm(x_BNE)))
+        x_BNE = self.self_attn_layer_norm(self._sum(x_BNE, self.self_attn(x_BNE, layout, counted, cu_seqlens)))
+        return self.final_layer_norm(self._sum(x_BNE, self.ffn(x_BNE)))
+
+    def _sum(self, residual_BNE: Tensor, x_BNE: Tensor) -> Tensor:
+        return (residual_BNE if self.alpha == 1.0 else residual_BNE * self.alpha) + x_BNE
+
+
+class _LongNet(CheckedLoading):
+    """What encoder and decoder share: all but causality."""
+
+    is_causal: bool
+
+    def __init__(
+        self,
+        config: TorchscaleConfig,
+        *,
+        parallel: ContextParallel | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.parallel = parallel
+        self.activation_checkpointing = activation_checkpointing
+        self.pattern = config.pattern(is_causal=self.is_causal)
+        width, num_tokens, num_logits = config.embed_dim, config.num_tokens, config.num_logits
+        self.embed_tokens = nn.Embedding(num_tokens, width) if num_tokens is not None else None
+        learned = config.num_learned_positions
+        self.embed_positions = nn.Embedding(learned, width) if learned is not None else None
+        self.layernorm_embedding = nn.LayerNorm(width, eps=config.layernorm_eps) if config.layernorm_embedding else None
+        self.layers = nn.ModuleList(Layer(config, self.pattern, parallel) for _ in range(config.num_layers))
+        is_normalized = config.normalize_before and (self.is_causal or config.normalize_output)
+        self.layer_norm = nn.LayerNorm(width, eps=config.layernorm_eps) if is_normalized else None
+        self.output_projection = None
+        if num_logits is not None:
+            self.output_projection = nn.Linear(width, num_logits, bias=False)
+            nn.init.normal_(self.output_projection.weight, std=width**-0.5)
+            if self.embed_tokens is not None and config.shares_embedding:
+                self.output_projection.weight = self.embed_tokens.weight
+        self._scale_weights()
+
+    def _scale_weights(self) -> None:
+        """As torchscale: MAGNETO's and DeepNet's factors on value, output and feed-forward weights and biases."""
+        depth = self.config.num_layers
+        factor = math.sqrt(math.log(2 * depth)) if self.config.sub_layernorm else 1.0
+        factor = (8.0 * depth) ** -0.25 if self.config.deepnorm else factor
+        with torch.no_grad():
+            for layer in self.layers:
+                assert isinstance(layer, Layer)
+                attention, ffn = layer.self_attn, layer.ffn
+                for linear in (attention.v_proj, attention.out_proj, ffn.fc1, ffn.fc2):
+                    linear.weight.mul_(factor)
+                    linear.bias.mul_(factor)
+
+    def forward(
+        self,
+        tokens_BN: Tensor | None = None,
+        *,
+        embeddings: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        collect: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor | list[Tensor]:
+        """Tokens, or embeddings in their place, to logits (B, N, V), or (B, N, E) for a model without an output layer.
+
+        Args:
+            tokens_BN: integers (B, N).
+            embeddings: (B, N, E), to which learned positions are added as to those of tokens.
+            cu_seqlens: as for `dilated_attention`: packed documents, batch 1. Each is computed as if it were alone.
+            collect: return a list instead: what this function makes of the embeddings and of each layer's output,
+                (B, N, E) each, before the last LayerNorm. Only what it returns is kept.
+
+        Raises:
+            ValueError: for input that does not fit, on every rank of `parallel`.
+        """
+        given = embeddings if tokens_BN is None else tokens_BN
+        failure = self._failure(tokens_BN, embeddings)
+        layout = agree_on_layout(
+            type(self).__name__,
+            (0, 0) if failure or given is None else (given.shape[0], given.shape[1]),
+            parallel=self.parallel,
+            cu_seqlens=cu_seqlens,
+            fields={"pattern": self.pattern, "collects": collect is not None},
+            failure=failure,
+        )
+        x_BNE = self._embed(tokens_BN, embeddings, layout)
+        counted = None
+        if self.config.padding == "torchscale":
+            dtype = torch.promote_types(x_BNE.dtype, torch.float32)
+            counted = zero_rows(self.pattern, self.config.num_heads, layout, device=x_BNE.device, dtype=dtype)
+        collected = [] if collect is None else [collect(x_BNE)]
+        for layer in self.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x_BNE = checkpoint(
+                    layer,
+                    x_BNE,
+                    layout,
+                    counted,
+                    cu_seqlens,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=save_attention,  # nothing is sent twice
+                )
+            else:
+                x_BNE = layer(x_BNE, layout, counted, cu_seqlens)
+            if collect is not None:
+                collected.append(collect(x_BNE))
+        if collect is not None:
+            return collected
+        x_BNE = x_BNE if self.layer_norm is None else self.layer_norm(x_BNE)
+        return x_BNE if self.output_projection is None else self.output_projection(x_BNE)
+
+    def _embed(self, tokens_BN: Tensor | None, embeddings: Tensor | None, layout: Layout) -> Tensor:
+        if tokens_BN is not None:
+            assert self.embed_tokens is not None
+            x_BNE = self.embed_tokens(tokens_BN.long())
+        else:
+            assert embeddings is not None
+            x_BNE = embeddings
+        x_BNE = x_BNE * math.sqrt(self.config.embed_dim) if self.config.scale_embedding else x_BNE
+        if self.embed_positions is not None:
+            num_rows = self.embed_positions.num_embeddings
+            if layout.longest + FIRST_LEARNED_POSITION > num_rows:  # on all ranks
+                most = num_rows - FIRST_LEARNED_POSITION
+                known = f"{num_rows} learned ones from {FIRST_LEARNED_POSITION} on"
+                raise ValueError(f"{layout.longest} positions, and {known}: at most {most}")
+            x_BNE = x_BNE + self.embed_positions(layout.positions().to(x_BNE.device) + FIRST_LEARNED_POSITION)
+        return x_BNE if self.layernorm_embedding is None else self.layernorm_embedding(x_BNE)
+
+    def _failure(self, tokens_BN: Tensor | None, embeddings: Tensor | None) -> str | None:
+        """Why the input cannot be, as far as this rank sees, or None."""
+        if (tokens_BN is None) == (embeddings is None):
+            return "give either tokens or embeddings=, not both and not neither"
+        if embeddings is not None:
+            if embeddings.dim() != 3 or embeddings.shape[-1] != self.config.embed_dim:
+                return f"embeddings have shape {tuple(embeddings.shape)}, not (batch, N, {self.config.embed_dim})"
+            return None
+        assert tokens_BN is not None
+        if self.embed_tokens is None:
+            return "this model embeds no tokens (num_tokens=None): give embeddings= instead"
+        if tokens_BN.dim() != 2 or tokens_BN.is_floating_point() or tokens_BN.is_complex():
+            shape, dtype = tuple(tokens_BN.shape), tokens_BN.dtype
+            return f"tokens have shape {shape} and dtype {dtype}: pass integers (batch, N)"
+        low, high = (int(tokens_BN.min()), int(tokens_BN.max())) if tokens_BN.numel() else (0, 0)
+        if low < 0 or high >= self.embed_tokens.num_embeddings:
+            return f"tokens from {low} to {high}, but num_tokens={self.embed_tokens.num_embeddings}"
+        return None
+
+
+class LongNetEncoder(_LongNet):
+    """torchscale's LongNetEncoder: every query sees keys before and after it.
+
+    Args:
+        config: its shape; `TorchscaleConfig.from_torchscale` reads torchscale's own.
+        parallel: inputs and outputs are then the local shards of sequences that the ranks hold together.
+        activation_checkpointing: recompute each layer in backward instead of keeping what it computed.
+    """
+
+    is_causal = False
+
+
+class LongNetDecoder(_LongNet):
+    """torchscale's LongNetDecoder, without cross-attention: no query sees a later key. Arguments as for the encoder."""
+
+    is_causal = True

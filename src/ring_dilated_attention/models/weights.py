@@ -1,0 +1,112 @@
+"""Weights from files: safetensors, or torch's own, whose pickles are read with weights_only=True alone."""
+
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..ranks.context import ContextParallel
+from .checked_loading import Mapped, map_names
+from .longnet_vit import DILATION_RATES, NUM_HEADS, LongNetViT, segment_lengths_for
+
+# Under which a trainer's checkpoint keeps the model.
+_NESTS = ("model", "state_dict", "module")
+
+
+def read_weights(path: Path | str) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file, or of one that torch.save wrote, also under its "model".
+
+    Raises:
+        ValueError: for a file that cannot be read so, or holds no tensors by name.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError as error:
+        raise ValueError(f"{path} needs the package safetensors: pip install safetensors") from error
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} cannot be read with weights_only=True, and is not read otherwise, since a pickle can run any code "
+            "when it is opened: save the state_dict alone, or as safetensors"
+        ) from error
+    except Exception as error:  # a damaged file raises anything
+        raise ValueError(f"{path} cannot be read as weights: {_first_line(error)}") from error
+    for name in _NESTS:
+        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
+            found = found[name]
+    if not isinstance(found, Mapping) or not any(isinstance(x, Tensor) for x in found.values()):
+        raise ValueError(f"{path} holds no tensors by name, but a {type(found).__name__}")
+    return {str(name): x for name, x in found.items() if isinstance(x, Tensor)}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def load_slide_encoder(
+    path: Path | str,
+    *,
+    num_heads: int = NUM_HEADS,
+    max_wsi_size: int = 262_144,
+    tile_size: float = 256,
+    global_pool: bool = False,
+    padding: str = "torchscale",
+    parallel: ContextParallel | None = None,
+    strict: bool = True,
+) -> tuple[LongNetViT, list[str]]:
+    """The LongNetViT whose weights a file holds, in eval mode, and the file's names that were left over.
+
+    Its width, depth and features per tile are those of the weights.
+
+    Args:
+        path: as for `read_weights`.
+        num_heads: which the weights do not tell; all published ones have 16.
+        max_wsi_size: as for `segment_lengths_for`; the weights do not tell it either.
+        strict: refuse a file with names that are not the model's, or without some of them.
+
+    Raises:
+        ValueError: if the file is not that of a slide encoder.
+    """
+    weights = read_weights(path)
+    embed_dim = _size(path, weights, "cls_token", 2)
+    in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
+    ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
+    layers = [int(m[1]) for key in weights if (m := re.search(r"\bencoder\.layers\.(\d+)\.", key))]
+    model = LongNetViT(
+        in_chans,
+        embed_dim,
+        1 + max(layers),
+        num_heads,
+        mlp_ratio=ffn_dim / embed_dim,
+        tile_size=tile_size,
+        segment_lengths=segment_lengths_for(max_wsi_size),
+        dilation_rates=DILATION_RATES,
+        global_pool=global_pool,
+        padding=padding,
+        parallel=parallel,
+    )
+    mapped: Mapped = map_names(weights, model)
+    if strict and mapped.left:
+        listed = ", ".join(mapped.left[:5])
+        raise ValueError(f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}")
+    try:
+        model.load_state_dict(mapped.state_dict, strict=strict)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return model.eval(), mapped.left
+
+
+def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:
+    """The last length of a tensor of `dim + 1` dims, whatever stands before its name."""
+    found = next((x for key, x in weights.items() if key == name or key.endswith("." + name)), None)
+    if found is None or found.dim() != dim + 1:
+        got = "no such tensor" if found is None else f"shape {tuple(found.shape)}"
+        raise ValueError(f"{path} does not hold a slide encoder's weights: of {name} there is {got}")
+    return found.shape[dim]

@@ -1,0 +1,132 @@
+"""One sample of a data loader, cut into the shards of all ranks: checked to be the same, or dealt out by one rank."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan.sharding import Shard, check_documents, document_positions
+from .handshake import all_or_none
+from .ranks import Ranks
+from .reshard import own_rows
+
+BORDERS, POSITIONS = "cu_seqlens", "positions"
+Batch = Mapping[str, Tensor]
+
+
+def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[str, Tensor]:
+    """As `ContextParallel.shard_batch`."""
+    ranks.check_all_here("shard_batch")
+    failure = _failure(batch, ranks, source)
+    described: dict[str, Any] = {}
+    if batch is not None and not failure:
+        described = {name: [list(x.shape), str(x.dtype)] for name, x in batch.items()}
+    if source is None:
+        fields: dict[str, object] = {"call": "shard_batch", "shapes of the batch": described}
+        if batch is not None and not failure:
+            fields["samples"] = {name: fingerprint(x) for name, x in batch.items()}
+        try:
+            ranks.agree(0, fields, failure)
+        except ValueError as error:
+            if "ranks disagree on samples" not in str(error):
+                raise
+            raise ValueError(
+                f"{error} The numbers are fingerprints: ranks that share a sequence were given different samples. Give "
+                "all of them the same one (a DistributedSampler with num_replicas and rank of the *other* mesh axis, "
+                "or shuffle=False and one seed), or let one rank deal it out: shard_batch(batch, source=0)."
+            ) from error
+        whole: Batch | None = batch
+    else:
+        described = _told(ranks, described, source, failure)
+        whole = batch if ranks.rank == source else None
+    length = ranks.last_whole = _length(described)
+    shards = ranks.shards(ranks.lengths_of(length))
+    local: dict[str, Tensor] = {}
+    for name, (shape, dtype) in described.items():
+        dim = _dim(name, shape)
+        if source is None:
+            assert whole is not None
+            local[name] = whole[name] if dim is None else own_rows(whole[name], shards[ranks.rank], dim)
+        else:
+            like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            local[name] = _dealt(ranks, None if whole is None else whole[name], like, shape, dim, shards, source)
+    if POSITIONS not in local:
+        borders = local[BORDERS].tolist() if BORDERS in local else [0, length]
+        check_documents(borders, length)
+        ranges = document_positions(shards[ranks.rank], borders)
+        local[POSITIONS] = torch.cat([torch.arange(r.start, r.stop) for r in (range(0), *ranges)])
+    return local
+
+
+def fingerprint(x: Tensor) -> int:
+    """64 bits of a tensor's content: equal for equal bytes, and otherwise hardly ever."""
+    raw = x.detach().contiguous().flatten().view(torch.uint8)
+    words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
+    place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131  # odd: each place its own factor
+    mixed = (words ^ (words >> 31)) * -4417276706812531889 + place
+    return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())
+
+
+def _failure(batch: Any, ranks: Ranks, source: int | None) -> str | None:
+    """Why a batch cannot be cut, or None."""
+    if source is not None and (isinstance(source, bool) or source not in range(ranks.world_size)):
+        return f"source must be a rank from 0 to {ranks.world_size - 1} or None, got {source!r}."
+    if batch is None:
+        return None if source not in (None, ranks.rank) else "shard_batch needs a batch, got None."
+    if not isinstance(batch, Mapping) or not batch:
+        return f"a batch must be a dict of tensors, got {type(batch).__name__}{'' if batch else ' without entries'}."
+    lengths = {}
+    for name, x in batch.items():
+        if not isinstance(x, Tensor) or not x.dim():
+            return f"batch[{name!r}] must be a tensor (N,) or (B, N, ...), got {type(x).__name__}."
+        dim = _dim(name, list(x.shape))
+        if dim is not None:
+            lengths[name] = x.shape[dim]
+    if len(set(lengths.values())) != 1:
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "there is none"
+        return f"the tensors of a batch must share one number of positions, but {listed}."
+    return None
+
+
+def _dim(name: str, shape: list[int]) -> int | None:
+    """The dim of the positions; borders of documents have none, and stay whole."""
+    return None if name == BORDERS else min(1, len(shape) - 1)
+
+
+def _length(described: Mapping[str, Any]) -> int:
+    return next(shape[_dim(name, shape)] for name, (shape, _) in described.items() if _dim(name, shape) is not None)
+
+
+def _told(ranks: Ranks, described: dict[str, Any], source: int, failure: str | None) -> dict[str, Any]:
+    """The names, shapes and dtypes of the source's batch."""
+    text = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
+    own = text if ranks.rank == source else text[:0]
+    lengths = ranks.agree(own.numel(), {"call": "shard_batch", "source": source}, failure)
+    lengths = lengths if len(lengths) == ranks.world_size else (own.numel(),)
+    with all_or_none(ranks):
+        told = ranks.gather(own, lengths, 0, "shard_batch")[source if ranks.world_size > 1 else 0]
+    return json.loads(bytes(told.tolist()).decode())
+
+
+def _dealt(
+    ranks: Ranks,
+    whole: Tensor | None,
+    like: Tensor,
+    shape: list[int],
+    dim: int | None,
+    shards: tuple[Shard, ...],
+    source: int,
+) -> Tensor:
+    """This rank's rows of a tensor that the source holds; each rank gets its own alone."""
+    parts = [like] * ranks.world_size
+    if whole is not None:
+        parts = [(whole if dim is None else own_rows(whole, shard, dim)).flatten().cpu() for shard in shards]
+    own = list(shape)
+    if dim is not None:
+        own[dim] = sum(span.stop - span.start for span in shards[ranks.rank])
+    size = torch.Size(own).numel()
+    sizes = [size if peer == source else 0 for peer in range(ranks.world_size)]
+    with all_or_none(ranks):
+        return ranks.scatter(parts, sizes, like, "shard_batch")[source].view(own)

@@ -1,0 +1,64 @@
+"""Rows that change ranks, with gradients: what one rank receives in forward it sends the gradient of in backward.
+B batch, N positions of this rank."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan.zero_rows import Move
+from .handshake import all_or_none
+from .ranks import Ranks
+from .reshard import rows_fields
+
+
+class MoveRows(torch.autograd.Function):
+    """Forward on rank k: x (B, N, ...) -> y (B, N, ...), in which row t is the row of whichever rank moves there, and
+    `fill` where none does. Backward: dx[s] = dy[t] for the row s that moved to t, 0 for those that moved nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, moves: Sequence[Move], ranks: Ranks | None, fill: float) -> Tensor:
+        ctx.moves, ctx.ranks = moves, ranks
+        return _carry(x, moves, ranks, fill, "rows to their places")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        back = [move.back() for move in ctx.moves]
+        return _carry(grads[0], back, ctx.ranks, 0, "backward of rows to their places"), None, None, None
+
+
+def _carry(x: Tensor, moves: Sequence[Move], ranks: Ranks | None, fill: float, moment: str) -> Tensor:
+    rank = 0 if ranks is None else ranks.rank
+    y = x.new_full(x.shape, fill)
+    for move in moves:
+        if move.source_rank == move.target_rank == rank:
+            _place(y, move, x.narrow(1, move.source_row, move.num_rows))
+    if ranks is None or ranks.world_size == 1:
+        return y
+    ranks.check_all_here(moment)
+    ranks.agree(x.shape[1], rows_fields(moment, x, 1), None)
+    with all_or_none(ranks):
+        row_size = x.shape[0] * math.prod(x.shape[2:])
+        parts: list[list[Tensor]] = [[x.new_empty(0)] for _ in range(ranks.world_size)]
+        sizes = [0] * ranks.world_size
+        arrivals: list[list[Move]] = [[] for _ in range(ranks.world_size)]
+        for move in moves:
+            if move.source_rank == move.target_rank:
+                continue
+            if move.source_rank == rank:
+                parts[move.target_rank].append(x.narrow(1, move.source_row, move.num_rows).flatten())
+            if move.target_rank == rank:
+                sizes[move.source_rank] += move.num_rows * row_size
+                arrivals[move.source_rank].append(move)
+        received = ranks.scatter([torch.cat(part) for part in parts], sizes, x, moment)
+        for piece, coming in zip(received, arrivals, strict=True):
+            rows = piece.split([move.num_rows * row_size for move in coming]) if coming else ()
+            for move, row in zip(coming, rows, strict=True):
+                _place(y, move, row.view(x.shape[0], move.num_rows, *x.shape[2:]))
+    return y
+
+
+def _place(y: Tensor, move: Move, rows: Tensor) -> None:
+    y.narrow(1, move.target_row, move.num_rows).copy_(rows)

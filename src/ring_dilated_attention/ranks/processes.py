@@ -1,0 +1,198 @@
+"""Several processes that share sequences: their groups, in the order of the ring, and the handshake of a call."""
+
+import socket
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..plan.dealing import check_dealing
+from ..plan.exchange import Choice, choose_exchange
+from ..plan.memory import Sizes
+from ..plan.sharding import Cut, ring_order
+from .call import Call
+from .handshake import agree
+from .link import ExchangeError, GroupLink
+from .ranks import Links, Ranks, call_fields
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+class Processes(Ranks):
+    """The processes of a group. Their communicators are their own: a failed message breaks its group, and the user's
+    must stay whole.
+
+    control: all ranks, over gloo. all: all ranks, for data. inner: those that deal heads to each other, on a 2-D mesh.
+    outer: those of the ring.
+    """
+
+    def __init__(self, members: list[int], timeout: timedelta) -> None:
+        """Make the control group: all ranks do, whatever else they were given, and then agree over it (`connect`)."""
+        super().__init__(Cut("contiguous", len(members)))
+        self.timeout, self.world_size = timeout, len(members)
+        self.opened: list[GroupLink] = []  # they break together
+        self.spacers: list[dist.ProcessGroup] = []
+        self.has_warned = False
+        self.control = self._open("control", "gloo", members)
+
+    def connect(self, cut: Cut | None, exchange: str, failure: str | None) -> None:
+        """Make the other groups, once all ranks turn out to want the same.
+
+        Raises:
+            ValueError: on every rank, if any has bad arguments or other ones.
+        """
+        try:
+            fields: dict[str, object] = {"call": "making a ContextParallel"}
+            if cut is not None:
+                fields |= {"mesh": f"{cut.num_shards // cut.inner} x {cut.inner}", "sharding": cut.sharding}
+                fields |= {"align": cut.align, "lengths": cut.lengths, "exchange": exchange}
+            agree(self.control, 0, fields, failure)
+        except ValueError:
+            self.close()
+            raise
+        assert cut is not None
+        self.cut, self.exchange = cut, exchange
+        members = self.control.members
+        hosts = [text.partition("\n")[0] for text in self._told()]
+        rows = [range(i, i + cut.inner) for i in range(0, len(members), cut.inner)]  # of a 2-D mesh
+        order = ring_order([", ".join(hosts[k] for k in row) for row in rows])
+        members = [members[k] for i in order for k in rows[i]]
+        self.control.reorder(members)
+        self.all = self._open("data", None, members)
+        self.rank = self.all.rank
+        self.inner: GroupLink | None = None
+        self.outer: GroupLink | None = self.all
+        if cut.inner > 1:
+            row, column = divmod(self.rank, cut.inner)
+            self.inner = self._open("heads", None, members[row * cut.inner :][: cut.inner])
+            chunks = members[column :: cut.inner]
+            self.outer = self._open("chunks", None, chunks) if len(chunks) > 1 else None
+
+    def _told(self) -> list[str]:
+        """Everybody's host, and below it the contexts that were dropped. Those that all dropped are closed: torch
+        numbers its groups by how many there are, so that ranks must give them back together."""
+        told = self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names")
+        for name in set.intersection(*(set(text.split("\n")[1:]) for text in told)):
+            for link in _dropped.pop(name, ()):
+                link.close()
+        return told
+
+    def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
+        """A communicator of these global ranks, in this order."""
+        try:
+            group = self._new_group(purpose, backend, members)
+            self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or hash
+            link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
+            link.open()
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"making a ContextParallel: not all of the ranks {members} did (group {purpose!r}, "
+                f"rank {dist.get_rank()}): {error}"
+            ) from error
+        return link
+
+    def _new_group(self, purpose: str, backend: str | None, members: list[int]) -> dist.ProcessGroup:
+        """torch names a group of some ranks by these and the number of groups there are. Where some were given back,
+        that was another's name already: a group of this rank alone makes it one more, on every rank alike."""
+        while True:
+            try:
+                return dist.new_group(
+                    members,
+                    timeout=self.timeout,
+                    backend=backend,
+                    use_local_synchronization=len(members) != dist.get_world_size(),
+                    group_desc=f"ring_dilated_attention:{purpose}",
+                )
+            except ValueError as error:
+                if "already been created" not in str(error) or len(members) == 1:
+                    raise
+                alone = [dist.get_rank()]
+                self.spacers.append(dist.new_group(alone, backend="gloo", use_local_synchronization=True))
+
+    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+        return agree(self.control, length, fields, failure)
+
+    def notice(self, lengths: Sequence[int]) -> None:
+        total, size = sum(lengths), max(-(-sum(lengths) // self.world_size), 1)
+        if self.has_warned or self.cut.lengths is not None:
+            return
+        alike = [max(min(size, total - k * size), 0) for k in range(self.world_size)]  # as torch.chunk cuts
+        if set(lengths) == {self.last_whole}:
+            text = (
+                f"every rank has {self.last_whole} positions, as many as the sequence that was cut last: they are "
+                f"taken for one of {total}. Pass what `shard` returns"
+            )
+        elif tuple(lengths) not in (self.cut.default_lengths(total), tuple(alike)):
+            text = (
+                f"ranks have {tuple(lengths)} positions, which no near-equal cut of one sequence of {total} gives "
+                f"({self.cut.default_lengths(total)}). If they are meant, say so: ContextParallel(lengths=...)"
+            )
+        else:
+            return
+        self.has_warned = True
+        warnings.warn(text + ". This is said once.", stacklevel=2)
+
+    def fields(
+        self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
+    ) -> dict[str, object]:
+        return call_fields(call, stage, number, query, key, cu_seqlens)
+
+    def records(self, record: Tensor, moment: str) -> list[Tensor]:
+        return self.control.all_to_all(record, moment)
+
+    def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
+        return self.all.all_gather(x, lengths, dim, moment)
+
+    def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
+        return self.all.all_to_all_single(parts, sizes, like, moment)
+
+    def choose(
+        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
+    ) -> Choice:
+        num_kv_held = num_kv_heads * len(call.heads) // call.num_heads
+        if self.cut.inner > 1:
+            check_dealing(num_kv_held, self.cut.inner)
+        if self.exchange == "all_to_all":
+            check_dealing(num_kv_held, self.world_size)
+        if self.exchange != "auto":
+            return Choice(self.exchange, "asked for")
+        if self.cut.inner > 1:
+            return Choice("ring", "the outer axis of a 2-D mesh; the inner one deals heads")
+        heads = (call.num_heads, num_kv_heads)
+        return choose_exchange(call.pattern, self.shards(lengths), *heads, documents, sizes, call.held)
+
+    def links(self, exchange: str, plan_arguments: tuple) -> Links:
+        return Links(None, self.all) if exchange == "all_to_all" else Links(self.outer, self.inner)
+
+    def abandon(self, reason: str) -> None:
+        for link in self.opened:
+            link.abandon(reason)
+
+    def close(self) -> None:
+        for link in self.opened:
+            link.close()
+        self.opened.clear()
+        for group in self.spacers:
+            with suppress(ValueError, AssertionError):  # torch.distributed was shut down before
+                dist.destroy_process_group(group)
+        self.spacers.clear()
+
+
+_dropped: dict[str, list[GroupLink]] = {}  # links of contexts that went without a `close`, by the context's name
+
+
+def note_dropped(opened: list[GroupLink], name: str) -> None:
+    """A finaliser of contexts. It talks to nobody and destroys nothing: that is left to the next context."""
+    if opened:
+        _dropped[name] = opened
+        warnings.warn(
+            f"{name} was dropped without close(): its connections and threads are kept until all ranks make another "
+            "ContextParallel",
+            ResourceWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,174 @@
+"""What ranks do in a call: handshake -> plan -> program; and what differs between their kinds."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.choose import choose
+from ..kernels.contract import BackwardRows
+from ..plan.exchange import Choice, RankPlan, plan_exchange
+from ..plan.memory import Sizes
+from ..plan.sharding import Cut, Shard, documents_of
+from ..run import executor
+from ..run.executor import Means
+from ..run.link import Dealer, Link
+from .call import Call
+from .handshake import all_or_none
+
+
+class Links(NamedTuple):
+    """What connects a rank in one call: with the others of its ring, and with those that deal heads to each other."""
+
+    ring: Link | None
+    heads: Dealer | None
+
+
+class Ranks:
+    """The ranks that share sequences, seen from this process, which is alone. Other kinds override what differs.
+
+    rank: its place in the ring. world_size: processes. name: by which errors call them, "" for one alone. calls: its
+    forwards so far, the same on every rank.
+    """
+
+    rank, world_size, name = 0, 1, ""
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut, self.calls = cut, 0
+        self.last_whole: int | None = None  # the length of the sequence that was cut last
+
+    def lengths_of(self, seq_len: int) -> tuple[int, ...]:
+        """Every process's number of rows of a sequence that it cuts."""
+        return self.cut.default_lengths(seq_len)
+
+    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+        """Every process's shard, given every process's number of rows."""
+        return self.cut.shards_of(lengths)
+
+    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+        """Every rank's number of rows, once all turn out to make the same call.
+
+        Raises:
+            ValueError: on every rank, if any refuses or fields differ.
+        """
+        if failure:
+            raise ValueError(failure)
+        return (length,)
+
+    def notice(self, lengths: Sequence[int]) -> None:
+        """Warn, once, of numbers of rows that look like a mistake."""
+
+    def check_all_here(self, method: str) -> None:
+        """Raise ValueError where other ranks' tensors cannot be had."""
+
+    def records(self, record: Tensor, moment: str) -> list[Tensor]:
+        """Every process's record, all of one shape and dtype, on the CPU."""
+        return [record]
+
+    def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
+        """Every process's tensor; they differ only in their length along `dim`."""
+        return [x]
+
+    def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
+        """Send a flat part to every process (parts may be empty) and receive one from each, of the given sizes."""
+        return list(parts)
+
+    def deliver(
+        self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], like: Tensor, moment: str
+    ) -> list[Tensor]:
+        """`scatter`, in a call that all have agreed on: if this rank cannot make its parts, the others fail at once."""
+        with all_or_none(self):
+            return self.scatter(make_parts(), sizes, like, moment)
+
+    def choose(
+        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
+    ) -> Choice:
+        """The exchange of a call over rows of these lengths, and why."""
+        return Choice("none", "one rank: nothing to send")
+
+    def links(self, exchange: str, plan_arguments: tuple) -> Links:
+        """What connects this rank under an exchange. plan_arguments: of `make_plan`."""
+        return Links(None, None)
+
+    def abandon(self, reason: str) -> None:
+        """Break the connections, so that other ranks fail at once instead of waiting for this one."""
+
+    def close(self) -> None:
+        """Give the connections back."""
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, int]:
+        """out (B, N, H, D), lse (B, N, H), and the number of the call, by which its backward is recognised."""
+        number = self.calls + 1 if self.name else 0  # alone there is nobody to agree with
+        with all_or_none(self, ValueError):
+            rank_plan, means, query = self.route(call, "forward", number, query, key, cu_seqlens)
+        self.calls = number  # on all ranks or on none: a call that one rank refused has no number
+        with all_or_none(self):
+            return *executor.forward(rank_plan, means, query, key, value), number
+
+    def backward(
+        self, call: Call, number: int, rows: BackwardRows, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq (B, N, H, D), dk and dv (B, N, G, D)."""
+        with all_or_none(self, ValueError):
+            rank_plan, means, query = self.route(call, "backward", number, rows.query, rows.key, cu_seqlens)
+        with all_or_none(self):
+            if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
+                # The loss of a rank may not use lse: all deal its gradient, or none.
+                rows = rows._replace(dlse=torch.zeros_like(rows.lse))
+            dq, dk, dv = executor.backward(rank_plan, means, rows._replace(query=query))
+            return call.scaled(dq), dk, dv
+
+    def route(
+        self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[RankPlan, Means, Tensor]:
+        """What this rank does, by what means, and the query that kernels take: handshake, choose the exchange, plan."""
+        try:
+            kernel = choose(call.backend, query)
+            fields = self.fields(call, stage, number, query, key, cu_seqlens)
+            scaled = call.scaled(query)
+        except Exception as error:
+            self.agree(0, {}, str(error) or type(error).__name__)  # the others are told at once
+            raise
+        lengths = self.agree(query.shape[1], fields, None)
+        self.notice(lengths)
+        documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
+        num_kv_heads = call.num_kv_heads(key.shape[2])
+        sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
+        exchange = self.choose(call, lengths, num_kv_heads, sizes, documents).exchange
+        arguments = (call.pattern, self.shards(lengths), self.rank, call.num_heads, num_kv_heads, documents, call.held)
+        rank_plan = plan_exchange(exchange, *arguments, self.cut.inner)
+        links = self.links(exchange, arguments)
+        whole = None
+        if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
+            borders = documents or (0, query.shape[1])
+            whole = kernel.choose_pass(call.pattern, borders, query, num_kv_heads, stage == "backward").found
+        return rank_plan, Means(kernel, call.kernel_scale, links.ring, links.heads, whole), scaled
+
+    def fields(
+        self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
+    ) -> dict[str, object]:
+        """What must agree between ranks, by name."""
+        return {}
+
+
+def call_fields(
+    call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
+) -> dict[str, object]:
+    """A call in the words of an error about it."""
+    batch, _, num_heads, head_dim = query.shape
+    given = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    return {
+        "call": f"{stage} {number}",
+        "pattern": call.pattern,
+        "shape": f"batch {batch}, {num_heads} heads, {key.shape[2]} key/value heads, head dim {head_dim}",
+        "heads held": f"{call.heads} of {call.num_heads}",
+        "dtype": query.dtype,
+        "device": query.device.type,
+        "scale": call.scale,
+        "cu_seqlens": given if given is None or len(given) <= 64 else (len(given), hash(given)),
+        "gradients": call.needs_grad or "none",
+        "return_lse": call.return_lse,
+    }

@@ -1,0 +1,69 @@
+"""Sums over ranks, and the mean of a loss."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .handshake import all_or_none
+from .ranks import Ranks
+
+
+def all_reduce(ranks: Ranks, x: Tensor) -> Tensor:
+    """The sum of all ranks' tensors, which are small. Not differentiable."""
+    ranks.check_all_here("all_reduce")
+    ranks.agree(0, {"call": "all_reduce", "shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type}, None)
+    with all_or_none(ranks):
+        parts = ranks.gather(x.detach().unsqueeze(0), [1] * ranks.world_size, 0, "all_reduce")
+        return torch.cat(parts).sum(0, dtype=x.dtype)
+
+
+def mean_loss(ranks: Ranks, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
+    """As `ContextParallel.mean_loss`."""
+    if local_sum.numel() != 1:
+        raise ValueError(
+            f"local_sum must be one number, the sum over this rank's positions, got {tuple(local_sum.shape)}. Take "
+            "reduction='sum'."
+        )
+    both = torch.stack([local_sum.detach().reshape(()).double().cpu(), torch.as_tensor(local_count).double().cpu()])
+    total, count = all_reduce(ranks, both)
+    if count < 1:
+        raise ValueError(f"the ranks have {count:g} terms of a loss in all: a mean needs one at least.")
+    return GlobalMean.apply(local_sum.reshape(()), total, count, ranks.world_size)
+
+
+class GlobalMean(torch.autograd.Function):
+    """The ranks' sums s_0 ... s_{p-1} over n terms in all.
+
+    forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n
+    backward, on rank k:     ds_k = dL * p / n
+
+    Rank k's backward computes its part of the gradient of the *sum* of all s, so the ranks' gradients add up to
+    p * dL/dparameters, and their mean is the gradient of L.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local_sum: Tensor, total: Tensor, count: Tensor, world_size: int) -> Tensor:
+        ctx.scale = world_size / count.item()
+        return (total / count).to(local_sum)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0] * ctx.scale, None, None, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Forward: the sum of all ranks' tensors, on each. Backward: the sum of all ranks' gradients.
+
+    Where what follows is the same on every rank, that is p times the gradient of one rank: so the *mean* of the ranks'
+    gradients of parameters, which DDP and FSDP2 take, is right before the sum and after it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return all_reduce(ranks, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(ctx.ranks, grads[0]), None

@@ -1,0 +1,300 @@
+"""Carries out a program (`plan/program.py`) on one rank's tensors.
+
+B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head dim.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.contract import BackwardRows, Kernel, Pass
+from ..plan.exchange import RankPlan
+from ..plan.program import (
+    CACHED_ROWS,
+    OWN_ROWS,
+    Add,
+    Compute,
+    Deal,
+    Finish,
+    Free,
+    Home,
+    Merge,
+    Pack,
+    Part,
+    Post,
+    Prepare,
+    Start,
+    Take,
+    Terms,
+    Wait,
+    Whole,
+    Zero,
+    steps,
+)
+from ..plan.rows import Block, Rows
+from .dealing import to_heads, to_positions
+from .link import Dealer, Link, Pending
+from .merge import merge_
+from .views import accumulator_dtype, block_views, folds, row_numbers, rows_view
+
+
+class Means(NamedTuple):
+    """By what means a rank carries out its programs.
+
+    link: to the other ranks of the ring. dealer: to those that deal heads to each other. whole: the kernel's own way to
+    make all of a stage.
+    """
+
+    kernel: Kernel
+    scale: float
+    link: Link | None = None
+    dealer: Dealer | None = None
+    whole: Pass | None = None
+
+
+def forward(
+    rank_plan: RankPlan,
+    means: Means,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cached: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out (B, N, H, D) and lse (B, N, H) of this rank's queries, given its own rows of query, key and value.
+
+    cached: keys and values that the plan's cached tiles read, each (B, rows, G, D).
+    """
+    given = {"query": query, "key": key, "value": value}
+    if cached is not None:
+        given["cached key"], given["cached value"] = cached
+    made = _Executor(rank_plan, means, given).carry_out("forward")
+    return made["out"], made["lse"]
+
+
+def backward(rank_plan: RankPlan, means: Means, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows; `rows` are all of them."""
+    given = {name: x for name, x in rows._asdict().items() if x is not None}
+    made = _Executor(rank_plan, means, given).carry_out("backward")
+    return made["dq"], made["dk"], made["dv"]
+
+
+_LIKE = {"out": "query", "dq": "query", "dk": "key", "dv": "value"}
+
+
+class _Executor:
+    """One stage of one call. `alive` is everything that is held, by the program's names."""
+
+    def __init__(self, rank_plan: RankPlan, means: Means, given: Mapping[str, Tensor]) -> None:
+        self.plan, self.dealing = rank_plan
+        self.means, self.kernel = means, means.kernel
+        self.alive = dict(given)
+        query = given["query"]
+        self.batch, self.head_dim = query.shape[0], query.shape[3]
+        self.dtype, self.device = query.dtype, query.device
+        self.sum_dtype = accumulator_dtype(query.dtype)
+        self.results: dict[str, Tensor] = {}  # of the tile at hand
+        self.posted: dict[str, tuple[Pending, Pending]] = {}  # by ticket: what leaves, what comes
+        self.stage = ""
+
+    def carry_out(self, stage: str) -> dict[str, Tensor]:
+        """What is alive in the end."""
+        self.stage = stage
+        terms = Terms(
+            in_place=self.kernel.IN_PLACE,
+            is_whole=self.means.whole is not None,
+            widens=self.dtype != self.sum_dtype,
+            batch=self.batch,
+            folds=all(map(folds, self.alive.values())),
+            dealing=self.dealing,
+            has_dlse="dlse" in self.alive,
+        )
+        for step in steps(self.plan, stage, terms):
+            self.do[type(step)](self, step)
+        return self.alive
+
+    # One method for each step.
+
+    def deal(self, step: Deal) -> None:
+        assert self.dealing is not None
+        assert self.means.dealer is not None
+        x = self.alive.pop(step.name)
+        has_numbers = x.dim() == 3
+        turn, way = (to_heads, "heads for positions") if step.to_heads else (to_positions, "positions for heads")
+        dealt = turn(x.unsqueeze(-1) if has_numbers else x, self.dealing, self.means.dealer, f"{self.stage}, {way}")
+        self.alive[step.name] = dealt.squeeze(-1) if has_numbers else dealt
+
+    def pack(self, step: Pack) -> None:
+        buffer = self.alive[step.name] = self.flat(step.size, self.dtype)
+        for rows, block in step.packs:
+            own = (self.alive["key"], self.alive["value"])
+            for target, x in zip(block_views(buffer, block, self.batch, self.head_dim), own, strict=True):
+                target.copy_(rows_view(x, rows))
+
+    def take(self, step: Take) -> None:
+        self.alive[step.name] = self.flat(step.size, self.sum_dtype if step.is_sum else self.dtype)
+
+    def flat(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size * self.batch * self.head_dim, dtype=dtype, device=self.device)
+
+    def free(self, step: Free) -> None:
+        for name in step.names:
+            self.alive.pop(name, None)
+
+    def post(self, step: Post) -> None:
+        assert self.means.link is not None
+        sends, receives = ([(self.part(part), part.message) for part in parts] for parts in (step.sends, step.receives))
+        if step.is_apart:
+            self.posted[step.ticket] = self.means.link.carry_apart(sends, receives, step.moment)
+        else:
+            both = self.means.link.carry(sends, receives, step.moment)
+            self.posted[step.ticket] = both, both
+
+    def wait(self, step: Wait) -> None:
+        sent, received = self.posted[step.ticket]
+        if step.sent:
+            sent.wait()
+        if step.received:
+            received.wait()
+
+    def part(self, part: Part) -> Tensor:
+        unit = self.batch * self.head_dim
+        return self.alive[part.name][part.start * unit : (part.start + part.message.size) * unit]
+
+    def zero(self, step: Zero) -> None:
+        self.part(step.part).zero_()
+
+    def start(self, step: Start) -> None:
+        """Rows that no first tile writes must hold the identity: 0, and (0, -inf) of out and lse."""
+        like = self.alive[_LIKE[step.name]]
+        make = torch.empty if step.is_covered else torch.zeros
+        self.alive[step.name] = make(like.shape, dtype=self.sum_dtype, device=self.device)
+        if step.name == "out":
+            # float64 until the end: rounded to float32 at each of 700 merges it made gradients wrong by 7e-6.
+            self.alive["lse"] = torch.empty(like.shape[:3], dtype=torch.float64, device=self.device)
+            if not step.is_covered:
+                self.alive["lse"].fill_(-torch.inf)
+
+    def prepare(self, step: Prepare) -> None:
+        assert self.kernel.IN_PLACE
+        alive = self.alive
+        alive["delta"] = self.kernel.delta(alive["dout"], alive.get("dlse"), alive["out"])
+        alive["lse"] = alive["lse"].contiguous()  # with equal strides
+
+    def compute(self, step: Compute) -> None:
+        tile, entry, scale = step.tile, step.entry, self.means.scale
+        if step.what == "partial":
+            q, (k, v) = self.rows("query", tile.query, entry), self.keys(step)
+            if self.kernel.IN_PLACE:
+                out, lse = self.rows("out", tile.query, entry), self.numbers("lse", tile.query, entry)
+                self.kernel.forward_into(q, k, v, out, lse, tile.is_causal, scale, first=tile.first_query)
+            else:
+                out, lse = self.kernel.forward(q, k, v, tile.is_causal, scale)
+                self.results = {"out": out, "lse": lse}
+            return
+        rows = self.backward_rows(step)
+        if not self.kernel.IN_PLACE:
+            dq, dk, dv = self.kernel.backward(rows, tile.is_causal, scale)
+            self.results = {"dq": dq, "dk": dk, "dv": dv}
+        elif step.what == "dq":
+            dq = self.sum_of("dq", step)
+            self.kernel.query_gradient_into(rows, dq, tile.is_causal, scale, first=tile.first_query)
+        else:
+            dk, dv = self.sum_of("dk", step), self.sum_of("dv", step)
+            is_first = tile.first_key and step.sums == OWN_ROWS
+            self.kernel.key_gradient_into(rows, dk, dv, tile.is_causal, scale, first=is_first)
+
+    def rows(self, name: str, rows: Rows, entry: int | None) -> Tensor:
+        x = self.alive[name]
+        return rows_view(x if entry is None else x[entry : entry + 1], rows)
+
+    def numbers(self, name: str, rows: Rows, entry: int | None) -> Tensor:
+        x = self.alive[name]
+        return row_numbers(x if entry is None else x[entry : entry + 1], rows)
+
+    def keys(self, step: Compute) -> tuple[Tensor, Tensor]:
+        """Keys and values of a tile: own rows, rows of a cache, or a block of a buffer of chunks."""
+        tile = step.tile
+        if step.keys in (OWN_ROWS, CACHED_ROWS):
+            assert isinstance(tile.key, Rows)
+            names = ("key", "value") if step.keys == OWN_ROWS else ("cached key", "cached value")
+            key, value = (self.rows(name, tile.key, step.entry) for name in names)
+            return key, value
+        block = tile.key if isinstance(tile.key, Block) else tile.packed
+        assert block is not None
+        return block_views(self.alive[step.keys], block, self.batch, self.head_dim)
+
+    def sum_of(self, name: str, step: Compute | Add) -> Tensor:
+        """Where dq, dk or dv of a tile is summed."""
+        rows = step.tile.query if name == "dq" else step.tile.key
+        if isinstance(rows, Rows):
+            return self.rows(name, rows, step.entry)
+        both = block_views(self.alive[step.sums], rows, self.batch, self.head_dim)
+        return both[("dk", "dv").index(name)]
+
+    def backward_rows(self, step: Compute) -> BackwardRows:
+        rows, entry = step.tile.query, step.entry
+        dout, query, out = (self.rows(name, rows, entry) for name in ("dout", "query", "out"))
+        lse = self.numbers("lse", rows, entry)
+        dlse, delta = (self.numbers(name, rows, entry) if name in self.alive else None for name in ("dlse", "delta"))
+        return BackwardRows(dout, dlse, query, *self.keys(step), out, lse, delta)
+
+    def merge(self, step: Merge) -> None:
+        out_part, lse_part = self.results.pop("out"), self.results.pop("lse")
+        if step.how == "adopt":
+            self.adopt("out", out_part)
+            shape = (lse_part.shape[0], lse_part.shape[2], lse_part.shape[1])
+            lse = torch.empty(shape, dtype=torch.float64, device=self.device)
+            self.alive["lse"] = lse.copy_(lse_part.transpose(1, 2)).view(self.alive["query"].shape[:3])
+            return
+        rows, entry = step.tile.query, step.entry
+        out, lse = self.rows("out", rows, entry), self.numbers("lse", rows, entry)
+        if step.how == "write":
+            out.copy_(out_part)
+            lse.copy_(lse_part)
+        else:
+            merge_(out, lse, out_part, lse_part)
+
+    def adopt(self, name: str, part_BHMD: Tensor) -> None:
+        """A partial of all rows as the accumulator. Contiguous, so that later tiles' views are no copies and the custom
+        ops return what their fakes say: most kernels' results lie so in memory."""
+        self.alive[name] = part_BHMD.transpose(1, 2).contiguous().view(self.alive[_LIKE[name]].shape)
+
+    def add(self, step: Add) -> None:
+        part = self.results.pop(step.name)
+        if step.how == "adopt":
+            self.adopt(step.name, part)
+            return
+        total = self.sum_of(step.name, step)
+        if step.how == "write":
+            total.copy_(part)
+        else:
+            total.add_(part)
+
+    def home(self, step: Home) -> None:
+        arrived = self.part(step.part)
+        for rows, block in self.plan.packs_of(step.part.message):
+            views = block_views(arrived, block, self.batch, self.head_dim)
+            for name, gradient in zip(("dk", "dv"), views, strict=True):
+                self.rows(name, rows, None).add_(gradient)
+
+    def finish(self, step: Finish) -> None:
+        self.alive[step.name] = self.alive[step.name].to(self.sum_dtype if step.name == "lse" else self.dtype)
+
+    def whole(self, step: Whole) -> None:
+        assert self.means.whole is not None
+        alive = self.alive
+        if step.stage == "forward":
+            given = (alive["query"], alive["key"], alive["value"])
+            alive["out"], alive["lse"] = self.means.whole.forward(self.means.scale, *given)
+        else:
+            names = ("query", "key", "value", "out", "lse")
+            rows = BackwardRows(alive["dout"], alive.get("dlse"), *(alive[name] for name in names))
+            alive["dq"], alive["dk"], alive["dv"] = self.means.whole.backward(self.means.scale, rows)
+
+    do: ClassVar[dict[type, Callable[["_Executor", Any], None]]] = {
+        Deal: deal, Pack: pack, Take: take, Free: free, Post: post, Wait: wait, Zero: zero, Start: start,
+        Prepare: prepare, Compute: compute, Merge: merge, Add: add, Home: home, Finish: finish, Whole: whole,
+    }  # fmt: skip

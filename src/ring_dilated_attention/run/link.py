@@ -1,0 +1,66 @@
+"""What the executor, and the hand-over of a cache, ask of whatever connects ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ..plan.plan import Message
+from ..plan.sharding import Shard
+
+
+class Pending(Protocol):
+    """Messages in flight."""
+
+    def wait(self) -> None:
+        """Return when they have been sent and received; at once if asked again."""
+
+
+class Link(Protocol):
+    """Carries the messages of a plan, each a contiguous tensor."""
+
+    def carry(
+        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+    ) -> Pending:
+        """Start sending and receiving. `moment` is quoted in errors."""
+
+    def carry_apart(
+        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+    ) -> tuple[Pending, Pending]:
+        """The same, to wait apart for what is sent and for what is received."""
+
+
+class Dealer(Protocol):
+    """Connects ranks that deal heads for positions."""
+
+    def all_to_all_single(
+        self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
+    ) -> list[Tensor]:
+        """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes."""
+
+
+class Owners(Protocol):
+    """The ranks that hold a sequence together."""
+
+    rank: int
+    world_size: int
+
+    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+        """Every rank's number of rows, once all turn out to make the same call; an error on all if any refuses."""
+
+    def check_all_here(self, method: str) -> None:
+        """Raise ValueError where other ranks' tensors cannot be had."""
+
+    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+        """Every rank's shard, given every rank's number of rows."""
+
+    def deliver(
+        self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], like: Tensor, moment: str
+    ) -> list[Tensor]:
+        """Make a flat part for every rank (parts may be empty), send it, and receive one from each, of these sizes."""
+
+
+class Parallel(Protocol):
+    """What knows them: a ContextParallel."""
+
+    ranks: Owners

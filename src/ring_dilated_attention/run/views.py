@@ -1,0 +1,44 @@
+"""Rows of tensors and of buffers as strided views: what a plan's numbers mean.
+
+B batch, N positions, S segments, M rows of one segment and phase, H query heads, G key/value heads, D head dim.
+"""
+
+import torch
+from torch import Tensor
+
+from ..plan.rows import Block, Rows
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
+    """The rows as a view (B·S, heads, M, D). No copy: batch and segments must be one stride (`folds`), or one be 1."""
+    batch, position, head, _ = x_BNHD.stride()
+    view_BSHMD = x_BNHD.as_strided(
+        (x_BNHD.shape[0], rows.segments, len(rows.heads), rows.num_rows, x_BNHD.shape[3]),
+        (batch, rows.segment_step * position, rows.heads.step * head + rows.shift * position, rows.step * position, 1),
+        x_BNHD.storage_offset() + rows.first * position + rows.heads.start * head,
+    )
+    return view_BSHMD.flatten(0, 1)
+
+
+def row_numbers(x_BNH: Tensor, rows: Rows) -> Tensor:
+    """The same of a tensor with one number per row and head: (B·S, heads, M)."""
+    return rows_view(x_BNH.unsqueeze(-1), rows).squeeze(-1)
+
+
+def folds(x_BN: Tensor) -> bool:
+    """Whether segments that fill the positions are one stride together with the batch."""
+    return x_BN.shape[0] == 1 or x_BN.stride(0) == x_BN.shape[1] * x_BN.stride(1)
+
+
+def block_views(buffer: Tensor, block: Block, batch: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (or their gradients) of a block of a flat buffer, each (B, heads, M, D)."""
+    unit = batch * head_dim
+    size = block.num_heads * block.num_rows * unit
+    both = buffer[block.offset * unit : block.offset * unit + 2 * size]
+    key, value = both.view(2, batch, block.num_heads, block.num_rows, head_dim)[:, :, block.start : block.stop]
+    return key, value

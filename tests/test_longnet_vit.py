@@ -1,0 +1,368 @@
+"""GigaPath's slide encoder against what the original computed, in batches, on ranks, and with bad input."""
+
+import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchscale_cases import SLIDES, Slide, fill, kept, waves
+
+from benchmarks import checkout
+from benchmarks.measure import allocated
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
+
+needs_gigapath = pytest.mark.skipif(bool(checkout.why_not("GIGAPATH_CHECKOUT")), reason="no checkout of GigaPath")
+POOLED, CLASS = SLIDES["aligned, pooled"], SLIDES["aligned, class token"]
+MISALIGNED = SLIDES["misaligned, pooled"]
+
+
+@pytest.mark.parametrize("name", SLIDES)
+def test_equals_what_gigapath_computed(name):
+    """The last state with the encoder's LayerNorm, and all states without it; also by a float32 model."""
+    case = SLIDES[name]
+    model = case.model()
+    with torch.no_grad():
+        for all_layer_embed, key in ((False, f"slide: {name}"), (True, f"slide, all layers: {name}")):
+            found = model(*case.inputs(), all_layer_embed)
+            assert isinstance(found, list)
+            assert [x.shape for x in found] == [(2, 32)] * (3 if all_layer_embed else 1)
+            torch.testing.assert_close(torch.stack(found), kept()[key], rtol=1e-11, atol=1e-12)
+            x, coords = case.inputs()
+            single = torch.stack(copy.deepcopy(model).float()(x.float(), coords.long(), all_layer_embed))
+            assert (single - kept()[key]).norm() / kept()[key].norm() < 1e-6
+
+
+@needs_gigapath
+@pytest.mark.parametrize("name", SLIDES)
+def test_kept_results_are_gigapaths(name):
+    case = SLIDES[name]
+    torch.testing.assert_close(case.original(False), kept()[f"slide: {name}"], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(case.original(True), kept()[f"slide, all layers: {name}"], rtol=1e-11, atol=1e-12)
+
+
+@needs_gigapath
+def test_loads_gigapaths_state_dict():
+    """Every name and shape, strictly, and nothing else than names and shapes: another seed gives another model."""
+    original = checkout.slide_encoder(5, 32, 2, slide_ngrids=20)
+    model = POOLED.model()
+    before = model(*POOLED.inputs())[0]
+    assert str(model.load_state_dict(original.state_dict(), strict=True)) == "<All keys matched successfully>"
+    assert not torch.allclose(model(*POOLED.inputs())[0], before)
+
+
+def test_the_exact_padding_is_another_function():
+    """Proof that the comparison sees zero rows in the model too."""
+    found = POOLED.model(padding="exact")(*POOLED.inputs())[0]
+    expected = kept()["slide: aligned, pooled"][0]
+    assert (found - expected).norm() / expected.norm() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "first"), [("gigapath", 86_330_880, 1536), ("gigapath-flash", 21_489_408, 384)]
+)
+def test_published_sizes(name, num_parameters, first):
+    with torch.device("meta"):
+        model = LongNetViT.published(name)
+    weights = model.state_dict()
+    assert len(weights) == 247
+    assert sum(x.numel() for x in weights.values()) == num_parameters
+    assert weights["patch_embed.proj.weight"].shape[1] == first
+    assert "encoder.layers.11.self_attn.inner_attn_ln.bias" in weights
+    assert model.encoder.pattern.branches[3] == (185_363, 8)
+    with pytest.raises(ValueError, match="no published size 'giga'; choose one of"):
+        LongNetViT.published("giga")
+
+
+@pytest.mark.parametrize(
+    ("max_wsi_size", "expected"),
+    [
+        (262_144, (1024, 5792, 32768, 185363, 1048576)),
+        (250_000, (1024, 4870, 23170, 110217, 524288)),
+        (16_384, (1024, 1448, 2048, 2896, 4096)),
+    ],
+)
+def test_segment_lengths(max_wsi_size, expected):
+    assert segment_lengths_for(max_wsi_size) == expected
+    with pytest.raises(ValueError, match="max_wsi_size=100 is less than one tile"):
+        segment_lengths_for(100)
+
+
+def test_a_table_of_positions_is_never_made():
+    """Grid cells count, not pixels; x is not y; and memory does not grow with the grid (3 GB in the original)."""
+    model = Slide(2048, 5, True).model()
+    x, coords = waves(1, 5, 5), torch.tensor([[[0, 0], [256, 0], [0, 256], [511, 0], [4000, 5119]]])
+    cells = model._positions(model._cells(coords))[0]
+    assert torch.equal(cells[1], cells[3])
+    assert torch.equal(cells[1][16:], cells[2][:16])
+    assert not torch.equal(cells[1], cells[2])
+    with torch.device("meta"):
+        assert all(x.numel() < 1e6 for x in LongNetViT.published("gigapath-flash").buffers())
+    model.tile_size = 512
+    assert not torch.allclose(model(x, coords)[0], Slide(2048, 5, True).model()(x, coords)[0])
+
+
+@pytest.mark.parametrize("case", [POOLED, CLASS, MISALIGNED])
+@pytest.mark.parametrize("all_layer_embed", [False, True])
+def test_padded_batch_equals_slides_one_by_one(case, all_layer_embed):
+    """What follows a slide's tiles is never read: it is NaN here, and its coordinates are nowhere."""
+    model = case.model()
+    x, coords = case.inputs()
+    lengths = (41, case.num_tiles)
+    is_padding = torch.arange(case.num_tiles) >= torch.tensor(lengths)[:, None]
+    poisoned = x.masked_fill(is_padding[..., None], torch.nan).requires_grad_()
+    found = model(poisoned, coords.masked_fill(is_padding[..., None], -1.0), all_layer_embed, lengths=lengths)
+    for i, length in enumerate(lengths):
+        alone = model(x[i : i + 1, :length], coords[i : i + 1, :length], all_layer_embed)
+        for batch, one in zip(found, alone, strict=True):
+            torch.testing.assert_close(batch[i : i + 1], one, rtol=1e-11, atol=1e-12)
+    torch.stack(found).sin().sum().backward()
+    assert not poisoned.grad.isnan().any()
+    assert torch.equal(poisoned.grad[is_padding], torch.zeros_like(poisoned.grad[is_padding]))
+
+
+@pytest.mark.parametrize("case", [POOLED, MISALIGNED])
+def test_gradients_are_those_of_the_forward(case):
+    """Along one direction in all weights and features at once: the difference quotient, which torchscale's own gradient
+    misses."""
+    model, (x, coords) = case.model(activation_checkpointing=True), case.inputs()
+    x.requires_grad_()
+    leaves = [x, *model.parameters()]
+    directions = [waves(*leaf.shape, seed=seed) for seed, leaf in enumerate(leaves)]
+    gradients = torch.autograd.grad(model(x, coords)[0].sin().sum(), leaves)
+    slope = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True)).item()
+
+    def at(step):
+        with torch.no_grad():
+            for leaf, direction in zip(leaves, directions, strict=True):
+                leaf += step * direction
+            return model(x, coords)[0].sin().sum().item()
+
+    step = 1e-5
+    ahead = at(step)
+    assert (ahead - at(-2 * step)) / (2 * step) == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    """Trains in 16 bits: an embedding of float32 near the exact one, gradients everywhere."""
+    model = POOLED.model().float()
+    x, coords = POOLED.inputs()
+    with torch.autocast("cpu", dtype):
+        found = model(x.to(dtype), coords)[0]
+    expected = kept()["slide: aligned, pooled"][0]
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() / expected.norm() < 20 * torch.finfo(dtype).eps
+    found.sin().sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+    half = copy.deepcopy(model).to(dtype)
+    assert half(x, coords)[0].dtype == dtype  # features of any dtype are taken in that of the weights
+
+
+def rank_embeds(rank, world_size, name, lengths):
+    case = SLIDES[name]
+    cp = ContextParallel()
+    x, coords = case.inputs()
+    alone = case.model()
+    expected = alone(x, coords, True)
+    torch.stack(expected).sin().mean().backward()
+    start = sum(lengths[:rank])
+    own = slice(start, start + lengths[rank])
+    model = case.model(parallel=cp, activation_checkpointing=world_size == 3)
+    # Of all layers' outputs none has passed the encoder's last LayerNorm.
+    replicated = DistributedDataParallel(model, find_unused_parameters=True)
+    found = replicated(x[:, own], coords[:, own], True)
+    torch.stack(found).sin().mean().backward()
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-11, atol=1e-12)
+    for key, parameter in alone.named_parameters():
+        other = model.get_parameter(key).grad
+        if parameter.grad is None:
+            assert key.startswith("encoder.layer_norm.")
+            continue
+        torch.testing.assert_close(other, parameter.grad, rtol=1e-9, atol=1e-12, msg=lambda text, k=key: k + text)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x[:, own], coords[:, own])[0], alone(x, coords)[0], rtol=1e-11, atol=1e-12)
+    bad = coords[:, own].clone()
+    if rank == world_size - 1:
+        bad[1, -1, 0] = 20 * 256
+    with pytest.raises(ValueError, match=rf"tile {case.num_tiles - 1} of slide 1 at \(5120, "):
+        model(x[:, own], bad)
+    with pytest.raises(ValueError, match="lengths and parallel"):
+        model(x[:, own], coords[:, own], lengths=[1, 1])
+    with pytest.raises(ValueError, match="no tiles"):
+        model(x[:, :0], coords[:, :0])
+    with pytest.raises(ValueError, match="parallel has sharding='zigzag'"):
+        case.model(parallel=ContextParallel(sharding="zigzag"))
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("aligned, pooled", (47, 46)),
+        ("aligned, class token", (30, 0, 63)),
+        ("misaligned, pooled", (20, 40)),
+    ],
+)
+def test_on_ranks(name, lengths):
+    """Embeddings are those of one rank, and so is the mean of the ranks' gradients; also where a rank owns nothing."""
+    run(len(lengths), rank_embeds, name, lengths)
+
+
+def memory_model(parallel=None):
+    torch.manual_seed(0)
+    sizes = {"segment_lengths": (512, 2048, 8192), "dilation_rates": (1, 4, 16), "activation_checkpointing": True}
+    return LongNetViT(32, 64, 3, 16, **sizes, global_pool=True, parallel=parallel)
+
+
+def peak(parallel=None, num_tiles=4000):
+    """Bytes that a step of fine-tuning holds at once, this rank's tiles included."""
+    own = slice(None) if parallel is None else parallel.positions(num_tiles)
+    x, coords = torch.randn(1, num_tiles, 32)[:, own], torch.zeros(1, num_tiles, 2)[:, own]
+    model = memory_model(parallel)
+    model(x[:, :8], coords[:, :8])[0].sum().backward()
+    return x.nbytes + allocated(lambda: model(x, coords)[0].sum().backward()).peak_bytes
+
+
+def rank_peak(rank, world_size):
+    return peak(ContextParallel(exchange="ring"))
+
+
+def test_two_ranks_hold_half_of_what_one_holds():
+    """A step of fine-tuning, checkpointing included; the benchmark `slides` has 100,000 tiles."""
+    one = peak()
+    assert max(run(2, rank_peak)) <= 1.1 / 2 * one
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, c: (x[0], c), r"shape \(9, 5\) and dtype torch.float64, not floating .* add a batch dim"),
+        (lambda x, c: (x[..., :4], c), r"shape \(2, 9, 4\) .* not floating \(batch, tiles, in_chans=5\)"),
+        (lambda x, c: (x.long(), c), "dtype torch.int64"),
+        (lambda x, c: (x, c[..., :1]), r"coords have shape \(2, 9, 1\), these features need \(2, 9, 2\)"),
+        (lambda x, c: (x[:, :0], c[:, :0]), r"no tiles: features have shape \(2, 0, 5\)"),
+        (
+            lambda x, c: (x.index_fill(1, torch.tensor([3, 5]), torch.nan), c),
+            r"not finite: tile 3 of slide 0 \(and 3 more\)",
+        ),
+        (
+            lambda x, c: (x, c.index_fill(1, torch.tensor(4), -1.0)),
+            r"tile 4 of slide 0 at \(-1, -1\) lies in cell \(-1, ",
+        ),
+        (lambda x, c: (x, c + 20 * 256), r"grid of 20 x 20 cells of tile_size=256: tile 0 .* \(and 17 more\)"),
+        (lambda x, c: (x, c * torch.nan), r"at \(nan, nan\) lies in cell"),
+        (lambda x, c: (x.tolist(), c), "features must be a tensor, got list"),
+    ],
+)
+def test_input_that_is_refused(change, message):
+    case = Slide(2048, 9, True)
+    with pytest.raises(ValueError, match=message):
+        case.model()(*change(*case.inputs()))
+
+
+def test_lengths_that_are_refused():
+    case = Slide(2048, 9, True)
+    for lengths in ([9], [9, 0], [9, 10]):
+        with pytest.raises(ValueError, match=r"must be 2 numbers of tiles from 1 to 9"):
+            case.model()(*case.inputs(), lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embed_dim": 18}, "embed_dim=18 is not a multiple of 4"),
+        ({"tile_size": 0}, "tile_size=0 must all be positive"),
+        ({"padding": "none"}, "padding='none' is unknown"),
+    ],
+)
+def test_sizes_that_are_refused(options, message):
+    sizes = {
+        "in_chans": 5,
+        "embed_dim": 32,
+        "depth": 1,
+        "num_heads": 2,
+        "segment_lengths": (8,),
+        "dilation_rates": (1,),
+    }
+    with pytest.raises(ValueError, match=message):
+        LongNetViT(**{**sizes, **options})
+
+
+def save(weights, path):
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file(weights, path)
+    else:
+        torch.save({"model": weights}, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_load_slide_encoder(tmp_path, suffix):
+    """The size is that of the weights; their dtype is float32, as the model's."""
+    model = LongNetViT(
+        5, 32, 2, 16, slide_ngrids=20, segment_lengths=segment_lengths_for(), dilation_rates=(1, 2, 4, 8, 16)
+    )
+    weights = fill(model).state_dict()
+    loaded, left = load_slide_encoder(save(weights, tmp_path / f"weights.{suffix}"))
+    assert left == []
+    assert not loaded.training
+    x, coords = POOLED.inputs()
+    torch.testing.assert_close(loaded(x, coords), model(x, coords), rtol=1e-6, atol=1e-6)
+    more = {**{f"module.{name}": x for name, x in weights.items()}, "mask_token": torch.ones(1)}
+    path = save(more, tmp_path / f"more.{suffix}")
+    with pytest.raises(ValueError, match="1 tensors that a LongNetViT has no place for: mask_token"):
+        load_slide_encoder(path)
+    assert load_slide_encoder(path, strict=False)[1] == ["mask_token"]
+
+
+def test_weights_that_are_refused(tmp_path):
+    weights = fill(Slide(2048, 5, True).model()).state_dict()
+    del weights["encoder.layers.1.ffn.fc1.weight"]
+    with pytest.raises(ValueError, match=r"few\.pth: the weights do not fit .* missing encoder.layers.1.ffn.fc1"):
+        load_slide_encoder(save(weights, tmp_path / "few.pth"))
+    with pytest.raises(ValueError, match="not hold a slide encoder's weights: of cls_token there is no such tensor"):
+        load_slide_encoder(save({"a": torch.ones(2)}, tmp_path / "other.pth"))
+    torch.save(nn.Linear(2, 2), tmp_path / "module.pth")
+    with pytest.raises(ValueError, match=r"module\.pth cannot be read with weights_only=True, and is not"):
+        load_slide_encoder(tmp_path / "module.pth")
+    torch.save([1, 2], tmp_path / "list.pth")
+    with pytest.raises(ValueError, match=r"list\.pth holds no tensors by name, but a list"):
+        load_slide_encoder(tmp_path / "list.pth")
+    for name in ("damaged.pth", "damaged.safetensors"):
+        (tmp_path / name).write_bytes(b"weights")
+        with pytest.raises(ValueError, match=f"{name} cannot be read"):
+            load_slide_encoder(tmp_path / name)
+    with pytest.raises(ValueError, match=r"none\.pth cannot be read as weights: .*No such file"):
+        load_slide_encoder(tmp_path / "none.pth")
+
+
+def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
+    """Its five lines run as they stand, with the smaller size in place of the larger."""
+    page = (Path(__file__).parent.parent / "docs" / "gigapath.md").read_text()
+    [lines] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[:1]
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": LongNetViT.published("gigapath-flash").state_dict()}, "slide_encoder.pth")
+    names = {"features": torch.randn(1, 20, 384), "coords": torch.arange(40).view(1, 20, 2) * 256}
+    assert '"gigapath"' in lines
+    exec(lines.replace('"gigapath"', '"gigapath-flash"'), names)
+    assert names["embedding"].shape == (1, 384)
+    for link in re.findall(r"\]\(([^)#:]+?)\)", page):
+        assert (Path(__file__).parent.parent / "docs" / link).exists()
+
+
+def test_the_example(tmp_path):
+    example = Path(__file__).parent.parent / "examples" / "slide.py"
+    done = subprocess.run(
+        [sys.executable, example, "--folder", tmp_path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1,145 tiles, embedding (1, 64)" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"slide.npz", "slide.png"}

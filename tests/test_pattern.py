@@ -1,0 +1,137 @@
+"""Patterns that are made by a rule: dense attention of any length, and LongNet's geometric sequences."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.commands.scaled import scaled_down
+from ring_dilated_attention.pattern import WHOLE_DOCUMENT
+from ring_dilated_attention.plan.totals import pairs
+from ring_dilated_attention.reference import multiplicity
+
+LONGEST = 2**62
+
+
+@pytest.mark.parametrize("options", [None, {}, {"sharding": "zigzag"}], ids=["one device", "contiguous", "zigzag"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("seq_len", [1, 63, 111])
+def test_one_dense_pattern_serves_every_length(seq_len, is_causal, options):
+    """Value and gradients are those of torch's attention. Catches a length that is overflowed or cut short."""
+    pattern = DilatedPattern.dense(is_causal=is_causal)
+    parallel = None if options is None else ContextParallel(exchange="simulated", world_size=3, **options)
+    shapes = [(2, seq_len, heads, 8) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    out = dilated_attention(*inputs, pattern, parallel=parallel)
+    heads_first = [x.transpose(1, 2) for x in inputs]
+    expected = F.scaled_dot_product_attention(*heads_first, is_causal=is_causal, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    dout = torch.randn_like(out)
+    gradients = [torch.autograd.grad(x, inputs, dout) for x in (out, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_a_dense_segment_ends_with_its_document():
+    """Documents do not see each other, and a compiled graph takes the length as it takes any."""
+    pattern, x = DilatedPattern.dense(), torch.randn(1, 40, 2, 8)
+    borders = torch.tensor([0, 17, 40], dtype=torch.int32)
+    packed = dilated_attention(x, x, x, pattern, cu_seqlens=borders)
+    separate = [dilated_attention(part, part, part, pattern) for part in (x[:, :17], x[:, 17:])]
+    torch.testing.assert_close(packed, torch.cat(separate, dim=1))
+    compiled = torch.compile(
+        lambda x: dilated_attention(x, x, x, pattern), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for n in (17, 23):
+        torch.testing.assert_close(compiled(x[:, :n]), dilated_attention(x[:, :n], x[:, :n], x[:, :n], pattern))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_dense_pattern_by_its_numbers(is_causal):
+    """What plans, explains and draws it takes no length for an ordinary one."""
+    pattern = DilatedPattern.dense(is_causal=is_causal)
+    assert torch.equal(
+        multiplicity(pattern, 50, 3), multiplicity(DilatedPattern((50,), (1,), is_causal=is_causal), 50, 3)
+    )
+    assert pairs(pattern, 50, 3) == 3 * (50 * 51 // 2 if is_causal else 50 * 50)
+    assert pattern.without_keys(3, [50]) == (0, 150)
+    assert pattern.without_keys(3)[0] == 0
+    assert scaled_down(pattern, 10**6, 100) == (pattern, 100, 10**4)
+    assert hash(pattern) == hash(DilatedPattern.dense(is_causal=is_causal))
+
+
+def test_a_dense_pattern_in_words():
+    """Catches 4611686018427387904 in a message."""
+    for pattern in (DilatedPattern.dense(), DilatedPattern.dense(is_causal=True), DilatedPattern((8,), (3,))):
+        assert eval(repr(pattern)) == pattern
+    assert repr(DilatedPattern.dense(is_causal=True)) == "DilatedPattern.dense(is_causal=True)"
+    assert repr(DilatedPattern((8,), (3,), heads="split")) == (
+        "DilatedPattern(segment_lengths=(8,), dilation_rates=(3,), is_causal=False, phase='modulo', heads='split')"
+    )
+    expected = "branch 0 (w=whole document, r=1): all 4 heads read phases 0; every phase is read"
+    assert DilatedPattern.dense().explain(4) == expected
+    mixed = DilatedPattern((8, WHOLE_DOCUMENT), (1, 3))
+    assert "branch 1 (w=whole document, r=3)" in mixed.explain(4)
+    assert torch.equal(multiplicity(mixed, 50, 3), multiplicity(DilatedPattern((8, 50), (1, 3)), 50, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lengths", "rates"),
+    [
+        ({"max_len": 32768}, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)),
+        ({"max_len": 32769}, (2048, 4096, 8192, 16384, 32768, 32769), (1, 2, 4, 8, 16, 32)),
+        ({"max_len": 10_000}, (2048, 4096, 8192, 10_000), (1, 2, 4, 8)),
+        ({"max_len": 2048}, (2048,), (1,)),
+        ({"max_len": 1000}, (1000,), (1,)),
+        ({"max_len": torch.tensor(81), "first_length": 3, "ratio": 3}, (3, 9, 27, 81), (1, 3, 9, 27)),
+    ],
+)
+def test_longnet_is_geometric_up_to_its_length(arguments, lengths, rates):
+    pattern = DilatedPattern.longnet(**arguments)
+    assert (pattern.segment_lengths, pattern.dilation_rates) == (lengths, rates)
+    assert all(type(number) is int for number in pattern.segment_lengths + pattern.dilation_rates)
+
+
+def test_longnet_takes_the_rules_of_a_pattern():
+    rules = {"is_causal": True, "phase": "blocked"}
+    assert DilatedPattern.longnet(64, first_length=32, **rules) == DilatedPattern((32, 64), (1, 2), **rules)
+    assert DilatedPattern.longnet(64, first_length=32, heads="split").heads == "split"
+    assert DilatedPattern.longnet(LONGEST).segment_lengths[-1] == WHOLE_DOCUMENT
+
+
+@pytest.mark.parametrize("ratio", [2, 3, 4])
+def test_longnet_is_linear_in_the_length(ratio):
+    """At most w_0 * a / (a - 1) keys for a query of a head, on average over as many heads as the largest rate."""
+    for exponent in range(1, 6):
+        n = 16 * ratio**exponent
+        pattern = DilatedPattern.longnet(n, first_length=16, ratio=ratio)
+        num_heads = pattern.dilation_rates[-1]
+        assert pairs(pattern, n, num_heads) == num_heads * n * sum(16 / ratio**i for i in range(exponent + 1))
+        assert pairs(pattern, n, num_heads) < num_heads * n * 16 * ratio / (ratio - 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DilatedPattern.longnet(0), "max_len must be an integer of at least 1, got 0."),
+        (lambda: DilatedPattern.longnet(4096.0), "max_len must be an integer of at least 1, got 4096.0."),
+        (lambda: DilatedPattern.longnet(True), "max_len must be an integer of at least 1, got True."),
+        (lambda: DilatedPattern.longnet(64, first_length=-1), "first_length must be an integer of at least 1, got -1."),
+        (lambda: DilatedPattern.longnet(64, ratio=1), "ratio must be an integer of at least 2, got 1."),
+        (lambda: DilatedPattern.longnet(64, ratio="2"), "ratio must be an integer of at least 2, got '2'."),
+        (lambda: DilatedPattern.dense(is_causal=1), "is_causal must be True or False, got 1."),
+        (
+            lambda: DilatedPattern((LONGEST + 1,), (1,)),
+            "segment_lengths must be at most 2**62 = 4611686018427387904, got 4611686018427387905: no sequence is that "
+            "long.",
+        ),
+        (
+            lambda: DilatedPattern((8,), (2**64,)),
+            f"dilation_rates must be at most 2**62 = 4611686018427387904, got {2**64}: no sequence is that long.",
+        ),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert str(caught.value) == message

@@ -1,0 +1,219 @@
+"""LongNetEncoder and LongNetDecoder against what torchscale's computed, names and shapes included."""
+
+import copy
+
+import pytest
+import torch
+from distributed import run
+from torchscale_cases import SEQUENCES, fill, kept
+
+from benchmarks import checkout
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.models import LongNetEncoder, TorchscaleConfig, map_names
+
+needs_torchscale = pytest.mark.skipif(bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale")
+SMALL = TorchscaleConfig(
+    (8, 16), (1, 2), num_layers=1, embed_dim=8, num_heads=2, ffn_dim=12, num_tokens=11, num_logits=11
+)
+
+
+def tolerance(name):
+    """torchscale makes XPOS's angles in float32, also for a float64 model."""
+    return 2e-5 if "xpos" in name else 1e-12
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_equals_what_torchscale_computed(name):
+    case = SEQUENCES[name]
+    model = case.model()
+    out = model(case.tokens())
+    assert out.shape[:2] == (2, case.length)
+    torch.testing.assert_close(out, kept()[f"sequence: {name}"], rtol=tolerance(name), atol=tolerance(name))
+    if "xpos" not in name:
+        single = copy.deepcopy(model).float()(case.tokens())
+        torch.testing.assert_close(single.double(), out, rtol=1e-4, atol=1e-5)
+
+
+@needs_torchscale
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_loads_torchscales_state_dict(name):
+    """Every name and shape of the original, strictly; its config read as `vars` gives it; kept results are its own."""
+    case = SEQUENCES[name]
+    original = case.original_model()
+    model = case.model(vars(checkout_config(case)))
+    result = model.load_state_dict(original.state_dict(), strict=True)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    torch.testing.assert_close(case.original(), kept()[f"sequence: {name}"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        model(case.tokens()), kept()[f"sequence: {name}"], rtol=tolerance(name), atol=tolerance(name)
+    )
+
+
+def checkout_config(case):
+    settings = checkout.torchscale("architecture.config")
+    return (settings.DecoderConfig if case.is_causal else settings.EncoderConfig)(**case.settings())
+
+
+@pytest.mark.parametrize("name", ["encoder", "decoder"])
+def test_padding_exact_is_another_function_where_lengths_do_not_divide(name):
+    case = SEQUENCES[name]
+    model = case.model()
+    exact = type(model)(TorchscaleConfig(**{**vars(model.config), "padding": "exact"})).double()
+    exact.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        difference = (exact(case.tokens()) - model(case.tokens())).abs().max()
+        whole = case.tokens()[:, :16]
+        torch.testing.assert_close(exact(whole), model(whole), rtol=1e-12, atol=1e-12)
+    assert (difference == 0) == (name == "decoder")  # causal patterns hide the zero rows
+
+
+def rank_computes(rank, world_size, name):
+    case = SEQUENCES[name]
+    cp = ContextParallel()
+    model = case.model(parallel=cp, activation_checkpointing=world_size == 3)
+    out = cp.unshard(model(cp.shard(case.tokens())))
+    torch.testing.assert_close(out, case.model()(case.tokens()), rtol=1e-11, atol=1e-11)
+    borders = torch.tensor([0, 13, 14, case.length], dtype=torch.int32)
+    tokens = case.tokens()[:1]
+    parts = [case.model()(part) for part in tokens.tensor_split([13, 14], dim=1)]
+    out = cp.unshard(model(cp.shard(tokens), cu_seqlens=borders))
+    torch.testing.assert_close(out, torch.cat(parts, 1), rtol=1e-11, atol=1e-11)
+    with pytest.raises(ValueError, match="tokens from 0 to 11, but num_tokens=11"):
+        model(torch.tensor([[0, 11 if rank == 1 else 1]]))
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(2, "encoder, learned positions"), (3, "decoder, xpos")])
+def test_on_ranks(world_size, name):
+    """Positions, zero rows and documents are those of the whole, wherever it is cut; one rank's bad token stops all."""
+    run(world_size, rank_computes, name)
+
+
+def test_activation_checkpointing_changes_nothing():
+    case = SEQUENCES["encoder"]
+    gradients = []
+    for checkpointing in (False, True):
+        model = case.model(activation_checkpointing=checkpointing)
+        model(case.tokens()).sin().sum().backward()
+        gradients.append([x.grad for x in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_feed_forward_in_chunks_without_gradients(monkeypatch):
+    case = SEQUENCES["encoder"]
+    model = case.model()
+    expected = model(case.tokens())
+    monkeypatch.setattr("ring_dilated_attention.models.torchscale.FFN_CHUNK_NUMBERS", 24 * 5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(case.tokens()), expected, rtol=1e-13, atol=1e-13)
+
+
+def test_collected_states_are_before_the_last_layernorm():
+    model = fill(LongNetEncoder(SMALL).double())
+    tokens = torch.arange(10)[None]
+    states = model(tokens, collect=torch.clone)
+    assert [tuple(x.shape) for x in states] == [(1, 10, 8)] * 2
+    torch.testing.assert_close(model.output_projection(model.layer_norm(states[-1])), model(tokens))
+
+
+def test_map_names():
+    """Names inside other names; what has no place is listed by its own name."""
+    model = LongNetEncoder(SMALL)
+    own = model.state_dict()
+    wrapped = {f"module.encoder._fsdp_wrapped_module.{name}": x for name, x in own.items()}
+    mapped = map_names({**wrapped, "module.decoder.version": torch.ones(1)}, model, prefix="encoder.")
+    assert mapped.state_dict.keys() == own.keys()
+    assert mapped.left == ["module.decoder.version"]
+    model.load_state_dict(mapped.state_dict)
+    assert map_names(own, model).left == []
+    mapped = map_names({**own, "model.layer_norm.weight": torch.ones(8), "step": 3}, model)
+    assert mapped.left == ["model.layer_norm.weight", "step"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_norm.weight": None}, "missing layer_norm.weight"),
+        ({"layer_norm.wait": torch.ones(8)}, "unknown layer_norm.wait"),
+        ({"layer_norm.weight": torch.ones(7)}, r"layer_norm.weight is \(7,\), expected \(8,\)"),
+        ({"layer_norm.weight": "x"}, r"layer_norm.weight is a str, expected \(8,\)"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(change, message):
+    model, other = LongNetEncoder(SMALL), fill(LongNetEncoder(SMALL))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    given = {**other.state_dict(), **change}
+    given = {name: x for name, x in given.items() if x is not None}
+    with pytest.raises(ValueError, match=f"do not fit this LongNetEncoder, which is unchanged: {message}"):
+        model.load_state_dict(given)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    if "expected" in message:
+        with pytest.raises(ValueError, match=message):
+            model.load_state_dict(given, strict=False)
+    else:
+        result = model.load_state_dict(given, strict=False)
+        assert [*result.missing_keys, *result.unexpected_keys] == list(change)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"moe_freq": 2}, "moe_freq=2 is not served: mixtures of experts"),
+        ({"multiway": True}, "multiway=True is not served"),
+        ({"rel_pos_buckets": 32}, "rel_pos_buckets=32 is not served"),
+        ({"segment_length": None}, "have no segment_length: these are not those of a LongNet"),
+        ({"segment_length": "[a]"}, r"segment_lengths='\[a\]' is not a list of integers"),
+        ({"activation_fn": "tanh"}, "activation='tanh' is unknown; choose one of"),
+        ({"encoder_attention_heads": 3}, "embed_dim=16 is not a multiple of num_heads=3"),
+    ],
+)
+def test_settings_that_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TorchscaleConfig.from_torchscale({**SEQUENCES["encoder"].settings(), **settings})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding": "zeros"}, "padding='zeros' is unknown; choose one of"),
+        ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"deepnorm": True}, "deepnorm=True is for models that normalise after the residual"),
+        ({"shares_embedding": True, "num_logits": 12}, "num_tokens=11 and num_logits=12: the embedding"),
+        ({"embed_dim": 6, "xpos_scale_base": 512}, "xpos with a head dim of 3"),
+    ],
+)
+def test_configs_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TorchscaleConfig(**{**vars(SMALL), **options})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give either tokens or embeddings="),
+        ({"tokens_BN": torch.zeros(1, 3)}, "dtype torch.float32: pass integers"),
+        ({"tokens_BN": torch.tensor([[11]])}, "tokens from 11 to 11, but num_tokens=11"),
+        ({"embeddings": torch.zeros(1, 3, 7)}, r"shape \(1, 3, 7\), not \(batch, N, 8\)"),
+        ({"embeddings": torch.zeros(1, 3, 8), "cu_seqlens": torch.tensor([0, 3])}, "1-D int32"),
+        ({"embeddings": torch.zeros(2, 3, 8), "cu_seqlens": torch.tensor([0, 3]).int()}, "batch must be 1, got 2"),
+        ({"tokens_BN": torch.zeros(1, 3, dtype=int), "cu_seqlens": torch.tensor([0, 2], dtype=torch.int32)}, "length"),
+    ],
+)
+def test_input_that_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LongNetEncoder(SMALL)(**arguments)
+
+
+def test_more_positions_than_were_learned():
+    model = LongNetEncoder(TorchscaleConfig(**{**vars(SMALL), "num_learned_positions": 10}))
+    assert model(torch.zeros(1, 8, dtype=int)).shape == (1, 8, 11)
+    with pytest.raises(ValueError, match="9 positions, and 10 learned ones from 2 on: at most 8"):
+        model(torch.zeros(1, 9, dtype=int))
+
+
+def test_without_tokens_or_without_logits():
+    config = TorchscaleConfig(**{**vars(SMALL), "num_tokens": None, "num_logits": None})
+    assert LongNetEncoder(config)(embeddings=torch.zeros(1, 5, 8)).shape == (1, 5, 8)
+    with pytest.raises(ValueError, match="embeds no tokens"):
+        LongNetEncoder(config)(torch.zeros(1, 5, dtype=int))
