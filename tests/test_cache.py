@@ -5,6 +5,7 @@ All tests run with uninitialised memory filled with NaN.
 
 import io
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -243,6 +244,42 @@ def test_branches_that_are_alike_are_saved_apart():
     other = sequence.cache(max_len=20)
     other.load_state_dict(cache.state_dict())
     sequence.append(other, 7, 12)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_heads", "num_kv_heads", "shares"),
+    [
+        (PATTERN, 4, 4, (range(1), range(1, 4))),
+        (DilatedPattern((5, 17), (2, 4), is_causal=True, phase="blocked"), 6, 3, (range(4), range(4, 6))),
+        (DilatedPattern((3, 8), (1, 3), is_causal=True, heads="split"), 4, 2, (range(2), range(2, 4))),
+    ],
+    ids=str,
+)
+def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, shares):
+    """Catches phases that go by the head of the tensor instead of that of the layer, or rings for heads of others."""
+    sequence, ratio, num_rows = Sequence(pattern, 2, 30, num_heads, num_kv_heads), num_heads // num_kv_heads, 0
+    for heads in shares:
+        kv = slice(heads.start // ratio, heads.stop // ratio)
+        parts = [x[:, :, s] for x, s in zip(sequence.inputs, (slice(heads.start, heads.stop), kv, kv), strict=True)]
+        of = {"heads_held": heads, "num_heads": num_heads}
+        cache = make(pattern, 2, num_heads, num_kv_heads, 4, heads_held=heads)
+        num_rows += cache.num_rows
+        for start, stop in ((0, 7), (7, 8), (8, 9), (9, 23), (23, 24)):
+            rows = [x[:, start:stop] for x in parts]
+            found = dilated_attention(*rows, pattern, cache=cache, return_lse=True, **of)
+            for x, y in zip(found, sequence.exact, strict=True):
+                y = y[:, start:stop, heads.start : heads.stop]
+                torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+            other = make(pattern, 2, num_heads, num_kv_heads, 4, heads_held=heads, keep=2)
+            other.load_state_dict(cache.state_dict())
+            cache = other.fork([0, 1])
+        rows = [x[:, 24:25] for x in parts]
+        unchanged(cache, partial(dilated_attention, *rows, pattern, cache=cache), f"heads {num_heads}")
+        others = next(share for share in shares if share != heads)
+        if len(others) == len(heads):
+            of["heads_held"] = others
+            unchanged(cache, partial(dilated_attention, *rows, pattern, cache=cache, **of), "heads held")
+    assert num_rows == pattern.cache_rows(num_heads, num_kv_heads)  # together those of the layer
 
 
 def keys_seen(pattern, num_heads, num_positions):
@@ -565,6 +602,12 @@ def test_caches_that_cannot_be(monkeypatch):
         (lambda: make(PATTERN, 1, 1, 1, 4, dtype=torch.int8), ("dtype must be one of", "torch.int8")),
         (lambda: make(PATTERN, 1, 3, 2, 4), ("3 query heads",)),
         (lambda: make(PATTERN, 1, 1, 1, 4, max_len=0), ("max_len=0",)),
+        (
+            lambda: make(PATTERN, 1, 4, 2, 4, heads_held=range(1, 3)),
+            ("heads_held=range(1, 3)", "share a key/value head"),
+        ),
+        (lambda: make(PATTERN, 1, 4, 2, 4, heads_held=4), ("heads_held=4", "range")),
+        (lambda: make(DilatedPattern.dense(is_causal=True), 1, 1, 1, 4), ("bytes", "No ring is larger than max_len")),
         (lambda: make(dense, 2, 1, 1, 4), ("2 * 2 * 1,099,511,627,776 * 4 * 8 = 140,737,488,355,328 bytes", "max_len")),
     ):
         with pytest.raises(ValueError) as caught:

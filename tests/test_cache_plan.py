@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.cache import Rings, check_append, check_crop, plan_cache
+from ring_dilated_attention.plan.cache import Rings, check_append, check_crop, plan_cache, plan_chunk
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import make_shards
 
 PAPER = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), is_causal=True)
 
@@ -134,6 +136,26 @@ def test_going_back(call, keep, max_len):
     if max_len is not None or keep + max(pattern.segment_lengths) <= 80:
         capacities = {key: rings.capacity for key, rings in rings_of(plan).items()}
         assert capacities == {key: n for key, n in largest.items() if n}
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls(), st.integers(0, 40), st.integers(1, 30))
+def test_a_chunk_is_the_second_of_two_shards(call, position, num_new):
+    """Catches a pair of rows that a chunk leaves out or counts twice, also over the end of a ring; or that it packs or
+    sends anything."""
+    plan = plan_cache(*call)
+    chunk, whole = (
+        plan_chunk(plan, position, num_new),
+        make_plan(call[0], make_shards("contiguous", (position, num_new)), 1, *call[1:]),
+    )
+    assert chunk.pairs == whole.pairs
+    assert not chunk.hops
+    assert not chunk.packs
+    for tile in chunk.cached:
+        rows = tile.key
+        last = rows.first + (len(rows.heads) - 1) * rows.shift + rows.num_rows
+        assert rows.first >= 0
+        assert last <= plan.num_rows
 
 
 @settings(max_examples=100, deadline=None)

@@ -28,42 +28,47 @@ def whole(seq_len, dtype=torch.float64):
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
 
 
-def prefill_and_decode(rank, world_size, sharding, lengths, seq_len, keep, to):
+def prefill_and_decode(rank, world_size, sharding, lengths, seq_len, keep, to, held=None):
     """Sharded prefill, hand-over, six tokens more on every rank that got a cache; both compared with the definition."""
     parallel = ContextParallel(sharding=sharding, lengths=lengths)
     inputs = whole(seq_len + 6)
     exact, _ = dilated_attention_reference(*inputs, PATTERN)
+    of = {} if held is None else {"heads_held": held, "num_heads": SIZES[1]}
+    if held is not None:
+        kv = slice(held.start // 2, held.stop // 2)
+        inputs = [x[:, :, s] for x, s in zip(inputs, (slice(held.start, held.stop), kv, kv), strict=True)]
+        exact = exact[:, :, held.start : held.stop]
     query, key, value = (parallel.shard(x[:, :seq_len]) for x in inputs)
-    out = dilated_attention(query, key, value, PATTERN, parallel=parallel)
+    out = dilated_attention(query, key, value, PATTERN, parallel=parallel, **of)
     torch.testing.assert_close(parallel.unshard(out), exact[:, :seq_len], rtol=1e-11, atol=1e-11)
-    cache = DilatedCache.gather(parallel, key, value, PATTERN, SIZES[1], to=to, keep=keep)
+    cache = DilatedCache.gather(parallel, key, value, PATTERN, SIZES[1], to=to, keep=keep, heads_held=held)
     assert (cache is None) == (to not in (None, rank))
     if cache is None:
         return
-    alone = DilatedCache(PATTERN, *SIZES, dtype=torch.float64, keep=keep)
-    dilated_attention(*(x[:, :seq_len] for x in inputs), PATTERN, cache=alone)
+    alone = DilatedCache(PATTERN, *SIZES, dtype=torch.float64, keep=keep, heads_held=held)
+    dilated_attention(*(x[:, :seq_len] for x in inputs), PATTERN, cache=alone, **of)
     ours, theirs = cache.state_dict(), alone.state_dict()
     assert torch.equal(ours["progress"], theirs["progress"])
     assert all(map(torch.equal, ours["rows"], theirs["rows"]))  # to the bit: rows are copied
     back = min(keep, 2)
     cache.crop(back)
     for t in range(seq_len - back, seq_len + 6):
-        out = dilated_attention(*(x[:, t : t + 1] for x in inputs), PATTERN, cache=cache)
+        out = dilated_attention(*(x[:, t : t + 1] for x in inputs), PATTERN, cache=cache, **of)
         torch.testing.assert_close(out, exact[:, t : t + 1], rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sharding", "lengths", "seq_len", "keep", "to"),
+    ("world_size", "sharding", "lengths", "seq_len", "keep", "to", "held"),
     [
-        (2, "contiguous", None, 53, 0, None),
-        (2, "zigzag", None, 61, 5, 1),
-        (3, "contiguous", (1, 0, 49), 50, 3, 0),
-        (3, "zigzag", None, 60, 0, None),  # ends segments of all branches: nothing lives on
+        (2, "contiguous", None, 53, 0, None, None),
+        (2, "zigzag", None, 61, 5, 1, range(2, 4)),
+        (3, "contiguous", (1, 0, 49), 50, 3, 0, None),
+        (4, "zigzag", None, 180, 0, None, None),  # ends segments of all branches: nothing lives on
     ],
 )
-def test_ranks_hand_over(world_size, sharding, lengths, seq_len, keep, to):
+def test_ranks_hand_over(world_size, sharding, lengths, seq_len, keep, to, held):
     """Catches rows that are missing, or lie elsewhere than after a prefill on one device."""
-    run(world_size, prefill_and_decode, sharding, lengths, seq_len, keep, to)
+    run(world_size, prefill_and_decode, sharding, lengths, seq_len, keep, to, held)
 
 
 @settings(max_examples=80, deadline=None)
@@ -111,14 +116,14 @@ def test_only_rows_that_live_on_are_sent():
     assert min(rows) > 0
 
 
-MILLION = 1_000_003
+MILLION, MILLION_SHAPE = 1_000_003, (2, 8)  # heads, head dim
 LONG = DilatedPattern((256, 16_384, 1_048_576), (1, 64, 4096), is_causal=True)
 
 
 def million(rank, world_size, num_new):
     parallel = ContextParallel()
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn((1, MILLION + num_new, 2, 16), generator=generator) for _ in range(3)]
+    inputs = [torch.randn((1, MILLION + num_new, *MILLION_SHAPE), generator=generator) for _ in range(3)]
     query, key, value = (parallel.shard(x[:, :MILLION]) for x in inputs)
     dilated_attention(query, key, value, LONG, parallel=parallel)
     cache = DilatedCache.gather(parallel, key, value, LONG, 2, to=0)
@@ -136,7 +141,7 @@ def test_a_million_positions_over_two_ranks_then_decoded_on_one():
     num_new = 70  # over the next row of rate 64, so that wide branches have their say
     decoded, _ = run(2, million, num_new, seconds=120)
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn((1, MILLION + num_new, 2, 16), generator=generator) for _ in range(3)]
+    inputs = [torch.randn((1, MILLION + num_new, *MILLION_SHAPE), generator=generator) for _ in range(3)]
     recomputed = dilated_attention(*inputs, LONG)
     torch.testing.assert_close(torch.tensor(decoded), recomputed[:, MILLION:], rtol=1e-5, atol=1e-6)
 
@@ -152,6 +157,8 @@ def disagree(rank, world_size):
         DilatedCache.gather(parallel, key, value, PATTERN, 4, to=2)
     with pytest.raises(ValueError, match=r"must both be"):
         DilatedCache.gather(parallel, key, value[:, 1:], PATTERN, 4)
+    with pytest.raises(ValueError, match=r"has no attribute 'dim'"):
+        DilatedCache.gather(parallel, [key, None][rank], value, PATTERN, 4)
     with pytest.raises(ValueError, match=r"max_len=11.*would be 12"):
         DilatedCache.gather(parallel, key, value, PATTERN, 4, max_len=11)
     cache = DilatedCache.gather(parallel, key, value, PATTERN, 4)  # the context is whole

@@ -56,6 +56,19 @@ def test_a_layer_goes_on_where_it_was(options):
     torch.testing.assert_close(out, torch.stack([expected[0, 9:12], expected[1, 4:7]]), rtol=1e-11, atol=1e-11)
 
 
+def test_heads_of_a_layer_on_several_ranks():
+    """Catches a cache of a module that holds some heads: their outputs add up to the layer's, token by token too."""
+    torch.manual_seed(0)
+    module = MultiheadDilatedAttention(24, 4, CAUSAL, dtype=torch.float64, rotary=True, num_kv_heads=2)
+    x = torch.randn(1, 40, 24, dtype=torch.float64)
+    with torch.no_grad():
+        expected, total = module(x, x, x)[0], 0
+        for part in (module.held(range(2)), module.held(range(2, 4))):
+            cache = part.make_cache(1)
+            total = total + torch.cat([part(y, y, y, cache=cache)[0] for y in x.split([30, *[1] * 10], dim=1)], dim=1)
+    torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-11)
+
+
 def test_angles_of_far_positions_are_exact():
     """Catches positions in float32: 2^24 + 1 is none of its numbers, and neighbours would get the same angle."""
     module = MultiheadDilatedAttention(8, 2, DilatedPattern((8,), (1,), is_causal=True), rotary=True)

@@ -411,6 +411,7 @@ TOKENS = [
     (1, 6, 1, 16, [(37, 2), (9, 2)], {"phase": "blocked"}, {"keep": 5}),  # rows go around the end of a ring
     (1, 4, 2, 48, [(30, 1), (64, 2)], {"heads": "split"}, {"max_len": 70}),
     (1, 2, 1, 256, [(40, 1)], {}, {}),
+    (1, 4, 4, 16, [(20, 1), (64, 3)], {}, {"heads_held": range(1, 3)}),  # phases 1 and 2 of the wide branch
 ]
 
 
@@ -426,11 +427,19 @@ class Tokens:
         sizes = (batch, num_heads, num_kv_heads, head_dim)
         self.caches = [DilatedCache(self.pattern, *sizes, dtype=dtype, **limits) for _ in range(2)]
         self.exact = dilated_attention_reference(*(x.double() for x in self.inputs), self.pattern)
+        self.of, held = {}, limits.get("heads_held")
+        if held is not None:
+            self.of = {"heads_held": held, "num_heads": num_heads}
+            self.inputs, self.exact = (
+                [x[:, :, held.start : held.stop] for x in xs] for xs in (self.inputs, self.exact)
+            )
 
     def append(self, start, stop, lengths=None):
         rows = [x[:, start:stop] for x in self.inputs]
         results = [
-            dilated_attention(*rows, self.pattern, cache=cache, backend=backend, return_lse=True, lengths=lengths)
+            dilated_attention(
+                *rows, self.pattern, cache=cache, backend=backend, return_lse=True, lengths=lengths, **self.of
+            )
             for cache, backend in zip(self.caches, ("triton", "cpu"), strict=True)
         ]
         ours, cpus = self.caches

@@ -114,7 +114,7 @@ class DilatedCache:
             if to is not None and not 0 <= to < ranks.world_size:
                 raise ValueError(f"to={to}: the ranks are 0 to {ranks.world_size - 1}, and None is each of them.")
             batch, _, num_kv_held, head_dim = key.shape
-            num_kv_heads = num_kv_held if heads_held is None else num_kv_held * num_heads // max(len(heads_held), 1)
+            num_kv_heads = num_kv_held * num_heads // (len(heads_held) if isinstance(heads_held, range) else num_heads)
             plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
             if gets_one:
                 cache = cls(
@@ -353,7 +353,8 @@ def _plan(
     """
     if heads_held is not None:
         pattern.check_heads(num_heads, num_kv_heads)
-        held_heads(len(heads_held), num_heads // num_kv_heads, heads_held, num_heads)
+        num_held = len(heads_held) if isinstance(heads_held, range) else num_heads
+        held_heads(num_held, num_heads // num_kv_heads, heads_held, num_heads)
         heads_held = None if len(heads_held) == num_heads else heads_held
     return plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
 
