@@ -6,6 +6,7 @@ import math
 import random
 import re
 import shlex
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -65,14 +66,17 @@ def test_the_readmes_example(folder, capsys):
     assert len(capsys.readouterr().out) == 3 * 200
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_what_is_no_run_is_refused(folder, tmp_path):
+    """Catches a checkpoint that is damaged and yet a model, and a folder of somebody else's."""
     with pytest.raises(ValueError, match=r"there is no checkpoint in this folder; pass the folder of a run"):
         LongNetLM.from_run(tmp_path)
-    damaged = tmp_path / "checkpoint-000001"
-    damaged.mkdir()
-    (damaged / "state.json").write_text('{"hyperparameters": {}}')
+    [whole] = folder.glob("checkpoint-*")
+    damaged = shutil.copytree(whole, tmp_path / whole.name)
     (damaged / "model.safetensors").write_bytes(b"not one")
-    with pytest.raises(ValueError, match=r"checkpoint-000001 cannot be loaded"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: it has 7 bytes"):
+        LongNetLM.from_run(tmp_path)
+    (damaged / "state.json").write_text('{"hyperparameters": {}}')
+    with pytest.raises(ValueError, match=r"state\.json was not made by rda train"):
         LongNetLM.from_run(tmp_path)
 
 
@@ -159,7 +163,7 @@ def test_ctrl_c_ends_in_good_order(folder, capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["RUN", "--prompt", ""], "--prompt is empty: the model goes on from one byte or more"),
-        (["RUN", "--prompt", "a", "--tokens", "0"], "--tokens 0 must be at least 1"),
+        (["RUN", "--prompt", "a", "--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["RUN", "--prompt", "a", "--top-p", "2"], "top_p=2.0 must be above 0"),
         (["RUN", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be 0"),
         (["RUN", "--prompt-file", "nowhere"], "cannot read nowhere: No such file"),
@@ -233,6 +237,9 @@ def test_evaluate(folder, tmp_path, capsys):
     assert sum(bucket["num_bytes"] for bucket in record["by_bytes_before"]) == 989
     assert record["peak_resident_bytes"] > 1e7
     assert (tmp_path / "bits.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "mine.png").write_bytes(b"mine")
+    assert main([*arguments, "--picture", str(tmp_path / "mine.png")]) == 2
+    assert "mine.png was not made by rda evaluate --picture" in capsys.readouterr().err
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert f"{record['bits_per_byte']:.3f} bits per byte over 989 bytes, in contexts of 96 bytes" in out
@@ -270,7 +277,7 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder):
     [
         (["RUN", "nowhere"], "cannot read nowhere: No such file"),
         (["RUN", "/dev/null"], "/dev/null has fewer than 2 bytes"),
-        (["RUN", "/dev/null", "--chunk", "0"], "--chunk 0 must be at least 1"),
+        (["RUN", "/dev/null", "--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["RUN", "/dev/null", "--context", "-1"], "--context -1 must be 2 or more"),
         (["RUN", "/dev/null", "--context", "1"], "--context 1: the first byte of a context"),
         (["RUN", "/dev/null", "--picture", "/dev/null/x.png"], "--picture /dev/null/x.png cannot be written"),

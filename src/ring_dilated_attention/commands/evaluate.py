@@ -11,10 +11,14 @@ from typing import BinaryIO
 
 from ..training.checkpoint import find_checkpoint, read_state
 from ..training.data import FASTA_SUFFIXES
+from ..training.files import check_mine, is_our_picture, write_whole
 from ..training.memory import peak_resident_bytes
 from ..training.stream import blocks_of, pieces, without_headers
 from .generate import check_run
+from .interrupts import leaving_at_once
+from .limits import check_at_least
 from .output import aligned, check_writable
+from .terminal import say
 
 EXAMPLES = """examples:
   rda evaluate runs/20250131-120000 book.txt                       contexts as long as those of training
@@ -26,6 +30,7 @@ The text is cut into contexts and read through caches, a chunk at a time: memory
 the length of a context. The first byte of a context is not predicted. Does more context help? Then bits per byte fall
 from row to row.
 """
+MAKER = "rda evaluate --picture"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,17 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of a context, 0 for one that never ends (default: a sequence of training)",
     )
     parser.add_argument("--chunk", type=int, default=4096, metavar="N", help="bytes at a time (default 4096)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as .png or .svg")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
         record = evaluate(arguments)
-    except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"rda evaluate: {error}", file=sys.stderr)
+    except ValueError as error:
+        say(f"rda evaluate: {error}")
         return 2
     print(json.dumps(record) if arguments.json else report(record))
     return 0
@@ -57,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> dict:
     check_run(arguments.run_folder)
-    if arguments.chunk < 1:
-        raise ValueError(f"--chunk {arguments.chunk} must be at least 1")
+    check_at_least("--chunk", arguments.chunk)
     if arguments.context is not None and arguments.context < 0:
         raise ValueError(f"--context {arguments.context} must be 2 or more, or 0 for one that never ends")
     if arguments.context == 1:
@@ -67,11 +69,13 @@ def evaluate(arguments: argparse.Namespace) -> dict:
         if find_spec("matplotlib") is None:
             raise ValueError("--picture needs matplotlib: pip install matplotlib")
         check_writable("--picture", arguments.picture.parent, arguments.picture.name)
+        check_mine(arguments.picture, is_our_picture, MAKER)
     length = trained_length(arguments.run_folder) if arguments.context is None else arguments.context
     context = length or None
     with open_file(arguments.file) as file:
-        from ..models.longnet import LongNetLM
-        from ..training.evaluate import bits_by_position, draw_buckets, mean
+        with leaving_at_once("rda evaluate"):
+            from ..models.longnet import LongNetLM
+            from ..training.evaluate import bits_by_position, draw_buckets, mean
 
         model = LongNetLM.from_run(arguments.run_folder)
         text = pieces(letters(arguments.file, file), arguments.chunk, context)
@@ -79,7 +83,8 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     if not buckets:
         raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
     if arguments.picture is not None:
-        draw_buckets(buckets, f"{arguments.file}, contexts of {shown(context)}", arguments.picture)
+        picture = draw_buckets(buckets, f"{arguments.file}, contexts of {shown(context)}")
+        write_whole(arguments.picture, picture, is_our_picture, MAKER)
     return {
         "file": arguments.file,
         "context": context,

@@ -6,6 +6,7 @@ any call.
 
 import sys
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ..pattern import DilatedPattern
 from ..plan.plan import Hop, Message, Plan
 from ..plan.planner import make_plan
 from ..plan.sharding import Shard, make_shards, shard_length
+from ..training.files import MADE_BY, check_mine, folder_made, is_our_picture, write_whole
 from .scaled import scaled_down
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ INK, FAINT, EMPTY = "#222222", "#999999", "#F2F2F2"
 # What a picture can hold.
 MOST_POSITIONS, MOST_HEADS, MOST_RANKS = 64, 4, len(RANK_COLOURS)
 DPI = 160
+PICTURES = PATTERN_PICTURE, RING_PICTURE = ("pattern.png", "ring.png")
 
 
 def draw(
@@ -41,17 +44,28 @@ def draw(
         split: the shards of a sequence of a given length.
     """
     small, n, divisor = scaled_down(pattern, seq_len, MOST_POSITIONS)
-    pictures = {"pattern.png": draw_pattern(small, n, num_heads, divisor)}
+    pictures = {PATTERN_PICTURE: draw_pattern(small, n, num_heads, divisor)}
     if 1 < len(split(n)) <= MOST_RANKS:
-        pictures["ring.png"] = draw_ring(small, split(n), num_heads, divisor)
+        pictures[RING_PICTURE] = draw_ring(small, split(n), num_heads, divisor)
     return _save(folder, pictures)
 
 
 def _save(folder: Path, pictures: dict[str, "Figure"]) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
+    made = {}
     for name, figure in pictures.items():
-        figure.savefig(folder / name, dpi=DPI, metadata={"Software": None})
-    return [folder / name for name in pictures]
+        made[folder / name] = content = BytesIO()
+        figure.savefig(content, dpi=DPI, format="png", metadata={"Software": MADE_BY})
+    with folder_made(folder):
+        check_pictures(folder)
+        for path, content in made.items():
+            write_whole(path, content.getvalue(), is_our_picture, "rda plan --picture")
+    return list(made)
+
+
+def check_pictures(folder: Path) -> None:
+    """Raise ValueError if there are pictures of such names that were not made here."""
+    for name in PICTURES:
+        check_mine(folder / name, is_our_picture, "rda plan --picture")
 
 
 def branches_by_pair(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> list[list[list[int]]]:
@@ -275,8 +289,8 @@ def draw_readme(folder: Path) -> list[Path]:
     shown = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True)
     ring = DilatedPattern((4, 32), (1, 4))
     pictures = {
-        "pattern.png": draw_pattern(shown, 32, 4),
-        "ring.png": draw_ring(ring, make_shards("contiguous", (8, 8, 8, 8)), 4),
+        PATTERN_PICTURE: draw_pattern(shown, 32, 4),
+        RING_PICTURE: draw_ring(ring, make_shards("contiguous", (8, 8, 8, 8)), 4),
     }
     return _save(folder, pictures)
 

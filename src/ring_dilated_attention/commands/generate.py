@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..training.checkpoint import find_checkpoint
 from ..training.data import Document, load_document
+from .interrupts import leaving_at_once
+from .limits import check_at_least
+from .terminal import say
 
 if TYPE_CHECKING:
     from ..models.longnet import LongNetLM
@@ -50,25 +53,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         check_run(arguments.run_folder)
-        if arguments.tokens < 1:
-            raise ValueError(f"--tokens {arguments.tokens} must be at least 1")
+        check_at_least("--tokens", arguments.tokens)
+        if arguments.seed is not None:
+            check_at_least("--seed", arguments.seed, least=0)
         prompt = prompt_of(arguments)
-        from ..models.generate import Sampling
+        with leaving_at_once("rda generate"):
+            from ..models.generate import Sampling
+            from ..models.longnet import LongNetLM
 
         Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
-        from ..models.longnet import LongNetLM
-
         model = LongNetLM.from_run(arguments.run_folder)
         record = write(model, prompt, arguments)
-    except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"rda generate: {error}", file=sys.stderr)
+    except ValueError as error:
+        say(f"rda generate: {error}")
         return 2
     if arguments.json:
         print(json.dumps(record))
     else:
-        print(summary(record), file=sys.stderr)
+        say(summary(record))
     return 130 if record["interrupted"] else 0
 
 

@@ -16,6 +16,8 @@ from ..plan.exchange import EXCHANGES, Choice, RankPlan, choose_exchange, plan_e
 from ..plan.memory import AttentionMemory, Sizes, attention_memory
 from ..plan.planner import chunk_finder
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
+from .figures import check_pictures, draw
+from .limits import MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_memory, check_ranks_fit
 from .output import check_writable, progress_bar
 from .plan_report import (
     MOST_ROWS,
@@ -33,6 +35,7 @@ from .plan_report import (
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MOST_COMPARED = 64
+BYTES_PER_HOP = 2_000  # 1,024 ranks that share a segment took 2.1 GB
 # NVIDIA's data sheets, one way of a link. H100 SXM: 1,979 TFLOPS of 16-bit tensor cores with sparsity, so half of it,
 # and NVLink of 900 GB/s both ways together. DGX H100: a ConnectX-7 of 400 Gb/s for each GPU. Neither has a latency.
 PRESETS = {"h100-nvlink": Hardware(989.5e12, 450e9), "h100-infiniband": Hardware(989.5e12, 50e9)}
@@ -103,10 +106,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
+        check_numbers(arguments)
         pattern = pattern_of(arguments)
-        check_positive(arguments)
         check_documents(arguments)
         hardware = hardware_of(arguments)
+        check_work(pattern, arguments)
         check_picture(arguments)
         shards = split(arguments, arguments.seq_len)
         exchange = exchange_of(pattern, shards, arguments)
@@ -137,11 +141,13 @@ def run(arguments: argparse.Namespace) -> int:
         if compared:
             print(sharding_lines(compared))
     if arguments.picture is not None:
-        from .figures import draw
-
         shards_of = partial(split, arguments)
-        for path in draw(arguments.picture, pattern, arguments.seq_len, arguments.heads, shards_of):
-            print(path, file=sys.stderr)
+        try:
+            pictures = draw(arguments.picture, pattern, arguments.seq_len, arguments.heads, shards_of)
+        except ValueError as error:  # somebody put something there meanwhile
+            print(error, file=sys.stderr)
+            return 2
+        print(*pictures, sep="\n", file=sys.stderr)
     return 0
 
 
@@ -155,12 +161,29 @@ def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
     )
 
 
-def check_positive(arguments: argparse.Namespace) -> None:
-    for name in ("seq_len", "ranks", "batch", "heads", "head_dim", "align"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+def check_numbers(arguments: argparse.Namespace) -> None:
+    for name in ("seq_len", "batch", "head_dim", "align"):
+        check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
+    check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
+    check_at_least("--heads", arguments.heads, most=MOST_HEADS)
+    check_each("--segment-lengths", arguments.segment_lengths)
+    check_each("--dilation-rates", arguments.dilation_rates)
+    check_ranks_fit(arguments.ranks, arguments.seq_len)
     if arguments.sharding == "zigzag" and arguments.align != 1:
         raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
+
+
+def check_work(pattern: DilatedPattern, arguments: argparse.Namespace) -> None:
+    """Raise ValueError if the plans of all ranks would not fit the memory."""
+    largest_shard = -(-arguments.seq_len // arguments.ranks)
+    # How many ranks share a segment of each branch that no shard holds.
+    shared = [-(-w // largest_shard) for w in pattern.segment_lengths if w > largest_shard]
+    num_hops = arguments.ranks * sum(min(arguments.ranks, number) for number in shared)
+    check_memory(
+        f"the plans of {arguments.ranks:,} ranks have about {num_hops:,} hops, which take",
+        num_hops * BYTES_PER_HOP,
+        "plan fewer --ranks, or one of many with rda slice --plan",
+    )
 
 
 def check_documents(arguments: argparse.Namespace) -> None:
@@ -187,6 +210,7 @@ def check_picture(arguments: argparse.Namespace) -> None:
     if find_spec("matplotlib") is None:
         raise ValueError("--picture needs matplotlib: pip install matplotlib")
     check_writable("--picture", arguments.picture)
+    check_pictures(arguments.picture)
 
 
 def hardware_of(arguments: argparse.Namespace) -> Hardware | None:

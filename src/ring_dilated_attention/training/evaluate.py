@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
+from io import BytesIO
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ..models.longnet import LongNetLM
+from .files import MADE_BY
 
 NUM_BUCKETS = 63
 
@@ -60,7 +61,8 @@ def mean(buckets: list[Bucket]) -> float:
     return sum(b.num_bytes * b.bits_per_byte for b in buckets) / sum(b.num_bytes for b in buckets)
 
 
-def draw_buckets(buckets: list[Bucket], title: str, path: Path) -> None:
+def draw_buckets(buckets: list[Bucket], title: str) -> bytes:
+    """A PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -76,4 +78,6 @@ def draw_buckets(buckets: list[Bucket], title: str, path: Path) -> None:
     axes.set_title(title)
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=120, metadata={"Software": MADE_BY})
+    return content.getvalue()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..models.longnet import LongNetLM
-from .checkpoint import find_checkpoint, read_state
+from .checkpoint import MODEL_FILE, check_whole, find_checkpoint
 from .options import Hyperparameters
 
 
@@ -11,7 +11,7 @@ def load_model(folder: Path) -> LongNetLM:
     """The model of a run, with the parameters of its newest checkpoint.
 
     Raises:
-        ValueError: if there is none, or it cannot be read.
+        ValueError: if there is none, or it is damaged.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -20,8 +20,9 @@ def load_model(folder: Path) -> LongNetLM:
     if checkpoint is None:
         raise ValueError(f"{folder}: there is no checkpoint in this folder; pass the folder of a run of rda train")
     try:
-        model = LongNetLM(Hyperparameters(**read_state(checkpoint)["hyperparameters"]).model_config())
-        model.load_state_dict(load_file(checkpoint / "model.safetensors"), strict=True)
-    except (KeyError, TypeError, OSError, SafetensorError, RuntimeError) as error:
+        state = check_whole(checkpoint)
+        model = LongNetLM(Hyperparameters.from_dict(state["hyperparameters"]).model_config())
+        model.load_state_dict(load_file(checkpoint / MODEL_FILE), strict=True)
+    except (KeyError, OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
     return model
