@@ -7,7 +7,7 @@ Where a sequence stands is read on the device, and so are the bounds of loops: g
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, SIZES, attend, load_rows, normalized, store_rows
+from .blocks import LOG2_E, SIZES, Places, Rows, attend, load_rows, normalized, store_rows
 
 NUM_COLUMNS = tl.constexpr(12)  # of the table of units
 
@@ -73,7 +73,7 @@ def token_kernel(
         m_i = o_i < num_own
         o_h = first_head + o_i * head_step
         # [BM, BD]
-        b_q = load_rows(q + i_b * stride_qb, o_h * stride_qh, m_i, True, D, BD)
+        b_q = load_rows(Rows(q + i_b * stride_qb, 0, stride_qh), Places(o_h, 0, m_i), True, D, BD)
         b_max = tl.full([BM], float("-inf"), tl.float32)
         b_sum = tl.zeros([BM], tl.float32)
         b_out = tl.zeros([BM, BD], tl.float32)
@@ -88,24 +88,24 @@ def token_kernel(
         p_own_v = v + i_b * stride_vb + i_g * stride_vg
         # fmt: off
         b_max, b_sum, b_out = attend(
-            b_q, o_i * 0 + num_before - 1, p_keys + slot * D, p_values + slot * D, D, D,
+            b_q, o_i * 0 + num_before - 1, Rows(p_keys + slot * D, 0, D), Rows(p_values + slot * D, 0, D),
             num_before // BN * BN, num_before,
             b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
         )
         b_max, b_sum, b_out = attend(
-            b_q, o_i * 0 + num_after - 1, p_keys + slot_after * D, p_values + slot_after * D, D, D,
+            b_q, o_i * 0 + num_after - 1, Rows(p_keys + slot_after * D, 0, D), Rows(p_values + slot_after * D, 0, D),
             num_after // BN * BN, num_after,
             b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
         )
         if i_s == 0:
             b_max, b_sum, b_out = attend(
-                b_q, o_i * 0, p_own_k, p_own_v, D, D, 0, 1,
+                b_q, o_i * 0, Rows(p_own_k, 0, D), Rows(p_own_v, 0, D), 0, 1,
                 b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
             )
         # fmt: on
         b_out, b_lse = normalized(b_max, b_sum, b_out, tl.float32)
         o_part = ((i_b * num_heads + o_h) * num_branches + branch) * SPLITS + i_s
-        store_rows(part_out, o_part * D, m_i, b_out, False, D, BD)
+        store_rows(Rows(part_out, 0, D), Places(o_part, 0, m_i), b_out, False, D, BD)
         tl.store(part_lse + o_part, b_lse, mask=m_i)
         if (i_s == 0) & (writes > 0):  # nobody reads this slot now: it is that of the row after those cached
             o_d = tl.arange(0, BD)
