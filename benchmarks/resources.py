@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ring_dilated_attention.kernels.triton import backward, forward
+from ring_dilated_attention.kernels.triton import backward, forward, token_kernels
 from ring_dilated_attention.kernels.triton.config import config, padded
 
 PATH = Path(__file__).with_name("resources.json")
@@ -30,7 +30,8 @@ HEAD_DIMS = (64, 128)
 # Shared memory of one block, in bytes: CUDA's tables of compute capabilities; LDS of a gfx942 workgroup.
 SHARED_MEMORY = {"cuda:80": 166_912, "cuda:90": 232_448, "cuda:100": 232_448, "hip:gfx942": 65_536}
 TYPES = dict.fromkeys(("lse", "delta", "dlse"), "*fp32") | dict.fromkeys(("strips", "branches", "phases"), "*i32")
-_POINTERS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+TYPES |= dict.fromkeys(("progress", "lengths", "units"), "*i64") | dict.fromkeys(("part_out", "part_lse"), "*fp32")
+_POINTERS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "memory")
 _SUMS = {"out": "*fp32", "lse": "*fp64"}
 _GRADIENT_SUMS = dict.fromkeys(("dq", "dk", "dv"), "*fp32")
 
@@ -54,6 +55,7 @@ class Resources(NamedTuple):
 
 
 _IN_PLACE = {"IS_CAUSAL": True, "ACCUMULATE": True}
+_TOKEN = {"HAS_LENGTHS": True, "SPLITS": 16, "BM": 16, "BN": 64}
 _FUSED = {"IS_CAUSAL": True, "CROSSES": False}
 CASES = (
     Case("forward", forward.forward_kernel, "forward", _SUMS, {"IS_CAUSAL": True, "ACCUMULATE": False}),
@@ -66,6 +68,9 @@ CASES = (
     Case("fused forward, half", forward.fused_forward_kernel, "forward_half", {}, _FUSED),
     Case("fused query gradient", backward.fused_query_gradient_kernel, "query_gradient", {}, _FUSED),
     Case("fused key gradient", backward.fused_key_gradient_kernel, "key_gradient", {}, _FUSED),
+    Case("token", token_kernels.token_kernel, "", {}, _TOKEN),
+    Case("token, many heads", token_kernels.token_kernel, "", {}, {**_TOKEN, "BM": 32}),
+    Case("token, merge", token_kernels.merge_kernel, "", dict.fromkeys(("branches", "phases"), "*i64"), _TOKEN),
 )
 
 

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention, explain
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedCache,
+    DilatedPattern,
+    attention,
+    dilated_attention,
+    explain,
+)
 from ring_dilated_attention.commands import check
 from ring_dilated_attention.commands.compare import Case, measure, tolerances, worst
 from ring_dilated_attention.kernels import choose
@@ -386,6 +393,62 @@ def test_operators_pass_the_checks_of_torch(backend):
         arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
         tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")  # it refuses derivatives
         torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)
+
+
+# One token with a cache.
+
+
+def append_all(inputs, backend, *, steps) -> tuple[list[Tensor], DilatedCache]:
+    """out and lse of rows that are appended in these steps, and the cache."""
+    batch, _, num_heads, head_dim = inputs[0].shape
+    cache = DilatedCache(
+        PATTERN, batch, num_heads, inputs[1].shape[2], head_dim, dtype=inputs[0].dtype, device=DEVICE, keep=3
+    )
+    parts = zip(*(x.split(steps, dim=1) for x in inputs), strict=True)
+    results = [dilated_attention(*rows, PATTERN, cache=cache, backend=backend, return_lse=True) for rows in parts]
+    return [torch.cat(x, dim=1) for x in zip(*results, strict=True)], cache
+
+
+@on_device
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sequence_token_by_token(backend):
+    """Catches a token that misses a row, or sees one of another segment: as one call, within its precision."""
+    require(backend)
+    inputs, _ = make_inputs(N, head_dim=16, batch=2)
+    steps = [N - 12, *[1] * 12]
+    found, _ = append_all(inputs, backend, steps=steps)
+    expected = dilated_attention(*inputs, PATTERN, backend=backend, return_lse=True)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=4 * torch.finfo(x.dtype).eps ** 0.75, atol=4 * torch.finfo(MAIN).eps)
+
+
+@needs_gpu
+def test_a_graph_of_a_token():
+    """Catches a number that is read on the host, or a position that is captured: one graph serves all tokens."""
+    require("triton")
+    inputs, _ = make_inputs(N, head_dim=64)
+    start = N - 8
+    expected, _ = append_all(inputs, "triton", steps=[start, *[1] * 8])
+    _, cache = append_all([x[:, :start] for x in inputs], "triton", steps=[start])
+    rows = [x[:, start : start + 1].clone() for x in inputs]
+
+    def token() -> Tensor:
+        out = dilated_attention(*rows, PATTERN, cache=cache, backend="triton")
+        assert isinstance(out, Tensor)
+        return out
+
+    spare = cache.fork([0])
+    dilated_attention(*rows, PATTERN, cache=spare, backend="triton")  # what is compiled or made once
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = token()
+    for t in range(start, N):
+        for row, x in zip(rows, inputs, strict=True):
+            row.copy_(x[:, t : t + 1])
+        graph.replay()
+        assert torch.equal(out, expected[0][:, t : t + 1])
+    assert cache.position.tolist() == [N]
 
 
 # Choice of the backend.

@@ -13,7 +13,8 @@ from ring_dilated_attention.commands.cli import SUBCOMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-ONE_DEVICE, MANY, LOOP, PACKED, SIMULATED = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ONE_DEVICE, MANY, LOOP, PACKED, SIMULATED, RUN = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+(CACHED,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "generation.md").read_text(), flags=re.DOTALL)
 
 
 def test_the_example_for_one_device():
@@ -69,6 +70,14 @@ def test_the_example_of_simulated_ranks():
     assert all(re.search(r": held [\d,]{9,} bytes at most, sent [\d,]{9,}$", line) for line in lines)
 
 
+def test_the_example_of_a_cache():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CACHED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "tensor([10003]) 2048 rows per head\n"
+
+
 def test_the_patterns_of_the_table():
     """Each row makes a pattern; the rule's row says what the rule makes."""
     found = re.findall(r"^\| `(DilatedPattern.*?)` \|", README, flags=re.MULTILINE)
@@ -82,7 +91,7 @@ def test_names_of_the_text_are_the_packages():
     """Catches a function that the text names and that `from ring_dilated_attention import` does not find."""
     import ring_dilated_attention
 
-    for name in ("save_attention", "MultiheadDilatedAttention"):
+    for name in ("save_attention", "MultiheadDilatedAttention", "DilatedCache"):
         assert name in README
         assert name in ring_dilated_attention.__all__
     assert {"shard", "unshard", "positions"} <= set(dir(ring_dilated_attention.ContextParallel))
@@ -90,7 +99,7 @@ def test_names_of_the_text_are_the_packages():
 
 def test_examples_are_short():
     """Ten lines, not counting imports and the message at the end."""
-    for example in (ONE_DEVICE, MANY, PACKED, SIMULATED):
+    for example in (ONE_DEVICE, MANY, PACKED, SIMULATED, CACHED, RUN):
         lines = [line for line in example.splitlines() if line and not line.startswith(("import", "from", "print"))]
         assert len(lines) <= 10
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
 from torch.nn.functional import pad
 
-from ring_dilated_attention import DilatedPattern, dilated_attention, explain
+from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, explain
 from ring_dilated_attention.commands.compare import (
     QUANTITIES,
     Case,
@@ -403,6 +403,21 @@ def test_numbers_with_stand_ins(stand_ins, name, dtype, head_dim, num_kv_heads, 
         assert x.shape == y.shape
         # A sum over shared heads in the input's dtype: a few roundings more than the CPU op's.
         assert (x.float() - y.float()).norm() <= 4 * torch.finfo(dtype).eps * y.float().norm()
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+@pytest.mark.parametrize("chunk", [1, 9])
+def test_a_cache_with_stand_ins(stand_ins, name, chunk):
+    """Catches a token that an op refuses: one row, rows of a ring that lie elsewhere, query heads as rows of a tile."""
+    pattern = DilatedPattern((16, 36), (1, 3), is_causal=True)
+    inputs = [torch.randn(2, 36, h, 24, dtype=torch.float16) for h in (4, 2, 2)]
+    cache = DilatedCache(pattern, 2, 4, 2, 24, dtype=torch.float16, keep=2)
+    parts = zip(*(x.split(chunk, dim=1) for x in inputs), strict=True)
+    with sdpa_kernel(SELECT[name]):
+        found = [dilated_attention(*rows, pattern, cache=cache, backend="sdpa") for rows in parts]
+    assert set(stand_ins) == {name}
+    expected = dilated_attention(*inputs, pattern, backend="cpu")
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0, atol=2e-3)
 
 
 UNALIGNED = {

@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels.triton import in_place
 from ring_dilated_attention.kernels.triton.config import KERNELS, architecture, config, has_config, padded
 from ring_dilated_attention.plan.sharding import Cut
 from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.ranks.ranks import Ranks
+from ring_dilated_attention.run import cache as cache_module
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.7.1)"
@@ -93,7 +94,7 @@ def test_the_table_holds_every_kernel_and_target():
     table = json.loads(RESOURCES.read_text())["resources"]
     cases = {name.partition(", ")[2] for name in table}
     assert {f"{target}, {case}" for target in TARGETS for case in cases} == set(table)
-    assert len(cases) == 2 * 10
+    assert len(cases) == 2 * 13
     assert max(spilled for _, spilled, _ in table.values()) <= 64
 
 
@@ -144,6 +145,26 @@ def test_a_call_on_cuda_tensors_compiles_whole(backend, monkeypatch):
         tensors = [torch.empty(1, 32, 2, 16, device="cuda:0", dtype=torch.bfloat16) for _ in range(3)]
         out = torch.compile(call, fullgraph=True, backend="eager")(*tensors)
     assert (out.shape, out.device.type) == ((1, 32, 2, 16), "cuda")
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton", "sdpa", "auto"])
+def test_a_token_on_cuda_tensors_compiles_whole(backend, monkeypatch):
+    """The same with a cache."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: like((9, 0)))
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(cache_module, "free_bytes", lambda device: None)
+    torch._dynamo.reset()
+    pattern = DilatedPattern((8, 16), (1, 2), is_causal=True)
+
+    def call(query, key, value, cache):
+        return dilated_attention(query, key, value, pattern, cache=cache, backend=backend)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [torch.empty(1, 1, 2, 16, device="cuda:0", dtype=torch.bfloat16) for _ in range(3)]
+        cache = DilatedCache(pattern, 1, 2, 2, 16, device="cuda:0", dtype=torch.bfloat16)
+        out = torch.compile(call, fullgraph=True, backend="eager")(*tensors, cache)
+    assert (out.shape, out.device.type) == ((1, 1, 2, 16), "cuda")
 
 
 @needs_triton

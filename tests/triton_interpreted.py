@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import allocated
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain
+from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, explain
 from ring_dilated_attention.kernels.traits import TRAITS
-from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, launch, shapes
+from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, launch, shapes, token
 from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
 from ring_dilated_attention.kernels.triton.shapes import Shape
 from ring_dilated_attention.kernels.triton.strips import bundle_size
@@ -402,3 +402,104 @@ def test_a_wrong_result_is_seen():
         wrong = [x * (1 + 1e-5) if i == j else x for j, x in enumerate(right)]
         with pytest.raises(AssertionError, match="not close" if name == "lse" else name):
             call.check(wrong)
+
+
+# One token with a cache.
+
+# batch, query heads, key/value heads, head dim, branches, rules, limits of the cache
+TOKENS = [
+    (2, 2, 2, 24, [(40, 1), (64, 3)], {}, {}),
+    (1, 6, 1, 16, [(37, 2), (9, 2)], {"phase": "blocked"}, {"keep": 5}),  # rows go around the end of a ring
+    (1, 4, 2, 48, [(30, 1), (64, 2)], {"heads": "split"}, {"max_len": 70}),
+    (1, 2, 1, 256, [(40, 1)], {}, {}),
+    (1, 4, 4, 16, [(20, 1), (64, 3)], {}, {"heads_held": range(1, 3)}),  # phases 1 and 2 of the wide branch
+]
+
+
+class Tokens:
+    """A sequence that is appended to two caches: by Triton's kernels, and by the CPU's."""
+
+    def __init__(self, case, dtype=torch.float32, seq_len=70):
+        batch, num_heads, num_kv_heads, head_dim, branches, rules, limits = case
+        self.pattern = pattern_of(branches, is_causal=True, **rules)
+        self.inputs = [
+            torch.randn(batch, seq_len, h, head_dim).to(dtype) for h in (num_heads, num_kv_heads, num_kv_heads)
+        ]
+        sizes = (batch, num_heads, num_kv_heads, head_dim)
+        self.caches = [DilatedCache(self.pattern, *sizes, dtype=dtype, **limits) for _ in range(2)]
+        self.exact = dilated_attention_reference(*(x.double() for x in self.inputs), self.pattern)
+        self.of, held = {}, limits.get("heads_held")
+        if held is not None:
+            self.of = {"heads_held": held, "num_heads": num_heads}
+            self.inputs, self.exact = (
+                [x[:, :, held.start : held.stop] for x in xs] for xs in (self.inputs, self.exact)
+            )
+
+    def append(self, start, stop, lengths=None):
+        rows = [x[:, start:stop] for x in self.inputs]
+        results = [
+            dilated_attention(
+                *rows, self.pattern, cache=cache, backend=backend, return_lse=True, lengths=lengths, **self.of
+            )
+            for cache, backend in zip(self.caches, ("triton", "cpu"), strict=True)
+        ]
+        ours, cpus = self.caches
+        assert torch.equal(ours.progress, cpus.progress)
+        return results
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, torch.float32) for case in TOKENS), (TOKENS[1], torch.float16)], ids=str
+)
+def test_tokens(case, dtype):
+    """Catches a row that is missed, read twice, read of another segment, or written elsewhere; a split without rows."""
+    tokens = Tokens(case, dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    for start, stop in ((0, 1), (1, 2), (2, 31), (31, 62), (62, 63), (63, 64), (64, 65)):
+        (out, lse), _ = tokens.append(start, stop)
+        exact_out, exact_lse = (x[:, start:stop] for x in tokens.exact)
+        torch.testing.assert_close(out.double(), exact_out, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 4e-3)
+    ours, cpus = (cache.state_dict()["rows"] for cache in tokens.caches)
+    assert all(map(torch.equal, ours, cpus))
+
+
+def test_more_heads_share_keys_than_a_tile_has_rows(monkeypatch):
+    """Catches heads that are left out, and a row that is written by none of a ring's tiles."""
+    monkeypatch.setattr(token, "MOST_HEADS", 4)
+    test_tokens((1, 6, 1, 16, [(13, 1), (50, 3)], {}, {}), torch.float32)
+
+
+def test_tokens_of_some_rows():
+    """Catches a row of the batch that is moved on although it appends nothing."""
+    tokens = Tokens(TOKENS[0])
+    tokens.append(0, 40, torch.tensor([40, 33]))
+    for lengths in ([0, 1], [1, 1], [0, 0], [1, 0]):
+        (out, lse), (cpu_out, cpu_lse) = tokens.append(40, 41, torch.tensor(lengths))
+        torch.testing.assert_close(out, cpu_out)
+        torch.testing.assert_close(lse, cpu_lse)
+        assert (out[torch.tensor(lengths) == 0] == 0).all()
+
+
+def test_nobody_waits_for_the_device(monkeypatch):
+    """Catches a position that is read on the host: it would wait for the GPU at every token. And a sequence that is
+    longer than the cache was made for, which is therefore not refused but marked."""
+    tokens = Tokens(TOKENS[2])
+    tokens.append(0, 68)
+    cache = tokens.caches[0]
+
+    def append(t, num_new=1):
+        rows = [x[:, t : t + num_new] for x in tokens.inputs]
+        return dilated_attention(*rows, tokens.pattern, cache=cache, backend="triton")
+
+    def refuse(*_):
+        raise AssertionError("a number was read on the host")
+
+    for name in ("tolist", "item", "__int__", "__bool__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    with pytest.raises(AssertionError, match="read on the host"):
+        append(68, num_new=2)
+    results = [append(68), append(69), append(69)]
+    monkeypatch.undo()
+    assert [bool(x.isfinite().all()) for x in results] == [True, True, False]
+    assert results[2].isnan().all()

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from .layers import MultiheadDilatedAttention
     from .pattern import DilatedPattern
     from .ranks.context import ContextParallel
+    from .run.cache import DilatedCache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ContextParallel",
+    "DilatedCache",
     "DilatedPattern",
     "MultiheadDilatedAttention",
     "dilated_attention",
@@ -26,6 +28,7 @@ __all__ = [
 
 _HOME = {
     "ContextParallel": "ranks.context",
+    "DilatedCache": "run.cache",
     "DilatedPattern": "pattern",
     "MultiheadDilatedAttention": "layers",
     "dilated_attention": "attention",

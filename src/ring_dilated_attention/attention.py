@@ -18,11 +18,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from .kernels.choose import BACKENDS, choose, reasons
 from .kernels.contract import BackwardRows
 from .pattern import DilatedPattern
+from .plan.heads import held_heads
 from .plan.memory import Sizes
 from .plan.sharding import Cut, documents_of
 from .ranks.call import Call
 from .ranks.context import ContextParallel, context_named, refuse
 from .ranks.ranks import Ranks
+from .run.append import append, append_now
+from .run.cache import DilatedCache, check_call
 from .run.views import accumulator_dtype
 
 
@@ -39,6 +42,8 @@ def dilated_attention(
     return_lse: bool = False,
     heads_held: range | None = None,
     num_heads: int | None = None,
+    cache: DilatedCache | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches.
 
@@ -62,6 +67,9 @@ def dilated_attention(
         return_lse: also return the logsumexp of the scores; gradients flow through it too.
         heads_held, num_heads: for tensors that hold some heads of a layer (tensor parallelism): which query heads, as
             range(3, 6), of how many in all. Phases go by the head of the layer.
+        cache: the sequences so far. The N rows are appended to them, at `cache.position`, and see them. No gradient.
+        lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The rest is padding, with
+            out = 0 and lse = -inf.
 
     Returns:
         out (B, N, H, D) in the input's dtype, or (out, lse) with lse (B, N, H) in float32 (float64 for float64).
@@ -73,6 +81,8 @@ def dilated_attention(
     try:
         query, key, value = map(_autocast, (query, key, value))
         heads = _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend, heads_held, num_heads)
+        num_heads = query.shape[2] if num_heads is None else num_heads
+        check_call(cache, query, key, value, pattern, parallel, cu_seqlens, lengths, heads, num_heads)
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -80,6 +90,9 @@ def dilated_attention(
         if isinstance(parallel, ContextParallel):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
+    if cache is not None:
+        out, lse = _append(query, key, value, cache, lengths, scale, backend)
+        return (out, lse) if return_lse else out
     out, lse, number = _forward(
         *(query, key, value, cu_seqlens),
         pattern.text,
@@ -89,11 +102,29 @@ def dilated_attention(
         needs_grad if torch.is_grad_enabled() else "",
         return_lse,
         heads.start,
-        query.shape[2] if num_heads is None else num_heads,
+        num_heads,
     )
     if parallel is not None and torch.compiler.is_compiling():
         parallel.kept.add_(number)  # a graph drops a call that it does not use; a tensor that outlives it is a use
     return (out, lse) if return_lse else out
+
+
+def _append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: DilatedCache,
+    lengths: Tensor | None,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    plan = cache.plan
+    call = Call(plan.pattern, scale, backend, "", True, plan.heads, plan.num_heads)
+    tensors = (call.scaled(query), key, value, cache.memory, cache.progress, lengths)
+    if not torch.compiler.is_compiling():  # an op costs a quarter of a token where little is cached
+        return append_now(plan, backend, call.kernel_scale, *tensors)
+    limits = (plan.max_len, plan.keep)
+    return append(*tensors, plan.pattern.text, plan.heads.start, plan.num_heads, *limits, call.kernel_scale, backend)
 
 
 def _autocast(x: Any) -> Any:
@@ -242,31 +273,6 @@ def _validate(
             stacklevel=3,
         )
     return heads
-
-
-def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> range:
-    """The query heads of the layer that tensors hold, of which `ratio` each share a key/value head.
-
-    Raises:
-        ValueError: if they are not consecutive heads of num_heads, or cut through those that share a key/value head.
-    """
-    if heads_held is None and num_heads is None:
-        return range(num_held)
-    if not isinstance(heads_held, range) or isinstance(num_heads, bool) or not isinstance(num_heads, int):
-        raise ValueError(
-            f"heads_held={heads_held!r} and num_heads={num_heads!r}: give both or none, as heads_held=range(3, 6) of "
-            "num_heads=6."
-        )
-    if heads_held.step != 1 or not 0 <= heads_held.start < heads_held.stop <= num_heads:
-        raise ValueError(f"heads_held={heads_held} are not consecutive heads of num_heads={num_heads}.")
-    if len(heads_held) != num_held:
-        raise ValueError(f"heads_held={heads_held} are {len(heads_held)} heads, and query holds {num_held}.")
-    if num_heads % ratio or heads_held.start % ratio or num_held % ratio:
-        raise ValueError(
-            f"heads_held={heads_held} of num_heads={num_heads} cut through query heads that share a key/value head, "
-            f"{ratio} each. Deal whole groups."
-        )
-    return heads_held
 
 
 def _validate_scale(scale: Any) -> None:

@@ -5,17 +5,20 @@ D head dim, T positions that are not padding.
 """
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import dilated_attention, held_heads, validate_cu_seqlens
+from .attention import dilated_attention, validate_cu_seqlens
 from .kernels.choose import check_backend
 from .pattern import DilatedPattern, is_integer
+from .plan.heads import held_heads
 from .ranks.context import ContextParallel, context_named, refuse
 from .ranks.handshake import RefusedError
+from .run.cache import DilatedCache
 
 DEFAULT_ROTARY_BASE = 10_000.0
 
@@ -170,6 +173,8 @@ class MultiheadDilatedAttention(nn.Module):
         is_causal: bool | None = None,
         positions: "Tensor | RotaryTable | None" = None,
         cu_seqlens: Tensor | None = None,
+        cache: DilatedCache | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """(B, N, E) three times -> (B, N, E) and None, in the place of torch's attention weights.
 
@@ -179,17 +184,22 @@ class MultiheadDilatedAttention(nn.Module):
                      said nothing, and None leave it to the pattern.
         positions:   integer (N,), the place of each row for `rotary`, or the `rotary_table` of them, which the layers
                      of a model can share. None means 0, 1, ... within each document, counted over all ranks under
-                     `parallel`.
+                     `parallel`, and from `cache.position` on with a cache, where only a table can be passed: of
+                     `cache.next_positions(N)`.
         cu_seqlens:  as for `dilated_attention`: packed documents, batch 1.
+        cache:       of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
+        lengths:     with a cache, (B,): how many of its N rows each batch entry appends. What comes out of the rest,
+                     which is padding, means nothing.
         """
         try:
             self._check_inputs(query, key, value)
             self._check_unsupported(need_weights, attn_mask, is_causal)
             self._check_mask(key_padding_mask, cu_seqlens)
-            self._check_positions(positions, query)
+            self._check_cache(query, cache, lengths, key_padding_mask)
+            self._check_positions(positions, query, cache)
             if cu_seqlens is not None:
                 validate_cu_seqlens(cu_seqlens, query.shape[0])
-            table = self._table(query, positions, cu_seqlens)
+            table = self._table(query, positions, cu_seqlens, cache)
             heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
         except RefusedError:  # by all ranks alike
             raise
@@ -200,12 +210,25 @@ class MultiheadDilatedAttention(nn.Module):
         if heads is None:
             assert key_padding_mask is not None
             return self._forward_padded(query, key, value, key_padding_mask, table), None
-        return self.out_proj(self._attend(heads, cu_seqlens)), None
+        return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
+
+    def make_cache(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> DilatedCache:
+        """A cache for this layer, of its heads, device and dtype. The arguments are those of `DilatedCache`."""
+        weight = self.in_proj_weight
+        return DilatedCache(
+            *(self.pattern, batch, self.num_heads, self.num_kv_heads, self.head_dim),
+            dtype=weight.dtype,
+            device=weight.device,
+            max_len=max_len,
+            keep=keep,
+            heads_held=None if len(self.heads_held) == self.num_heads else self.heads_held,
+        )
 
     def rotary_table(self, positions: Tensor) -> "RotaryTable":
         """What `forward` takes for `positions`, made once for all layers with this head dim and base.
 
-        positions: integer (N,), the place of each of this rank's rows, on the device of the inputs.
+        positions: integer (N,), the place of each of this rank's rows, on the device of the inputs; or (B, N), where
+                   batch entries stand at different places (`cache.next_positions(N)`).
         """
         if self.rotary_base is None:
             raise ValueError("this module has no rotary embeddings: construct it with rotary=True")
@@ -213,14 +236,18 @@ class MultiheadDilatedAttention(nn.Module):
         return rotary_table(positions, self.head_dim, self.rotary_base, dtype)
 
     def _table(
-        self, query_BNE: Tensor, positions: "Tensor | RotaryTable | None", cu_seqlens: Tensor | None
+        self,
+        query_BNE: Tensor,
+        positions: "Tensor | RotaryTable | None",
+        cu_seqlens: Tensor | None,
+        cache: DilatedCache | None,
     ) -> "RotaryTable | None":
         if self.rotary_base is None:
             return None
         if isinstance(positions, RotaryTable):
             return positions
         if positions is None:
-            positions = self._positions(query_BNE, cu_seqlens)
+            positions = self._positions(query_BNE, cu_seqlens, cache)
         return self.rotary_table(positions.to(query_BNE.device))
 
     def _heads(
@@ -230,7 +257,13 @@ class MultiheadDilatedAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query_BNE, key_BNE, value_BNE))
         return (q, k, v) if table is None else (rotate(q, table), rotate(k, table), v)
 
-    def _attend(self, heads: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor | None) -> Tensor:
+    def _attend(
+        self,
+        heads: tuple[Tensor, Tensor, Tensor],
+        cu_seqlens: Tensor | None,
+        cache: DilatedCache | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         """Everything between the projections."""
         out_BNHD = dilated_attention(
             *(*heads, self.pattern),
@@ -239,6 +272,8 @@ class MultiheadDilatedAttention(nn.Module):
             backend=self.backend,
             heads_held=self.heads_held,
             num_heads=self.num_heads,
+            cache=cache,
+            lengths=lengths,
         )
         assert isinstance(out_BNHD, Tensor)
         out_BNE = out_BNHD.flatten(2)
@@ -273,7 +308,9 @@ class MultiheadDilatedAttention(nn.Module):
         out_flat = out_1TE.new_zeros(batch * num_positions, out_1TE.shape[-1]).index_copy(0, rows_T, out_1TE[0])
         return self.out_proj(out_flat.unflatten(0, (batch, num_positions)))
 
-    def _positions(self, query_BNE: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    def _positions(self, query_BNE: Tensor, cu_seqlens: Tensor | None, cache: DilatedCache | None = None) -> Tensor:
+        if cache is not None:
+            return cache.next_positions(query_BNE.shape[1])
         if self.parallel is not None:
             return _positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
         return document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
@@ -309,14 +346,21 @@ class MultiheadDilatedAttention(nn.Module):
                 "causal as wanted"
             )
 
-    def _check_positions(self, positions: "Tensor | RotaryTable | None", query: Tensor) -> None:
+    def _check_positions(
+        self, positions: "Tensor | RotaryTable | None", query: Tensor, cache: DilatedCache | None
+    ) -> None:
         if positions is None:
             return
         if self.rotary_base is None:
             raise ValueError("positions were passed, but only rotary embeddings read them: construct with rotary=True")
         if isinstance(positions, RotaryTable):
-            positions.check(query.shape[1], self.head_dim, self.rotary_base)
+            positions.check(query.shape[:2], self.head_dim, self.rotary_base)
             return
+        if cache is not None:
+            raise ValueError(
+                "positions and cache: rows are appended at cache.position. Leave positions out, or pass the table "
+                "rotary_table(cache.next_positions(N)), which the layers of a model can share"
+            )
         _check_tensor("positions", positions)
         if positions.shape != query.shape[1:2]:
             raise ValueError(
@@ -325,6 +369,26 @@ class MultiheadDilatedAttention(nn.Module):
             )
         if not is_integral(positions):
             raise ValueError(f"positions have dtype {positions.dtype}: pass integers, as torch.arange makes them")
+
+    def _check_cache(
+        self, query: Tensor, cache: DilatedCache | None, lengths: Tensor | None, mask: Tensor | None
+    ) -> None:
+        """What must be known before positions are taken from the cache; the call itself checks the rest."""
+        if cache is None and lengths is None:
+            return
+        if cache is not None and not isinstance(cache, DilatedCache):
+            raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}")
+        if cache is not None and cache.batch != query.shape[0]:
+            raise ValueError(f"the cache was made for batch {cache.batch}, and the call has {query.shape[0]}")
+        if mask is not None:
+            raise ValueError(
+                "key_padding_mask and cache: say with lengths, (B,) integers, how many rows of each entry are valid"
+            )
+        if cache is not None and self.parallel is not None:
+            raise ValueError(
+                "cache and parallel: a cache is of one device; use a module with parallel=None and the same "
+                "parameters, and DilatedCache.gather for what ranks have prefilled"
+            )
 
     def _check_mask(self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if key_padding_mask is None:
@@ -392,7 +456,7 @@ def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: to
 
 
 class RotaryTable:
-    """cos_ND and sin_ND, each (N, D/2), of the angle by which each pair of each row is turned.
+    """cos_ND and sin_ND, each (N, D/2), of the angle by which each pair of each row is turned; or (B, N, D/2).
 
     Not a tuple of tensors: those that a module is passed FSDP casts to the 16-bit type of its parameters.
     """
@@ -403,30 +467,33 @@ class RotaryTable:
     def of_rows(self, rows: Tensor) -> "RotaryTable":
         return RotaryTable(self.cos_ND[rows], self.sin_ND[rows], self.base)
 
-    def check(self, num_rows: int, head_dim: int, base: float) -> None:
-        """Raise ValueError unless the table was made for these."""
-        found = (self.cos_ND.shape[0], 2 * self.cos_ND.shape[1], self.base)
-        if found != (num_rows, head_dim, base):
+    def check(self, rows: Sequence[int], head_dim: int, base: float) -> None:
+        """Raise ValueError unless the table was made for these rows (B, N)."""
+        *batch, num_rows, half = self.cos_ND.shape
+        found = (num_rows, 2 * half, self.base)
+        if found != (rows[1], head_dim, base) or batch not in ([], [rows[0]]):
+            of_batch = f" of a batch of {batch[0]}" if batch else ""
             raise ValueError(
-                "positions are a RotaryTable for {} rows of head_dim={} with base {}, ".format(*found)
-                + f"the inputs need one for {num_rows} rows of head_dim={head_dim} with base {base}"
+                "positions are a RotaryTable for {} rows of head_dim={} with base {}{}, ".format(*found, of_batch)
+                + f"the inputs need one for {rows[1]} rows of head_dim={head_dim} with base {base}"
+                + (f" of a batch of {rows[0]}" if batch else "")
             )
 
 
-def rotary_table(positions_N: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
-    """The table of the angles position * base^(-2i/D), on the device of the positions.
+def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
+    """The table of the angles position * base^(-2i/D), on the device of the positions, (N,) or (B, N).
 
     Angles are float64: at position 10^6 a float32 one is off by 0.06, and beyond 2^24 neighbours get the same one.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions_N.device, dtype=torch.float64) / head_dim
-    angles_ND = positions_N.to(torch.float64)[:, None] * base**-exponents
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
+    angles_ND = positions.to(torch.float64)[..., None] * base**-exponents
     return RotaryTable(angles_ND.cos().to(dtype), angles_ND.sin().to(dtype), base)
 
 
 def rotate(x_BNHD: Tensor, table: RotaryTable) -> Tensor:
     """Rotates the pairs (x[i], x[i + D/2]) by the angle of their row, in the table's dtype; returned in x's dtype."""
     first, second = x_BNHD.to(table.cos_ND.dtype).chunk(2, dim=-1)
-    cos, sin = table.cos_ND[:, None], table.sin_ND[:, None]
+    cos, sin = table.cos_ND.unsqueeze(-2), table.sin_ND.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNHD.dtype)
 
 

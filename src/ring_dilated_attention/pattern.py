@@ -201,20 +201,63 @@ class DilatedPattern:
         held = held if held is not None else range(num_heads)
         rate = self.dilation_rates[branch]
         ratio = num_heads // num_kv_heads
-        if self.heads == "split":
-            return _aligned(_within(self.heads_of(branch, num_heads), held)[1], branch % rate, ratio)
-        block = _ceil_div(num_heads, rate)  # heads of one phase under the blocked rule
-        if self.phase == "modulo":
-            equal = [range(s, num_heads, rate) for s in range(min(rate, num_heads))]
-            diagonal = [range(k, min(k + rate, num_heads)) for k in range(0, num_heads, rate)]
-        else:
-            equal = [range(h, min(h + block, num_heads)) for h in range(0, num_heads, block)]
-            diagonal = [range(k, num_heads, block) for k in range(block)]
-        equal_held = [(s, _within(heads, held)[1]) for s, heads in enumerate(equal)]
-        diagonal_held = [_within(heads, held) for heads in diagonal]
-        if ratio == 1 and sum(bool(h) for _, h in diagonal_held) < sum(bool(h) for _, h in equal_held):
-            return tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in diagonal_held if heads)
+        equal_held = [(s, _within(heads, held)[1]) for s, heads in self._heads_by_phase(branch, num_heads)]
+        if self.heads == "all" and ratio == 1:
+            block = _ceil_div(num_heads, rate)  # heads of one phase under the blocked rule
+            if self.phase == "modulo":
+                diagonal = [range(k, min(k + rate, num_heads)) for k in range(0, num_heads, rate)]
+            else:
+                diagonal = [range(k, num_heads, block) for k in range(block)]
+            diagonal_held = [_within(heads, held) for heads in diagonal]
+            if sum(bool(h) for _, h in diagonal_held) < sum(bool(h) for _, h in equal_held):
+                return tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in diagonal_held if heads)
         return tuple(group for s, heads in equal_held for group in _aligned(heads, s, ratio))
+
+    def phase_groups(
+        self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
+    ) -> tuple[HeadGroup, ...]:
+        """As `head_groups`, but cut by phase alone, and where key/value heads serve unequal numbers."""
+        ratio = num_heads // num_kv_heads
+        held = held if held is not None else range(num_heads)
+        phases = [(s, _within(heads, held)[1]) for s, heads in self._heads_by_phase(branch, num_heads)]
+        return tuple(group for s, heads in phases for group in _aligned(heads, s, ratio))
+
+    def _heads_by_phase(self, branch: int, num_heads: int) -> list[tuple[int, range]]:
+        """The phases that a branch's query heads read, each with these heads."""
+        rate = self.dilation_rates[branch]
+        if self.heads == "split":
+            return [(branch % rate, self.heads_of(branch, num_heads))]
+        if self.phase == "modulo":
+            return [(s, range(s, num_heads, rate)) for s in range(min(rate, num_heads))]
+        block = _ceil_div(num_heads, rate)
+        return [(s, range(h, min(h + block, num_heads))) for s, h in enumerate(range(0, num_heads, block))]
+
+    def cache_rows(self, num_heads: int, num_kv_heads: int, max_len: int | None = None) -> int:
+        """Rows of keys (and as many of values) that a cache of this pattern must hold for one sequence of any length.
+
+            sum over branches (w, r), key/value heads and the phases s that their query heads read
+                of ceil((min(w, max_len) - s) / r)
+
+        Each term is the most rows of its ring that the current or a later query sees, at any one time. They are at
+        their most at different times, so the sum is an upper bound.
+
+        Args:
+            max_len: the longest sequence that is cached, if there is one.
+
+        Raises:
+            ValueError: if the pattern is not causal, or cannot run on these heads.
+        """
+        self.check_heads(num_heads, num_kv_heads)
+        if not self.is_causal:
+            raise ValueError(
+                "a cache needs a causal pattern: with is_causal=False a query sees keys that come later. "
+                "Make the pattern with is_causal=True."
+            )
+        return sum(
+            len(group.kv_heads) * max(0, _ceil_div((w if max_len is None else min(w, max_len)) - group.phase, r))
+            for i, (w, r) in enumerate(self.branches)
+            for group in self.phase_groups(i, num_heads, num_kv_heads)
+        )
 
     def without_keys(self, num_heads: int, lengths: Sequence[int] | None = None) -> tuple[int, int]:
         """(query, head) pairs that no branch has, so that out is 0 there, and how many pairs were looked at.

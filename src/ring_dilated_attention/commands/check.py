@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from ..kernels.choose import BACKENDS, reasons
 from ..pattern import DilatedPattern
 from ..plan.exchange import EXCHANGES
 from ..ranks.context import ContextParallel
-from .compare import DTYPES, Case, Squares, measure, worst
+from .compare import DTYPES, Case, Squares, measure, measure_cached, worst
 from .limits import check_at_least, check_ranks_fit
 from .output import progress_bar
 from .processes import Launch, RankFailedError, Worker, run_ranks
@@ -33,6 +34,8 @@ CASES = (
     Case("packed documents", DilatedPattern((16, 64), (1, 2), is_causal=True), 97, 1, 4, 2, 24, (0, 1, 40, 97)),
     Case("queries without keys", DilatedPattern((8, 97), (3, 8)), 97, 1, 3, 3, 16),
 )
+
+CACHE = "cache"  # in the place of an exchange: one device, and a sequence that is appended to a cache
 
 
 class Row(NamedTuple):
@@ -65,7 +68,10 @@ class Trial(NamedTuple):
 
     @property
     def cases(self) -> list[Case]:
-        """All, but all_to_all deals heads, whose numbers must divide."""
+        """All, but all_to_all deals heads, whose numbers must divide. With a cache they are causal, of one document."""
+        if self.exchange == CACHE:
+            alone = [case._replace(documents=None) for case in CASES]
+            return [case._replace(pattern=replace(case.pattern, is_causal=True)) for case in alone]
         deals = self.exchange == "all_to_all"
         return [case for case in CASES if not deals or case.num_kv_heads % self.num_ranks == 0]
 
@@ -78,7 +84,7 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     trials, rows = [], []
     for backend in BACKENDS:
-        for exchange in EXCHANGES if num_ranks > 1 else ("none",):
+        for exchange in EXCHANGES if num_ranks > 1 else ("none", CACHE):
             for dtype in DTYPES:
                 options = [Trial(backend, device, exchange, dtype, num_ranks) for device in devices]
                 against = [_why_not(option) for option in options]
@@ -136,7 +142,10 @@ def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> lis
                         world_size=trial.num_ranks if trial.exchange == "simulated" else None,
                     )
                 parallel = contexts[how]
-            results[-1].append(measure(case, trial.dtype, trial.backend, device, parallel))
+            if trial.exchange == CACHE:
+                results[-1].append(measure_cached(case, trial.dtype, trial.backend, device))
+            else:
+                results[-1].append(measure(case, trial.dtype, trial.backend, device, parallel))
             if worker.rank == 0:
                 worker.report(case.name)
     return results
@@ -152,9 +161,9 @@ EXAMPLES = """examples:
   rda check --json          the rows as JSON on stdout
 
 Each row is the result that came nearest to its tolerance over all cases: out, lse, dq, dk and dv, gradients of lse
-included. The tolerance is twice the error of torch's attention in the same dtype under the same mask, plus a floor
-(a quarter of the dtype's eps; 8 eps in float64, 4 in float32 on a GPU). Exit codes: 0 all rows passed or cannot run
-here, 1 a row failed.
+included; of "cache", where a sequence is appended in chunks and token by token, out and lse. The tolerance is twice the
+error of torch's attention in the same dtype under the same mask, plus a floor (a quarter of the dtype's eps; 8 eps in
+float64, 4 in float32 on a GPU). Exit codes: 0 all rows passed or cannot run here, 1 a row failed.
 """
 
 

@@ -22,6 +22,8 @@ class Subcommand(NamedTuple):
 SUBCOMMANDS = {
     "train": Subcommand(".train", "train a byte-level LongNet on one long document"),
     "embed": Subcommand(".embed", "embed slides by GigaPath's published weights, from files of tile features"),
+    "generate": Subcommand(".generate", "write on from a prompt with the model of a run"),
+    "evaluate": Subcommand(".evaluate", "bits per byte of any text, by how much of it came before"),
     "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
     "bench": Subcommand(".bench", "say how the benchmarks are run: from a clone"),
     "plan": Subcommand(".plan", "show what each rank would compute, send and hold"),

@@ -25,6 +25,7 @@ from ..training.launch import launch, num_ranks_started, rank_started
 from ..training.options import Hyperparameters, add_hyperparameters
 from ..training.ownership import join_folder, own_folder
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
+from .generate import sample
 from .interrupts import leaving_at_once
 from .limits import check_memory, check_ranks_fit
 from .terminal import UNREAD_EXIT_CODE, say
@@ -166,7 +167,7 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
     was_complete = run.is_complete
     with StopRequest() as stop:
         record = train(run, ContextParallel(exchange=arguments.exchange), stop)
-    report(arguments, record, was_complete=was_complete)
+    report(arguments, run, record, was_complete=was_complete)
     return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
 
 
@@ -196,7 +197,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
             with StopRequest(watch_stdin=arguments.launched is not None, second_aborts=False) as stop:
                 record = train(run, parallel, stop)
             if rank == 0:
-                report(arguments, record, was_complete=was_complete)
+                report(arguments, run, record, was_complete=was_complete)
         dist.destroy_process_group()
     except Refusal as refusal:
         if str(refusal):
@@ -259,7 +260,7 @@ def claim_folder(arguments: argparse.Namespace, run: Run, stack: ExitStack) -> R
     return replace(run, folder=stack.enter_context(own_folder(run.folder, must_be_new=is_unnamed)))
 
 
-def report(arguments: argparse.Namespace, record: dict[str, Any], *, was_complete: bool) -> None:
+def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any], *, was_complete: bool) -> None:
     """What a run leaves behind, in its folder and on the terminal."""
     from ..training.report import summary, write_report
 
@@ -268,6 +269,8 @@ def report(arguments: argparse.Namespace, record: dict[str, Any], *, was_complet
     if was_complete:
         say(f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again")
     print(summary(record), file=sys.stderr if arguments.json else sys.stdout)
+    if record["status"] == "complete":
+        print(sample(folder, run.document), file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         print(json.dumps(record))
     if record["status"] == "interrupted":

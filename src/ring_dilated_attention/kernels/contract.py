@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from ..pattern import DilatedPattern
+from ..plan.cache import CachePlan
 from ..plan.memory import Traits
 
 
@@ -54,11 +55,17 @@ class WholePasses(NamedTuple):
 ChoosePass = Callable[[DilatedPattern, tuple[int, ...], Tensor, int, bool], WholePasses]
 
 
+# One new row for each batch entry of a cache, without asking the device where the sequences stand.
+# (plan, scale, query (B, 1, H, D), key, value (B, 1, G, D), memory, progress, lengths) -> out and lse, as `run.append`.
+AppendOne = Callable[[CachePlan, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
 class _Backend(Protocol):
     NAME: str
     TRAITS: Traits
     ONLY_BY_NAME: str | None  # why "auto" passes it by although it could serve a tensor
     choose_pass: ChoosePass | None
+    append_one: AppendOne | None  # None: a token is put together of tiles
 
     def why_not(self, query: Tensor) -> str | None:
         """The reason why this backend cannot serve the tensor, or None."""

@@ -20,7 +20,7 @@ NAME = "cpu"
 IN_PLACE: Literal[False] = False
 TRAITS = ALL_TRAITS[NAME]
 ONLY_BY_NAME: str | None = None
-choose_pass = None
+choose_pass = append_one = None
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -4,8 +4,10 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,9 @@ from ..attention import save_attention, validate_cu_seqlens
 from ..layers import MultiheadDilatedAttention, RotaryTable, document_positions, is_integral
 from ..plan.sharding import check_documents
 from ..ranks.context import ContextParallel
+from ..run.cache import DilatedCache
 from .config import LongNetConfig
+from .generate import Sampling, generate
 from .sharded import shift_left
 
 IGNORED_LABEL = -1
@@ -66,9 +70,17 @@ class LongNetBlock(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(config.embed_dim)
         self.ffn = FeedForward(config.embed_dim, config.ffn_dim or 4 * config.embed_dim)
 
-    def forward(self, x_BNE: Tensor, table: RotaryTable, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BNE: Tensor,
+        table: RotaryTable,
+        cu_seqlens: Tensor | None = None,
+        cache: DilatedCache | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         normed = self.attention_layernorm(x_BNE)
-        x_BNE = x_BNE + self.attention(normed, normed, normed, positions=table, cu_seqlens=cu_seqlens)[0]
+        given = (normed, normed, normed)
+        x_BNE = x_BNE + self.attention(*given, positions=table, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths)[0]
         return x_BNE + self.ffn(self.ffn_layernorm(x_BNE))
 
 
@@ -108,8 +120,7 @@ class LongNetLM(nn.Module):
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=HEAD_STD)
         self.final_layernorm.reset_parameters()
-        for block in self.blocks:
-            assert isinstance(block, LongNetBlock)
+        for block in self._blocks():
             block.attention_layernorm.reset_parameters()
             block.attention.reset_parameters(gain=gain)
             block.ffn_layernorm.reset_parameters()
@@ -122,6 +133,74 @@ class LongNetLM(nn.Module):
         """
         lengths, _ = self._agree(tokens_BN, cu_seqlens)
         return self.head(self._hidden(tokens_BN, lengths, cu_seqlens))
+
+    def make_caches(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> list[DilatedCache]:
+        """A cache for each layer, for `append`. The arguments are those of `DilatedCache`."""
+        return [block.attention.make_cache(batch, max_len=max_len, keep=keep) for block in self._blocks()]
+
+    def append(self, tokens_BN: Tensor, caches: Sequence[DilatedCache], lengths: Tensor | None = None) -> Tensor:
+        """Tokens that go on from what is cached -> their last hidden states (B, N, E), of which `head` makes logits.
+
+        caches:  of `make_caches`. The tokens are appended to them. Under torch.no_grad().
+        lengths: (B,) how many of its N tokens each batch entry appends; the rest is padding.
+        """
+        if self.parallel is not None:
+            raise ValueError(
+                "caches are of one device, and this model has parallel: make it with parallel=None and the same "
+                "parameters."
+            )
+        if len(caches) != len(self.blocks):
+            raise ValueError(f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches.")
+        self._agree(tokens_BN, None)
+        table = self._rotary_table(caches[0].next_positions(tokens_BN.shape[1]))
+        x_BNE = self.embedding(tokens_BN.long())
+        for block, cache in zip(self._blocks(), caches, strict=True):
+            x_BNE = block(x_BNE, table, cache=cache, lengths=lengths)
+        return self.final_layernorm(x_BNE)
+
+    def generate(
+        self,
+        tokens: Tensor | Sequence[Sequence[int] | Tensor],
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: Collection[int] = (),
+        caches: Sequence[DilatedCache] | None = None,
+    ) -> Iterator[Tensor]:
+        """The tokens that follow, (B,) at a time, as they are drawn. Memory and time per token do not grow with length.
+
+        Args:
+            tokens: (B, N), or prompts of different lengths; at least one token each.
+            max_new_tokens: how many to draw for each prompt.
+            temperature: of the distribution that is drawn from; 0 takes the likeliest token.
+            top_k: draw from the k likeliest tokens alone.
+            top_p: draw from the fewest tokens that are at least so likely together.
+            seed: row b of the batch draws as a batch of one would with seed + b. None draws anew each time (by
+                torch's generator).
+            stop: tokens that end a row. They are drawn, and then STOPPED (-1) until all rows have ended.
+            caches: of `make_caches`, with what comes before `tokens`; by default new ones. They go on from here: of the
+                last token that was drawn nothing is in them yet.
+
+        Raises:
+            ValueError: at the first token, for arguments that cannot be.
+        """
+        options = Sampling(temperature, top_k, top_p, seed, frozenset(stop))
+        return generate(self, tokens, max_new_tokens, options, caches)
+
+    @staticmethod
+    def from_run(folder: str | Path, *, device: torch.device | str | None = None) -> "LongNetLM":
+        """The model of a run of `rda train`, with the parameters of its newest checkpoint.
+
+        Raises:
+            ValueError: if there is none, or it cannot be read.
+        """
+        # By name, when asked for: training builds on models.
+        load = import_module("..training.load", __package__)
+        model: LongNetLM = load.load_model(Path(folder))
+        return model.to(device)
 
     def loss(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Mean cross-entropy, in nats, of predicting every token but the first of each sequence or packed document.
@@ -149,9 +228,7 @@ class LongNetLM(nn.Module):
             positions_N = document_positions(tokens_BN.shape[1], cu_seqlens, tokens_BN.device)
         else:
             positions_N = self.parallel.local_positions(lengths, cu_seqlens).to(tokens_BN.device)
-        first = self.blocks[0]
-        assert isinstance(first, LongNetBlock)
-        table = first.attention.rotary_table(positions_N)  # one for all blocks
+        table = self._rotary_table(positions_N)
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -217,6 +294,15 @@ class LongNetLM(nn.Module):
         borders = tuple(cu_seqlens.tolist())
         check_documents(borders, sum(lengths))
         return lengths, borders
+
+    def _blocks(self) -> Iterator[LongNetBlock]:
+        for block in self.blocks:
+            assert isinstance(block, LongNetBlock)
+            yield block
+
+    def _rotary_table(self, positions: Tensor) -> RotaryTable:
+        """One for all blocks."""
+        return next(self._blocks()).attention.rotary_table(positions)
 
     def _knows(self, tokens_BN: Tensor) -> bool:
         """Whether all tokens have an embedding. (On a GPU torch asserts it, without waiting.)"""

@@ -102,6 +102,7 @@ class Plan:
     chunk_size: of that buffer.
     received_size: of the buffer of received chunks. Over several hops the two change places, and are of one size.
     home_size: of the buffer in which gradients of own chunks come home.
+    cached: own queries times rows of a cache, which a rank of one has in the place of chunks (forward only).
     """
 
     rank: int
@@ -116,10 +117,11 @@ class Plan:
     home_size: int
     query_covered: bool
     key_covered: bool
+    cached: tuple[Tile, ...] = ()
 
     @property
     def tiles(self) -> Iterator[Tile]:
-        return chain(self.local, (tile for hop in self.hops for tile in hop.tiles))
+        return chain(self.local, self.cached, (tile for hop in self.hops for tile in hop.tiles))
 
     @property
     def num_tiles(self) -> int:

@@ -6,7 +6,8 @@ Nothing else knows what happens when: what is made, sent, awaited, computed, mer
 one device, for a ring (arXiv 2310.01889), for all chunks in one round (`plan.gathered`) and for heads dealt to ranks.
 
 Steps call tensors by name: "query", "key", "value", "out", "lse", their gradients "dout", "dlse", "dq", "dk", "dv", the
-results of one tile, and the flat buffers of chunks. Sizes of buffers are in units of B * D elements.
+results of one tile, the flat buffers of chunks, and "cached key" and "cached value" (B, rows, G, D), the memory of a
+cache. Sizes of buffers are in units of B * D elements.
 
 A rank holds its shards, two K‖V buffers and, in backward, two dK‖dV buffers; nothing else that it receives is kept.
 """
@@ -19,6 +20,7 @@ from .plan import Hop, Message, Plan, Tile
 from .rows import Block, Rows
 
 OWN_ROWS = "own rows"  # where a tile reads keys that are in no buffer
+CACHED_ROWS = "cached rows"
 OWN_CHUNKS, RECEIVED = BUFFERS = ("own chunks of K and V", "received chunks of K and V")
 GRADIENTS = ("dK and dV of received chunks", "dK and dV that arrive")
 STAGES = ("forward", "backward")
@@ -158,7 +160,7 @@ class Compute(NamedTuple):
 
     entry: of the batch, or None for all at once.
     what: "partial" (out and lse), "gradients" (dq, dk and dv) or, of kernels that add in place, "dq" or "dk and dv".
-    keys: the buffer that holds the keys and values, or OWN_ROWS.
+    keys: the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS.
     sums: the buffer to which a kernel adds dk and dv in place, or OWN_ROWS.
     """
 
@@ -231,6 +233,8 @@ def _forward(plan: Plan, terms: Terms) -> Iterator[Step]:
     yield from (moving := _start(plan, "forward", 0))
     for tile in plan.local:
         yield from tiles.partial(tile, OWN_CHUNKS if tile.packed else OWN_ROWS)
+    for tile in plan.cached:
+        yield from tiles.partial(tile, CACHED_ROWS)
     for s, hop in enumerate(plan.hops):
         yield from _arrive(moving)
         yield from (moving := _start(plan, "forward", s + 1))

@@ -1,6 +1,6 @@
 """What ranks do in a call: handshake -> plan -> program; and what differs between their kinds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,6 +76,13 @@ class Ranks:
     def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
         """Send a flat part to every process (parts may be empty) and receive one from each, of the given sizes."""
         return list(parts)
+
+    def deliver(
+        self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], like: Tensor, moment: str
+    ) -> list[Tensor]:
+        """`scatter`, in a call that all have agreed on: if this rank cannot make its parts, the others fail at once."""
+        with all_or_none(self):
+            return self.scatter(make_parts(), sizes, like, moment)
 
     def choose(
         self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..kernels.contract import BackwardRows, Kernel, Pass
 from ..plan.exchange import RankPlan
 from ..plan.program import (
+    CACHED_ROWS,
     OWN_ROWS,
     Add,
     Compute,
@@ -55,9 +56,23 @@ class Means(NamedTuple):
     whole: Pass | None = None
 
 
-def forward(rank_plan: RankPlan, means: Means, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """out (B, N, H, D) and lse (B, N, H) of this rank's queries, given its own rows of query, key and value."""
-    made = _Executor(rank_plan, means, {"query": query, "key": key, "value": value}).carry_out("forward")
+def forward(
+    rank_plan: RankPlan,
+    means: Means,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cached: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out (B, N, H, D) and lse (B, N, H) of this rank's queries, given its own rows of query, key and value.
+
+    cached: keys and values that the plan's cached tiles read, each (B, rows, G, D).
+    """
+    given = {"query": query, "key": key, "value": value}
+    if cached is not None:
+        given["cached key"], given["cached value"] = cached
+    made = _Executor(rank_plan, means, given).carry_out("forward")
     return made["out"], made["lse"]
 
 
@@ -218,13 +233,15 @@ class _Executor:
         return row_numbers(x if entry is None else x[entry : entry + 1], rows)
 
     def keys(self, step: Compute) -> tuple[Tensor, Tensor]:
-        """Keys and values of a tile: own rows, or a block of a buffer of chunks."""
+        """Keys and values of a tile: own rows, rows of a cache, or a block of a buffer of chunks."""
         tile = step.tile
         if packed("key") in self.alive:
             return self.alive[packed("key")], self.alive[packed("value")]
-        if step.keys == OWN_ROWS:
+        if step.keys in (OWN_ROWS, CACHED_ROWS):
             assert isinstance(tile.key, Rows)
-            return self.rows("key", tile.key, step.entry), self.rows("value", tile.key, step.entry)
+            names = ("key", "value") if step.keys == OWN_ROWS else ("cached key", "cached value")
+            key, value = (self.rows(name, tile.key, step.entry) for name in names)
+            return key, value
         block = tile.key if isinstance(tile.key, Block) else tile.packed
         assert block is not None
         return block_views(self.alive[step.keys], block, self.batch, self.head_dim)

@@ -1,11 +1,12 @@
-"""What the executor asks of whatever connects ranks."""
+"""What the executor, and the hand-over of a cache, ask of whatever connects ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from ..plan.plan import Message
+from ..plan.sharding import Shard
 
 
 class Pending(Protocol):
@@ -36,3 +37,30 @@ class Dealer(Protocol):
         self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
         """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes."""
+
+
+class Owners(Protocol):
+    """The ranks that hold a sequence together."""
+
+    rank: int
+    world_size: int
+
+    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+        """Every rank's number of rows, once all turn out to make the same call; an error on all if any refuses."""
+
+    def check_all_here(self, method: str) -> None:
+        """Raise ValueError where other ranks' tensors cannot be had."""
+
+    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+        """Every rank's shard, given every rank's number of rows."""
+
+    def deliver(
+        self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], like: Tensor, moment: str
+    ) -> list[Tensor]:
+        """Make a flat part for every rank (parts may be empty), send it, and receive one from each, of these sizes."""
+
+
+class Parallel(Protocol):
+    """What knows them: a ContextParallel."""
+
+    ranks: Owners

@@ -21,3 +21,10 @@ def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -
     weight = torch.sigmoid(partial_lse - lse).masked_fill_(partial_lse == -torch.inf, 0)
     out.lerp_(partial_out.to(out.dtype), weight.to(out.dtype).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, partial_lse.to(lse.dtype)))
+
+
+def merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Partials (P, ..., D) and (P, ...) merged at once: out (..., D) and lse (...)."""
+    lse = lses.logsumexp(0)
+    weights = (lses - lse).exp_().masked_fill_(lses == -torch.inf, 0)  # (-inf) - (-inf) is NaN
+    return (weights.to(outs.dtype).unsqueeze(-1) * outs).sum(0), lse

@@ -12,10 +12,20 @@ from ...pattern import DilatedPattern
 from ..contract import WholePasses
 from ..traits import TRAITS as ALL_TRAITS
 from .fused import whole_passes
-from .in_place import ONLY_BY_NAME, delta, forward_into, key_gradient_into, ops, query_gradient_into, why_not
+from .in_place import (
+    ONLY_BY_NAME,
+    append_one,
+    delta,
+    forward_into,
+    key_gradient_into,
+    ops,
+    query_gradient_into,
+    why_not,
+)
 
 __all__ = (
     "ONLY_BY_NAME",
+    "append_one",
     "choose_pass",
     "delta",
     "forward_into",

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...plan.cache import CachePlan
 from ..contract import BackwardRows
 from ..traits import TRAITS as ALL_TRAITS
 from .config import PATH, architecture, has_config
@@ -74,6 +75,22 @@ def forward_into(
     from .launch import launch_forward
 
     launch_forward(q_BHMD, k_BGLD, v_BGLD, out_BHMD, lse_BHM, is_causal, scale, accumulate=not first)
+
+
+def append_one(
+    plan: CachePlan,
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    memory: Tensor,
+    progress: Tensor,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One token with a cache (`token.py`)."""
+    from .token import append_one
+
+    return append_one(plan, scale, query, key, value, memory, progress, lengths)
 
 
 def delta(dout_BNHD: Tensor, dlse_BNH: Tensor | None, out_BNHD: Tensor) -> Tensor:

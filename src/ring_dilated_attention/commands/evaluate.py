@@ -1,0 +1,143 @@
+"""`rda evaluate`: bits per byte of any text, by how much of it came before."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import BinaryIO
+
+from ..training.checkpoint import find_checkpoint, read_state
+from ..training.data import FASTA_SUFFIXES
+from ..training.files import check_mine, is_our_picture, write_whole
+from ..training.memory import peak_resident_bytes
+from ..training.stream import blocks_of, pieces, without_headers
+from .generate import check_run
+from .interrupts import leaving_at_once
+from .limits import check_at_least
+from .output import aligned, check_writable
+from .terminal import say
+
+EXAMPLES = """examples:
+  rda evaluate runs/20250131-120000 book.txt                       contexts as long as those of training
+  rda evaluate runs/20250131-120000 book.txt --context 0           all of it is one context
+  xz -dc corpus.xz | rda evaluate runs/20250131-120000 -           from a pipe
+  rda evaluate runs/20250131-120000 genome.fa --picture bits.png   headers are stripped; draws it too
+
+The text is cut into contexts and read through caches, a chunk at a time: memory grows neither with the text nor with
+the length of a context. The first byte of a context is not predicted. Does more context help? Then bits per byte fall
+from row to row.
+"""
+MAKER = "rda evaluate --picture"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
+    parser.add_argument("file", metavar="FILE", help="of any size; - is stdin")
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="bytes of a context, 0 for one that never ends (default: a sequence of training)",
+    )
+    parser.add_argument("--chunk", type=int, default=4096, metavar="N", help="bytes at a time (default 4096)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        record = evaluate(arguments)
+    except ValueError as error:
+        say(f"rda evaluate: {error}")
+        return 2
+    print(json.dumps(record) if arguments.json else report(record))
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace) -> dict:
+    check_run(arguments.run_folder)
+    check_at_least("--chunk", arguments.chunk)
+    if arguments.context is not None and arguments.context < 0:
+        raise ValueError(f"--context {arguments.context} must be 2 or more, or 0 for one that never ends")
+    if arguments.context == 1:
+        raise ValueError("--context 1: the first byte of a context is not predicted, so there would be none; give 2")
+    if arguments.picture is not None:
+        if find_spec("matplotlib") is None:
+            raise ValueError("--picture needs matplotlib: pip install matplotlib")
+        check_writable("--picture", arguments.picture.parent, arguments.picture.name)
+        check_mine(arguments.picture, is_our_picture, MAKER)
+    length = trained_length(arguments.run_folder) if arguments.context is None else arguments.context
+    context = length or None
+    with open_file(arguments.file) as file:
+        with leaving_at_once("rda evaluate"):
+            from ..models.longnet import LongNetLM
+            from ..training.evaluate import bits_by_position, draw_buckets, mean
+
+        model = LongNetLM.from_run(arguments.run_folder)
+        text = pieces(letters(arguments.file, file), arguments.chunk, context)
+        buckets = bits_by_position(model, text, context)
+    if not buckets:
+        raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
+    if arguments.picture is not None:
+        picture = draw_buckets(buckets, f"{arguments.file}, contexts of {shown(context)}")
+        write_whole(arguments.picture, picture, is_our_picture, MAKER)
+    return {
+        "file": arguments.file,
+        "context": context,
+        "bits_per_byte": mean(buckets),
+        "num_bytes": sum(bucket.num_bytes for bucket in buckets),
+        "by_bytes_before": [bucket._asdict() for bucket in buckets],
+        "peak_resident_bytes": peak_resident_bytes(),
+    }
+
+
+def trained_length(folder: Path) -> int:
+    checkpoint = find_checkpoint(folder)
+    assert checkpoint is not None
+    return int(read_state(checkpoint)["hyperparameters"]["seq_len"])
+
+
+def open_file(name: str) -> "BinaryIO | nullcontext[BinaryIO]":
+    if name == "-":
+        return nullcontext(sys.stdin.buffer)
+    try:
+        return open(name, "rb")  # the caller closes it
+    except OSError as error:
+        raise ValueError(f"cannot read {name}: {error.strerror}") from error
+
+
+def letters(name: str, file: BinaryIO) -> Iterator[bytes]:
+    """As training reads a file of this name."""
+    return without_headers(blocks_of(file)) if name.lower().endswith(FASTA_SUFFIXES) else blocks_of(file)
+
+
+def shown(context: int | None) -> str:
+    return "any length" if context is None else f"{context:,} bytes"
+
+
+def report(record: dict) -> str:
+    headers = ("bytes before", "bytes", "bits per byte", "")
+    buckets = record["by_bytes_before"]
+    most = max(bucket["bits_per_byte"] for bucket in buckets)
+    rows = [
+        (
+            f"{bucket['first']:,} to {bucket['last']:,}"
+            if bucket["last"] > bucket["first"]
+            else f"{bucket['first']:,}",
+            f"{bucket['num_bytes']:,}",
+            f"{bucket['bits_per_byte']:.3f}",
+            ("#" * round(30 * bucket["bits_per_byte"] / most)).ljust(30),
+        )
+        for bucket in buckets
+    ]
+    return "\n".join(
+        [
+            aligned(headers, rows),
+            f"{record['bits_per_byte']:.3f} bits per byte over {record['num_bytes']:,} bytes, in contexts of "
+            f"{shown(record['context'])}; peak resident {record['peak_resident_bytes'] / 1e6:,.0f} MB",
+        ]
+    )

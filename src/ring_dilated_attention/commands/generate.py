@@ -1,0 +1,187 @@
+"""`rda generate`: what a trained model writes, as it writes it."""
+
+import argparse
+import codecs
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from ..training.checkpoint import find_checkpoint
+from ..training.data import Document, load_document
+from .interrupts import leaving_at_once
+from .limits import check_at_least
+from .terminal import say
+
+if TYPE_CHECKING:
+    from ..models.longnet import LongNetLM
+
+EXAMPLES = """examples:
+  rda generate runs/20250131-120000 --prompt 'def ' --tokens 400
+  rda generate runs/20250131-120000 --prompt-file story.txt --temperature 0.8 --top-p 0.95 --seed 1
+  rda generate runs/20250131-120000 --prompt 'def ' --temperature 0        the likeliest byte, each time
+
+What the model writes goes to stdout as it comes; its speed and the memory of its caches, which does not grow with what
+is written, to stderr. Exit codes: 0 done, 2 refused, 130 interrupted.
+"""
+# What would move the cursor or change the colours of a terminal: a byte-level model may write anything.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 300, 0.7
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="what comes before")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file of any length")
+    parser.add_argument("--tokens", type=int, default=400, metavar="N", help="bytes to write (default 400)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest byte (default 1)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest bytes alone")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest bytes of that probability")
+    parser.add_argument("--seed", type=int, metavar="N", help="to write the same again (default: anew each time)")
+    parser.add_argument("--json", action="store_true", help="print a record when all is written, and nothing before")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        check_run(arguments.run_folder)
+        check_at_least("--tokens", arguments.tokens)
+        if arguments.seed is not None:
+            check_at_least("--seed", arguments.seed, least=0)
+        prompt = prompt_of(arguments)
+        with leaving_at_once("rda generate"):
+            from ..models.generate import Sampling
+            from ..models.longnet import LongNetLM
+
+        Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+        model = LongNetLM.from_run(arguments.run_folder)
+        record = write(model, prompt, arguments)
+    except ValueError as error:
+        say(f"rda generate: {error}")
+        return 2
+    if arguments.json:
+        print(json.dumps(record))
+    else:
+        say(summary(record))
+    return 130 if record["interrupted"] else 0
+
+
+def check_run(folder: Path) -> None:
+    """What can be said before torch is imported."""
+    if find_spec("safetensors") is None:
+        raise ValueError("needs safetensors: pip install safetensors")
+    if find_checkpoint(folder) is None:
+        raise ValueError(f"{folder}: there is no checkpoint in this folder; pass the folder of a run of rda train")
+
+
+def prompt_of(arguments: argparse.Namespace) -> bytes:
+    """The bytes as they were given, of a file as training reads it (FASTA without headers)."""
+    if arguments.prompt_file is not None:
+        return load_document([arguments.prompt_file], 1, 0).content
+    if not arguments.prompt:
+        raise ValueError("--prompt is empty: the model goes on from one byte or more, so give it some text")
+    return os.fsencode(arguments.prompt)
+
+
+def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> dict:
+    """Stream to stdout, or under --json keep it; Ctrl-C ends it in good order. What was written, and how fast."""
+    caches = model.make_caches(1, max_len=len(prompt) + arguments.tokens)
+    steps = model.generate(
+        [list(prompt)],
+        arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        caches=caches,
+    )
+    out = Text(sys.stdout) if not arguments.json else None
+    written, interrupted = bytearray(), False
+    began = first = time.perf_counter()
+    try:
+        for tokens in steps:
+            first = first if written else time.perf_counter()
+            written.append(int(tokens[0]))
+            if out is not None:
+                out.write(bytes(written[-1:]))
+    except KeyboardInterrupt:
+        interrupted = True
+    if out is not None:
+        out.close()
+    seconds = time.perf_counter() - first
+    return {
+        "prompt_bytes": len(prompt),
+        "prompt_seconds": first - began,
+        "tokens": list(written),
+        "text": written.decode(errors="replace"),
+        "tokens_per_second": (len(written) - 1) / seconds if len(written) > 1 else None,
+        "cache_bytes": sum(cache.num_bytes for cache in caches),
+        "cached_positions": int(caches[0].position[0]),
+        "interrupted": interrupted,
+    }
+
+
+class Text:
+    """UTF-8 as it comes, for a person: a character is shown when its last byte is there, and what is none as U+FFFD.
+
+    On a terminal control characters but newlines and tabs are shown as U+FFFD too.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self.file, self.is_terminal = file, file.isatty()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.ends_line = True
+
+    def write(self, some: bytes, final: bool = False) -> None:
+        text = self.decoder.decode(some, final)
+        if self.is_terminal:
+            text = CONTROL.sub("\ufffd", text)
+        if text:
+            self.ends_line = text.endswith("\n")
+            self.file.write(text)
+            self.file.flush()
+
+    def close(self) -> None:
+        """Show what was held back, and leave the cursor at the start of a line."""
+        self.write(b"", final=True)
+        if self.is_terminal and not self.ends_line:
+            self.file.write("\n")
+        self.file.flush()
+
+
+def summary(record: dict) -> str:
+    speed = f" at {record['tokens_per_second']:,.0f} tokens/s" if record["tokens_per_second"] else ""
+    stopped = "interrupted after " if record["interrupted"] else ""
+    return (
+        f"{stopped}{len(record['tokens']):,} tokens{speed}, after a prompt of {record['prompt_bytes']:,} in "
+        f"{record['prompt_seconds']:.2f} s; caches of {record['cache_bytes']:,} bytes"
+    )
+
+
+def sample(folder: Path, document: Document) -> str:
+    """For the end of training: a little of what the model writes, and the line that makes it write more."""
+    from ..models.longnet import LongNetLM
+
+    prompt = opening(bytes(document.held_out_window(0)))
+    model = LongNetLM.from_run(folder)
+    steps = model.generate([list(prompt)], SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0)
+    drawn = bytes(int(tokens[0]) for tokens in steps)
+    text = CONTROL.sub("\ufffd", (prompt + drawn).decode(errors="replace"))
+    more = ["rda", "generate", str(folder), "--prompt", os.fsdecode(prompt)]
+    more += ["--temperature", str(SAMPLE_TEMPERATURE), "--tokens", "1000"]
+    indented = "\n".join(f"  | {line}" for line in text.split("\n"))
+    return f"what it writes after {prompt.decode()!r}:\n{indented}\nmore of it: {shlex.join(more)}"
+
+
+def opening(content: bytes) -> bytes:
+    """A prompt that can be typed: the first readable words of some content, or a letter if it has none."""
+    found = re.search(rb"[A-Za-z][ -~]{3,23}", content)
+    return found[0].rstrip() if found else b"A"

@@ -1,0 +1,236 @@
+"""Appending to a cache: new rows attend to what is cached and to each other, and those that live on are written.
+
+P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a ring, L rows of a ring, m query
+heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all rings.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.choose import choose
+from ..kernels.contract import Kernel
+from ..pattern import DilatedPattern
+from ..plan.cache import CachePlan, Rings, check_append, plan_cache, plan_chunk
+from ..plan.exchange import RankPlan
+from ..plan.sharding import Shard, first_rows
+from . import executor
+from .merge import merge_, merged
+from .views import accumulator_dtype
+
+
+@torch.library.custom_op("ring_dilated_attention::append", mutates_args=("memory", "progress"))
+def append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    memory: Tensor,
+    progress: Tensor,
+    lengths: Tensor | None,
+    pattern: str,
+    first_head: int,
+    num_heads: int,
+    max_len: int | None,
+    keep: int,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """`append_now` as one opaque op: compiled code has one graph for all tokens, and writes to the memory itself."""
+    num_held, num_kv_held = query.shape[2], key.shape[2]
+    held = None if num_held == num_heads else range(first_head, first_head + num_held)
+    found, num_kv_heads = DilatedPattern.from_text(pattern), num_kv_held * num_heads // num_held
+    plan = plan_cache(found, num_heads, num_kv_heads, max_len, keep, held)
+    return append_now(plan, backend, scale, query, key, value, memory, progress, lengths)
+
+
+@append.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
+    return query.new_empty(query.shape), lse
+
+
+def append_now(
+    plan: CachePlan,
+    backend: str,
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    memory: Tensor,
+    progress: Tensor,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """out (B, M, H, D) and lse (B, M, H) of the new rows, each batch entry at its own position.
+
+    Where that is, is read on the host, which waits for a GPU then; but for one token with a kernel of its own.
+
+    Args:
+        memory: written to.
+        progress: (2, B) int64: positions so far, and the lowest that can be gone back to. Moved on.
+        lengths: (B,) how many of its M rows each entry appends; the rest is padding, with out 0 and lse -inf.
+
+    Raises:
+        ValueError: before anything is written, if a sequence becomes too long.
+    """
+    kernel = choose(backend, query)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    batch, num_new = query.shape[:2]
+    if num_new == 1 and kernel.append_one is not None:
+        return kernel.append_one(plan, scale, query, key, value, memory, progress, lengths)
+    positions, floors = progress.tolist()
+    counts = [num_new] * batch if lengths is None else lengths.tolist()
+    if any(not 0 <= count <= num_new for count in counts):
+        raise ValueError(f"lengths must be between 0 and the {num_new} rows that are given, got {counts}.")
+    check_append(plan, positions, counts)
+    parts = list(_alike(positions, counts))
+    results = []
+    for entries, position, count in parts:
+        q, k, v = (x[entries, :count] for x in (query, key, value))
+        attend = _one if count == 1 else _many
+        results.append(attend(plan, kernel, scale, q, k, v, memory[:, entries], position))
+    for entries, position, count in parts:  # when nothing can fail any more: rows that were seen are written over
+        if count > 1:
+            write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
+    ends = [position + count for position, count in zip(positions, counts, strict=True)]
+    floors = [max(floor, plan.floor(end)) for floor, end in zip(floors, ends, strict=True)]
+    progress.copy_(torch.tensor([ends, floors], device="cpu"))
+    if len(parts) == 1 and counts == [num_new] * batch:
+        return results[0]
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulator_dtype(query.dtype), device=query.device)
+    for (entries, _, count), (part, part_lse) in zip(parts, results, strict=True):
+        out[entries, :count], lse[entries, :count] = part, part_lse
+    return out, lse
+
+
+def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[slice, int, int]]:
+    """Runs of batch entries that append as many rows at the same position; those that append none are left out."""
+    start = 0
+    for (position, count), run in groupby(zip(positions, counts, strict=True)):
+        stop = start + len(list(run))
+        if count:
+            yield slice(start, stop), position, count
+        start = stop
+
+
+def ring_view(memory: Tensor, rings: Rings) -> Tensor:
+    """Keys and values of rings, (2, B, G, C, D)."""
+    num_rings, (_, batch, _, head_dim) = len(rings.kv_heads), memory.shape
+    rows = memory[:, :, rings.offset : rings.offset + num_rings * rings.capacity]
+    return rows.view(2, batch, num_rings, rings.capacity, head_dim)
+
+
+def _one(
+    plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
+) -> tuple[Tensor, Tensor]:
+    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t, which is written first and then sees itself.
+
+    Where it lies nothing is overwritten that it sees: a ring holds a whole segment.
+    """
+    batch, _, num_heads, head_dim = query.shape
+    found = list(plan.of_position(t))
+    partials = {branch: i for i, branch in enumerate(dict.fromkeys(branch for branch, _ in found))}
+    shape, dtype = (max(len(partials), 1), batch, num_heads), accumulator_dtype(query.dtype)
+    outs_PBHD = torch.zeros((*shape, head_dim), dtype=dtype, device=query.device)
+    lses_PBH = torch.full(shape, -torch.inf, dtype=torch.float64, device=query.device)
+    new_2BGD = torch.stack((key[:, 0], value[:, 0]))
+    for branch, rings in found:
+        both_2BGCD, number = ring_view(memory, rings), rings.before(t)
+        both_2BGCD[:, :, :, number % rings.capacity] = new_2BGD[:, :, _slice(rings.kv_heads)]
+        # Query heads that share keys are rows of one tile: all of them see the same, and it is read once.
+        heads, grouped = _slice(rings.query_heads), (batch, len(rings.kv_heads), -1)
+        q_BGmD = query[:, 0, heads].view(*grouped, head_dim)
+        out_BGmD = outs_PBHD[partials[branch], :, heads].view(*grouped, head_dim)
+        lse_BGm = lses_PBH[partials[branch], :, heads].view(grouped)
+        for i, slots in enumerate(rings.slots(range(rings.seen(t).start, number + 1))):
+            k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
+            _add(kernel, scale, q_BGmD, k_BGLD, v_BGLD, out_BGmD, lse_BGm, first=i == 0)
+    out_BHD, lse_BH = merged(outs_PBHD, lses_PBH) if len(partials) > 1 else (outs_PBHD[0], lses_PBH[0])
+    return out_BHD.unsqueeze(1).to(query.dtype), lse_BH.unsqueeze(1).to(dtype)
+
+
+def _many(
+    plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
+) -> tuple[Tensor, Tensor]:
+    """out (B, M, H, D) and lse (B, M, H) of a chunk from position t on."""
+    rank_plan = RankPlan(plan_chunk(plan, t, query.shape[1]), None)
+    # Which ring a key/value head has says the place of its rows: along the heads nothing moves.
+    keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
+    return executor.forward(rank_plan, executor.Means(kernel, scale), query, key, value, cached=(keys, values))
+
+
+def _add(
+    kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, first: bool
+) -> None:
+    """Merge queries times keys that all of them see into (out, lse), or write it there if it is the first."""
+    if kernel.IN_PLACE:
+        kernel.forward_into(q, k, v, out, lse, False, scale, first=first)
+    elif first:
+        for target, x in zip((out, lse), kernel.forward(q, k, v, False, scale), strict=True):
+            target.copy_(x)
+    else:
+        merge_(out, lse, *kernel.forward(q, k, v, False, scale))
+
+
+def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
+    """Write those rows of a chunk from position t on that can be seen after it."""
+    end = t + key.shape[1]
+    for rings in plan.rings:
+        kept = plan.kept(rings, end)
+        numbers = range(max(kept.start, rings.before(t)), kept.stop)
+        place(rings, numbers, memory, torch.stack([rows_at(x, rings, numbers, t) for x in (key, value)]))
+
+
+def rows_at(x_BNHD: Tensor, rings: Rings, numbers: range, first: int) -> Tensor:
+    """The rows with these numbers, (B, G, L, D), of a tensor whose rows are the positions from `first` on."""
+    number = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
+    per_segment = rings.rows_per_segment
+    position = number // per_segment * rings.segment_length + rings.phase + number % per_segment * rings.rate
+    return x_BNHD[:, :, _slice(rings.kv_heads)].index_select(1, position - first).transpose(1, 2)
+
+
+def place(rings: Rings, numbers: range, memory: Tensor, both_2BGLD: Tensor) -> None:
+    """Write keys and values of the rows with these numbers into their slots."""
+    start = 0
+    for slots in rings.slots(numbers):
+        ring_view(memory, rings)[:, :, :, _slice(slots)] = both_2BGLD[:, :, :, start : start + len(slots)]
+        start += len(slots)
+
+
+def held(rings: Rings, numbers: range, memory: Tensor) -> Tensor:
+    """Keys and values of the rows with these numbers, from their slots: (2, B, G, L, D)."""
+    both = ring_view(memory, rings)
+    return torch.cat([both[:, :, :, _slice(slots)] for slots in rings.slots(numbers)] or [both[:, :, :, :0]], dim=3)
+
+
+def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
+    """Of a shard's rows (B, N, G, D), flat, all that a cache of the whole sequence keeps."""
+    first = dict(zip(shard, first_rows(shard), strict=False))
+    parts = [
+        rows_at(x[:, first[span] :], rings, numbers, span.start).flatten()
+        for rings, numbers, span in plan.kept_of(shard, position)
+        for x in (key, value)
+    ]
+    return torch.cat(parts) if parts else key.new_empty(0)
+
+
+def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> int:
+    """Elements of it, for keys like (B, N, G, D)."""
+    rows = sum(len(rings.kv_heads) * len(numbers) for rings, numbers, _ in plan.kept_of(shard, position))
+    return 2 * like.shape[0] * rows * like.shape[3]
+
+
+def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: Tensor) -> None:
+    """Place what `packed` has made."""
+    batch, head_dim = memory.shape[1], memory.shape[3]
+    for rings, numbers, _ in plan.kept_of(shard, position):
+        size = 2 * batch * len(rings.kv_heads) * len(numbers) * head_dim
+        both, flat = flat[:size].view(2, batch, len(rings.kv_heads), len(numbers), head_dim), flat[size:]
+        place(rings, numbers, memory, both)
+
+
+def _slice(x: range) -> slice:
+    return slice(x.start, x.stop, x.step)

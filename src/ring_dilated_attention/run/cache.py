@@ -1,0 +1,434 @@
+"""DilatedCache: the keys and values of a sequence that the current or a later query can still see, and no others."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..pattern import DilatedPattern
+from ..plan.cache import CachePlan, Rings, check_append, check_crop, plan_cache
+from ..plan.heads import held_heads
+from .append import held, packed, packed_size, place, unpack
+from .link import Parallel
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class DilatedCache:
+    """Keys and values of a batch of sequences, for `dilated_attention(query, key, value, pattern, cache=cache)`.
+
+    A query sees rows of its own segments alone. So a ring of about w / r rows for each branch (w, r), key/value head
+    and phase holds all that any later query sees, at any length: rows are written over when their segment has ended.
+    All memory is allocated here.
+
+    Args:
+        pattern: who attends whom; causal.
+        batch, num_heads, num_kv_heads, head_dim: the sizes of the query (B, N, H, D) and the key (B, N, G, D); with
+            `heads_held`, the heads of the layer.
+        dtype, device: of the inputs; torch's defaults.
+        max_len: the most positions of a sequence, if that is known. No ring is larger, so it saves memory where
+            segments are longer, and a dense pattern (one segment for everything) needs it.
+        keep: how many positions `crop` can take back where a segment has ended in between.
+        heads_held: which of the num_heads query heads the tensors hold (tensor parallelism), as range(3, 6). Calls
+            say the same.
+
+    num_rows:  rows of keys, and as many of values, that are allocated for one sequence: with keep=0
+               pattern.cache_rows(num_heads, num_kv_heads, max_len), or what of it is of the heads that are held.
+    num_bytes: of all that is allocated.
+    position:  (B,) int64 on the device: how many positions each sequence has.
+
+    Raises:
+        ValueError: for a pattern that is not causal, sizes that cannot be, or more memory than there is.
+    """
+
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        batch: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        max_len: int | None = None,
+        keep: int = 0,
+        heads_held: range | None = None,
+    ) -> None:
+        if not isinstance(pattern, DilatedPattern):
+            raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}.")
+        for name, size in (("batch", batch), ("num_heads", num_heads), ("head_dim", head_dim)):
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1.")
+        self.plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
+        self.batch, self.head_dim = batch, head_dim
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}.")
+        self.device = torch.empty(0, device=device).device  # with its index
+        self._refuse_what_does_not_fit()
+        # One tensor for all rings: compiled code copies a *list* of tensors that an op writes to, at every call.
+        self.memory = torch.empty(2, batch, self.num_rows, head_dim, dtype=self.dtype, device=self.device)
+        self.progress = torch.zeros(2, batch, dtype=torch.int64, device=self.device)  # positions; lowest to go back to
+
+    @classmethod
+    def gather(
+        cls,
+        parallel: Parallel,
+        key: Tensor,
+        value: Tensor,
+        pattern: DilatedPattern,
+        num_heads: int,
+        *,
+        to: int | None = None,
+        max_len: int | None = None,
+        keep: int = 0,
+        heads_held: range | None = None,
+    ) -> "DilatedCache | None":
+        """A cache of the sequence that the ranks of `parallel` hold together, to go on from where they prefilled it.
+
+        Every rank must make the call. Only rows that a later query can see travel, straight to where they are needed.
+
+        Args:
+            key, value: (B, N, G, D), this rank's rows, as they were passed to `dilated_attention`.
+            num_heads: query heads; with `heads_held`, of the layer.
+            to: the rank (`parallel.rank`) that gets the cache. By default each rank gets one.
+
+        Returns:
+            The cache, or None on a rank that gets none.
+
+        Raises:
+            ValueError: on every rank, if one refuses or they disagree.
+        """
+        ranks = parallel.ranks
+        ranks.check_all_here("DilatedCache.gather")
+        gets_one = to is None or to == ranks.rank
+        cache, failure = None, None
+        try:
+            if key.dim() != 4 or key.shape != value.shape:
+                shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
+                raise ValueError(f"key and value must both be (batch, positions, key/value heads, head dim): {shapes}.")
+            if to is not None and not 0 <= to < ranks.world_size:
+                raise ValueError(f"to={to}: the ranks are 0 to {ranks.world_size - 1}, and None is each of them.")
+            batch, _, num_kv_held, head_dim = key.shape
+            num_kv_heads = num_kv_held * num_heads // (len(heads_held) if isinstance(heads_held, range) else num_heads)
+            plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
+            if gets_one:
+                cache = cls(
+                    *(pattern, batch, num_heads, num_kv_heads, head_dim),
+                    dtype=key.dtype,
+                    device=key.device,
+                    max_len=max_len,
+                    keep=keep,
+                    heads_held=heads_held,
+                )
+        except Exception as error:  # noqa: BLE001  whatever it is: the others would wait
+            failure = str(error) or type(error).__name__
+        length, fields = 0, {}
+        if failure is None:
+            length = key.shape[1]
+            fields = {"call": "DilatedCache.gather", "pattern": pattern, "to": to, "max_len": max_len, "keep": keep}
+            fields |= {"shape": (num_heads, batch, num_kv_held, head_dim), "heads held": heads_held}
+            fields |= {"dtype": key.dtype, "device": key.device.type}
+        lengths = ranks.agree(length, fields, failure)
+        position = sum(lengths)
+        check_append(plan, [0], [position])
+        shards = ranks.shards(lengths)
+
+        def parts() -> list[Tensor]:
+            own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
+            return [own if to in (None, rank) else own.new_empty(0) for rank in range(len(shards))]
+
+        counts = [packed_size(plan, shard, position, key) if gets_one else 0 for shard in shards]
+        received = ranks.deliver(parts, counts, key, "the exchange of what a cache keeps")
+        if cache is not None:
+            for shard, part in zip(shards, received, strict=True):
+                unpack(plan, shard, position, part, cache.memory)
+            cache.progress[0], cache.progress[1] = position, plan.floor(position)
+        return cache
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        return self.plan.pattern
+
+    @property
+    def num_rows(self) -> int:
+        return self.plan.num_rows
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes_of_rows() + 2 * self.batch * torch.int64.itemsize
+
+    @property
+    def position(self) -> Tensor:
+        return self.progress[0]
+
+    def next_positions(self, num_new: int) -> Tensor:
+        """(B, num_new) int64, on the device: the positions of the next rows."""
+        return self.position[:, None] + torch.arange(num_new, device=self.device)
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        heads = f"num_heads={plan.num_heads}, num_kv_heads={plan.num_kv_heads}, head_dim={self.head_dim}"
+        heads += "" if plan.held is None else f", heads_held={plan.held}"
+        limits = f"max_len={plan.max_len}, keep={plan.keep}"
+        size = f"{self.num_rows:,} rows, {self.num_bytes:,} bytes"
+        return f"DilatedCache(batch={self.batch}, {heads}, {self.dtype}, {self.device}, {limits}: {size})"
+
+    def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
+        """Begin new sequences: all, or those of these batch entries."""
+        if rows is None:
+            self.progress.zero_()
+        else:
+            self.progress[:, self._entries("reset", rows)] = 0
+
+    def crop(self, count: int | Sequence[int] | Tensor) -> None:
+        """Take back the last positions: as many of every sequence, or of each its own number.
+
+        Within the segments that are open always; where one has ended since, up to `keep` positions. A cache that
+        refuses is as it was.
+
+        Raises:
+            ValueError: if a sequence has fewer positions, or rows that it would need again were dropped.
+        """
+        counts = torch.as_tensor(count).flatten().tolist()
+        counts = counts * self.batch if len(counts) == 1 else counts
+        if len(counts) != self.batch:
+            raise ValueError(f"crop({counts}) has {len(counts)} numbers, and the batch {self.batch} entries.")
+        positions, floors = self.progress.tolist()
+        check_crop(self.plan, positions, floors, counts)
+        self.progress[0] -= torch.tensor(counts, device=self.device)
+
+    def fork(self, rows: Sequence[int] | Tensor) -> "DilatedCache":
+        """A new cache whose entry i goes on from entry rows[i] of this one: for beams, or answers to one prompt."""
+        entries = self._entries("fork", rows)
+        new = self._like(len(entries))
+        torch.index_select(self.memory, 1, entries, out=new.memory)
+        torch.index_select(self.progress, 1, entries, out=new.progress)
+        return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sequences so far, for `load_state_dict` and torch.save: only rows that are still seen, on the CPU."""
+        positions, floors = self.progress.tolist()
+        return {
+            "cache": self._described(),
+            "keep": self.plan.keep,
+            "progress": self.progress.cpu(),
+            "rows": [
+                self._rows_of(b, position, floor)
+                for b, (position, floor) in enumerate(zip(positions, floors, strict=True))
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was called. The state of one sequence can be loaded into a batch: a common prefix.
+
+        The two caches may differ in max_len and keep. (What can be taken back is what both could.)
+
+        Raises:
+            ValueError: if the state is of another pattern, shape or dtype, or too long. The cache is as it was.
+        """
+        if state.get("cache") != self._described():
+            raise ValueError(f"the state is of a cache of {state.get('cache')}, this one is of {self._described()}.")
+        progress, saved = state["progress"], state["rows"]
+        if len(saved) not in (1, self.batch):
+            raise ValueError(f"the state has {len(saved)} sequences, and the batch {self.batch} entries: 1 or as many.")
+        own = self.plan
+        source = plan_cache(own.pattern, own.num_heads, own.num_kv_heads, None, state["keep"], own.held)
+        positions, floors = (x * (self.batch // len(saved)) for x in progress.tolist())
+        for position in positions:
+            if self.plan.max_len is not None and position > self.plan.max_len:
+                raise ValueError(
+                    f"the state has {position} positions, and the cache holds max_len={self.plan.max_len}. Make it "
+                    f"with max_len={position} or more."
+                )
+        for b, (position, floor) in enumerate(zip(positions[: len(saved)], floors, strict=False)):
+            size = sum(len(rings.kv_heads) * len(source.kept(rings, position, floor)) for rings in source.rings)
+            if tuple(saved[b].shape) != (2, size, self.head_dim) or saved[b].dtype != self.dtype:
+                raise ValueError(
+                    f"the state is damaged: {position} positions have rows {(2, size, self.head_dim)}, and sequence "
+                    f"{b} has {tuple(saved[b].shape)} of {saved[b].dtype}."
+                )
+        for b, (position, floor) in enumerate(zip(positions, floors, strict=True)):
+            self._put_rows(b, saved[b % len(saved)].to(self.device), source, position, floor)
+        floors = [max(floor, self.plan.floor(position)) for position, floor in zip(positions, floors, strict=True)]
+        self.progress.copy_(torch.tensor([positions, floors]))
+
+    def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
+        """The kept rows of a batch entry, (2, rows, D), ring by ring."""
+        entry, parts = self.memory[:, b : b + 1], []
+        for rings in self.plan.rings:
+            both = held(rings, self.plan.kept(rings, position, floor), entry)
+            parts.append(both[:, 0].flatten(1, 2).cpu())
+        return torch.cat(parts, dim=1)
+
+    def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
+        """Place what `_rows_of` a cache with another plan has made."""
+        entry, start = self.memory[:, b : b + 1], 0
+        own = {self._named(branch, rings): rings for branch, rings in self.plan.by_branch}
+        for branch, there in source.by_branch:
+            saved = source.kept(there, position, floor)
+            if not saved:  # then there may be no such ring here: max_len ends before the first row of its phase
+                continue
+            here = own[self._named(branch, there)]
+            kept = self.plan.kept(here, position, floor)
+            size = len(there.kv_heads) * len(saved)
+            both = rows[:, None, start : start + size].unflatten(2, (len(there.kv_heads), len(saved)))
+            numbers = range(max(saved.start, kept.start), kept.stop)
+            place(here, numbers, entry, both[..., len(saved) - len(numbers) :, :])
+            start += size
+
+    @staticmethod
+    def _named(branch: int, rings: Rings) -> tuple[int, int, range]:
+        """What tells rings of a pattern apart, whatever their size."""
+        return branch, rings.phase, rings.kv_heads
+
+    def _described(self) -> dict[str, Any]:
+        """What must be the same for rows to mean the same, in plain types that torch.load takes."""
+        pattern, plan = self.pattern, self.plan
+        return {
+            "segment_lengths": list(pattern.segment_lengths),
+            "dilation_rates": list(pattern.dilation_rates),
+            "phase": pattern.phase,
+            "heads": pattern.heads,
+            "num_heads": plan.num_heads,
+            "num_kv_heads": plan.num_kv_heads,
+            "heads_held": [plan.heads.start, plan.heads.stop],
+            "head_dim": self.head_dim,
+            "dtype": str(self.dtype),
+        }
+
+    def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
+        entries = [int(row) for row in rows]
+        if not all(0 <= row < self.batch for row in entries):
+            raise ValueError(f"{call}({entries}): the batch has the entries 0 to {self.batch - 1}.")
+        return torch.tensor(entries, dtype=torch.int64, device=self.device)
+
+    def _like(self, batch: int) -> "DilatedCache":
+        plan = self.plan
+        return DilatedCache(
+            self.pattern,
+            batch,
+            plan.num_heads,
+            plan.num_kv_heads,
+            self.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            max_len=plan.max_len,
+            keep=plan.keep,
+            heads_held=plan.held,
+        )
+
+    def _bytes_of_rows(self) -> int:
+        return 2 * self.batch * self.num_rows * self.head_dim * self.dtype.itemsize
+
+    def _refuse_what_does_not_fit(self) -> None:
+        free = free_bytes(self.device)
+        if free is None or self._bytes_of_rows() <= free:
+            return
+        rows = f"{self.num_rows:,} rows of {self.head_dim} {self.dtype} for keys and as many for values"
+        limit = "No ring is larger than max_len" if self.plan.max_len is None else "Give a smaller max_len"
+        raise ValueError(
+            f"the cache would hold {rows}, for a batch of {self.batch}: 2 * {self.batch} * {self.num_rows:,} * "
+            f"{self.head_dim} * {self.dtype.itemsize} = {self._bytes_of_rows():,} bytes, and {free:,} are free on "
+            f"{self.device}. {limit}, or use a smaller batch, fewer key/value heads or 16 bits."
+        )
+
+
+def _plan(
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    max_len: int | None,
+    keep: int,
+    heads_held: range | None,
+) -> CachePlan:
+    """The plan, with None for heads that are all.
+
+    Raises:
+        ValueError: where there can be none.
+    """
+    if heads_held is not None:
+        pattern.check_heads(num_heads, num_kv_heads)
+        num_held = len(heads_held) if isinstance(heads_held, range) else num_heads
+        held_heads(num_held, num_heads // num_kv_heads, heads_held, num_heads)
+        heads_held = None if len(heads_held) == num_heads else heads_held
+    return plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
+
+
+def check_call(
+    cache: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    parallel: Any,
+    cu_seqlens: Any,
+    lengths: Any,
+    heads: range,
+    num_heads: int,
+) -> None:
+    """Raise ValueError unless these are arguments of a call with this cache, or without one if it is None.
+
+    heads: those that the tensors hold, of num_heads query heads in all.
+    """
+    if cache is None:
+        if lengths is not None:
+            raise ValueError("lengths say how many rows go into a cache, and there is none: pass cache, or cu_seqlens.")
+        return
+    if not isinstance(cache, DilatedCache):
+        raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}.")
+    for name, x in (("parallel", parallel), ("cu_seqlens", cu_seqlens)):
+        if x is not None:
+            raise ValueError(
+                f"cache and {name} cannot go together: a cache holds whole sequences, of which each batch entry is "
+                f"one. Leave out {name}, or fill the cache from ranks with DilatedCache.gather."
+            )
+    if pattern != cache.pattern:
+        raise ValueError(f"the cache is of {cache.pattern}, the call of {pattern}. Make a cache for each pattern.")
+    pairs: dict[str, tuple[object, object]] = {
+        "batch": (cache.batch, query.shape[0]),
+        "heads": (cache.plan.num_heads, num_heads),
+        "heads held": (cache.plan.heads, heads),
+        "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
+        "head dim": (cache.head_dim, query.shape[3]),
+        "dtype": (cache.dtype, query.dtype),
+        "device": (cache.device, query.device),
+    }
+    for name, (own, given) in pairs.items():
+        if own != given:
+            raise ValueError(
+                f"the cache was made for {name} {own}, and the call has {given}. Make a cache for these tensors, or "
+                "convert them."
+            )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        raise ValueError(
+            "a call with a cache has no gradient, and inputs require one. Call it under torch.no_grad(), or pass "
+            "detached tensors."
+        )
+    if lengths is None:
+        return
+    if not isinstance(lengths, Tensor) or lengths.shape != query.shape[:1] or lengths.is_floating_point():
+        got = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else repr(lengths)
+        raise ValueError(f"lengths must be an integer tensor ({cache.batch},), one for each batch entry, got {got}.")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be allocated; None where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    try:
+        lines = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable:"]) * 1024
+    except (OSError, KeyError):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()  # of a container
+    except OSError:
+        return free
+    return min(free, int(limit)) if limit.isdigit() else free

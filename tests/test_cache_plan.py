@@ -1,0 +1,241 @@
+"""What a cache keeps, enumerated against the definition: nothing longer than it is seen, nothing dropped before."""
+
+import math
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.cache import Rings, check_append, check_crop, plan_cache, plan_chunk
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import make_shards
+
+PAPER = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), is_causal=True)
+
+
+@st.composite
+def calls(draw):
+    """A causal pattern with heads that it can run on."""
+    num_kv_heads = draw(st.integers(1, 3))
+    num_heads = num_kv_heads * draw(st.integers(1, 3))
+    heads = draw(st.sampled_from(["all", "all", "split"]))
+    num_branches = draw(st.integers(1, min(3, num_heads) if heads == "split" else 3))
+    pattern = DilatedPattern(
+        draw(st.lists(st.integers(1, 12), min_size=num_branches, max_size=num_branches)),
+        draw(st.lists(st.integers(1, 5), min_size=num_branches, max_size=num_branches)),
+        is_causal=True,
+        phase="modulo" if heads == "split" else draw(st.sampled_from(["modulo", "blocked"])),
+        heads=heads,
+    )
+    return pattern, num_heads, num_kv_heads
+
+
+def phases_read(pattern, num_heads, num_kv_heads):
+    """(branch, key/value head, phase) that some query head reads, from the definition alone."""
+    found = set()
+    for b, (w, r) in enumerate(pattern.branches):
+        for h in range(num_heads):
+            phase = pattern.phase_of(b, h, num_heads)
+            if phase is not None and any(t % r == phase for t in range(w)):
+                found.add((b, h // (num_heads // num_kv_heads), phase))
+    return found
+
+
+def rows_seen(pattern, branch, phase, first_query, num_positions):
+    """Positions before or at first_query that a query from there on sees in a branch, if it has the phase."""
+    w, r = pattern.branches[branch]
+    return {
+        j
+        for i in range(first_query, num_positions)
+        for j in range(first_query + 1)
+        if i // w == j // w and i % w % r == j % w % r == phase
+    }
+
+
+def rings_of(plan):
+    """(branch, key/value head, phase) -> the rings that hold it; none twice."""
+    found = {}
+    for branch, of_phase in enumerate(plan.of_phase):
+        for phase, several in of_phase.items():
+            for rings in several:
+                assert (rings.segment_length, rings.rate) == plan.pattern.branches[branch]
+                assert rings.phase == phase
+                for head in rings.kv_heads:
+                    assert (branch, head, phase) not in found
+                    found[branch, head, phase] = rings
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(calls(), st.integers(1, 30))
+def test_what_is_live_is_what_is_seen(call, num_positions):
+    """Catches a row that is dropped too early or counted too long: at every position, the rows of a ring that the last
+    or a later query sees, found by asking every query. The largest number of them is the ring's size, and the sum of
+    these the closed form."""
+    check_live(call, num_positions)
+
+
+def check_live(call, num_positions):
+    pattern, num_heads, num_kv_heads = call
+    plan, horizon = plan_cache(*call), num_positions + max(pattern.segment_lengths)
+    found = rings_of(plan)
+    assert set(found) == phases_read(*call)
+    for position in range(1, num_positions + 1):
+        total, distinct = 0, set()
+        for (branch, head, phase), rings in found.items():
+            seen = rows_seen(pattern, branch, phase, position - 1, horizon)
+            assert [rings.position_of(c) for c in plan.live(rings, position)] == sorted(seen)
+            total += len(seen)
+            distinct |= {(head, j) for j in seen}
+        assert plan.live_rows(position) == total
+        assert plan.distinct_rows(position) == len(distinct)
+    for rings in found.values():
+        longest = range(1, 1 + math.lcm(*pattern.segment_lengths))
+        assert max(len(plan.live(rings, position)) for position in longest) == rings.capacity
+    assert plan.num_rows == pattern.cache_rows(num_heads, num_kv_heads)
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls(), st.integers(1, 20))
+def test_a_longest_sequence_caps_every_ring(call, max_len):
+    """Catches a ring larger than what a query of a sequence of max_len positions ever sees, or smaller."""
+    pattern, num_heads, num_kv_heads = call
+    plan = plan_cache(*call, max_len)
+    largest = defaultdict(int)
+    for branch, head, phase in phases_read(*call):
+        for t in range(max_len):
+            seen = len(rows_seen(pattern, branch, phase, t, max_len))
+            largest[branch, head, phase] = max(largest[branch, head, phase], seen)
+    assert {key: rings.capacity for key, rings in rings_of(plan).items()} == {k: n for k, n in largest.items() if n}
+    assert plan.num_rows == pattern.cache_rows(num_heads, num_kv_heads, max_len) == sum(largest.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls(), st.integers(0, 30), st.sampled_from([None, 1, 7, 40]))
+def test_going_back(call, keep, max_len):
+    """Catches rows that are written over although one can go back to where they are seen: from every position to each
+    of the `keep` before it, and to any in segments that are open; and rings that are larger than that needs."""
+    pattern = call[0]
+    plan = plan_cache(*call, max_len, keep)
+    largest = defaultdict(int)
+    for position in range(1, 1 + min(80, max_len or 80)):
+        floor = plan.floor(position)
+        assert floor <= max(0, position - keep)
+        assert floor <= max((position // w * w for w in pattern.segment_lengths), default=0)
+        for key, rings in rings_of(plan).items():
+            kept = plan.kept(rings, position)
+            for back in range(floor, position + 1):
+                # The next query of this phase, after going back, sees rows from the start of its segment on.
+                numbers = range(rings.before(back) - rings.before(back) % rings.rows_per_segment, rings.before(back))
+                assert not numbers or numbers.start >= kept.start
+            own = range(rings.seen(position - 1).start, kept.stop)  # what the last query saw, itself included
+            largest[key] = max(largest[key], len(kept), len(own))
+            assert len(kept) <= rings.capacity
+    if max_len is not None or keep + max(pattern.segment_lengths) <= 80:
+        capacities = {key: rings.capacity for key, rings in rings_of(plan).items()}
+        assert capacities == {key: n for key, n in largest.items() if n}
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls(), st.integers(0, 40), st.integers(1, 30))
+def test_a_chunk_is_the_second_of_two_shards(call, position, num_new):
+    """Catches a pair of rows that a chunk leaves out or counts twice, also over the end of a ring; or that it packs or
+    sends anything."""
+    plan = plan_cache(*call)
+    chunk, whole = (
+        plan_chunk(plan, position, num_new),
+        make_plan(call[0], make_shards("contiguous", (position, num_new)), 1, *call[1:]),
+    )
+    assert chunk.pairs == whole.pairs
+    assert not chunk.hops
+    assert not chunk.packs
+    for tile in chunk.cached:
+        rows = tile.key
+        last = rows.first + (len(rows.heads) - 1) * rows.shift + rows.num_rows
+        assert rows.first >= 0
+        assert last <= plan.num_rows
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls(), st.integers(0, 9))
+def test_rows_have_places_of_their_own(call, keep):
+    """Catches two rings that overlap, or memory that belongs to none; and another order by branches."""
+    plan = plan_cache(*call, None, keep)
+    assert tuple(rings for _, rings in plan.by_branch) == plan.rings
+    places = [
+        rings.offset + k * rings.capacity + slot
+        for rings in plan.rings
+        for k in range(len(rings.kv_heads))
+        for slot in range(rings.capacity)
+    ]
+    assert sorted(places) == list(range(plan.num_rows))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 9), st.data())
+def test_numbers_of_rows(length, rate, data):
+    """Catches an error in the arithmetic that numbers rows, in segments that the rate does not divide."""
+    phase = data.draw(st.integers(0, min(rate, length) - 1))
+    rings = Rings(length, rate, phase, range(1), range(1), data.draw(st.integers(1, 12)), 0)
+    positions = [t for t in range(100) if t % length % rate == phase]
+    assert [t for t in range(100) if rings.has(t)] == positions
+    assert [rings.position_of(c) for c in range(len(positions))] == positions
+    for t in range(100):
+        assert rings.before(t) == sum(j < t for j in positions)
+        assert [rings.position_of(c) for c in rings.seen(t)] == [j for j in positions if t // length * length <= j < t]
+    first = data.draw(st.integers(0, 40))
+    numbers = range(first, first + data.draw(st.integers(0, rings.capacity)))
+    slots = [slot for run in rings.slots(numbers) for slot in run]
+    assert slots == [c % rings.capacity for c in numbers]
+
+
+def test_the_papers_pattern():
+    """About w / r rows for each branch: 11,606 of 32,768 positions, at any length; below that many positions a dense
+    cache is the smaller one."""
+    per_head = sum(math.ceil(w / r) for w, r in PAPER.branches)
+    assert per_head == 11_606
+    assert 12 * (per_head - 5) < PAPER.cache_rows(12, 12) <= 12 * per_head
+    # Key/value heads that are shared hold the phases of all their query heads.
+    assert PAPER.cache_rows(12, 1) == 2048 + 4096 + 8192 + 16384 + 32768
+    assert PAPER.cache_rows(12, 12, max_len=2048) > 12 * 2048
+    assert DilatedPattern((2**40,), (1,), is_causal=True).cache_rows(2, 2, max_len=100) == 200
+    plan = plan_cache(PAPER, 12, 12)
+    assert plan.distinct_rows(32768) < plan.live_rows(32768) <= plan.num_rows
+
+
+def test_dropping_a_row_too_early_is_seen(monkeypatch):
+    """Proof that the comparison with the definition can fail."""
+    call = (DilatedPattern((4, 12), (1, 3), is_causal=True), 2, 2)
+    check_live(call, 20)
+    before = Rings.before
+    monkeypatch.setattr(Rings, "before", lambda rings, t: before(rings, t) - (t == 7))
+    with pytest.raises(AssertionError):
+        check_live(call, 20)
+
+
+@pytest.mark.parametrize(
+    ("make", "fragments"),
+    [
+        (lambda: plan_cache(DilatedPattern((8,), (1,)), 1, 1), ("needs a causal pattern", "is_causal=True")),
+        (lambda: DilatedPattern((8,), (1,)).cache_rows(1, 1), ("needs a causal pattern", "is_causal=True")),
+        (lambda: PAPER.cache_rows(4, 3), ("4 query heads", "3 key/value heads")),
+        (lambda: plan_cache(PAPER, 1, 1, 0), ("max_len=0", "at least 1", "None")),
+        (lambda: plan_cache(PAPER, 1, 1, None, -1), ("keep=-1", "must not be negative")),
+        (
+            lambda: check_append(plan_cache(PAPER, 1, 1, 10), [0, 8], [3, 3]),
+            ("max_len=10", "row 1 of the batch has 8", "3 more there would be 11", "max_len=11"),
+        ),
+        (lambda: check_crop(plan_cache(PAPER, 1, 1), [5], [0], [6]), ("crop(6)", "has 5 positions", "between 0 and 5")),
+        (
+            lambda: check_crop(plan_cache(PAPER, 1, 1, None, 2), [2050], [2048], [4]),
+            ("crop(4)", "from 2050 positions back to 2046", "take back 2 or fewer", "keep=4", "keep=2"),
+        ),
+    ],
+)
+def test_messages(make, fragments):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
+    assert str(caught.value).endswith(".")

@@ -1,0 +1,268 @@
+"""Layers and the language model with caches: what is computed token by token is what one call computes."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention
+from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.models.generate import STOPPED, Sampling
+
+CAUSAL = DilatedPattern((8, 32), (1, 3), is_causal=True)
+CONFIG = LongNetConfig((8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2)
+
+
+def make(config=CONFIG, **options):
+    torch.manual_seed(0)
+    model = LongNetLM(config, **options).double()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    nn.init.normal_(model.head.weight)  # else all tokens are about as likely
+    return model
+
+
+def make_tokens(batch, seq_len):
+    return torch.randint(0, CONFIG.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(1))
+
+
+def joined(steps):
+    return torch.stack(list(steps), dim=1)
+
+
+# The layer.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rotary": True, "sub_layernorm": True, "num_kv_heads": 2}, {"rotary": 100.0, "bias": False}],
+    ids=str,
+)
+def test_a_layer_goes_on_where_it_was(options):
+    """Catches angles that start again at 0, and a projection that a cached call leaves out."""
+    torch.manual_seed(0)
+    module = MultiheadDilatedAttention(24, 4, CAUSAL, dtype=torch.float64, **options)
+    x = torch.randn(2, 50, 24, dtype=torch.float64)
+    with torch.no_grad():
+        expected = module(x, x, x)[0]
+        cache = module.make_cache(2, max_len=50, keep=3)
+        parts = [module(y, y, y, cache=cache)[0] for y in x.split([1, 1, 20, 1, 27], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-11, atol=1e-11)
+        cache.reset()
+        module(x[:, :9], x[:, :9], x[:, :9], cache=cache, lengths=torch.tensor([9, 4]))
+        y = torch.stack([x[0, 9:12], x[1, 4:7]])
+        out = module(y, y, y, cache=cache)[0]
+    torch.testing.assert_close(out, torch.stack([expected[0, 9:12], expected[1, 4:7]]), rtol=1e-11, atol=1e-11)
+
+
+def test_heads_of_a_layer_on_several_ranks():
+    """Catches a cache of a module that holds some heads: their outputs add up to the layer's, token by token too."""
+    torch.manual_seed(0)
+    module = MultiheadDilatedAttention(24, 4, CAUSAL, dtype=torch.float64, rotary=True, num_kv_heads=2)
+    x = torch.randn(1, 40, 24, dtype=torch.float64)
+    with torch.no_grad():
+        expected, total = module(x, x, x)[0], 0
+        for part in (module.held(range(2)), module.held(range(2, 4))):
+            cache = part.make_cache(1)
+            total = total + torch.cat([part(y, y, y, cache=cache)[0] for y in x.split([30, *[1] * 10], dim=1)], dim=1)
+    torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_angles_of_far_positions_are_exact():
+    """Catches positions in float32: 2^24 + 1 is none of its numbers, and neighbours would get the same angle."""
+    module = MultiheadDilatedAttention(8, 2, DilatedPattern((8,), (1,), is_causal=True), rotary=True)
+    x, far = torch.randn(1, 8, 8), 2**24
+    with torch.no_grad():
+        cache = module.make_cache(1)
+        cache.progress.fill_(far)  # a segment begins there, so that nothing before it is seen
+        parts = [module(y, y, y, cache=cache)[0] for y in x.split(1, dim=1)]
+        expected = module(x, x, x, positions=far + torch.arange(8))[0]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_layer_refuses():
+    module = MultiheadDilatedAttention(24, 4, CAUSAL, rotary=True)
+    x, cache = torch.randn(1, 3, 24), module.make_cache(1)
+    with pytest.raises(ValueError, match="has no gradient"):
+        module(x, x, x, cache=cache)
+    with torch.no_grad():
+        for options, message in (
+            (
+                {"cache": cache, "positions": torch.arange(3)},
+                "positions and cache: rows are appended at cache.position",
+            ),
+            ({"cache": cache, "key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)}, "say with lengths"),
+            ({"lengths": torch.tensor([3])}, "there is none: pass cache"),
+            ({"cache": cache, "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)}, "cache and cu_seqlens"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                module(x, x, x, **options)
+        shared = MultiheadDilatedAttention(24, 4, CAUSAL, parallel=ContextParallel(exchange="simulated", world_size=2))
+        with pytest.raises(ValueError, match=r"cache and parallel: a cache is of one device.*DilatedCache\.gather"):
+            shared(x, x, x, cache=cache)
+    assert cache.position.tolist() == [0]
+
+
+# The model.
+
+
+def test_the_model_goes_on_where_it_was():
+    model, tokens = make(), make_tokens(2, 70)
+    expected = model(tokens).detach()
+    caches = model.make_caches(2)
+    with torch.no_grad():
+        parts = [model.head(model.append(x, caches)) for x in tokens.split([30, 1, 1, 1, 20, 17], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_one_graph_for_all_tokens_of_a_model():
+    """Catches a position that is read on the host, and becomes a constant of the graph."""
+    model, tokens = make(), make_tokens(1, 30)
+    counter = CompileCounterWithBackend("aot_eager")
+    append = torch.compile(model.append, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        expected = model(tokens)
+        for _ in range(2):
+            caches = model.make_caches(1)
+            out = torch.cat([model.head(append(x, caches)) for x in tokens.split(1, dim=1)], dim=1)
+            torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+    assert counter.frame_count == 1
+
+
+def test_generated_is_what_recomputing_gives(monkeypatch):
+    """Prompts of different lengths in one batch, longer than a chunk of the prefill; over borders of all segments."""
+    monkeypatch.setattr("ring_dilated_attention.models.generate.PREFILL_CHUNK", 11)
+    model, tokens = make(), make_tokens(3, 40)
+    prompts = [tokens[0, :13], tokens[1, :40].tolist(), tokens[2, :1]]
+    found = joined(model.generate(prompts, 30, temperature=0))
+    assert found.shape == (3, 30)
+    for prompt, row in zip(prompts, found, strict=True):
+        sequence = torch.as_tensor(prompt)[None]
+        for token in row:
+            assert token == model(sequence)[0, -1].argmax()
+            sequence = torch.cat([sequence, token.view(1, 1)], dim=1)
+    assert len(set(found.flatten().tolist())) > 5  # it did not say one thing only
+    assert torch.is_grad_enabled()
+
+
+def test_a_row_draws_as_it_would_alone():
+    """Catches draws that depend on who else is in the batch, and a seed that changes nothing."""
+    model, tokens = make(), make_tokens(2, 20)
+    prompts = [tokens[0, :7], tokens[1]]
+    both = joined(model.generate(prompts, 25, seed=5))
+    assert torch.equal(both, joined(model.generate(prompts, 25, seed=5)))
+    for b in range(2):
+        assert torch.equal(both[b : b + 1], joined(model.generate(prompts[b : b + 1], 25, seed=5 + b)))
+    assert not torch.equal(both, joined(model.generate(prompts, 25, seed=6)))
+    torch.manual_seed(0)
+    unseeded = [joined(model.generate(prompts, 25)) for _ in range(2)]
+    assert not torch.equal(*unseeded)
+
+
+def test_it_streams():
+    """Catches tokens that come when all are drawn: the first does not wait for the others."""
+    model = make()
+    calls = []
+    append = model.append
+    model.append = lambda *x: (calls.append(len(calls)), append(*x))[1]
+    steps = model.generate(make_tokens(1, 5), 10**9, seed=0)
+    next(steps)
+    assert len(calls) == 1
+    next(steps)
+    assert len(calls) == 2
+    steps.close()
+
+
+def test_stop():
+    """A row ends with the token that stops it, and the iteration with the last row."""
+    model, tokens = make(), make_tokens(3, 10)
+    free = joined(model.generate(tokens, 40, seed=3))
+    stop = {int(free[0, 4]), int(free[1, 9]), int(free[2, 2])}
+    found = joined(model.generate(tokens, 40, seed=3, stop=stop))
+    ends = [next(i for i, token in enumerate(row.tolist()) if token in stop) for row in free]
+    assert found.shape[1] == max(ends) + 1
+    for b, end in enumerate(ends):
+        assert torch.equal(found[b, : end + 1], free[b, : end + 1])
+        assert (found[b, end + 1 :] == STOPPED).all()
+
+
+def test_caches_go_on():
+    """A prefix that is computed once: what is drawn after it is what is drawn after all of it."""
+    model, tokens = make(), make_tokens(1, 30)
+    caches = model.make_caches(1)
+    with torch.no_grad():
+        model.append(tokens[:, :22], caches)
+    states = [cache.state_dict() for cache in caches]
+    several = model.make_caches(2, max_len=60)
+    for cache, state in zip(several, states, strict=True):
+        cache.load_state_dict(state)
+    found = joined(model.generate([tokens[0, 22:], tokens[0, 22:25]], 20, seed=1, caches=several))
+    expected = joined(model.generate([tokens[0], tokens[0, :25]], 20, seed=1))
+    assert torch.equal(found, expected)
+    assert several[0].position.tolist() == [49, 44]  # the last token that was drawn is in no cache yet
+
+
+def test_weights():
+    """top_k and top_p, alone and together, on probabilities 1/2, 1/4, 1/8, 1/8; of equals the first is taken."""
+    logits = torch.tensor([[1 / 8, 1 / 2, 1 / 8, 1 / 4]]).log()
+
+    def weights(**options):
+        found = Sampling(**options).weights(logits)
+        return (found / found.sum()).tolist()[0]
+
+    assert weights() == pytest.approx([1 / 8, 1 / 2, 1 / 8, 1 / 4])
+    assert weights(temperature=0.5) == pytest.approx([x / 22 for x in (1, 16, 1, 4)])
+    assert weights(top_k=1) == pytest.approx([0, 1, 0, 0])
+    assert weights(top_k=2) == pytest.approx([0, 2 / 3, 0, 1 / 3])
+    assert weights(top_k=3) == pytest.approx([1 / 7, 4 / 7, 0, 2 / 7])
+    assert weights(top_k=9) == weights(top_p=1.0) == weights()
+    assert weights(top_p=0.4) == pytest.approx([0, 1, 0, 0])
+    assert weights(top_p=0.6) == pytest.approx([0, 2 / 3, 0, 1 / 3])
+    assert weights(top_p=0.8) == pytest.approx([1 / 7, 4 / 7, 0, 2 / 7])
+    assert weights(top_k=2, top_p=0.6) == pytest.approx([0, 1, 0, 0])  # top_p counts within the k
+
+
+def test_draws_follow_the_weights():
+    """Catches a generator that is made anew at every token, and a temperature of 0 that draws."""
+    logits = torch.tensor([[1 / 8, 1 / 2, 1 / 8, 1 / 4]]).log()
+    sampling = Sampling(seed=0)
+    generators = sampling.generators(1, torch.device("cpu"))
+    counts = torch.bincount(torch.cat([sampling.draw(logits, generators) for _ in range(4000)]), minlength=4) / 4000
+    torch.testing.assert_close(counts, torch.tensor([1 / 8, 1 / 2, 1 / 8, 1 / 4]), rtol=0, atol=0.03)
+    assert Sampling(temperature=0).draw(logits, []).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (([[1]], -1), {}, "max_new_tokens=-1 must not be negative"),
+        (([], 1), {}, "there is no prompt"),
+        (([[1], []], 1), {}, r"prompt 1 has shape \(0,\).*one or more integers"),
+        (([[0.5]], 1), {}, "prompt 0 has .*float32"),
+        ((torch.zeros(3, dtype=torch.int64), 1), {}, r"prompt 0 has shape \(\).*Pass tokens \(batch, N\)"),
+        (([[1]], 1), {"temperature": -0.1}, "temperature=-0.1"),
+        (([[1]], 1), {"temperature": float("nan")}, "temperature=nan"),
+        (([[1]], 1), {"top_k": 0}, "top_k=0 must be at least 1"),
+        (([[1]], 1), {"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        (([[1]], 1), {"top_p": 1.5}, "top_p=1.5 must be above 0"),
+        (([[1], [2]], 1), {"caches": 1}, "made for batch 1, and the call has 2"),
+        (([[1]], 1), {"caches": 0}, "0 caches for 2 layers"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, options, message):
+    model = make()
+    if "caches" in options:
+        options = {"caches": model.make_caches(1) * options["caches"]}
+    with pytest.raises(ValueError, match=message):
+        next(model.generate(*arguments, **options))
+
+
+def test_nothing_is_drawn_of_nothing():
+    assert list(make().generate([[1]], 0)) == []
+
+
+def test_a_model_over_ranks_is_refused():
+    model = make(parallel=ContextParallel())
+    with torch.no_grad(), pytest.raises(ValueError, match=r"caches are of one device.*parallel=None"):
+        model.append(make_tokens(1, 3), model.make_caches(1))

@@ -1,0 +1,311 @@
+"""What a trained model writes and how well it predicts: rda generate, rda evaluate, and a run as a model in Python."""
+
+import io
+import json
+import math
+import random
+import re
+import shlex
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.commands import generate as command
+from ring_dilated_attention.commands.cli import main
+from ring_dilated_attention.models import LongNetLM
+from ring_dilated_attention.training.data import Document, strip_fasta
+from ring_dilated_attention.training.evaluate import bits_by_position, mean
+from ring_dilated_attention.training.loop import train
+from ring_dilated_attention.training.options import Hyperparameters
+from ring_dilated_attention.training.run import Run
+from ring_dilated_attention.training.stream import pieces, without_headers
+
+TEXT = b"".join(f"line {i} of the document, in some words\n".encode() for i in range(400))
+NEVER = types.SimpleNamespace(requested=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of a few steps."""
+    options = Hyperparameters(
+        seq_len=96,
+        steps=8,
+        embed_dim=16,
+        num_heads=2,
+        segment_lengths=(8, 48),
+        dilation_rates=(1, 3),
+        warmup_steps=2,
+        held_out_windows=2,
+        learning_rate=0.02,
+    )
+    path = tmp_path_factory.mktemp("runs") / "run"
+    train(Run(options, Document(TEXT, "text", 96, 2), path), ContextParallel(), NEVER)
+    return path
+
+
+def test_a_run_is_a_model(folder):
+    """Catches parameters that are not those of the checkpoint, and a configuration that is not the run's."""
+    model = LongNetLM.from_run(folder)
+    assert (model.config.segment_lengths, model.config.embed_dim) == ((8, 48), 16)
+    tokens = torch.frombuffer(bytearray(TEXT[-96:]), dtype=torch.uint8).long()[None]
+    assert model.loss(tokens).item() < 0.8 * math.log(256)  # it learnt something
+    assert torch.equal(model(tokens), LongNetLM.from_run(str(folder), device="cpu")(tokens))
+
+
+def test_the_readmes_example(folder, capsys):
+    """As it is written, with a folder that exists."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    [example] = [text for text in re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL) if "from_run" in text]
+    exec(example.replace("runs/20250131-120000", str(folder)), {})
+    assert len(capsys.readouterr().out) == 3 * 200
+
+
+def test_what_is_no_run_is_refused(folder, tmp_path):
+    """Catches a checkpoint that is damaged and yet a model, and a folder of somebody else's."""
+    with pytest.raises(ValueError, match=r"there is no checkpoint in this folder; pass the folder of a run"):
+        LongNetLM.from_run(tmp_path)
+    [whole] = folder.glob("checkpoint-*")
+    damaged = shutil.copytree(whole, tmp_path / whole.name)
+    (damaged / "model.safetensors").write_bytes(b"not one")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: it has 7 bytes"):
+        LongNetLM.from_run(tmp_path)
+    (damaged / "state.json").write_text('{"hyperparameters": {}}')
+    with pytest.raises(ValueError, match=r"state\.json was not made by rda train"):
+        LongNetLM.from_run(tmp_path)
+
+
+def test_generate_writes_what_the_model_draws(folder, capsysbinary):
+    assert main(["generate", str(folder), "--prompt", "line 7", "--tokens", "40", "--seed", "3"]) == 0
+    out, err = capsysbinary.readouterr()
+    drawn = LongNetLM.from_run(folder).generate([list(b"line 7")], 40, seed=3)
+    assert out.decode() == bytes(int(x) for x in drawn).decode(errors="replace")
+    assert re.fullmatch(
+        r"40 tokens at [\d,]+ tokens/s, after a prompt of 6 in \d+\.\d\d s; caches of [\d,]+ bytes\n", err.decode()
+    )
+
+
+def test_generate_as_json(folder, tmp_path, capsys):
+    """Catches text on stdout beside the record; and a prompt of a file that is read otherwise than in training."""
+    (tmp_path / "prompt.fa").write_bytes(b">header\nli\nne 7\n")
+    options = ["--tokens", "30", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.9", "--seed", "1", "--json"]
+    assert main(["generate", str(folder), "--prompt-file", str(tmp_path / "prompt.fa"), *options]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert err == ""
+    steps = LongNetLM.from_run(folder).generate([list(b"line7")], 30, temperature=0.5, top_k=9, top_p=0.9, seed=1)
+    assert record["tokens"] == [int(x) for x in steps]
+    assert record["text"] == bytes(record["tokens"]).decode(errors="replace")
+    assert (record["prompt_bytes"], record["cached_positions"], record["interrupted"]) == (5, 34, False)
+    model = LongNetLM.from_run(folder)
+    assert record["cache_bytes"] == sum(cache.num_bytes for cache in model.make_caches(1, max_len=35))
+    assert record["tokens_per_second"] > 0
+
+
+class Terminal(io.StringIO):
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.is_terminal, self.shown = is_terminal, []
+
+    def isatty(self):
+        return self.is_terminal
+
+    def flush(self):
+        self.shown.append(self.getvalue())
+
+
+def test_text_comes_in_whole_characters():
+    """Catches half of a character, one that is held back although it is whole, and bytes that end the stream."""
+    file = Terminal(False)
+    text = command.Text(file)
+    for byte in "aé€😀".encode():
+        text.write(bytes([byte]))
+    assert [x for i, x in enumerate(file.shown) if x not in file.shown[:i]] == ["a", "aé", "aé€", "aé€😀"]
+    text.write(b"\xff\xe2\x82")  # no character; and the beginning of one that never ends
+    assert file.getvalue() == "aé€😀\ufffd"
+    text.close()
+    assert file.getvalue() == "aé€😀\ufffd\ufffd"
+
+
+def test_a_terminal_is_left_as_it_was():
+    """Catches escape sequences of a byte-level model, and a prompt of the shell in the middle of a line."""
+    for is_terminal, expected in ((True, "a\ufffd[31m\t\nb\ufffd\n"), (False, "a\x1b[31m\t\nb\x07")):
+        file = Terminal(is_terminal)
+        text = command.Text(file)
+        text.write(b"a\x1b[31m\t\nb\x07")
+        text.close()
+        assert file.getvalue() == expected
+
+
+def test_ctrl_c_ends_in_good_order(folder, capsys, monkeypatch):
+    """Catches a traceback, and figures that are lost."""
+    generate = LongNetLM.generate
+
+    def interrupted(*args, **kwargs):
+        for i, tokens in enumerate(generate(*args, **kwargs)):
+            if i == 5:
+                raise KeyboardInterrupt
+            yield tokens
+
+    monkeypatch.setattr(LongNetLM, "generate", interrupted)
+    assert main(["generate", str(folder), "--prompt", "line", "--tokens", "100"]) == 130
+    out, err = capsys.readouterr()
+    assert err.startswith("interrupted after 5 tokens at")
+    assert out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["RUN", "--prompt", ""], "--prompt is empty: the model goes on from one byte or more"),
+        (["RUN", "--prompt", "a", "--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["RUN", "--prompt", "a", "--top-p", "2"], "top_p=2.0 must be above 0"),
+        (["RUN", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be 0"),
+        (["RUN", "--prompt-file", "nowhere"], "cannot read nowhere: No such file"),
+        (["nowhere", "--prompt", "a"], "nowhere: there is no checkpoint in this folder"),
+    ],
+)
+def test_generate_refuses(arguments, message, folder, capsys):
+    assert main(["generate", *(str(folder) if x == "RUN" else x for x in arguments)]) == 2
+    assert capsys.readouterr().err.startswith(f"rda generate: {message}")
+
+
+def test_training_ends_with_a_sample(folder, capsys):
+    """Catches a line that a shell reads otherwise, or that the command refuses."""
+    text = command.sample(folder, Document(TEXT, "text", 96, 2))
+    *shown, more = text.splitlines()
+    prompt = re.fullmatch(r"what it writes after '(.*)':", shown[0])[1]
+    assert prompt.encode() in TEXT[-192:]
+    assert shown[1].startswith(f"  | {prompt}")
+    assert "\x1b" not in text
+    words = shlex.split(more.removeprefix("more of it: "))
+    assert words[0] == "rda"
+    assert main([*words[1:], "--seed", "0", "--tokens", "5"]) == 0
+    capsys.readouterr()
+
+
+def test_a_prompt_can_be_typed():
+    assert command.opening(b"\x00\xff12 some words\nand more") == b"some words"
+    assert command.opening(b"abcdefghij" * 10) == b"abcdefghijabcdefghijabcd"
+    assert command.opening(bytes(range(128, 256))) == b"A"
+
+
+# rda evaluate.
+
+
+def bits_one_call(model, text):
+    """Of every byte but the first, by one call without a cache."""
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()[None]
+    with torch.no_grad():
+        logits = model(tokens)
+    return F.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none") / math.log(2)
+
+
+@pytest.mark.parametrize(("chunk", "context"), [(1, 50), (7, 50), (64, None), (1000, None), (50, 50), (3, 2)])
+def test_bits_by_position_are_those_of_one_call(folder, chunk, context):
+    """Catches a byte that is predicted from the wrong one where a chunk ends, or from another context."""
+    model, text = LongNetLM.from_run(folder), TEXT[:187]
+    length = context or len(text)
+    contexts = [text[i : i + length] for i in range(0, len(text), length)]
+    expected = {}
+    for part in contexts:
+        for i, bits in enumerate(bits_one_call(model, part).tolist() if len(part) > 1 else [], start=1):
+            expected.setdefault(i.bit_length(), []).append(bits)
+    found = bits_by_position(model, pieces([text[:100], text[100:]], chunk, context), context)
+    assert [b.first for b in found] == [2 ** (k - 1) for k in sorted(expected)]
+    for bucket, (_, bits) in zip(found, sorted(expected.items()), strict=True):
+        assert bucket.last == 2 * bucket.first - 1
+        assert bucket.num_bytes == len(bits)
+        assert bucket.bits_per_byte == pytest.approx(sum(bits) / len(bits), rel=1e-5)
+    everything = [bits for part in expected.values() for bits in part]
+    assert mean(found) == pytest.approx(sum(everything) / len(everything), rel=1e-5)
+
+
+def test_evaluate(folder, tmp_path, capsys):
+    """Catches a context that is not that of training, and a table whose figures are not the record's."""
+    (tmp_path / "text.txt").write_bytes(TEXT[:1000])
+    arguments = ["evaluate", str(folder), str(tmp_path / "text.txt")]
+    assert main([*arguments, "--json", "--picture", str(tmp_path / "bits.png")]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["context"] == 96
+    assert record["num_bytes"] == 1000 - 11  # contexts of which the first byte is not predicted
+    assert sum(bucket["num_bytes"] for bucket in record["by_bytes_before"]) == 989
+    assert record["peak_resident_bytes"] > 1e7
+    assert (tmp_path / "bits.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "mine.png").write_bytes(b"mine")
+    assert main([*arguments, "--picture", str(tmp_path / "mine.png")]) == 2
+    assert "mine.png was not made by rda evaluate --picture" in capsys.readouterr().err
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert f"{record['bits_per_byte']:.3f} bits per byte over 989 bytes, in contexts of 96 bytes" in out
+    assert re.search(r"^64 to 127 +32\d +\d\.\d\d\d +#+ *$", out, flags=re.MULTILINE)
+    assert main([*arguments, "--context", "0", "--chunk", "100"]) == 0
+    assert "999 bytes, in contexts of any length" in capsys.readouterr().out
+
+
+def test_evaluate_reads_a_pipe_and_fasta(folder, tmp_path, capsys, monkeypatch):
+    (tmp_path / "some.fa").write_bytes(b">chr1\n" + TEXT[:500] + b">chr2\n" + TEXT[500:600])
+    assert main(["evaluate", str(folder), str(tmp_path / "some.fa"), "--context", "0", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    letters = strip_fasta((tmp_path / "some.fa").read_bytes())
+    assert record["num_bytes"] == len(letters) - 1
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(letters)))
+    assert main(["evaluate", str(folder), "-", "--context", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["by_bytes_before"] == record["by_bytes_before"]
+
+
+def test_evaluating_holds_no_more_of_a_longer_text(folder):
+    """Catches a cache, a list or a graph that grows with the text."""
+    from benchmarks.measure import allocated
+
+    model = LongNetLM.from_run(folder)
+    bits_by_position(model, pieces([TEXT[:500]], 50, None), None)  # what only the first call makes is not the text's
+    peaks = [
+        allocated(lambda n=n: bits_by_position(model, pieces([TEXT[:n]], 50, None), None)).peak_bytes
+        for n in (500, 2000)
+    ]
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["RUN", "nowhere"], "cannot read nowhere: No such file"),
+        (["RUN", "/dev/null"], "/dev/null has fewer than 2 bytes"),
+        (["RUN", "/dev/null", "--chunk", "0"], "--chunk must be at least 1, got 0"),
+        (["RUN", "/dev/null", "--context", "-1"], "--context -1 must be 2 or more"),
+        (["RUN", "/dev/null", "--context", "1"], "--context 1: the first byte of a context"),
+        (["RUN", "/dev/null", "--picture", "/dev/null/x.png"], "--picture /dev/null/x.png cannot be written"),
+        (["nowhere", "/dev/null"], "nowhere: there is no checkpoint in this folder"),
+    ],
+)
+def test_evaluate_refuses(arguments, message, folder, capsys):
+    assert main(["evaluate", *(str(folder) if x == "RUN" else x for x in arguments)]) == 2
+    assert capsys.readouterr().err.startswith(f"rda evaluate: {message}")
+
+
+def test_streamed_fasta_is_that_of_training():
+    """However the file comes in blocks; and pieces are all of it, in order, none over the end of a context."""
+    for seed in range(300):
+        draw = random.Random(seed)
+        content = bytes(draw.choice(b">;ACGT\n\r\n \x0b\x0c\x85") for _ in range(draw.randint(0, 60)))
+        blocks, start = [], 0
+        while start < len(content):
+            stop = start + draw.randint(1, 9)
+            blocks.append(content[start:stop])
+            start = stop
+        assert b"".join(without_headers(blocks)) == strip_fasta(content)
+        chunk, context = draw.randint(1, 9), draw.choice([None, 5, 9, 12])
+        position = 0
+        for at, piece in pieces(blocks, chunk, context):
+            assert at == (position if context is None else position % context)
+            assert 0 < len(piece) <= chunk
+            assert context is None or at + len(piece) <= context
+            assert piece == content[position : position + len(piece)]
+            position += len(piece)
+        assert position == len(content)
