@@ -44,7 +44,13 @@ from tqdm import tqdm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, in the processes that are started here
 sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks, which are not installed
-KINDS = {"commands": "fuzz_commands", "files": "fuzz_files"}
+KINDS = {
+    "commands": "fuzz_commands",
+    "files": "fuzz_files",
+    "calls": "fuzz_calls",
+    "simulated": "fuzz_simulated",
+    "ranks": "fuzz_ranks",
+}
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
 BYTES_BEYOND_TORCH = 4 * 10**9
