@@ -3,7 +3,7 @@
 What must hold: every rank has its rows of the right numbers; and whatever one rank does wrong before the handshake,
 all ranks get a ValueError within seconds, nobody waits for the timeout, and the context serves on.
 
-Four ranks are started once, and serve cases until one goes wrong: then they are ended, and the next begins with others.
+Groups of two, three and four ranks are started once, and serve cases until one goes wrong: then its group is ended.
 """
 
 import functools
@@ -35,28 +35,27 @@ from ring_dilated_attention.models import LongNetLM
 from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.ranks.reshard import own_rows
 
-WORLD_SIZE = 4
 EXCHANGES = ("auto", "ring", "all_gather", "all_to_all")
 Outcome = tuple[str, str | None]  # what was done, and what is wrong with what came of it
 PATIENCE = timedelta(seconds=8)
 AT_ONCE = 5.0  # seconds, with other processes on the cores
 BREAKAGES = fuzz_rank_breakages.BREAKAGES
-_team: "Team | None" = None
+_teams: "dict[int, Team]" = {}  # by the number of ranks
 
 
 class Team:
     """The ranks that serve, seen from the process that asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
         broken = fuzz_rank_breakages.broken_now
-        self.ranks = distributed.Ranks(WORLD_SIZE, serve, broken, stay=True).__enter__()
+        self.ranks = distributed.Ranks(world_size, serve, broken, stay=True).__enter__()
         self.num_asked = 0
 
     def ask(self, seed: int) -> list[Trial]:
         """Every rank's trial of the case with this seed."""
         self.num_asked += 1
         store, number = self.ranks.store, self.num_asked
-        keys = [f"done {number} {rank}" for rank in range(WORLD_SIZE)]
+        keys = [f"done {number} {rank}" for rank in range(self.ranks.world_size)]
         store.set(f"case {number}", str(seed))
         try:
             store.wait(keys, timedelta(seconds=50))
@@ -74,14 +73,13 @@ def prepare(folder: Path) -> None:
 
 
 def try_case(rng: random.Random, folder: Path) -> Trial:
-    global _team
-    if _team is None:
-        _team = Team()
-    trials = _team.ask(rng.randrange(2**62))
+    world_size = rng.choice([2, 2, 3, 4])
+    if world_size not in _teams:
+        _teams[world_size] = Team(world_size)
+    trials = _teams[world_size].ask(rng.randrange(2**62))
     wrong = [f"rank {rank}: {trial.complaint}" for rank, trial in enumerate(trials) if trial.complaint is not None]
     if wrong:
-        _team.end()
-        _team = None
+        _teams.pop(world_size).end()
     return trials[0]._replace(complaint="\n".join(wrong) or None)
 
 
@@ -92,9 +90,8 @@ def serve(rank: int, world_size: int, broken: str | None) -> None:
     torch.use_deterministic_algorithms(True)  # memory that is not initialised is NaN
     if broken is not None:
         fuzz_rank_breakages.RANK_BREAKAGES[broken]().__enter__()
-    groups = {p: dist.new_group(list(range(p))) for p in range(2, WORLD_SIZE + 1)}
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
-    desk = Desk(rank, groups, mesh)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads")) if world_size == 4 else None
+    desk = Desk(world_size, mesh)
     number = 0
     while True:
         number += 1
@@ -104,15 +101,14 @@ def serve(rank: int, world_size: int, broken: str | None) -> None:
 
 
 class Desk:
-    """One rank, its groups, and the contexts that it keeps from case to case."""
+    """One rank, and the contexts that it keeps from case to case."""
 
-    def __init__(self, rank: int, groups: dict[int, Any], mesh: Any) -> None:
-        self.rank, self.groups, self.mesh = rank, groups, mesh
+    def __init__(self, world_size: int, mesh: Any) -> None:
+        self.world_size, self.mesh = world_size, mesh
         self.contexts: dict[str, ContextParallel] = {}
 
     def trial_of(self, rng: random.Random) -> Trial:
         """What this rank finds. All draw the same numbers."""
-        self.world_size = rng.choice([2, 2, 3, 4])
         self.odd = rng.randrange(self.world_size)  # that errs, where one does
         deeds = [
             self.call,
@@ -125,8 +121,6 @@ class Desk:
             self.misuse,
         ]
         deed = rng.choices(deeds, [8, 3, 2, 1, 2, 2, 2, 3])[0]
-        if self.rank >= self.world_size:
-            return Trial("idle", "")
         try:
             description, complaint = deed(rng)
         except Exception:  # noqa: BLE001  whatever it is, it is reported
@@ -140,11 +134,11 @@ class Desk:
     ) -> Iterator[ContextParallel]:
         """One of these ranks, which may be known from cases before."""
         arguments = draw_cut(rng, self.world_size, seq_len) | {"exchange": rng.choice(exchanges)}
-        group, stays = self.groups[self.world_size], rng.random() < 0.9
-        if self.world_size == 4 and rng.random() < 0.3 and arguments["exchange"] != "all_to_all":
+        group, stays = None, rng.random() < 0.9
+        if self.mesh is not None and rng.random() < 0.3 and arguments["exchange"] != "all_to_all":
             group = self.mesh
             arguments.pop("lengths", None)
-        name = f"{self.world_size} {group is self.mesh} {arguments}"
+        name = f"{group is None} {arguments}"
         if name not in self.contexts:
             self.contexts[name] = ContextParallel(group, timeout=PATIENCE, **arguments)
         yield self.contexts[name]
@@ -181,7 +175,7 @@ class Desk:
 
     def refused(self, rng: random.Random) -> Outcome:
         """One rank's arguments cannot be: none computes, and the next call is right."""
-        call = draw_call(rng, head_multiple=WORLD_SIZE * 3)
+        call = draw_call(rng, head_multiple=self.world_size)
         names = [name for name in HOSTILE if name != "parallel"]
         name = rng.choice(names)
         number = rng.randrange(len(HOSTILE[name]))
@@ -199,7 +193,7 @@ class Desk:
 
     def disagree(self, rng: random.Random) -> Outcome:
         """Each rank's call is right, and one is another."""
-        call = draw_call(rng, dtypes=[torch.float64, torch.float32], head_multiple=WORLD_SIZE)._replace(scale=0.5)
+        call = draw_call(rng, dtypes=[torch.float64, torch.float32], head_multiple=self.world_size)._replace(scale=0.5)
         with self.context(rng, call.seq_len) as parallel:
             which = rng.choice(["pattern", "scale", "dtype", "heads", "call", "no call"])
             q, k, v = (self.rows(x, parallel, call.seq_len) for x in tensors_of(call)[0])
@@ -244,10 +238,9 @@ class Desk:
         ]
         others += [{"exchange": "simulated", "world_size": 0}, {"lengths": [1.5] * self.world_size}]
         other = rng.choice(others)
-        group = self.groups[self.world_size]
-        arguments = {"timeout": PATIENCE} | (other if self.rank == self.odd else right)
-        complaint = why_not_refused_at_once(lambda: ContextParallel(group, **arguments))
-        parallel = ContextParallel(group, timeout=PATIENCE)
+        arguments = {"timeout": PATIENCE} | (other if dist.get_rank() == self.odd else right)
+        complaint = why_not_refused_at_once(lambda: ContextParallel(**arguments))
+        parallel = ContextParallel(timeout=PATIENCE)
         complaint = complaint or self.why_no_answer(rng, parallel, draw_call(rng))
         parallel.close()
         return f"rank {self.odd} makes {other}, the others {right}", complaint
@@ -256,7 +249,7 @@ class Desk:
         """A module over shards is the module on one device, row by row, and so are the sums of its gradients."""
         seq_len = rng.randint(1, 40)
         with self.context(rng, seq_len, ["auto", "ring", "all_gather"]) as parallel:
-            module = draw_module(rng, head_multiple=WORLD_SIZE, parallel=parallel)
+            module = draw_module(rng, head_multiple=self.world_size, parallel=parallel)
             x = torch.randn(1, seq_len, module.embed_dim, dtype=torch.float64)
             documents = (0, rng.randint(1, seq_len - 1), seq_len) if seq_len > 1 and rng.random() < 0.5 else None
             starts = [0 if documents is None or t < documents[1] else documents[1] for t in range(seq_len)]
@@ -276,7 +269,7 @@ class Desk:
         """The loss of a language model over shards, and the mean of the ranks' gradients, are those of one device."""
         seq_len = rng.randint(2, 40)
         with self.context(rng, seq_len, ["auto"]) as parallel:
-            alone = draw_language_model(rng, head_multiple=WORLD_SIZE)
+            alone = draw_language_model(rng, head_multiple=self.world_size)
             model = LongNetLM(alone.config, parallel=parallel, activation_checkpointing=alone.activation_checkpointing)
             model.double().load_state_dict(alone.state_dict())
             tokens = torch.randint(alone.config.vocab_size, (1, seq_len))
@@ -302,7 +295,7 @@ class Desk:
     ) -> str | None:
         """All ranks' gradients, summed and times a factor, against the right ones."""
         total = torch.cat([x.flatten() for x in own])
-        dist.all_reduce(total, group=self.groups[self.world_size])
+        dist.all_reduce(total)
         parts = (total * factor).split([x.numel() for x in own])
         for name, x, y in zip(names, parts, right, strict=True):
             if complaint := why_unequal(f"gradient of {name}", x.view(y.shape), y):
@@ -340,8 +333,8 @@ class Desk:
         with self.context(rng, seq_len) as parallel:
             x, rows = torch.zeros(1, seq_len, 8), self.rows(torch.zeros(1, seq_len, 8), parallel, seq_len)
             tokens = self.rows(torch.zeros(1, seq_len, dtype=torch.int64), parallel, seq_len)
-            module = draw_module(rng, head_multiple=WORLD_SIZE, parallel=parallel).float()
-            model = LongNetLM(draw_language_model(rng, head_multiple=WORLD_SIZE).config, parallel=parallel)
+            module = draw_module(rng, head_multiple=self.world_size, parallel=parallel).float()
+            model = LongNetLM(draw_language_model(rng, head_multiple=self.world_size).config, parallel=parallel)
             wide = torch.zeros(1, rows.shape[1], module.embed_dim)
             batch = {"tokens": torch.zeros(1, seq_len, dtype=torch.int64)}
             methods: dict[str, tuple[Callable[[Any], Any], Any, list[Any]]] = {
@@ -371,7 +364,7 @@ class Desk:
                 given = None  # no token is out of range, no dtype is seen, on a rank without rows
             complaint = why_not_refused_at_once(lambda: method(given))
             complaint = complaint or self.why_no_answer(
-                rng, parallel, draw_call(rng, head_multiple=WORLD_SIZE)._replace(seq_len=seq_len, documents=None)
+                rng, parallel, draw_call(rng, head_multiple=self.world_size)._replace(seq_len=seq_len, documents=None)
             )
         return f"rank {self.odd} has {name} {number}, {told(parallel)}", complaint
 
