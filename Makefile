@@ -23,7 +23,7 @@ test: $(VENV)/.installed
 	$(BIN)/ruff check src benchmarks tests examples
 	$(BIN)/ruff format --check src benchmarks tests examples
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 # On a machine with a GPU, where torch is to be the build for it: make gpu TORCH=torch
 gpu: $(VENV)/.installed
