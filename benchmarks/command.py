@@ -28,6 +28,7 @@ from . import (
     scaling,
     sent,
     slides,
+    soak,
     torch_ring,
 )
 from .gate import GateError
@@ -46,6 +47,7 @@ CASES: dict[str, ModuleType] = {
     "billion": billion,
     "crossover": crossover,
     "slides": slides,
+    "soak": soak,
     "gpu": gpu,
     "gpu_memory": gpu_memory,
     "gpu_small": gpu_small,

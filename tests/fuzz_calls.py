@@ -30,6 +30,7 @@ from ring_dilated_attention import (
     dilated_attention,
     save_attention,
 )
+from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.ranks import ranks
 from ring_dilated_attention.ranks.call import Call as RankCall
@@ -345,10 +346,8 @@ def _forward_without_causality(q: Tensor, k: Tensor, v: Tensor, is_causal: bool,
     return _forward(q, k, v, False, scale)
 
 
-from ring_dilated_attention.kernels import cpu  # noqa: E402  the original, before any is broken
-from ring_dilated_attention.kernels.column import with_dlse_columns as _with_columns  # noqa: E402
-
 _forward = cpu.forward
+_with_columns = cpu.with_dlse_columns
 _merge_, _add, _plan = executor.merge_, executor._Executor.add, ranks.plan_exchange
 
 

@@ -3,6 +3,7 @@
 B batch, N positions, E embedding, H query heads, G key/value heads, D head dim.
 """
 
+import itertools
 import random
 from typing import Any
 
@@ -142,13 +143,13 @@ def try_language_model(rng: random.Random) -> Trial:
     tokens = torch.randint(model.config.vocab_size, (1, num_positions))
     borders = sorted({0, num_positions, *(rng.randint(1, num_positions) for _ in range(2))})
     cu_seqlens = torch.tensor(borders, dtype=torch.int32)
-    if max(b - a for a, b in zip(borders, borders[1:], strict=False)) < 2:
+    if max(b - a for a, b in itertools.pairwise(borders)) < 2:
         borders, cu_seqlens = [0, num_positions], None
-    alone = [model(tokens[:, a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+    alone = [model(tokens[:, a:b]) for a, b in itertools.pairwise(borders)]
     complaint = why_unequal("packed logits", model(tokens, cu_seqlens), torch.cat(alone, dim=1))
     terms = [
         F.cross_entropy(logits[0, :-1], tokens[0, a + 1 : b], reduction="sum")
-        for logits, (a, b) in zip(alone, zip(borders, borders[1:], strict=False), strict=True)
+        for logits, (a, b) in zip(alone, itertools.pairwise(borders), strict=True)
         if b - a > 1
     ]
     expected = torch.stack(terms).sum() / (num_positions - len(borders) + 1)

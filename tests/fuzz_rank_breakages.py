@@ -12,7 +12,7 @@ from torch import Tensor
 from ring_dilated_attention import attention, layers
 from ring_dilated_attention.models import longnet
 from ring_dilated_attention.plan.sharding import Span
-from ring_dilated_attention.ranks import context, handshake, link, processes
+from ring_dilated_attention.ranks import context, handshake, processes, reshard
 
 broken_now: str | None = None  # how the ranks that this process starts are to be broken
 
@@ -35,9 +35,7 @@ def _own_rows_from_the_end(x: Tensor, shard: tuple[Span, ...], dim: int) -> Tens
     return _own_rows(x, tuple(reversed(shard)), dim)
 
 
-_connect, _mean_loss = processes.Processes.connect, context.mean_loss
-from ring_dilated_attention.ranks.reshard import own_rows as _own_rows  # noqa: E402
-from ring_dilated_attention.ranks import reshard  # noqa: E402
+_connect, _mean_loss, _own_rows = processes.Processes.connect, context.mean_loss, reshard.own_rows
 
 RANK_BREAKAGES: dict[str, Callable[[], Any]] = {
     "a refusal stays at home": broken("refuse", nothing, attention, layers),

@@ -346,7 +346,7 @@ class Desk:
                 "mean_loss": (lambda y: parallel.mean_loss(y, 3), x.sum(), [None, "x", x, x[:0], 1j]),
                 "count": (lambda n: parallel.mean_loss(x.sum(), n), 3, [None, "x", [1], torch.ones(2), 1j]),
                 "shift_left": (lambda y: shift_left(parallel, y, 0), tokens, [None, tokens[0], rows, 5]),
-                "module": (lambda y: module(y, y, y), wide, [None, wide[0], wide.bfloat16(), wide[..., 1:], "x", wide.int()]),
+                "module": (lambda y: module(y, y, y), wide, [None, wide[0], wide.bfloat16(), wide[..., 1:], "x"]),
                 "mask": (lambda m: module(wide, wide, wide, m), None, [[1], torch.ones(2, 2), wide[..., 0] > 0]),
                 "model": (model, tokens, [None, tokens[0], tokens.float(), tokens + 999, tokens - 1, "x"]),
                 "loss": (model.loss, tokens, [None, tokens[0], tokens.bool(), tokens + 999, [[1]]]),

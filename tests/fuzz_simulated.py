@@ -1,6 +1,7 @@
 """Calls on simulated ranks against the definition in float64: as `fuzz_calls`, over a ring, cut in any way."""
 
 import functools
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def draw_cut(rng: random.Random, world_size: int, seq_len: int) -> dict[str, Any
         return {"align": rng.randint(1, 12)}
     if how == "lengths":
         borders = [0, *sorted(rng.randint(0, seq_len) for _ in range(world_size - 1)), seq_len]
-        return {"lengths": tuple(b - a for a, b in zip(borders, borders[1:], strict=False))}
+        return {"lengths": tuple(b - a for a, b in itertools.pairwise(borders))}
     return {}
 
 
