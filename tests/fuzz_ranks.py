@@ -236,7 +236,7 @@ class Desk:
             {"lengths": [5] * self.world_size},
             {"sharding": ["zigzag"]},
         ]
-        others += [{"exchange": "simulated", "world_size": 0}, {"lengths": [1.5] * self.world_size}]
+        others += [{"lengths": [1.5] * self.world_size}]  # (not "simulated": such a rank is alone by definition)
         other = rng.choice(others)
         arguments = {"timeout": PATIENCE} | (other if dist.get_rank() == self.odd else right)
         complaint = why_not_refused_at_once(lambda: ContextParallel(**arguments))
@@ -344,7 +344,7 @@ class Desk:
                 "shard_batch": (parallel.shard_batch, batch, [None, {}, [1], {"x": 3}, {"tokens": x}, {1: x}]),
                 "source": (lambda source: parallel.shard_batch(batch, source=source), 0, [1, -1, "0", 1.5, True, 9]),
                 "mean_loss": (lambda y: parallel.mean_loss(y, 3), x.sum(), [None, "x", x, x[:0], 1j]),
-                "count": (lambda n: parallel.mean_loss(x.sum(), n), 3, [None, "x", [1], torch.ones(2), 1j]),
+                "count": (lambda n: parallel.mean_loss(x.sum(), n), 3, [None, "x", torch.ones(2), 1j]),
                 "shift_left": (lambda y: shift_left(parallel, y, 0), tokens, [None, tokens[0], rows, 5]),
                 "module": (lambda y: module(y, y, y), wide, [None, wide[0], wide.bfloat16(), wide[..., 1:], "x"]),
                 "mask": (lambda m: module(wide, wide, wide, m), None, [[1], torch.ones(2, 2), wide[..., 0] > 0]),
