@@ -289,6 +289,28 @@ def record_of(
     return {"case": "fuzz", **about, "hardware": hardware(), "versions": versions(), "rows": [*before, *rows]}
 
 
+def lines_of(record: dict[str, Any]) -> list[str]:
+    """A record as a table for a page."""
+    found, on = record["versions"], record["hardware"]
+    rows = [
+        "| {kind} | {seed} | {cases:,} | {failures} | {seconds:,.0f} | {commit} |".format(**row)
+        for row in record["rows"]
+        if row["cases"]
+    ]
+    noticed: dict[str, list[int | None]] = {}
+    for row in record["rows"]:
+        noticed.setdefault(row["kind"], []).extend(row["broken_noticed_by_case"].values())
+    proofs = [f"{kind}: {len(proof)} of {len(proof)}" for kind, proof in noticed.items() if proof and None not in proof]
+    return [
+        "| kind | seed | cases | failures | seconds | commit |",
+        "|---|---:|---:|---:|---:|---|",
+        *rows,
+        "",
+        f"Python {found['python']}, torch {found['torch']}, {on['processor']}, {on['cores']} busy cores.",
+        f"Programs broken on purpose that were noticed: {'; '.join(proofs)}.",
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
@@ -300,7 +322,11 @@ def main() -> int:
     parser.add_argument("--prove", action="store_true", help="first see that broken programs are noticed")
     parser.add_argument("--verbose", action="store_true", help="print every case")
     parser.add_argument("--record", type=Path, help="add what was run to a file")
+    parser.add_argument("--table", action="store_true", help="only print the record as a table for a page")
     arguments = parser.parse_args()
+    if arguments.table:
+        print("\n".join(lines_of(json.loads(arguments.record.read_text()))))
+        return 0
     proofs = {kind: prove(kind, arguments.seed) for kind in arguments.kinds} if arguments.prove else {}
     all_findings = []
     for kind in arguments.kinds:

@@ -189,8 +189,8 @@ def rank_shares_a_part_again_and_again(rank, world_size):
     for turn in range(6 if rank < 2 else 0):
         if rank == turn % 2:
             time.sleep(0.05)  # whoever comes first must not find the other's old address
-        contexts = [ContextParallel(group, timeout=PATIENCE) for _ in range(1 + turn % 2)]
-        for context in contexts:  # closed in the order of making: the numbers of groups come again
+        contexts = [ContextParallel(group, timeout=PATIENCE) for _ in range(1 + turn % 3)]
+        for context in contexts:  # closed one after the other: the numbers of groups come again
             dilated_attention(*tensors(), PATTERN, parallel=context)
             names += [link.group.group_name for link in context.ranks.opened]
             context.close()

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import combinations
+from itertools import combinations, islice
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +28,7 @@ class _EmptyGroup(dist.ProcessGroup):
     """Of this rank alone: no connections, no threads, nothing but a place in torch's list of groups."""
 
 
-_EMPTY = "ring_dilated_attention_empty"
+_EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000
 
 
 def _give_back(links: list[GroupLink]) -> None:
@@ -37,27 +37,26 @@ def _give_back(links: list[GroupLink]) -> None:
     empty one in its place, on every rank alike, and the number never comes again."""
     for link in links:
         link.close()
-    if not dist.is_initialized():
-        return
-    if _EMPTY not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_EMPTY, _empty_group, devices=["cpu"])
-    for link in links:
-        if len(link.members) < dist.get_world_size():  # others are named by a counter that only grows
-            _leave_empty_group(dist.get_rank(), dist.get_world_size())
+    if dist.is_initialized() and dist.get_world_size() > 2:  # of two ranks all groups are of all
+        for _ in links:
+            _leave_empty_group()
 
 
-def _empty_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
-    return _EmptyGroup(rank, world_size)  # type: ignore[call-arg]  # the stub knows torch's own classes alone
-
-
-def _leave_empty_group(rank: int, world_size: int) -> None:
+def _leave_empty_group() -> None:
     """Its name may be that of an empty one which is there already: whom it is said to hold makes another of it."""
+    if _EMPTY not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_EMPTY, _make_empty_group, devices=["cpu"])
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     others = [other for other in range(world_size) if other != rank]
-    for num_others in range(world_size):
-        for said in combinations(others, num_others):
-            with suppress(ValueError):
-                dist.new_group([rank, *said], backend=_EMPTY, use_local_synchronization=True)
-                return
+    said = (held for number in range(world_size) for held in combinations(others, number))
+    for held in islice(said, _MOST_NAMES):
+        with suppress(ValueError):
+            dist.new_group([rank, *held], backend=_EMPTY, use_local_synchronization=True)
+            return
+
+
+def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    return _EmptyGroup(rank, world_size)  # type: ignore[call-arg]  # the stub knows torch's own classes alone
 
 
 class Processes(Ranks):
