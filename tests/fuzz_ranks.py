@@ -186,7 +186,13 @@ class Desk:
             )
             arguments |= {"pattern": call.pattern, "cu_seqlens": call.cu_seqlens, "scale": call.scale}
             if parallel.rank == self.odd:
+                right = arguments[name]
                 arguments[name] = HOSTILE[name][number](arguments)
+                if (
+                    isinstance(right, Tensor)
+                    and getattr(arguments[name], "shape", ()) == right.shape == right[:, :0].shape
+                ):
+                    arguments[name] = None  # on a rank without rows, a part of them is all
             complaint = why_not_refused_at_once(lambda: dilated_attention(**arguments, parallel=parallel))
             complaint = complaint or self.why_no_answer(rng, parallel, call)
         return f"rank {self.odd} has {name} {number}, {call}, {told(parallel)}", complaint

@@ -157,7 +157,6 @@ class EmbeddingFile:
         unfinished = self.path.with_name(f"{self.path.name}.unfinished-{os.getpid()}")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             save_file(self.embeddings, unfinished, metadata=metadata)
             with unfinished.open("rb") as file:
                 os.fsync(file.fileno())
