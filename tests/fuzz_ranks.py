@@ -188,10 +188,8 @@ class Desk:
             if parallel.rank == self.odd:
                 right = arguments[name]
                 arguments[name] = HOSTILE[name][number](arguments)
-                if (
-                    isinstance(right, Tensor)
-                    and getattr(arguments[name], "shape", ()) == right.shape == right[:, :0].shape
-                ):
+                shape = getattr(arguments[name], "shape", None)
+                if isinstance(right, Tensor) and shape == right.shape and not right.numel():
                     arguments[name] = None  # on a rank without rows, a part of them is all
             complaint = why_not_refused_at_once(lambda: dilated_attention(**arguments, parallel=parallel))
             complaint = complaint or self.why_no_answer(rng, parallel, call)
