@@ -186,7 +186,7 @@ class Desk:
             )
             arguments |= {"pattern": call.pattern, "cu_seqlens": call.cu_seqlens, "scale": call.scale}
             if parallel.rank == self.odd:
-                right = arguments[name]
+                right = arguments.get(name)
                 arguments[name] = HOSTILE[name][number](arguments)
                 shape = getattr(arguments[name], "shape", None)
                 if isinstance(right, Tensor) and shape == right.shape and not right.numel():
