@@ -31,6 +31,7 @@ from . import (
     scaling,
     sent,
     slides,
+    soak,
     token,
     torch_ring,
 )
@@ -54,6 +55,7 @@ CASES: dict[str, ModuleType] = {
     "generation": generation,
     "token": token,
     "prefill": prefill,
+    "soak": soak,
     "gpu": gpu,
     "gpu_memory": gpu_memory,
     "gpu_small": gpu_small,

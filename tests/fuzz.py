@@ -10,6 +10,9 @@ A kind is a module with
     BREAKAGES                  by name, contexts in which the program is broken, to prove that cases notice
 
     python tests/fuzz.py                                           all kinds
+    python tests/fuzz.py --kinds calls --seed 7 --cases 20000 --seconds 600 --record benchmarks/results/fuzz.json
+                                                                   many of one kind, noted beside what is there already
+    python tests/fuzz.py --kinds calls --seed 7 --first 9000       on from case 9,000, where a run stopped
     python tests/fuzz.py --kinds files --seed 7 --first 123 --cases 1
                                                                    one case once more
     python tests/fuzz.py --kinds files --broken "no digests"       how a broken program fails
@@ -44,7 +47,13 @@ from tqdm import tqdm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, in the processes that are started here
 sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks, which are not installed
-KINDS = {"commands": "fuzz_commands", "files": "fuzz_files"}
+KINDS = {
+    "commands": "fuzz_commands",
+    "files": "fuzz_files",
+    "calls": "fuzz_calls",
+    "simulated": "fuzz_simulated",
+    "ranks": "fuzz_ranks",
+}
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
 BYTES_BEYOND_TORCH = 4 * 10**9
@@ -238,6 +247,8 @@ def prove(kind: str, seed: int) -> dict[str, int | None]:
     found = {}
     for broken in import_module(KINDS[kind]).BREAKAGES:
         failures = fuzz(kind, seed, range(MOST_TO_NOTICE), broken=broken, most_failures=1).failures
+        if failures:  # it must be for the breakage
+            failures = [] if fuzz(kind, seed, range(failures[0].number, failures[0].number + 1)).failures else failures
         found[broken] = failures[0].number + 1 if failures else None
         print(
             f"{kind}, broken ({broken}): {f'noticed by case {found[broken]}' if failures else 'NOT NOTICED'}",
@@ -246,31 +257,58 @@ def prove(kind: str, seed: int) -> dict[str, int | None]:
     return found
 
 
-def record_of(all_findings: Sequence[Findings], proofs: dict[str, dict[str, int | None]]) -> dict[str, Any]:
-    """What was run, for documents to quote."""
+def record_of(
+    before: Sequence[dict[str, Any]],
+    all_findings: Sequence[Findings],
+    proofs: dict[str, dict[str, int | None]],
+    first: int,
+) -> dict[str, Any]:
+    """What was run, for documents to quote: each row with its own date, command and commit, after those before."""
     from ring_dilated_attention.training.report import hardware, versions
 
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    about = {
+        "command": " ".join(["python tests/fuzz.py", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None,
+    }
     rows = [
         {
             "kind": found.kind,
             "seed": found.seed,
+            "first": first,
             "cases": found.num_cases,
             "failures": len(found.failures),
             "seconds": round(found.seconds, 1),
             "outcomes": dict(found.outcomes.most_common()),
             "broken_noticed_by_case": proofs.get(found.kind, {}),
+            **about,
         }
         for found in all_findings
     ]
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return {
-        "command": " ".join(["python tests/fuzz.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None,
-        "hardware": hardware(),
-        "versions": versions(),
-        "rows": rows,
-    }
+    return {"case": "fuzz", **about, "hardware": hardware(), "versions": versions(), "rows": [*before, *rows]}
+
+
+def lines_of(record: dict[str, Any]) -> list[str]:
+    """A record as a table for a page."""
+    found, on = record["versions"], record["hardware"]
+    rows = [
+        "| {kind} | {seed} | {cases:,} | {failures} | {seconds:,.0f} | {commit} |".format(**row)
+        for row in record["rows"]
+        if row["cases"]
+    ]
+    noticed: dict[str, list[int | None]] = {}
+    for row in record["rows"]:
+        noticed.setdefault(row["kind"], []).extend(row["broken_noticed_by_case"].values())
+    proofs = [f"{kind}: {len(proof)} of {len(proof)}" for kind, proof in noticed.items() if proof and None not in proof]
+    return [
+        "| kind | seed | cases | failures | seconds | commit |",
+        "|---|---:|---:|---:|---:|---|",
+        *rows,
+        "",
+        f"Python {found['python']}, torch {found['torch']}, {on['processor']}, {on['cores']} busy cores.",
+        f"Programs broken on purpose that were noticed: {'; '.join(proofs)}.",
+    ]
 
 
 def main() -> int:
@@ -283,33 +321,45 @@ def main() -> int:
     parser.add_argument("--broken", help="break the program in this way first")
     parser.add_argument("--prove", action="store_true", help="first see that broken programs are noticed")
     parser.add_argument("--verbose", action="store_true", help="print every case")
-    parser.add_argument("--record", type=Path, help="write what was run to a file")
+    parser.add_argument("--record", type=Path, help="add what was run to a file")
+    parser.add_argument("--table", action="store_true", help="only print the record as a table for a page")
     arguments = parser.parse_args()
+    if arguments.table:
+        print("\n".join(lines_of(json.loads(arguments.record.read_text()))))
+        return 0
     proofs = {kind: prove(kind, arguments.seed) for kind in arguments.kinds} if arguments.prove else {}
     all_findings = []
     for kind in arguments.kinds:
         print(f"{kind}, seed {arguments.seed}", flush=True)
 
-        def show(number: int, trial: Trial, kind: str = kind) -> None:
-            if arguments.verbose or trial.complaint is not None:
-                again = f"--kinds {kind} --seed {arguments.seed} --first {number} --cases 1 --verbose"
-                print(f"{number:6}  {trial.seconds:5.2f} s  {trial.outcome}: {trial.description}", flush=True)
-                if trial.complaint is not None:
-                    print(f"        FAILED: {trial.complaint}\n        again: python tests/fuzz.py {again}", flush=True)
+        with tqdm(total=arguments.cases, unit="case", desc=kind, dynamic_ncols=True) as bar:
 
-        found = fuzz(
-            kind,
-            arguments.seed,
-            range(arguments.first, arguments.first + arguments.cases),
-            seconds=arguments.seconds,
-            broken=arguments.broken,
-            on_trial=show,
-        )
+            def show(number: int, trial: Trial, kind: str = kind, bar: Any = bar) -> None:
+                bar.update()
+                if arguments.verbose or trial.complaint is not None:
+                    again = f"--kinds {kind} --seed {arguments.seed} --first {number} --cases 1 --verbose"
+                    bar.write(f"{number:6}  {trial.seconds:5.2f} s  {trial.outcome}: {trial.description}", sys.stdout)
+                    if trial.complaint is not None:
+                        bar.write(f"  FAILED: {trial.complaint}\n  again: python tests/fuzz.py {again}", sys.stdout)
+
+            found = fuzz(
+                kind,
+                arguments.seed,
+                range(arguments.first, arguments.first + arguments.cases),
+                seconds=arguments.seconds,
+                broken=arguments.broken,
+                on_trial=show,
+            )
         all_findings.append(found)
         counts = ", ".join(f"{number} {outcome}" for outcome, number in found.outcomes.most_common())
         print(f"{kind}: {found.num_cases} cases in {found.seconds:.0f} s, {len(found.failures)} failed: {counts}")
-    if arguments.record is not None:
-        arguments.record.write_text(json.dumps(record_of(all_findings, proofs), indent=1) + "\n")
+        if found.num_cases < arguments.cases:
+            on = f"--kinds {kind} --seed {arguments.seed} --first {arguments.first + found.num_cases}"
+            print(f"the time or the patience was up; on from here: python tests/fuzz.py {on}")
+        if arguments.record is not None and arguments.broken is None:
+            path = arguments.record
+            before = json.loads(path.read_text())["rows"] if path.exists() else []
+            path.write_text(json.dumps(record_of(before, [found], proofs, arguments.first), indent=1) + "\n")
     is_proven = all(number is not None for proof in proofs.values() for number in proof.values())
     return 1 if any(found.failures for found in all_findings) or not is_proven else 0
 

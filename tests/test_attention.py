@@ -665,3 +665,25 @@ def test_scales_that_float32_takes_for_nothing(scale):
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
     grads = [torch.autograd.grad(y.sum(), leaf)[0] for y, leaf in ((found, x), (expected, exact))]
     torch.testing.assert_close(grads[0].double(), grads[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [None, 2])
+def test_a_tiny_scale_of_float16(world_size):
+    """Catches a gradient of the queries that is rounded before it is multiplied by the scale: infinite, or NaN."""
+    parallel = ContextParallel(exchange="simulated", world_size=world_size) if world_size else None
+    leaves = [torch.randn(1, 12, 2, 8).half().requires_grad_() for _ in range(3)]
+    _, lse = dilated_attention(*leaves, DilatedPattern((12,), (1,)), scale=1e-40, return_lse=True, parallel=parallel)
+    dq, _, _ = torch.autograd.grad(lse, leaves, torch.full_like(lse, 1e6), materialize_grads=True)
+    assert torch.equal(dq, torch.zeros_like(dq))  # at most 1e6 * 1e-40
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_sparse_tensors_are_refused(which):
+    inputs = [torch.randn(1, 12, 2, 8) for _ in range(3)]
+    inputs[which] = inputs[which].to_sparse()
+    with pytest.raises(ValueError, match=r"must be a dense tensor, got layout torch\.sparse_coo"):
+        dilated_attention(*inputs, DilatedPattern((12,), (1,)))
+    inputs[which] = inputs[which].to_dense()
+    borders = torch.tensor([0, 12], dtype=torch.int32).to_sparse()
+    with pytest.raises(ValueError, match=r"cu_seqlens must be a dense tensor"):
+        dilated_attention(*inputs, DilatedPattern((12,), (1,)), cu_seqlens=borders)

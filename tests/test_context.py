@@ -183,6 +183,50 @@ def test_a_context_that_is_closed():
     run(2, rank_closes_contexts)
 
 
+def rank_shares_a_part_again_and_again(rank, world_size):
+    group = dist.new_group([0, 1])
+    names = []
+    for turn in range(6 if rank < 2 else 0):
+        if rank == turn % 2:
+            time.sleep(0.05)  # whoever comes first must not find the other's old address
+        contexts = [ContextParallel(group, timeout=PATIENCE) for _ in range(1 + turn % 3)]
+        for context in contexts:  # closed one after the other: the numbers of groups come again
+            dilated_attention(*tensors(), PATTERN, parallel=context)
+            names += [link.group.group_name for link in context.ranks.opened]
+            context.close()
+    assert len(set(names)) == len(names)
+    return open_descriptors()
+
+
+def test_contexts_of_some_ranks_that_are_closed_and_made_again():
+    """Catches names that torch gives twice: under them its store still has the addresses of ports that are closed."""
+    run(3, rank_shares_a_part_again_and_again)
+
+
+def rank_alone_errs_between_calls(rank, world_size):
+    context = ContextParallel(timeout=PATIENCE)
+    x = torch.zeros(1, 4, 3)
+    deeds = [
+        (context.shard, x, None),
+        (lambda dim: context.shard(x, dim), 1, "1"),
+        (context.unshard, x, [1]),
+        (lambda y: context.mean_loss(y, 3), x.sum(), x),
+        (lambda count: context.mean_loss(x.sum(), count), 3, None),
+        (lambda y: shift_left(context, y, 0), torch.zeros(1, 4, dtype=torch.int64), None),
+    ]
+    for odd in range(world_size):
+        for deed, right, wrong in deeds:
+            start = time.monotonic()
+            message_of(lambda d=deed, g=wrong if rank == odd else right: d(g), ValueError)
+            assert time.monotonic() - start < PATIENCE.total_seconds() / 2
+    assert context.unshard(context.shard(x)).equal(x)
+
+
+def test_what_one_rank_alone_gets_wrong_between_calls_reaches_the_others():
+    """Catches an error that is raised before the handshake: the others would wait."""
+    run(2, rank_alone_errs_between_calls)
+
+
 def rank_starts_anew(rank, world_size):
     old = ContextParallel(sharding="zigzag", timeout=PATIENCE)
     import distributed

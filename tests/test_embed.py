@@ -392,6 +392,17 @@ def test_refused_before_anything_is_written(arguments, message, weights, tmp_pat
     assert not (tmp_path / "out.st").exists()
 
 
+def test_a_disk_that_is_full_is_a_sentence(weights, slides, tmp_path, capsys):
+    """safetensors has errors of its own, which are no OSError."""
+    from safetensors import SafetensorError
+
+    full = SafetensorError("I/O error: No space left on device (os error 28)")
+    with mock.patch("safetensors.torch.save_file", side_effect=full):
+        assert embed(weights, tmp_path / "out.safetensors", slides[2]) == 2
+    assert "out.safetensors cannot be written: I/O error: No space left" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out.safetensors*"))
+
+
 def test_what_it_needs(weights, tmp_path, monkeypatch, capsys):
     """HDF5 alone needs h5py."""
     write(tmp_path / "b.pt", *tiles(4))

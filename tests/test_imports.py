@@ -19,7 +19,16 @@ MOST_ROOMS = 12
 # Modules without torch, for people who plan on a laptop.
 PURE = ("pattern", "plan")
 # What any file may use of torch.distributed: it makes and describes groups, and moves no data. All else is for link.py.
-HARMLESS = {"ProcessGroup", "FileStore", "group", "new_group", "init_process_group", "destroy_process_group"}
+HARMLESS = {
+    "Backend",
+    "Store",
+    "ProcessGroup",
+    "FileStore",
+    "group",
+    "new_group",
+    "init_process_group",
+    "destroy_process_group",
+}
 HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}
 
 # The second sums over tensor parallel ranks by torch's DTensor, as torch's own parallel styles do.

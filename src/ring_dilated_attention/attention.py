@@ -237,6 +237,8 @@ def _validate(
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor (batch, seq, heads, head_dim), got {type(x).__name__}.")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}. Convert it with .to_dense().")
         if x.dim() != 4:
             raise ValueError(
                 f"{name} must be (batch, seq, heads, head_dim), got {x.dim()} dimensions: {tuple(x.shape)}."
@@ -292,6 +294,8 @@ def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
         raise ValueError(
             f"cu_seqlens must be a 1-D int32 tensor, got {got}. Make it with torch.tensor(..., dtype=int32)."
         )
+    if cu_seqlens.layout != torch.strided:
+        raise ValueError(f"cu_seqlens must be a dense tensor, got layout {cu_seqlens.layout}. Call .to_dense().")
     if cu_seqlens.device.type == "meta" or cu_seqlens.numel() < 2:
         raise ValueError(
             f"cu_seqlens must hold the borders (0, ..., N) of one document at least, got {cu_seqlens.numel()} entries "

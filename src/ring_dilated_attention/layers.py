@@ -35,7 +35,8 @@ class MultiheadDilatedAttention(nn.Module):
     pattern:       who attends whom; causality is part of it.
     num_kv_heads:  grouped queries; num_heads must be a multiple of it. None means num_heads.
     rotary:        rotary position embeddings (rotate-half form); True for base 10,000 or the base itself.
-    parallel:      inputs and outputs are then the local shards of sequences that the ranks hold together.
+    parallel:      inputs and outputs are then the local shards of sequences that the ranks hold together. A mean of
+                   a loss over each shard weights ranks wrongly, without a word: `parallel.mean_loss` is right.
     backend:       as of `dilated_attention`: which kernel computes.
     heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). Its
                    projections have the rows and columns of these, phases go by the head of the layer, and the outputs

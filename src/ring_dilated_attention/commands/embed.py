@@ -172,6 +172,8 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """All that decides what an embedding is, for the file's metadata."""
     which = LAYERS.get(arguments.layer)
     which = which or f"of state {arguments.layer} of all_layer_embed=True, then the model's LayerNorm"
+    if arguments.weights.exists() and not arguments.weights.is_file():
+        raise ValueError(f"--weights {arguments.weights} is no regular file: a device may have no end")
     try:
         with arguments.weights.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

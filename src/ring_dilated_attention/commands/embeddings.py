@@ -144,6 +144,7 @@ class EmbeddingFile:
         """Put what there is in the file's place, if there is anything new."""
         if not self._is_new:
             return
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         self._read()  # another process may have written meanwhile
@@ -160,6 +161,8 @@ class EmbeddingFile:
             with unfinished.open("rb") as file:
                 os.fsync(file.fileno())
             unfinished.replace(self.path)
+        except SafetensorError as error:  # a full disk, for one
+            raise ValueError(f"--out {self.path} cannot be written: {error}") from error
         finally:
             unfinished.unlink(missing_ok=True)
         self._written, self._is_new, self._seen = time.monotonic(), False, self._stat()

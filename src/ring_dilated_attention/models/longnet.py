@@ -87,6 +87,10 @@ class LongNetBlock(nn.Module):
 class LongNetLM(nn.Module):
     """Tokens (B, N) to logits (B, N, V), on one device or, with `parallel`, on this rank's shard of the positions.
 
+    Under `parallel` a loss of your own must not be a mean over the logits of each rank: ranks hold different numbers of
+    terms, and the gradients that DDP and FSDP2 average would be wrong without a word. Take `loss`, or give
+    `parallel.mean_loss` the sum and the number of this rank's terms.
+
     Args:
         activation_checkpointing: recompute each block in backward instead of keeping what it computed.
         backend: as of `dilated_attention`: which kernel computes attention.

@@ -20,7 +20,9 @@ def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
     """
     parallel.ranks.check_all_here("shift_left")
     failure = None
-    if x.dim() != 2 or x.is_floating_point() or x.is_complex():
+    if not isinstance(x, Tensor):
+        failure = f"shift_left takes integers (batch, N), got {type(x).__name__}"
+    elif x.dim() != 2 or x.is_floating_point() or x.is_complex():
         failure = f"shift_left takes integers (batch, N), got {x.dtype} {tuple(x.shape)}"
     batch, length = (0, 0) if failure else x.shape
     lengths = parallel.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)

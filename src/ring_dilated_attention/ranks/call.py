@@ -35,7 +35,10 @@ class Call:
         """Kernels put -inf at masked scores and scale afterwards: NaN for what float32 takes for 0, +inf below 0."""
         return abs(self.scale) if abs(self.scale) >= LEAST_SCALE else 1.0
 
-    def scaled(self, x: Tensor) -> Tensor:
-        """query, or dq, times what `kernel_scale` leaves out: mostly 1."""
-        factor = self.scale / self.kernel_scale
-        return x if factor == 1 else x * factor
+    @property
+    def factor(self) -> float:
+        """What `kernel_scale` leaves out, of query and of dq: mostly 1."""
+        return self.scale / self.kernel_scale
+
+    def scaled(self, query: Tensor) -> Tensor:
+        return query if self.factor == 1 else query * self.factor

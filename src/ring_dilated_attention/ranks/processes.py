@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import combinations, islice
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +24,41 @@ def host_name() -> str:
     return socket.gethostname()
 
 
+class _EmptyGroup(dist.ProcessGroup):
+    """Of this rank alone: no connections, no threads, nothing but a place in torch's list of groups."""
+
+
+_EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000
+
+
+def _give_back(links: list[GroupLink]) -> None:
+    """Close them. torch names a group of some ranks by these and the number of groups there are, and its store keeps
+    the addresses under that name: a later group of that name would connect to ports that are closed. So each leaves an
+    empty one in its place, on every rank alike, and the number never comes again."""
+    for link in links:
+        link.close()
+    if dist.is_initialized() and dist.get_world_size() > 2:  # of two ranks all groups are of all
+        for _ in links:
+            _leave_empty_group()
+
+
+def _leave_empty_group() -> None:
+    """Its name may be that of an empty one which is there already: whom it is said to hold makes another of it."""
+    if _EMPTY not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_EMPTY, _make_empty_group, devices=["cpu"])
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    others = [other for other in range(world_size) if other != rank]
+    said = (held for number in range(world_size) for held in combinations(others, number))
+    for held in islice(said, _MOST_NAMES):
+        with suppress(ValueError):
+            dist.new_group([rank, *held], backend=_EMPTY, use_local_synchronization=True)
+            return
+
+
+def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    return _EmptyGroup(rank, world_size)  # type: ignore[call-arg]  # the stub knows torch's own classes alone
+
+
 class Processes(Ranks):
     """The processes of a group. Their communicators are their own: a failed message breaks its group, and the user's
     must stay whole.
@@ -36,7 +72,6 @@ class Processes(Ranks):
         super().__init__(Cut("contiguous", len(members)))
         self.timeout, self.world_size = timeout, len(members)
         self.opened: list[GroupLink] = []  # they break together
-        self.spacers: list[dist.ProcessGroup] = []
         self.has_warned = False
         self.expected: tuple[int, ...] = ()
         self.control = self._open("control", "gloo", members)
@@ -79,8 +114,7 @@ class Processes(Ranks):
         numbers its groups by how many there are, so that ranks must give them back together."""
         told = self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names")
         for name in set.intersection(*(set(text.split("\n")[1:]) for text in told)):
-            for link in _dropped.pop(name, ()):
-                link.close()
+            _give_back(_dropped.pop(name, []))
         return told
 
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
@@ -98,22 +132,13 @@ class Processes(Ranks):
         return link
 
     def _new_group(self, purpose: str, backend: str | None, members: list[int]) -> dist.ProcessGroup:
-        """torch names a group of some ranks by these and the number of groups there are. Where some were given back,
-        that was another's name already: a group of this rank alone makes it one more, on every rank alike."""
-        while True:
-            try:
-                return dist.new_group(
-                    members,
-                    timeout=self.timeout,
-                    backend=backend,
-                    use_local_synchronization=len(members) != dist.get_world_size(),
-                    group_desc=f"ring_dilated_attention:{purpose}",
-                )
-            except ValueError as error:
-                if "already been created" not in str(error) or len(members) == 1:
-                    raise
-                alone = [dist.get_rank()]
-                self.spacers.append(dist.new_group(alone, backend="gloo", use_local_synchronization=True))
+        return dist.new_group(
+            members,
+            timeout=self.timeout,
+            backend=backend,
+            use_local_synchronization=len(members) != dist.get_world_size(),
+            group_desc=f"ring_dilated_attention:{purpose}",
+        )
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         return agree(self.control, length, fields, failure)
@@ -178,13 +203,8 @@ class Processes(Ranks):
             link.abandon(reason)
 
     def close(self) -> None:
-        for link in self.opened:
-            link.close()
+        _give_back(self.opened)
         self.opened.clear()
-        for group in self.spacers:
-            with suppress(ValueError, AssertionError):  # torch.distributed was shut down before
-                dist.destroy_process_group(group)
-        self.spacers.clear()
 
 
 _dropped: dict[str, list[GroupLink]] = {}  # links of contexts that went without a `close`, by the context's name

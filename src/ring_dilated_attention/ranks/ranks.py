@@ -121,8 +121,7 @@ class Ranks:
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
                 # The loss of a rank may not use lse: all deal its gradient, or none.
                 rows = rows._replace(dlse=torch.zeros_like(rows.lse))
-            dq, dk, dv = executor.backward(rank_plan, means, rows._replace(query=query))
-            return call.scaled(dq), dk, dv
+            return executor.backward(rank_plan, means, rows._replace(query=query))
 
     def route(
         self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
@@ -148,7 +147,7 @@ class Ranks:
         if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
             borders = documents or (0, query.shape[1])
             whole = kernel.choose_pass(call.pattern, borders, query, num_kv_heads, stage == "backward").found
-        return rank_plan, Means(kernel, call.kernel_scale, links.ring, links.heads, whole), scaled
+        return rank_plan, Means(kernel, call.kernel_scale, links.ring, links.heads, whole, call.factor), scaled
 
     def fields(
         self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None

@@ -20,16 +20,29 @@ def all_reduce(ranks: Ranks, x: Tensor) -> Tensor:
 
 def mean_loss(ranks: Ranks, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
     """As `ContextParallel.mean_loss`."""
-    if local_sum.numel() != 1:
-        raise ValueError(
-            f"local_sum must be one number, the sum over this rank's positions, got {tuple(local_sum.shape)}. Take "
-            "reduction='sum'."
-        )
-    both = torch.stack([local_sum.detach().reshape(()).double().cpu(), torch.as_tensor(local_count).double().cpu()])
+    try:
+        both = _sum_and_count(local_sum, local_count)
+    except Exception as error:
+        ranks.agree(0, {}, str(error) or type(error).__name__)  # the others are told at once
+        raise
     total, count = all_reduce(ranks, both)
     if count < 1:
         raise ValueError(f"the ranks have {count:g} terms of a loss in all: a mean needs one at least.")
     return GlobalMean.apply(local_sum.reshape(()), total, count, ranks.world_size)
+
+
+def _sum_and_count(local_sum: Any, local_count: Any) -> Tensor:
+    """Both numbers, float64, on the CPU."""
+    if not isinstance(local_sum, Tensor) or local_sum.numel() != 1 or not local_sum.is_floating_point():
+        got = f"{local_sum.dtype} {tuple(local_sum.shape)}" if isinstance(local_sum, Tensor) else repr(local_sum)
+        raise ValueError(
+            f"local_sum must be one number, the sum over this rank's positions, as a floating tensor, got {got}. Take "
+            "reduction='sum'."
+        )
+    count = torch.as_tensor(local_count)
+    if count.numel() != 1 or count.is_complex():
+        raise ValueError(f"local_count must be one number, of terms in the sum, got {local_count!r}.")
+    return torch.stack([x.detach().reshape(()).double().cpu() for x in (local_sum, count)])
 
 
 class GlobalMean(torch.autograd.Function):

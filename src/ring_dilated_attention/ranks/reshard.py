@@ -11,11 +11,13 @@ from .handshake import all_or_none
 from .ranks import Ranks
 
 
-def dim_failure(call: str, x: Tensor, dim: int) -> str | None:
+def dim_failure(call: str, x: Any, dim: Any) -> str | None:
     """Why a tensor cannot be cut or joined along a dim, or None."""
-    if -x.dim() <= dim < x.dim():
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        return f"{call} takes a dense tensor, got {x.layout if isinstance(x, Tensor) else type(x).__name__}"
+    if isinstance(dim, int) and -x.dim() <= dim < x.dim():
         return None
-    return f"{call} along dim={dim} of a tensor {tuple(x.shape)}, which has {x.dim()}: give the dim of the positions"
+    return f"{call} along dim={dim!r} of a tensor {tuple(x.shape)}, which has {x.dim()}: give the dim of the positions"
 
 
 def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:

@@ -195,12 +195,12 @@ class SimulatedRanks(Ranks):
         for shard, parts in zip(shards, run_in_turn(len(shards), work), strict=True):
             for full, part in zip((dq, dk, dv), parts, strict=True):
                 _place(full, shard, part)
-        return call.scaled(dq), dk, dv
+        return dq, dk, dv
 
     def plan(
         self, call: Call, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[tuple[Shard, ...], list[RankPlan], Means]:
-        means = Means(choose(call.backend, query), call.kernel_scale)
+        means = Means(choose(call.backend, query), call.kernel_scale, factor=call.factor)
         documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), query.shape[1])
         shards = self.cut.shards_of(self.cut.default_lengths(query.shape[1]))
         heads = (call.num_heads, call.num_kv_heads(key.shape[2]))

@@ -46,7 +46,8 @@ class Means(NamedTuple):
     """By what means a rank carries out its programs.
 
     link: to the other ranks of the ring. dealer: to those that deal heads to each other. whole: the kernel's own way to
-    make all of a stage.
+    make all of a stage. factor: of dq beside the scale. It is taken before dq is rounded: without it, dq may be beyond
+    float16.
     """
 
     kernel: Kernel
@@ -54,6 +55,7 @@ class Means(NamedTuple):
     link: Link | None = None
     dealer: Dealer | None = None
     whole: Pass | None = None
+    factor: float = 1.0
 
 
 def forward(
@@ -301,6 +303,8 @@ class _Executor:
                 self.rows(name, rows, None).add_(gradient)
 
     def finish(self, step: Finish) -> None:
+        if step.name == "dq" and self.means.factor != 1:
+            self.alive["dq"].mul_(self.means.factor)
         self.alive[step.name] = self.alive[step.name].to(self.sum_dtype if step.name == "lse" else self.dtype)
 
     def whole(self, step: Whole) -> None:
@@ -313,6 +317,8 @@ class _Executor:
             names = ("query", "key", "value", "out", "lse")
             rows = BackwardRows(alive["dout"], alive.get("dlse"), *(alive[name] for name in names))
             alive["dq"], alive["dk"], alive["dv"] = self.means.whole.backward(self.means.scale, rows)
+            if self.means.factor != 1:
+                alive["dq"].mul_(self.means.factor)
 
     do: ClassVar[dict[type, Callable[["_Executor", Any], None]]] = {
         Deal: deal, Pack: pack, Take: take, Free: free, Post: post, Wait: wait, Zero: zero, Start: start,

@@ -1,0 +1,393 @@
+"""Functions and modules on one device: right calls against the definition in float64, wrong ones against a ValueError.
+
+What must hold: every result and gradient within a bound of the definition, inputs left as they were; NaN goes nowhere
+that the definition does not send it; and what cannot be is refused with a ValueError that says something.
+Uninitialised memory is NaN.
+"""
+
+import contextlib
+import functools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from fuzz import Trial
+from fuzz_commands import broken, nothing
+from fuzz_modules import MODULE_BREAKAGES, try_language_model, try_module
+from fuzz_oracle import LAYOUTS, NAMES, Call, answer_to, difference, draw_call, tensors_of
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedPattern,
+    MultiheadDilatedAttention,
+    attention,
+    dilated_attention,
+    save_attention,
+)
+from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.ranks import ranks
+from ring_dilated_attention.ranks.call import Call as RankCall
+from ring_dilated_attention.reference import multiplicity
+from ring_dilated_attention.run import executor
+
+Attend = Callable[..., Any]
+
+
+def prepare(folder: Path) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN: whatever is read before it is written shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def try_case(rng: random.Random, folder: Path) -> Trial:
+    kinds = [try_call, try_module, try_language_model, try_nan, try_hostile, try_heads_held]
+    with poisoned():
+        return rng.choices(kinds, [10, 3, 1, 1, 3, 1])[0](rng)
+
+
+def try_call(rng: random.Random) -> Trial:
+    call = draw_call(rng)
+    how = rng.choice(["plain", "plain", "checkpointed", "keywords", "twice"])
+    return Trial(f"call, {call.dtype}, {how}", str(call), judge_call(rng, call, how))
+
+
+def judge_call(rng: random.Random, call: Call, how: str, **more: Any) -> str | None:
+    inputs, dout, dlse = tensors_of(call)
+    leaves = arranged(rng, call, inputs)
+    before = [x.detach().clone() for x in leaves]
+    attend = functools.partial(
+        dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, **more
+    )
+    found = results(call, leaves, attend, dout, dlse, how)
+    if not all(torch.equal(x, y) for x, y in zip(before, leaves, strict=True)):
+        return "the inputs were changed"
+    return difference(call, found, answer_to(call, inputs, dout, dlse))
+
+
+def arranged(rng: random.Random, call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs in any layout; those that need a gradient want one."""
+    leaves = [rng.choice(LAYOUTS)(x).detach() for x in inputs]
+    return [x.requires_grad_(name in call.needs_grad) for name, x in zip("qkv", leaves, strict=True)]
+
+
+def results(
+    call: Call, leaves: Sequence[Tensor], attend: Attend, dout: Tensor, dlse: Tensor, how: str = "plain"
+) -> dict[str, Tensor]:
+    """out, lse and the gradients that are wanted, by name."""
+    attend = functools.partial(attend, return_lse=True)
+    if how == "twice":
+        attend(*leaves)  # nothing of it is used
+    if how == "checkpointed":
+        out, lse = checkpoint(attend, *leaves, use_reentrant=False, context_fn=save_attention)
+    else:
+        out, lse = attend(*leaves)
+    found = {"out": out, "lse": lse}
+    if not call.needs_grad:
+        return found
+    roots = {"both": [(out, dout), (lse, dlse)], "out": [(out, dout)], "lse": [(lse, dlse)]}[call.outputs]
+    wanted = [x for x in leaves if x.requires_grad]
+    grads = torch.autograd.grad([x for x, _ in roots], wanted, [g for _, g in roots], materialize_grads=True)
+    names = [name for name, letter in zip(NAMES[2:], "qkv", strict=True) if letter in call.needs_grad]
+    return found | dict(zip(names, grads, strict=True))
+
+
+def try_heads_held(rng: random.Random) -> Trial:
+    """The heads of a layer in two parts."""
+    call = draw_call(rng, dtypes=[torch.float64])
+    ratio = call.num_heads // call.num_kv_heads
+    border = rng.randint(0, call.num_kv_heads)
+    inputs, dout, dlse = tensors_of(call)
+    answer = answer_to(call, inputs, dout, dlse)
+    for start, stop in ((0, border), (border, call.num_kv_heads)):
+        if start == stop:
+            continue
+        own, heads = slice(start, stop), slice(start * ratio, stop * ratio)
+        leaves = arranged(rng, call, [inputs[0][:, :, heads], *(x[:, :, own] for x in inputs[1:])])
+        attend = functools.partial(
+            dilated_attention,
+            pattern=call.pattern,
+            cu_seqlens=call.cu_seqlens,
+            scale=call.scale,
+            heads_held=range(start * ratio, stop * ratio),
+            num_heads=call.num_heads,
+        )
+        found = results(call, leaves, attend, dout[:, :, heads], dlse[:, :, heads])
+        of = {name: own if name in ("dk", "dv") else heads for name in NAMES}
+        values, sizes = ({name: x[name][:, :, of[name]] for name in NAMES} for x in answer)
+        complaint = difference(call, found, answer._replace(values=values, sizes=sizes))
+        if complaint:
+            return Trial("heads held", str(call), f"heads {heads}: {complaint}")
+    return Trial("heads held", str(call))
+
+
+def try_nan(rng: random.Random) -> Trial:
+    """A NaN or inf in one row of one input reaches no other batch entry, head, segment or phase than its own.
+
+    (Within them it may: kernels multiply by weights of 0, where the causal mask is.)
+    """
+    call = draw_call(rng, dtypes=[torch.float64, torch.float32])._replace(needs_grad="", outputs="out")
+    inputs, dout, dlse = tensors_of(call)
+    which, b, t = rng.randrange(3), rng.randrange(call.batch), rng.randrange(call.seq_len)
+    head = rng.randrange(inputs[which].shape[2])
+    answer = answer_to(call, inputs, dout, dlse)
+    inputs[which][b, t, head] = rng.choice([math.nan, math.inf, -math.inf])
+    out, lse = dilated_attention(*inputs, call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, return_lse=True)
+    rules = {"phase": call.pattern.phase, "heads": call.pattern.heads}
+    pattern = DilatedPattern(call.pattern.segment_lengths, call.pattern.dilation_rates, **rules)
+    count = multiplicity(pattern, call.seq_len, call.num_heads, call.documents)
+    ratio = call.num_heads // call.num_kv_heads
+    clean = torch.ones(call.batch, call.seq_len, call.num_heads, dtype=torch.bool)
+    if which == 0:
+        clean[b, t, head] = False
+    else:
+        of = range(head * ratio, (head + 1) * ratio)
+        clean[b][:, of.start : of.stop] = (count[of.start : of.stop, :, t] == 0).T
+    found = {"out": out.where(clean.unsqueeze(-1), answer.values["out"].to(out)),
+             "lse": lse.where(clean, answer.values["lse"].to(lse))}  # fmt: skip
+    name = "qkv"[which]
+    return Trial(f"NaN in {name}", f"{name}[{b}, {t}, {head}] of {call}", difference(call, found, answer))
+
+
+# What cannot be, by the argument that is spoilt: of `dilated_attention`, given right ones.
+HOSTILE: dict[str, list[Callable[[dict[str, Any]], Any]]] = {
+    "query": [
+        lambda a: None,
+        lambda a: a["query"].tolist(),
+        lambda a: a["query"][0],
+        lambda a: a["query"].int(),
+        lambda a: a["query"].bool(),
+        lambda a: a["query"].to(torch.complex64),
+        lambda a: a["query"][:0],
+        lambda a: a["query"][..., :0],
+        lambda a: a["query"][:, :, :0],
+        lambda a: torch.cat([a["query"], a["query"]], dim=1),
+        lambda a: torch.cat([a["query"], a["query"]], dim=3),
+        lambda a: a["query"].to("meta"),
+        lambda a: a["query"].to_sparse(),
+        lambda a: a["query"].to(torch.float8_e4m3fn),
+    ],
+    "key": [
+        lambda a: a["key"][:, :, :0],
+        lambda a: a["key"].to_sparse(),
+        lambda a: a["key"].float() if a["key"].dtype == torch.float64 else a["key"].double(),
+        lambda a: a["key"].unsqueeze(0),
+        lambda a: torch.cat([a["key"]] * (a["query"].shape[2] // a["key"].shape[2] + 1), dim=2),
+        lambda a: object(),
+    ],
+    "value": [lambda a: a["value"][:, :-1], lambda a: a["value"][..., :0], lambda a: "value", lambda a: 1.0],
+    "pattern": [lambda a: None, lambda a: [(4, 1)], lambda a: "dense", lambda a: DilatedPattern],
+    "parallel": [lambda a: "x", lambda a: 2, lambda a: ContextParallel, lambda a: torch.nn.Identity()],
+    "cu_seqlens": [
+        lambda a: [0, a["query"].shape[1]],
+        lambda a: torch.tensor([0, a["query"].shape[1]]),
+        lambda a: torch.tensor([], dtype=torch.int32),
+        lambda a: torch.tensor([0], dtype=torch.int32),
+        lambda a: torch.tensor(0, dtype=torch.int32),
+        lambda a: torch.tensor([0, a["query"].shape[1]], dtype=torch.int32, device="meta"),
+        lambda a: torch.tensor([1, a["query"].shape[1]], dtype=torch.int32),
+        lambda a: torch.tensor([0, a["query"].shape[1] + 1], dtype=torch.int32),
+        lambda a: torch.tensor([0, 0, a["query"].shape[1]], dtype=torch.int32),
+        lambda a: torch.tensor([0, -3, a["query"].shape[1]], dtype=torch.int32),
+        lambda a: torch.tensor([[0, a["query"].shape[1]]], dtype=torch.int32),
+        lambda a: torch.tensor([0, a["query"].shape[1]], dtype=torch.int32).to_sparse(),
+    ],
+    "scale": [
+        lambda a: math.nan, lambda a: math.inf, lambda a: 10**400, lambda a: "1", lambda a: True, lambda a: 1j,
+        lambda a: torch.tensor(1.0), lambda a: [1.0],
+    ],
+    "backend": [lambda a: "x", lambda a: None, lambda a: 3, lambda a: "sdpa", lambda a: ["cpu"]],
+    "heads_held": [
+        lambda a: range(0), lambda a: 3, lambda a: range(a["query"].shape[2]), lambda a: [0], lambda a: slice(0, 1),
+    ],
+    "num_heads": [lambda a: 7, lambda a: True, lambda a: "4", lambda a: 0],
+}  # fmt: skip
+PATTERNS: list[Callable[[], Any]] = [
+    lambda: DilatedPattern((), ()),
+    lambda: DilatedPattern((4,), (1, 2)),
+    lambda: DilatedPattern((0,), (1,)),
+    lambda: DilatedPattern((4,), (-1,)),
+    lambda: DilatedPattern((4.0,), (1,)),
+    lambda: DilatedPattern((True,), (1,)),
+    lambda: DilatedPattern((2**63,), (1,)),
+    lambda: DilatedPattern((4,), (2**64,)),
+    lambda: DilatedPattern(("4",), (1,)),
+    lambda: DilatedPattern(4, 1),
+    lambda: DilatedPattern(None, None),
+    lambda: DilatedPattern((4,), (1,), is_causal=1),
+    lambda: DilatedPattern((4,), (1,), phase="x"),
+    lambda: DilatedPattern((4,), (1,), heads=None),
+    lambda: DilatedPattern((4,), (1,), phase="blocked", heads="split"),
+    lambda: DilatedPattern((math.nan,), (1,)),
+    lambda: DilatedPattern((math.inf,), (1,)),
+]
+PATTERN = DilatedPattern((4, 16), (1, 3))
+
+
+def module(**more: Any) -> MultiheadDilatedAttention:
+    return MultiheadDilatedAttention(
+        more.pop("embed_dim", 8), more.pop("num_heads", 4), more.pop("pattern", PATTERN), **more
+    )
+
+
+X = torch.zeros(2, 7, 8)
+MODULES: list[Callable[[], Any]] = [
+    lambda: module(pattern=[(4, 1)]),
+    lambda: module(parallel="x"),
+    lambda: module(pattern=DilatedPattern((4, 8, 16), (1, 2, 3), heads="split"), num_heads=2),
+    lambda: module(rotary=math.inf),
+    lambda: module(rotary=math.nan),
+    lambda: module(rotary="x"),
+    lambda: module(rotary=0.5),
+    lambda: module(num_heads=3),
+    lambda: module(num_heads=0),
+    lambda: module(num_heads=True),
+    lambda: module(num_heads=4.0),
+    lambda: module(embed_dim=0),
+    lambda: module(embed_dim=-8),
+    lambda: module(num_kv_heads=3),
+    lambda: module(num_kv_heads=0),
+    lambda: module(bias=None),
+    lambda: module(dropout=0.1),
+    lambda: module(batch_first=False),
+    lambda: module(backend="x"),
+    lambda: module(heads_held=range(3, 9)),
+    lambda: module(heads_held=2),
+    lambda: module(embed_dim=12, num_heads=4, rotary=True),
+    lambda: module()(X, X, None),
+    lambda: module()(X[0], X[0], X[0]),
+    lambda: module()(X, X[:, :3], X),
+    lambda: module()(X.tolist(), X, X),
+    lambda: module()(X, X, X, need_weights=True),
+    lambda: module()(X, X, X, attn_mask=torch.zeros(7, 7)),
+    lambda: module()(X, X, X, is_causal=True),
+    lambda: module()(X, X, X, is_causal="x"),
+    lambda: module()(X, X, X, positions=torch.arange(7)),
+    lambda: module(rotary=True)(X, X, X, positions=torch.arange(6)),
+    lambda: module(rotary=True)(X, X, X, positions=torch.ones(7)),
+    lambda: module(rotary=True)(X, X, X, positions=torch.ones(7, dtype=torch.bool)),
+    lambda: module(rotary=True)(X, X, X, positions=list(range(7))),
+    lambda: module()(X, X, X, key_padding_mask=[[False] * 7] * 2),
+    lambda: module()(X, X, X, key_padding_mask=torch.zeros(2, 6, dtype=torch.bool)),
+    lambda: module()(X, X, X, key_padding_mask=torch.eye(7, dtype=torch.bool)[:2]),
+    lambda: module()(X, X, X, key_padding_mask=torch.ones(2, 7, dtype=torch.int32)),
+    lambda: module()(X, X, X, cu_seqlens=torch.tensor([0, 7], dtype=torch.int32)),
+    lambda: module()(X, X, X, key_padding_mask=torch.zeros(2, 7).bool(), cu_seqlens=torch.tensor([0, 7])),
+    lambda: LongNetConfig((4,), (1,), vocab_size=0),
+    lambda: LongNetConfig((4,), (1,), num_layers=1.5),
+    lambda: LongNetConfig((4,), (1,), embed_dim=6, num_heads=2),
+    lambda: LongNetConfig((4,), (1,), rotary_base=math.inf),
+    lambda: LongNetLM(None),
+    lambda: LongNetLM(LongNetConfig((4,), (1,), embed_dim=8), activation_checkpointing=1),
+    lambda: language_model()(torch.zeros(1, 4)),
+    lambda: language_model()([[1, 2]]),
+    lambda: language_model()(torch.zeros(4, dtype=torch.int64)),
+    lambda: language_model().loss(torch.zeros(1, 1, dtype=torch.int64)),
+    lambda: language_model()(torch.zeros(2, 4, dtype=torch.int64), torch.tensor([0, 4], dtype=torch.int32)),
+    lambda: language_model()(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([0, 5], dtype=torch.int32)),
+]
+
+
+@functools.cache
+def language_model() -> LongNetLM:
+    return LongNetLM(LongNetConfig((4,), (1,), embed_dim=8, num_heads=2, num_layers=1, vocab_size=11))
+
+
+def try_hostile(rng: random.Random) -> Trial:
+    """What cannot be is a ValueError, and says something."""
+    which = rng.random()
+    if which < 0.6:
+        description, attempt = spoilt(rng)
+    else:
+        kind, calls = ("pattern", PATTERNS) if which < 0.7 else ("module", MODULES)
+        number = rng.randrange(len(calls))
+        description, attempt = f"{kind} {number}", calls[number]
+    return Trial(f"refused: {description.split()[0]}", description, why_not_refused(attempt))
+
+
+def spoilt(rng: random.Random) -> tuple[str, Callable[[], Any]]:
+    """A right call with one argument that is not."""
+    call = draw_call(rng)
+    name = rng.choice(list(HOSTILE))
+    number = rng.randrange(len(HOSTILE[name]))
+    arguments: dict[str, Any] = dict(zip(("query", "key", "value"), tensors_of(call)[0], strict=True))
+    arguments |= {"pattern": call.pattern, "cu_seqlens": call.cu_seqlens, "scale": call.scale}
+    if name == "cu_seqlens" and rng.random() < 0.8:
+        arguments |= {k: arguments[k][:1] for k in ("query", "key", "value")}
+    arguments[name] = HOSTILE[name][number](arguments)
+    return f"{name} {number} of {call}", lambda: dilated_attention(**arguments)
+
+
+def why_not_refused(attempt: Callable[[], Any]) -> str | None:
+    try:
+        attempt()
+    except ValueError as error:
+        return None if len(str(error)) > 10 else f"it says too little: {error}"
+    except Exception as error:  # noqa: BLE001  whatever it is, it is not what a user can be told
+        return f"{type(error).__name__} where a ValueError belongs: {error}"
+    return "it is taken"
+
+
+def _forward_without_causality(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return _forward(q, k, v, False, scale)
+
+
+_forward = cpu.forward
+_with_columns = cpu.with_dlse_columns
+_merge_, _add, _plan = executor.merge_, executor._Executor.add, ranks.plan_exchange
+
+
+def _merge_by_halves(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> None:
+    _merge_(out, lse, partial_out, partial_lse)
+    lse.copy_(lse.float())
+
+
+def _dlse_of_float16(rows: Any, width: int) -> Any:
+    return _with_columns(rows._replace(dlse=rows.dlse.half().to(rows.dlse.dtype)), width)
+
+
+def _other_phase(exchange: str, pattern: DilatedPattern, *rest: Any) -> Any:
+    phase = "modulo" if pattern.phase == "blocked" or pattern.heads == "split" else "blocked"
+    rules = {"is_causal": pattern.is_causal, "phase": phase, "heads": pattern.heads}
+    return _plan(exchange, DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, **rules), *rest)
+
+
+def _add_by_writing(self: Any, step: Any) -> None:
+    _add(self, step._replace(how="write") if step.how == "add" and step.name == "dv" else step)
+
+
+@contextlib.contextmanager
+def steps_broken(kind: type, replacement: Callable) -> Iterator[None]:
+    with mock.patch.dict(executor._Executor.do, {kind: replacement}):
+        yield
+
+
+CALL_BREAKAGES = {
+    "causality is forgotten": broken("forward", _forward_without_causality, cpu),
+    "merges round lse to float32": broken("merge_", _merge_by_halves, executor),
+    "dlse goes through float16": broken("with_dlse_columns", _dlse_of_float16, cpu),
+    "masked scores are scaled afterwards": broken("kernel_scale", property(lambda self: self.scale), RankCall),
+    "a gradient is written where it is added": lambda: steps_broken(executor.Add, _add_by_writing),
+}
+BREAKAGES = {
+    **CALL_BREAKAGES,
+    "phases by the other rule": broken("plan_exchange", _other_phase, ranks),
+    "documents are not seen": broken("documents_of", lambda *_: None, ranks),
+    "scales are not checked": broken("_validate_scale", nothing, attention),
+    "borders are not checked": broken("validate_cu_seqlens", nothing, attention),
+    **MODULE_BREAKAGES,
+}

@@ -1,0 +1,199 @@
+"""Random modules against the same put together by hand: projections, rotary angles, the definition, the output.
+
+B batch, N positions, E embedding, H query heads, G key/value heads, D head dim.
+"""
+
+import itertools
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fuzz import Trial
+from fuzz_commands import broken, nothing
+from fuzz_oracle import draw_pattern
+from torch import Tensor
+
+from ring_dilated_attention import MultiheadDilatedAttention, layers
+from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.reference import dilated_attention_reference
+
+# Everything is float64, numbers are near 1, and sums have some hundred terms.
+TOLERANCE = 1e-10
+
+
+def draw_module(rng: random.Random, *, head_multiple: int = 1, **more: Any) -> MultiheadDilatedAttention:
+    num_kv_heads = head_multiple * rng.randint(1, 3)
+    num_heads = num_kv_heads * rng.randint(1, 2)
+    torch.manual_seed(rng.randrange(2**31))
+    module = MultiheadDilatedAttention(
+        num_heads * rng.choice([2, 4, 8]),
+        num_heads,
+        draw_pattern(rng, num_heads),
+        num_kv_heads=num_kv_heads,
+        bias=rng.random() < 0.7,
+        sub_layernorm=rng.random() < 0.5,
+        rotary=rng.choice([False, True, 77.0]),
+        dtype=torch.float64,
+        **more,
+    )
+    for parameter in module.parameters():  # biases and norms that say something
+        torch.nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def by_hand(
+    module: MultiheadDilatedAttention, x_BNE: Tensor, positions: Tensor, documents: tuple[int, ...] | None
+) -> Tensor:
+    """What the module's docstring says, from its parameters."""
+    dim = module.head_dim
+    widths = (module.num_heads * dim, module.num_kv_heads * dim, module.num_kv_heads * dim)
+    q, k, v = F.linear(x_BNE, module.in_proj_weight, module.in_proj_bias).split(widths, dim=-1)
+    heads = [x.unflatten(-1, (-1, dim)) for x in (q, k, v)]
+    if module.rotary_base is not None:
+        angles = positions.double()[:, None] * module.rotary_base ** (-torch.arange(0, dim, 2).double() / dim)
+        heads[:2] = [turned(x, angles) for x in heads[:2]]
+    out, _ = dilated_attention_reference(*heads, module.pattern, cu_seqlens=documents)
+    out = out.flatten(2)
+    if module.sub_layernorm is not None:
+        norm = module.sub_layernorm
+        out = F.layer_norm(out, out.shape[-1:], norm.weight, norm.bias, norm.eps)
+    return F.linear(out, module.out_proj.weight, module.out_proj.bias)
+
+
+def turned(x: Tensor, angles_ND: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles_ND.cos()[:, None], angles_ND.sin()[:, None]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+def try_module(rng: random.Random) -> Trial:
+    module = draw_module(rng)
+    batch, num_positions = rng.randint(1, 3), rng.randint(1, 40)
+    how = rng.choice(["plain", "plain", "padded", "packed", "positions", "three inputs"])
+    x = torch.randn(batch, num_positions, module.embed_dim, dtype=torch.float64)
+    positions, more = torch.arange(num_positions), {}
+    if how == "padded":
+        lengths = [rng.randint(0, num_positions) for _ in range(batch)]
+        more["key_padding_mask"] = torch.stack([positions >= length for length in lengths])
+        expected = torch.cat([padded_by_hand(module, x[b : b + 1], n) for b, n in enumerate(lengths)])
+    elif how == "packed":
+        x, documents = (
+            x[:1],
+            (0, *sorted({rng.randint(1, num_positions) for _ in range(3)} - {num_positions}), num_positions),
+        )
+        more["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
+        starts = [max(s for s in documents[:-1] if s <= t) for t in range(num_positions)]
+        expected = by_hand(module, x, positions - torch.tensor(starts), documents)
+    else:
+        if how == "positions" and module.rotary_base is not None:
+            positions = torch.tensor([rng.randrange(10**6) for _ in range(num_positions)])
+            more["positions"] = positions
+        expected = by_hand(module, x, positions, None)
+    inputs = [x.clone() for _ in range(3)] if how == "three inputs" else [x] * 3
+    found, _ = module(*inputs, **more)
+    complaint = why_unequal("out", found, expected)
+    parameters = dict(module.named_parameters())
+    weights = torch.randn_like(found)
+    grads = [torch.autograd.grad(y, parameters.values(), weights, materialize_grads=True) for y in (found, expected)]
+    for name, actual, right in zip(parameters, *grads, strict=True):
+        complaint = complaint or why_unequal(f"gradient of {name}", actual, right)
+    return Trial(f"module, {how}", f"{module}, batch {batch}, {num_positions} positions, {more}", complaint)
+
+
+def padded_by_hand(module: MultiheadDilatedAttention, x_1NE: Tensor, length: int) -> Tensor:
+    """The valid positions alone; padded ones come out as zeros (or what the norm makes of none) before out_proj."""
+    rest = torch.zeros(1, x_1NE.shape[1] - length, module.embed_dim, dtype=x_1NE.dtype)
+    parts = [F.linear(rest, module.out_proj.weight, module.out_proj.bias)]
+    if length:
+        parts.insert(0, by_hand(module, x_1NE[:, :length], torch.arange(length), None))
+    return torch.cat(parts, dim=1)
+
+
+def why_unequal(name: str, found: Tensor, expected: Tensor) -> str | None:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return f"{name} is {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+    found, expected = found.detach(), expected.detach()
+    size = float(expected.abs().max()) + 1 if expected.numel() else 1.0
+    error = float((found - expected).abs().max()) if found.numel() else 0.0
+    return None if error <= TOLERANCE * size else f"{name} is off by {error:.1e}, where numbers are up to {size:.1e}"
+
+
+def draw_language_model(rng: random.Random, *, head_multiple: int = 1) -> LongNetLM:
+    num_heads = head_multiple * rng.choice([1, 2, 4])
+    pattern = draw_pattern(rng, num_heads)
+    torch.manual_seed(rng.randrange(2**31))
+    config = LongNetConfig(
+        pattern.segment_lengths,
+        pattern.dilation_rates,
+        vocab_size=rng.choice([2, 13]),
+        num_layers=rng.randint(1, 2),
+        embed_dim=num_heads * rng.choice([2, 6]),
+        num_heads=num_heads,
+        phase=pattern.phase,
+        heads=pattern.heads,
+    )
+    return LongNetLM(config, activation_checkpointing=rng.random() < 0.5).double()
+
+
+def try_language_model(rng: random.Random) -> Trial:
+    """The loss is the cross-entropy of the logits; packed documents are as if each were alone; nothing sees later."""
+    model = draw_language_model(rng)
+    num_positions = rng.randint(2, 40)
+    tokens = torch.randint(model.config.vocab_size, (1, num_positions))
+    borders = sorted({0, num_positions, *(rng.randint(1, num_positions) for _ in range(2))})
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32)
+    if max(b - a for a, b in itertools.pairwise(borders)) < 2:
+        borders, cu_seqlens = [0, num_positions], None
+    alone = [model(tokens[:, a:b]) for a, b in itertools.pairwise(borders)]
+    complaint = why_unequal("packed logits", model(tokens, cu_seqlens), torch.cat(alone, dim=1))
+    terms = [
+        F.cross_entropy(logits[0, :-1], tokens[0, a + 1 : b], reduction="sum")
+        for logits, (a, b) in zip(alone, itertools.pairwise(borders), strict=True)
+        if b - a > 1
+    ]
+    expected = torch.stack(terms).sum() / (num_positions - len(borders) + 1)
+    loss = model.loss(tokens, cu_seqlens)
+    # The sum over rows is a float32: that of cross-entropies of float64 logits is not, but total starts as one.
+    complaint = complaint or why_unequal("loss", loss.double(), expected)
+    later = tokens.clone()
+    border = rng.randrange(num_positions)
+    later[:, border:] = (later[:, border:] + 1) % model.config.vocab_size
+    complaint = complaint or why_unequal("logits before a change", model(later)[:, :border], model(tokens)[:, :border])
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = [torch.autograd.grad(y, parameters, materialize_grads=True) for y in (loss.double(), expected)]
+    for name, actual, right in zip(names, *grads, strict=True):
+        complaint = complaint or why_unequal(f"gradient of {name}", actual, right)
+    return Trial("language model", f"{model.config}, {num_positions} positions, documents {borders}", complaint)
+
+
+_positions, _lengths = layers.document_positions, layers.valid_lengths
+
+
+def _positions_of_pairs(num_positions: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    return _positions(num_positions, cu_seqlens, device) // 2
+
+
+def _all_valid(mask: Tensor, batch: int, num_positions: int) -> Tensor:
+    return torch.full_like(_lengths(mask, batch, num_positions), num_positions)
+
+
+def _table_of_float32(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> layers.RotaryTable:
+    exponents = torch.arange(0, head_dim, 2) / head_dim
+    angles = positions.float()[:, None] * base**-exponents
+    return layers.RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype), base)
+
+
+def _rotate_backwards(x: Tensor, table: layers.RotaryTable) -> Tensor:
+    return turned(x, torch.atan2(-table.sin_ND, table.cos_ND)) if x.shape[2] > 1 else _rotate(x, table)
+
+
+_rotate = layers.rotate
+MODULE_BREAKAGES = {
+    "two rows have one position": broken("document_positions", _positions_of_pairs, layers),
+    "padding is attended": broken("valid_lengths", _all_valid, layers),
+    "rotary angles are float32": broken("rotary_table", _table_of_float32, layers),
+    "some heads are turned backwards": broken("rotate", _rotate_backwards, layers),
+    "modules take what is no pattern": broken("_check_objects", nothing, layers),
+    "positions of any dtype are taken": broken("_check_positions", nothing, layers.MultiheadDilatedAttention),
+}

@@ -1,0 +1,64 @@
+"""Calls on simulated ranks against the definition in float64: as `fuzz_calls`, over a ring, cut in any way."""
+
+import functools
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+from fuzz import Trial
+from fuzz_calls import CALL_BREAKAGES, arranged, poisoned, results, steps_broken
+from fuzz_commands import nothing
+from fuzz_oracle import answer_to, difference, draw_call, tensors_of
+
+from ring_dilated_attention import ContextParallel, dilated_attention
+from ring_dilated_attention.run import executor
+
+
+def prepare(folder: Path) -> None:
+    pass
+
+
+def try_case(rng: random.Random, folder: Path) -> Trial:
+    call = draw_call(rng)
+    world_size = rng.choice([1, 2, 2, 3, 4, 5, 8])
+    cut = draw_cut(rng, world_size, call.seq_len)
+    with poisoned():
+        parallel = ContextParallel(exchange="simulated", world_size=world_size, **cut)
+        attend = functools.partial(
+            dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, parallel=parallel
+        )
+        inputs, dout, dlse = tensors_of(call)
+        found = results(call, arranged(rng, call, inputs), attend, dout, dlse)
+        complaint = difference(call, found, answer_to(call, inputs, dout, dlse))
+    how = ", ".join(cut) or "near-equal"
+    return Trial(f"{world_size} ranks, {how}", f"{call} over {world_size} ranks, {cut}", complaint)
+
+
+def draw_cut(rng: random.Random, world_size: int, seq_len: int) -> dict[str, Any]:
+    """Arguments of a context: where shards begin. Some may be empty."""
+    how = rng.choice(["", "", "zigzag", "align", "lengths"])
+    if how == "zigzag":
+        return {"sharding": "zigzag"}
+    if how == "align":
+        return {"align": rng.randint(1, 12)}
+    if how == "lengths":
+        borders = [0, *sorted(rng.randint(0, seq_len) for _ in range(world_size - 1)), seq_len]
+        return {"lengths": tuple(b - a for a, b in itertools.pairwise(borders))}
+    return {}
+
+
+def _pack_values_first(self: Any, step: Any) -> None:
+    key, value = self.alive["key"], self.alive["value"]
+    self.alive |= {"key": value, "value": key}
+    _pack(self, step)
+    self.alive |= {"key": key, "value": value}
+
+
+_pack = executor._Executor.pack
+RING_BREAKAGES = {
+    "gradients do not come home": lambda: steps_broken(executor.Home, nothing),
+    "sums that travel do not start at zero": lambda: steps_broken(executor.Zero, nothing),
+    "chunks hold values before keys": lambda: steps_broken(executor.Pack, _pack_values_first),
+}
+BREAKAGES = CALL_BREAKAGES | RING_BREAKAGES | {"nobody waits": lambda: steps_broken(executor.Wait, nothing)}
