@@ -29,7 +29,7 @@ from . import (
     torch_ring,
 )
 from .gate import GateError
-from .record import Record, make_record, page_of, write_page, write_record
+from .record import Record, for_terminal, make_record, page_of, write_page, write_record
 
 CASES: dict[str, ModuleType] = {
     "flops": flops,
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         except GateError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
-        print(f"{name}: {CASES[name].table(rows)}\n")
+        print(f"{name}: {for_terminal(CASES[name].table(rows))}\n")
         if is_kept:
             print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
     if is_kept or arguments.page:

@@ -142,7 +142,7 @@ def test_the_time_decides_between_shardings(capsys):
     smaller tiles only the first hides the gradients that come along."""
     assert cli.main(["plan", *DENSE, "--ranks", "4", "--causal", *TIME]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[1].split()[-1] == "exposed"
+    assert out.splitlines()[1].endswith("exposed, % of step")
     assert all(line.endswith("%") for line in out.splitlines()[2:6])
     assert "modelled step: " in out
     assert out.strip().endswith("zigzag is the better one here")

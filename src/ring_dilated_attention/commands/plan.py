@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import sys
-from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -14,8 +13,9 @@ from ..pattern import PHASE_RULES, DilatedPattern
 from ..plan.clock import Hardware, StepTime, model_step
 from ..plan.exchange import EXCHANGES, Choice, RankPlan, choose_exchange, plan_exchange
 from ..plan.memory import AttentionMemory, Sizes, attention_memory
-from ..plan.planner import chunk_finder
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
+from ..plan.sharing import branch_shares
+from .numbers import amount, count
 from .output import check_writable, progress_bar
 from .plan_report import (
     MOST_ROWS,
@@ -38,7 +38,7 @@ MOST_COMPARED = 64
 PRESETS = {"h100-nvlink": Hardware(989.5e12, 450e9), "h100-infiniband": Hardware(989.5e12, 50e9)}
 
 EXAMPLES = f"""examples:
-  rda plan --seq-len 1048576 --ranks 8 --segment-lengths 2048 65536 1048576 --dilation-rates 1 16 256
+  rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi --dilation-rates 1 16 256
         which branches stay at home and which travel: with shards of 131,072 positions only the longest one travels
   rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal
         dense ring attention; the last rank has seven times the work of the first
@@ -64,17 +64,17 @@ as many. The comparison of shardings, which plans once more for each, is left ou
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("--seq-len", type=int, required=True, metavar="N", help="positions of the whole sequence")
-    parser.add_argument("--ranks", type=int, default=1, metavar="P", help="ranks that share it (default 1)")
-    parser.add_argument("--segment-lengths", type=int, nargs="+", required=True, metavar="W", help="one per branch")
-    parser.add_argument("--dilation-rates", type=int, nargs="+", required=True, metavar="R", help="one per branch")
+    parser.add_argument("--seq-len", type=count, required=True, metavar="N", help="positions of the whole sequence")
+    parser.add_argument("--ranks", type=count, default=1, metavar="P", help="ranks that share it (default 1)")
+    parser.add_argument("--segment-lengths", type=count, nargs="+", required=True, metavar="W", help="one per branch")
+    parser.add_argument("--dilation-rates", type=count, nargs="+", required=True, metavar="R", help="one per branch")
     parser.add_argument("--causal", action="store_true", help="a query sees no later key")
     parser.add_argument("--phase", choices=PHASE_RULES, default="modulo", help="which phase a head reads")
     parser.add_argument("--split-heads", action="store_true", help="each branch has heads of its own")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences at a time (default 1)")
-    parser.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default 12)")
-    parser.add_argument("--kv-heads", type=int, metavar="G", help="key/value heads (default as many)")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="default 64")
+    parser.add_argument("--batch", type=count, default=1, metavar="B", help="sequences at a time (default 1)")
+    parser.add_argument("--heads", type=count, default=12, metavar="H", help="query heads (default 12)")
+    parser.add_argument("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
+    parser.add_argument("--head-dim", type=count, default=64, metavar="D", help="default 64")
     parser.add_argument("--dtype", choices=ITEMSIZE, default="float32", help="of query, key and value")
     parser.add_argument(
         "--kernel",
@@ -89,14 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how chunks travel (default auto: chosen, with the reason)",
     )
     parser.add_argument("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
-    parser.add_argument("--align", type=int, default=1, metavar="A", help="borders of shards at multiples of it")
+    parser.add_argument("--align", type=count, default=1, metavar="A", help="borders of shards at multiples of it")
     parser.add_argument(
-        "--documents", type=int, nargs="+", metavar="N", help="lengths of packed documents, which add up to --seq-len"
+        "--documents", type=count, nargs="+", metavar="N", help="lengths of packed documents, which add up to --seq-len"
     )
     parser.add_argument("--hardware", choices=PRESETS, help="model a step's time with rates of data sheets")
-    parser.add_argument("--flops", type=float, metavar="RATE", help="or with a rank's FLOPs per second")
-    parser.add_argument("--bandwidth", type=float, metavar="BYTES", help="and bytes per second, one way")
-    parser.add_argument("--latency", type=float, metavar="S", help="of a message, in seconds (default 0)")
+    parser.add_argument("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
+    parser.add_argument("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
+    parser.add_argument("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--picture", type=Path, metavar="DIR", help="draw the pattern and the ring into a folder")
 
@@ -137,11 +137,13 @@ def run(arguments: argparse.Namespace) -> int:
         if compared:
             print(sharding_lines(compared))
     if arguments.picture is not None:
+        from .figures import MOST_RANKS as MOST_DRAWN
         from .figures import draw
 
-        shards_of = partial(split, arguments)
-        for path in draw(arguments.picture, pattern, arguments.seq_len, arguments.heads, shards_of):
+        for path in draw(arguments.picture, pattern, shards, arguments.heads):
             print(path, file=sys.stderr)
+        if arguments.ranks > MOST_DRAWN:
+            print(f"no ring.png: it shows {MOST_DRAWN} ranks at most, and there are {arguments.ranks}", file=sys.stderr)
     return 0
 
 
@@ -159,6 +161,11 @@ def check_positive(arguments: argparse.Namespace) -> None:
     for name in ("seq_len", "ranks", "batch", "heads", "head_dim", "align"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    if arguments.ranks > arguments.seq_len:
+        raise ValueError(
+            f"--ranks {arguments.ranks:,} is more than --seq-len {arguments.seq_len:,} positions: "
+            f"{arguments.ranks - arguments.seq_len:,} ranks would own nothing. Take fewer ranks."
+        )
     if arguments.sharding == "zigzag" and arguments.align != 1:
         raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
 
@@ -285,17 +292,13 @@ def rank_rows(plans: list[RankPlan], memories: list[AttentionMemory], arguments:
 def branch_rows(
     pattern: DilatedPattern, shards: tuple[Shard, ...], plans: list[RankPlan], arguments: argparse.Namespace
 ) -> list[BranchRow]:
-    """What each branch sends, from the messages of the plans. A message carries rows of one branch."""
-    sizes = [0] * len(pattern.branches)
-    for plan in [x.plan for x in plans if x.plan.hops]:
-        find = chunk_finder(pattern, shards, plan.rank, *heads_and_documents(arguments))
-        branch_at: dict[int, int] = {}  # by offset, where all chunks of one ring lie
-        for message in (message for hop in plan.hops for message in hop.sends):
-            if message.offset not in branch_at:
-                branch_at[message.offset] = find(message).branch
-            sizes[branch_at[message.offset]] += message.size
+    """What each branch sends, in bytes."""
     row_bytes = arguments.batch * arguments.head_dim * ITEMSIZE[arguments.dtype]
-    return [BranchRow(*branch, size * row_bytes) for branch, size in zip(pattern.branches, sizes, strict=True)]
+    shares = branch_shares(pattern, shards, [x.plan for x in plans], *heads_and_documents(arguments))
+    return [
+        BranchRow(share.segment_length, share.dilation_rate, share.num_sharing, share.sent * row_bytes)
+        for share in shares
+    ]
 
 
 def compare_shardings(
