@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands import cli, plan, plan_large
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.clock import Hardware, RankTime, model_step
 from ring_dilated_attention.plan.memory import Sizes
@@ -230,3 +230,35 @@ def test_queries_without_keys_are_said(capsys):
     assert "in no branch" not in capsys.readouterr().out
     assert "; r > w: a segment has one row" in DilatedPattern((4,), (5,)).explain(1)
     assert "r > w" not in DilatedPattern((4,), (4,)).explain(1)
+
+
+MANY = ["--segment-lengths", "16", "2048", "--dilation-rates", "1", "8", "--heads", "4", "--head-dim", "8"]
+
+
+def test_many_ranks_are_as_if_planned_one_by_one(capsys):
+    """Catches a closed form that the command feeds wrongly."""
+    common = ["--seq-len", "2Ki", "--ranks", "128", *MANY, *TIME, "--causal", "--dtype", "bfloat16"]
+    closed, planned_all = planned(capsys, *common), planned(capsys, *common, "--every-rank")
+    assert closed["balance"] == planned_all["balance"]
+    assert closed["largest_sent_bytes"] == max(row["sent_bytes"] for row in planned_all["ranks"])
+    assert closed["peak_bytes"] == max(row["peak_bytes"] for row in planned_all["ranks"])
+    least, most = closed["step_seconds"].values()
+    assert least <= planned_all["model"]["step_seconds"] <= most
+
+
+def test_bounds_are_marked(capsys, monkeypatch):
+    """What would take too long is sampled, and says so beforehand and in the answer."""
+    monkeypatch.setattr(plan_large, "MOST_SECONDS", 0)
+    monkeypatch.setattr(plan, "MOST_SECONDS", 0)
+    monkeypatch.setattr(plan, "seconds_of_planning", lambda job: 100.0)
+    assert cli.main(["plan", "--seq-len", "2047", "--ranks", "100", *MANY]) == 0
+    out, err = capsys.readouterr()
+    assert "planning 100 ranks takes 0 s at most, for a sample: 2,047 positions do not divide among 100 ranks" in err
+    assert "100 ranks, by bounds from 1 sampled ranks of 100" in out
+    assert "at least " in out
+    assert "at most " in out
+
+
+def test_more_ranks_than_positions_are_refused(capsys):
+    assert cli.main(["plan", "--seq-len", "4", "--ranks", "8", *MANY]) == 2
+    assert "--ranks 8 is more than --seq-len 4 positions: 4 ranks would own nothing" in capsys.readouterr().err

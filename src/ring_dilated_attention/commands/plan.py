@@ -17,6 +17,7 @@ from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
 from ..plan.sharing import branch_shares
 from .numbers import amount, count
 from .output import check_writable, progress_bar
+from .plan_large import MOST_SECONDS, Large, add_options, closed, sampled, say_before, seconds_of_planning, text
 from .plan_report import (
     MOST_ROWS,
     BranchRow,
@@ -57,8 +58,9 @@ counts the rank's query, key, value and out, their gradients, the buffers of the
 time is a model: the ring loop of all ranks in virtual time, where a rank computes at --flops and sends and receives at
 --bandwidth each. Presets are rates of data sheets, which no kernel and no link reaches.
 
-Planning takes time with the square of the ranks that share a segment: seconds for 256, and four times as long for twice
-as many. The comparison of shardings, which plans once more for each, is left out above {MOST_COMPARED} ranks.
+Above {MOST_COMPARED} ranks closed forms answer at once, up to 65,536 ranks and more, where shards are equal and each
+segment length divides a shard or is a multiple of it. Of other jobs every rank is planned if that takes {MOST_SECONDS} s
+at most, else some are, and the figures are marked as bounds; --every-rank plans them all.
 """
 
 
@@ -97,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
     parser.add_argument("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
     parser.add_argument("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
+    add_options(parser)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--picture", type=Path, metavar="DIR", help="draw the pattern and the ring into a folder")
 
@@ -109,6 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
         hardware = hardware_of(arguments)
         check_picture(arguments)
         shards = split(arguments, arguments.seq_len)
+        if arguments.ranks > MOST_COMPARED and not arguments.every_rank and large(pattern, shards, hardware, arguments):
+            return 0
         exchange = exchange_of(pattern, shards, arguments)
         plans = make_plans(pattern, shards, exchange.exchange, arguments)
         memories = [attention_memory(x.plan, sizes_of(arguments), TRAITS[arguments.kernel], x.dealing) for x in plans]
@@ -145,6 +150,31 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.ranks > MOST_DRAWN:
             print(f"no ring.png: it shows {MOST_DRAWN} ranks at most, and there are {arguments.ranks}", file=sys.stderr)
     return 0
+
+
+def large(
+    pattern: DilatedPattern, shards: tuple[Shard, ...], hardware: Hardware | None, arguments: argparse.Namespace
+) -> bool:
+    """Print the figures of a job of many ranks without planning each; False if that takes no longer."""
+    heads = heads_and_documents(arguments)
+    sizes, sharding = sizes_of(arguments), arguments.sharding
+    job = Large(pattern, shards, arguments.seq_len, sharding, *heads, sizes, arguments.kernel)
+    if arguments.exchange not in ("auto", "ring"):
+        return False
+    if job.obstacle() is None:
+        found = closed(job, hardware)
+    else:
+        seconds = seconds_of_planning(job)
+        say_before(seconds, job)
+        if seconds <= MOST_SECONDS:
+            return False
+        found = sampled(job, hardware)
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
+        print(text(job, found))
+    return True
 
 
 def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
