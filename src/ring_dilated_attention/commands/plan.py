@@ -59,8 +59,8 @@ time is a model: the ring loop of all ranks in virtual time, where a rank comput
 --bandwidth each. Presets are rates of data sheets, which no kernel and no link reaches.
 
 Above {MOST_COMPARED} ranks closed forms answer at once, up to 65,536 ranks and more, where shards are equal and each
-segment length divides a shard or is a multiple of it. Of other jobs every rank is planned if that takes {MOST_SECONDS} s
-at most, else some are, and the figures are marked as bounds; --every-rank plans them all.
+segment length divides a shard or is a multiple of it. Of other jobs every rank is planned if that takes at most
+{MOST_SECONDS} s, else some are, and the figures are marked as bounds; --every-rank plans them all.
 """
 
 
