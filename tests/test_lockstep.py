@@ -31,7 +31,13 @@ def jobs(draw):
 
 
 HARDWARE = st.builds(
-    Hardware, st.sampled_from([1e6, 1e8, 1e10]), st.sampled_from([1e5, 1e7, 1e9]), st.sampled_from([0.0, 1e-5, 1e-3])
+    Hardware,
+    st.sampled_from([1e6, 1e8, 1e10]),
+    st.sampled_from([1e5, 1e7, 1e9]),
+    st.sampled_from([0.0, 1e-5, 1e-3]),
+    st.sampled_from([None, 1e7]),
+    st.sampled_from([0.0, 1e-4]),
+    st.sampled_from([None, 1e-2]),
 )
 
 

@@ -10,11 +10,14 @@ from pathlib import Path
 
 from ..kernels.traits import TRAITS
 from ..pattern import PHASE_RULES, DilatedPattern
+from ..plan.alternatives import Job
 from ..plan.clock import Hardware, StepTime, model_step
 from ..plan.exchange import EXCHANGES, Choice, RankPlan, choose_exchange, plan_exchange
 from ..plan.memory import AttentionMemory, Sizes, attention_memory
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
 from ..plan.sharing import branch_shares
+from . import plan_alternatives, plan_model
+from .hardware import ITEMSIZE, PRESETS, Machine, described, machine_of
 from .numbers import amount, count
 from .output import check_writable, progress_bar
 from .plan_large import MOST_SECONDS, Large, add_options, closed, sampled, say_before, seconds_of_planning, text
@@ -32,11 +35,7 @@ from .plan_report import (
     table,
 )
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MOST_COMPARED = 64
-# NVIDIA's data sheets, one way of a link. H100 SXM: 1,979 TFLOPS of 16-bit tensor cores with sparsity, so half of it,
-# and NVLink of 900 GB/s both ways together. DGX H100: a ConnectX-7 of 400 Gb/s for each GPU. Neither has a latency.
-PRESETS = {"h100-nvlink": Hardware(989.5e12, 450e9), "h100-infiniband": Hardware(989.5e12, 50e9)}
 
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi --dilation-rates 1 16 256
@@ -53,10 +52,18 @@ EXAMPLES = f"""examples:
            --dtype bfloat16 --hardware h100-infiniband --flops 500e12 --latency 20e-6
         how long a step takes, and how much of it each rank waits, where kernels reach 500 TFLOPS
 
+  rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 128Ki 1Mi --dilation-rates 1 16 64 --causal --heads 16 \\
+           --head-dim 128 --dtype bfloat16 --hardware h100-infiniband --alternatives
+        the same by ring, all-gather, all-to-all and both, on both shardings, and dense; which to take, and why
+  rda plan --layers 24 --embed-dim 2048 --heads 16 --vocab 32K --seq-len 1Mi --mesh 8x8 --segment-lengths 2Ki 128Ki \\
+           --dilation-rates 1 16 --causal --dtype bfloat16 --hardware h100-infiniband --tokens 1e11
+        a whole model: memory by part, with activations kept, checkpointed and offloaded; days; what would fit
+
 One attention call, forward and backward. FLOPs count the pairs of the pattern (2 products forward, 5 backward); memory
 counts the rank's query, key, value and out, their gradients, the buffers of the ring and the kernel's partials. The
 time is a model: the ring loop of all ranks in virtual time, where a rank computes at --flops and sends and receives at
---bandwidth each. Presets are rates of data sheets, which no kernel and no link reaches.
+--bandwidth each. Presets are rates that kernels and links were seen to reach, printed with their source; rda doctor
+--save FILE.toml measures those of your machines.
 
 Above {MOST_COMPARED} ranks closed forms answer at once, up to 65,536 ranks and more, where shards are equal and each
 segment length divides a shard or is a multiple of it. Of other jobs every rank is planned if that takes at most
@@ -66,15 +73,15 @@ segment length divides a shard or is a multiple of it. Of other jobs every rank 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("--seq-len", type=count, required=True, metavar="N", help="positions of the whole sequence")
-    parser.add_argument("--ranks", type=count, default=1, metavar="P", help="ranks that share it (default 1)")
-    parser.add_argument("--segment-lengths", type=count, nargs="+", required=True, metavar="W", help="one per branch")
-    parser.add_argument("--dilation-rates", type=count, nargs="+", required=True, metavar="R", help="one per branch")
+    parser.add_argument("--seq-len", type=count, metavar="N", help="positions of the whole sequence")
+    parser.add_argument("--ranks", type=count, metavar="P", help="ranks that share it (default 1)")
+    parser.add_argument("--segment-lengths", type=count, nargs="+", metavar="W", help="one per branch")
+    parser.add_argument("--dilation-rates", type=count, nargs="+", metavar="R", help="one per branch")
     parser.add_argument("--causal", action="store_true", help="a query sees no later key")
     parser.add_argument("--phase", choices=PHASE_RULES, default="modulo", help="which phase a head reads")
     parser.add_argument("--split-heads", action="store_true", help="each branch has heads of its own")
     parser.add_argument("--batch", type=count, default=1, metavar="B", help="sequences at a time (default 1)")
-    parser.add_argument("--heads", type=count, default=12, metavar="H", help="query heads (default 12)")
+    parser.add_argument("--heads", type=count, metavar="H", help="query heads (default 12)")
     parser.add_argument("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
     parser.add_argument("--head-dim", type=count, default=64, metavar="D", help="default 64")
     parser.add_argument("--dtype", choices=ITEMSIZE, default="float32", help="of query, key and value")
@@ -95,22 +102,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--documents", type=count, nargs="+", metavar="N", help="lengths of packed documents, which add up to --seq-len"
     )
-    parser.add_argument("--hardware", choices=PRESETS, help="model a step's time with rates of data sheets")
+    parser.add_argument("--hardware", metavar="NAME", help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}")
     parser.add_argument("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
     parser.add_argument("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
     parser.add_argument("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
     add_options(parser)
+    parser.add_argument("--alternatives", action="store_true", help="by every exchange and sharding, side by side")
+    plan_model.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--picture", type=Path, metavar="DIR", help="draw the pattern and the ring into a folder")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
+        is_model = plan_model.is_asked_for(arguments)
+        if is_model:
+            plan_model.fill_in(arguments)
+        complete(arguments)
         pattern = pattern_of(arguments)
         check_positive(arguments)
+        machine = machine_for(arguments)
+        hardware = None if machine is None else machine.hardware
+        if is_model:
+            return model(arguments, pattern, machine)
+        arguments.ranks = arguments.ranks or 1
+        check_ranks(arguments)
         check_documents(arguments)
-        hardware = hardware_of(arguments)
         check_picture(arguments)
+        if arguments.alternatives:
+            return compare_all(arguments, pattern, machine)
         shards = split(arguments, arguments.seq_len)
         if arguments.ranks > MOST_COMPARED and not arguments.every_rank and large(pattern, shards, hardware, arguments):
             return 0
@@ -137,7 +157,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.ranks > 1:
             print(f"exchange: {exchange.exchange}: {exchange.reason}")
             print(branch_lines(branches, is_dealt=exchange.exchange == "all_to_all"))
-        if step is not None:
+        if step is not None and machine is not None:
+            print(described(machine.hardware, machine.source))
             print(model_line(step))
         if compared:
             print(sharding_lines(compared))
@@ -188,16 +209,50 @@ def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
 
 
 def check_positive(arguments: argparse.Namespace) -> None:
-    for name in ("seq_len", "ranks", "batch", "heads", "head_dim", "align"):
-        if getattr(arguments, name) < 1:
+    for name in ("seq_len", "ranks", "batch", "heads", "head_dim", "align", "memory", "tokens", "layers", "embed_dim"):
+        value = getattr(arguments, name)
+        if value is not None and not value >= 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    if arguments.sharding == "zigzag" and arguments.align != 1:
+        raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
+
+
+def check_ranks(arguments: argparse.Namespace) -> None:
     if arguments.ranks > arguments.seq_len:
         raise ValueError(
             f"--ranks {arguments.ranks:,} is more than --seq-len {arguments.seq_len:,} positions: "
             f"{arguments.ranks - arguments.seq_len:,} ranks would own nothing. Take fewer ranks."
         )
-    if arguments.sharding == "zigzag" and arguments.align != 1:
-        raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
+
+
+def complete(arguments: argparse.Namespace) -> None:
+    """What stands neither on the command line nor in a config."""
+    if arguments.heads is None:
+        arguments.heads = 12
+    for name in ("seq_len", "segment_lengths", "dilation_rates"):
+        if getattr(arguments, name) is None:
+            raise ValueError(f"--{name.replace('_', '-')} is missing")
+
+
+def model(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> int:
+    question = plan_model.asked(arguments, pattern, machine)
+    found = plan_model.figures(question)
+    print(json.dumps(found, indent=1) if arguments.json else plan_model.text(question, found))
+    return 0
+
+
+def compare_all(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> int:
+    if machine is None:
+        raise ValueError("--alternatives compares times: give --hardware, or --flops and --bandwidth")
+    if arguments.documents is not None:
+        raise ValueError("--alternatives compares one document; leave out --documents")
+    heads = heads_and_documents(arguments)[:2]
+    job = Job(pattern, arguments.seq_len, arguments.ranks, *heads, sizes_of(arguments))
+    found = plan_alternatives.found_for(
+        job, *machine[:1], machine.source, TRAITS[arguments.kernel], machine.memory_bytes
+    )
+    print(json.dumps(found, indent=1) if arguments.json else plan_alternatives.text(found))
+    return 0
 
 
 def check_documents(arguments: argparse.Namespace) -> None:
@@ -226,21 +281,29 @@ def check_picture(arguments: argparse.Namespace) -> None:
     check_writable("--picture", arguments.picture)
 
 
-def hardware_of(arguments: argparse.Namespace) -> Hardware | None:
-    """The preset with the given numbers in place of its own, or None where a time is not asked for."""
+def machine_for(arguments: argparse.Namespace) -> Machine | None:
+    """The preset or file with the given numbers in place of its own, or None where a time is not asked for."""
     values = (arguments.flops, arguments.bandwidth, arguments.latency)
-    given = {field: value for field, value in zip(Hardware._fields, values, strict=True) if value is not None}
+    names = ("flops_per_second", "bytes_per_second", "latency_seconds")
+    given = {field: value for field, value in zip(names, values, strict=True) if value is not None}
     if arguments.hardware is None and not given:
         return None
-    if arguments.hardware is not None and arguments.flops is None and ITEMSIZE[arguments.dtype] != 2:
-        raise ValueError(
-            f"--hardware {arguments.hardware} has the rate of 16-bit types, and --dtype is {arguments.dtype}. "
-            "Choose --dtype bfloat16, or give --flops."
-        )
     if arguments.hardware is None and None in (arguments.flops, arguments.bandwidth):
         missing = "--flops" if arguments.flops is None else "--bandwidth"
         raise ValueError(f"{missing} is missing: a time needs --flops and --bandwidth, or --hardware")
-    hardware = PRESETS.get(arguments.hardware, Hardware(0, 0))._replace(**given)
+    itemsize = ITEMSIZE[arguments.dtype]
+    machine = Machine(Hardware(0, 0), itemsize, None, "given")
+    if arguments.hardware is not None:
+        machine = machine_of(arguments.hardware)
+        if arguments.flops is None and itemsize != machine.itemsize:
+            raise ValueError(
+                f"--hardware {arguments.hardware} has the rate of {8 * machine.itemsize}-bit types, and --dtype is "
+                f"{arguments.dtype}. Choose --dtype {'bfloat16' if machine.itemsize == 2 else 'float32'}, or give "
+                "--flops."
+            )
+    if arguments.flops is not None:
+        given["backward_flops_per_second"] = None
+    hardware = machine.hardware._replace(**given)
     for name, value, is_fine in (
         ("--flops", hardware.flops_per_second, 0 < hardware.flops_per_second < math.inf),
         ("--bandwidth", hardware.bytes_per_second, 0 < hardware.bytes_per_second < math.inf),
@@ -248,7 +311,12 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware | None:
     ):
         if not is_fine:
             raise ValueError(f"{name} must be a positive number{', or 0' * (name == '--latency')}, got {value}")
-    return hardware
+    source = (
+        f"{machine.source}; {', '.join(names[i] for i in range(3) if values[i] is not None)} as given"
+        if given
+        else machine.source
+    )
+    return machine._replace(hardware=hardware, source=source if arguments.hardware else "as given")
 
 
 def split(arguments: argparse.Namespace, seq_len: int) -> tuple[Shard, ...]:

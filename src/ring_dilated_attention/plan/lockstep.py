@@ -167,8 +167,9 @@ class Lockstep:
         most = self._forward(hardware) + self._backward(hardware)
         if not self.pattern.is_causal or not self.straddling:
             return Bounds(most, most)
-        handshakes = 2 * hardware.latency_seconds
-        work = self._seconds(self.pairs_of(self.busiest), 7, hardware)
+        handshakes = 2 * hardware.handshake
+        busiest = self.pairs_of(self.busiest)
+        work = self._seconds(busiest, 2, hardware, 0) + self._seconds(busiest, 5, hardware, 0)
         ways = self.largest_sent()[1] / hardware.bytes_per_second
         # The first chunk of a ring reaches its last rank hop by hop, in both stages.
         unit = self.sizes.unit * self.sizes.itemsize / hardware.bytes_per_second
@@ -177,29 +178,29 @@ class Lockstep:
         return Bounds(least, max(most, least))
 
     def _forward(self, hardware: Hardware) -> float:
-        handshake = hardware.latency_seconds if self.num_ranks > 1 else 0.0
+        handshake = hardware.handshake if self.num_ranks > 1 else 0.0
         now, way = handshake, _Way(hardware)
         arrives = way.carry(now, self._chunk_bytes(1))
-        now += self._seconds(self._home_pairs, 2, hardware)
+        now += self._seconds(self._home_pairs, 2, hardware, self._home_calls)
         for hop in range(1, self.num_hops + 1):
             now = max(now, arrives)
             arrives = way.carry(now, self._chunk_bytes(hop + 1))
-            now += self._seconds(self._hop_pairs(hop), 2, hardware)
+            now += self._seconds(self._hop_pairs(hop), 2, hardware, self._hop_calls(hop))
         return now
 
     def _backward(self, hardware: Hardware) -> float:
         """As `program.py` orders it: gradients leave one hop behind the chunks, finished ones first."""
-        handshake = hardware.latency_seconds if self.num_ranks > 1 else 0.0
+        handshake = hardware.handshake if self.num_ranks > 1 else 0.0
         now, way = handshake, _Way(hardware)
         arrives = way.carry(now, self._chunk_bytes(1))
-        now += self._seconds(self._home_pairs, 5, hardware)
+        now += self._seconds(self._home_pairs, 5, hardware, self._home_calls)
         onward = left = 0.0
         for hop in range(1, self.num_hops + 1):
             now = max(now, arrives)
             arrives = way.carry(now, self._chunk_bytes(hop + 1))
             first = next(branch.tiles[0] for branch in self.straddling.values() if branch.group > hop)
-            now = max(now + self._seconds(first, 5, hardware), onward)
-            now += self._seconds(self._hop_pairs(hop) - first, 5, hardware)
+            now = max(now + self._seconds(first, 5, hardware, 1), onward)
+            now += self._seconds(self._hop_pairs(hop) - first, 5, hardware, self._hop_calls(hop) - 1)
             now = max(now, left)
             finished, goes_on = self._gradient_bytes(hop)
             left = 0.0
@@ -227,8 +228,19 @@ class Lockstep:
         finished = [b.rows * unit for b in here if self.pattern.is_causal or b.group == hop + 1]
         return finished, [b.rows * unit for b in here if b.group > hop + 1]
 
-    def _seconds(self, num_pairs: int, products: int, hardware: Hardware) -> float:
-        return products * 2 * self.sizes.head_dim * self.sizes.batch * num_pairs / hardware.flops_per_second
+    @cached_property
+    def _home_calls(self) -> int:
+        shards = make_shards("contiguous", (self.length,) * min(2, self.num_ranks))
+        lengths = [min(w, 2 * self.length) if w > self.length else w for w in self.pattern.segment_lengths]
+        small = _with_lengths(self.pattern, lengths)
+        return len(make_plan(small, shards, 0, self.num_heads, self.num_kv_heads).local)
+
+    def _hop_calls(self, hop: int) -> int:
+        return sum(len(branch.tiles) for branch in self.straddling.values() if branch.group > hop)
+
+    def _seconds(self, num_pairs: int, products: int, hardware: Hardware, calls: int) -> float:
+        flops = products * 2 * self.sizes.head_dim * self.sizes.batch * num_pairs
+        return hardware.compute_seconds(flops, backward=products == 5, calls=calls)
 
     @cached_property
     def _candidates(self) -> list[int]:

@@ -1,7 +1,8 @@
 """What a `LongNetLM` holds, computes and takes on a mesh of ranks, part by part. Numbers only, no torch.
 
-Ranks are data parallel times sequence parallel: each group of `sequence` ranks shares a sequence, and `data` groups have
-sequences of their own. With `shards` > 1 parameters, gradients and optimiser state are cut over so many ranks (FSDP2).
+Ranks are data parallel times sequence parallel: each group of `sequence` ranks shares a sequence, and `data` groups
+have sequences of their own. With `shards` > 1 parameters, gradients and optimiser state are cut over so many ranks
+(FSDP2).
 
 Saved for backward, in numbers per position of a rank, where E is the width, F that of the feed-forward, H and G the
 heads and D their size:
