@@ -7,7 +7,7 @@ TRITON ?= $(if $(filter torch==2.13.0,$(TORCH)),triton==3.7.1)
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: run test gpu faults bench clean
+.PHONY: run test gpu faults fuzz bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -23,7 +23,7 @@ test: $(VENV)/.installed
 	$(BIN)/ruff check src benchmarks tests examples
 	$(BIN)/ruff format --check src benchmarks tests examples
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 # On a machine with a GPU, where torch is to be the build for it: make gpu TORCH=torch
 gpu: $(VENV)/.installed
@@ -36,6 +36,10 @@ gpu: $(VENV)/.installed
 # 30 trials of each kind: ranks that are killed, stopped, or raise. `make test` has one of each.
 faults: $(VENV)/.installed
 	$(BIN)/python tests/fault_trials.py
+
+# Random and hostile use. `make test` has 200 cases of each kind; here are 2,000, and proofs that they notice what breaks.
+fuzz: $(VENV)/.installed
+	$(BIN)/python tests/fuzz.py --prove
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --all

@@ -9,6 +9,8 @@ from typing import Any
 
 from ring_dilated_attention.commands.output import check_writable, progress_bar, stepper
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.commands.terminal import guarded
+from ring_dilated_attention.training.files import check_mine
 
 from . import (
     billion,
@@ -22,6 +24,7 @@ from . import (
     memory,
     million,
     overlap,
+    packing,
     ranks,
     scaling,
     sent,
@@ -29,7 +32,7 @@ from . import (
     torch_ring,
 )
 from .gate import GateError
-from .record import Record, for_terminal, make_record, page_of, write_page, write_record
+from .record import Record, for_terminal, is_record, make_record, page_of, write_page, write_record
 
 CASES: dict[str, ModuleType] = {
     "flops": flops,
@@ -43,6 +46,7 @@ CASES: dict[str, ModuleType] = {
     "million": million,
     "billion": billion,
     "crossover": crossover,
+    "packing": packing,
     "slides": slides,
     "gpu": gpu,
     "gpu_memory": gpu_memory,
@@ -81,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="where records go; the page goes beside it (default: those of the clone)",
     )
-    return run(parser.parse_args(argv))
+    return guarded("python -m benchmarks", lambda: run(parser.parse_args(argv)), is_process=argv is None)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -102,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         if names and arguments.page:
             raise ValueError("--page only makes the page from the records; leave out --page, since cases make it too")
         if is_kept or arguments.page:
-            check_folder(folder, is_empty_fine=bool(names))
+            check_folder(folder, names)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -122,20 +126,26 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{name}: {for_terminal(CASES[name].table(rows))}\n")
         if is_kept:
             print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
-    if is_kept or arguments.page:
-        print(f"page: {write_page(folder, {name: module.table for name, module in CASES.items()})}")
+    try:
+        if is_kept or arguments.page:
+            print(f"page: {write_page(folder, {name: module.table for name, module in CASES.items()})}")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 
-def check_folder(folder: Path, *, is_empty_fine: bool) -> None:
-    """Raise ValueError, before anything is measured, unless records and their page can be written."""
+def check_folder(folder: Path, names: Sequence[str]) -> None:
+    """Raise ValueError, before anything is measured, unless the records of these cases and the page can be written."""
     page_of(folder)
-    if not is_empty_fine and not any((folder / f"{name}.json").exists() for name in CASES):
+    if not names and not any((folder / f"{name}.json").exists() for name in CASES):
         raise ValueError(
             f"--page: there are no records in {folder}. Name the folder that holds them with --results, or run a case."
         )
-    if is_empty_fine:
+    if names:
         check_writable("--results", folder)
+    for name in names:
+        check_mine(folder / f"{name}.json", is_record, "python -m benchmarks")
 
 
 def why_not(case: ModuleType, *, is_quick: bool) -> str | None:

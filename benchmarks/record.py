@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ring_dilated_attention.training.files import write_whole
 from ring_dilated_attention.training.report import hardware, versions
 
 Record = dict[str, Any]
@@ -39,8 +40,29 @@ def make_record(
 def write_record(record: Record, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['case']}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_whole(path, (json.dumps(record, indent=1) + "\n").encode(), is_record, "python -m benchmarks")
     return path
+
+
+def is_record(content: bytes) -> bool:
+    """Whether a file is a record, so that another may take its place."""
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and isinstance(record.get("rows"), list) and "bench" in str(record.get("command"))
+
+
+def read_record(path: Path) -> Record:
+    """A record that was written before.
+
+    Raises:
+        ValueError: if the file is none.
+    """
+    content = path.read_bytes()
+    if not is_record(content):
+        raise ValueError(f"{path} is no record of python -m benchmarks: run its case again")
+    return dict(json.loads(content))
 
 
 def page_of(folder: Path) -> Path:
@@ -50,12 +72,16 @@ def page_of(folder: Path) -> Path:
         ValueError: if it is somebody else's.
     """
     page = folder.parent / "README.md"
-    if page.exists() and MADE_BY not in page.read_text(errors="replace"):
+    if page.exists() and not is_page(page.read_bytes()):
         raise ValueError(
             f"the page of the records in {folder} would be {page}, which python -m benchmarks did not make. Choose a "
             f"--results folder in one of its own, such as {folder.parent / 'benchmarks' / (folder.name or 'results')}"
         )
     return page
+
+
+def is_page(content: bytes) -> bool:
+    return MADE_BY.encode() in content
 
 
 def write_page(folder: Path, render: Mapping[str, Callable[[list[dict[str, Any]]], str]]) -> Path:
@@ -69,11 +95,11 @@ def write_page(folder: Path, render: Mapping[str, Callable[[list[dict[str, Any]]
     for name, table in render.items():
         path = folder / f"{name}.json"
         if path.exists():
-            record = json.loads(path.read_text())
+            record = read_record(path)
             parts += ["", f"## {name}", "", table(record["rows"]), "", provenance(record)]
     page = page_of(folder)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text("\n".join(parts) + "\n")
+    write_whole(page, ("\n".join(parts) + "\n").encode(), is_page, "python -m benchmarks")
     return page
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -96,6 +97,31 @@ def test_what_cannot_be_written_is_refused_before_it_is_measured(arguments, mess
     assert error.count("\n") == 1
     assert (tmp_path / "project" / "README.md").read_text() == OTHERS_PAGE
     assert not (tmp_path / "none").exists()
+
+
+def test_a_record_of_somebody_else_is_refused(tmp_path, monkeypatch, capsys):
+    """Before anything is measured, and where a page is to be made from it."""
+    monkeypatch.setattr("benchmarks.command.run_case", None)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "linear.json").write_text("[]")
+    assert command.main(["linear", "--quick", "--results", str(tmp_path / "results")]) == 2
+    assert "linear.json was not made by python -m benchmarks, and nothing is written" in capsys.readouterr().err
+    assert command.main(["--page", "--results", str(tmp_path / "results")]) == 2
+    assert "linear.json is no record of python -m benchmarks: run its case again" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["results", "linear.json"]
+
+
+def test_a_full_disk_is_a_sentence(tmp_path, capsys):
+    """No file may grow beyond 100 bytes: what the system says then is what it says of a full disk."""
+    shutil.copytree(Path(__file__).parent.parent / "benchmarks" / "results", tmp_path / "results")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        assert command.main(["--page", "--results", str(tmp_path / "results")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capsys.readouterr().err == f"python -m benchmarks: {tmp_path}/README.md: File too large\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]
 
 
 def test_a_page_is_made_anew(tmp_path):

@@ -127,3 +127,25 @@ def test_a_timeout_is_a_positive_number(seconds, capsys):
     """Catches a wait that never ends, and one that ends before it began."""
     assert cli.main(["check", "--timeout", seconds]) == 2
     assert f"--timeout must be a positive number of seconds, got {seconds}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--ranks", "2", "91"], "--ranks 91 share the 90 positions of the shortest case, so that 1 of them would own"),
+        (["--timeout", "nan"], "--timeout must be a positive number of seconds, got nan"),
+        (["--timeout", "1e300"], "--timeout must be at most 86,400 seconds, a day, got 1e+300"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(arguments, message, capsys):
+    assert cli.main(["check", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_case_divides_among_seven_ranks():
+    """Catches the worst of no results."""
+    trials, rows = check.plan_trials(7)
+    assert not any(trial.exchange == "all_to_all" for trial in trials)
+    reasons = {row.reason for row in rows if (row.exchange, row.backend) == ("all_to_all", "cpu")}
+    assert reasons == {"no case has key/value heads that divide among 7 ranks"}

@@ -191,7 +191,7 @@ class LateLink(VirtualLink):
 class TimedKernel:
     """The CPU kernel; a call takes its FLOPs, counted from the tensors."""
 
-    IN_PLACE = False
+    IN_PLACE, TRAITS = False, cpu.TRAITS
 
     def __init__(self, clock, hardware):
         self.clock, self.hardware = clock, hardware

@@ -1,11 +1,18 @@
-"""What all commands have in common: they do without the extra packages, and end well when nobody reads on."""
+"""What all commands have in common: they do without the extra packages, and end well whatever their streams do."""
 
+import os
+import random
+import re
+import resource
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from ring_dilated_attention.commands import cli, output
+from ring_dilated_attention.commands import cli, interrupts, limits, output
 
 PLAN = ["plan", "--seq-len", "4096", "--ranks", "32", "--segment-lengths", "4096", "--dilation-rates", "1"]
 EXTRA = ("tqdm", "numpy", "matplotlib", "safetensors")
@@ -59,3 +66,164 @@ def test_nobody_reads_on(more):
     process.stderr.close()
     assert process.wait(timeout=60) == 141
     assert error == ""
+
+
+def command(*arguments, **options):
+    """`rda` in a process of its own."""
+    words = [sys.executable, "-m", "ring_dilated_attention.commands.cli", *arguments]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.parametrize("stream", ["/dev/full", "closed"])
+@pytest.mark.parametrize(("more", "code"), [(["4"], 0), (["4", "--json"], 0), (["0"], 2)])
+def test_output_that_cannot_be_written(stream, more, code):
+    """Catches a traceback of a full disk, at once or at exit, and of a stream that is closed."""
+    arguments = [*PLAN, "--ranks", *more]
+    if stream == "closed":
+        process = command(*arguments, preexec_fn=lambda: os.close(1))
+    else:
+        with open(stream, "w") as full:
+            process = command(*arguments, stdout=full)
+        code = 2
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    expected = "--ranks must be at least 1, got 0\n" if more == ["0"] else "rda plan: No space left on device\n"
+    assert error == (expected if code == 2 else "")
+
+
+@pytest.mark.parametrize("more", [["--picture"], ["--kernel", "triton"], ["--ranks", "1", "--kernel", "triton-fused"]])
+def test_a_terminal_without_letters(more, tmp_path):
+    """Everything that is printed is ASCII; what a user's path has beyond is shown by number."""
+    if more == ["--picture"]:
+        more = [*more, str(tmp_path / "B\u00fccher")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    process = command(*PLAN, "--ranks", "4", *more, env=environment, stdout=subprocess.PIPE)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "\\" not in out
+    assert ("B\\xfccher" in error) == ("--picture" in more)
+
+
+@pytest.mark.parametrize("name", ["", *cli.SUBCOMMANDS])
+def test_help_is_ascii(name, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*filter(None, [name]), "--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.isascii()
+
+
+@pytest.mark.parametrize("arguments", [["check", "--ranks", "1", "2"], ["slice", "--plan"]], ids=" ".join)
+def test_interrupted_at_any_time(arguments):
+    """Ctrl-C while torch is imported, here or in the process that ranks are forked from, or later. One line, and nobody
+    is left: whoever is would keep the pipe open."""
+    seconds = random.Random(0)
+    processes = []
+    for _ in range(3):
+        process = command(*arguments, stdout=subprocess.DEVNULL, start_new_session=True)
+        wait_for(lambda pid=process.pid: "torch" in Path(f"/proc/{pid}/maps").read_text())
+        time.sleep(seconds.uniform(0, 1.5))
+        os.killpg(process.pid, signal.SIGINT)
+        processes.append(process)
+    for process in processes:
+        error = process.communicate(timeout=60)[1]
+        assert process.returncode == 130
+        assert error.endswith(f"\nrda {arguments[0]}: interrupted\n")
+        assert "Traceback" not in error
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_is_held_back_comes_at_the_end():
+    """Catches an interrupt that is lost, and one that comes while processes are started."""
+    reached = []
+
+    def start_something():
+        with interrupts.held_back():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        start_something()
+    assert reached == [True]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+PICTURES = [*PLAN, "--ranks", "2", "--picture"]
+SLICE = ["slice", "--seq-len", "64", "--ranks", "4", "--heads", "1", "--head-dim", "8", "--record"]
+
+
+@pytest.mark.parametrize("arguments", [[*PICTURES, "out"], [*SLICE, "out/pattern.png"]], ids=["plan", "slice"])
+def test_nothing_of_somebody_else_is_overwritten(arguments, tmp_path, monkeypatch, capsys):
+    """What a command made itself it makes anew."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert cli.main(arguments) == 0
+    Path("out/pattern.png").write_text("mine")
+    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    capsys.readouterr()
+    assert cli.main(arguments) == 2
+    out, error = capsys.readouterr()
+    assert re.fullmatch(r"out/pattern.png was not made by rda \w+ --\w+, and nothing is written over it\..*\n", error)
+    assert out == ""
+    assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
+
+
+@pytest.mark.parametrize("arguments", [[*PICTURES, "a/b/out"], [*SLICE, "a/b/out/record"]], ids=["plan", "slice"])
+def test_refused_commands_make_no_folder(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*arguments, "--kv-heads", "5"]) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert cli.main(arguments) == 0
+    assert len(list(Path("a/b/out").iterdir())) == (2 if arguments[0] == "plan" else 1)
+
+
+@pytest.mark.parametrize("arguments", [[*PICTURES, "out"], [*SLICE, "out/record"]], ids=["plan", "slice"])
+def test_a_full_disk_is_a_sentence(arguments, tmp_path, monkeypatch, capsys):
+    """No file may grow beyond 100 bytes: what the system says then is what it says of a full disk."""
+    monkeypatch.chdir(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        assert cli.main(arguments) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = capsys.readouterr().err
+    assert re.search(rf"rda {arguments[0]}: out/\S+: File too large\n$", error)
+    assert "Traceback" not in error
+    assert list(Path().iterdir()) == []
+
+
+def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):
+    def greedy(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("ring_dilated_attention.commands.plan.make_plans", greedy)
+    assert cli.main(PLAN) == 2
+    assert capsys.readouterr().err == "rda plan: there is not enough memory\n"
+
+
+def test_memory_is_said_with_its_arithmetic(monkeypatch):
+    monkeypatch.setattr(limits, "physical_bytes", lambda: 2e9)
+    limits.check_memory("it takes", 2e9, "leave it")
+    with pytest.raises(ValueError, match=r"^it takes 3\.0 GB, and this machine has 2\.0 GB of memory: leave it$"):
+        limits.check_memory("it takes", 3e9, "leave it")
+
+
+def test_a_bar_that_nobody_sees_ends_nothing(monkeypatch):
+    """Catches hours of training that end with the terminal that showed their progress."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with output.progress_bar(2, "step") as bar:
+            bar.update()
+            bar.set_postfix_str("second")
+        with pytest.raises(OSError, match="No space left"):
+            print("it is full", file=full, flush=True)
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # for what it still holds

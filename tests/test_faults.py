@@ -280,3 +280,37 @@ def test_what_is_complained_of(changes, complaint):
     complaints = judge(Fault(3, 2, "kill", "forward", "hop 1, keys and values"), reports, struck=100.0)
     assert bool(complaints) == (complaint is not None)
     assert complaint is None or re.search(re.escape(complaint), "\n".join(complaints))
+
+
+LEAVING = """
+import sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+parallel = ContextParallel()
+x = torch.randn(1, 8, 2, 8)
+time.sleep(rank)  # so long that rank 0 watches rank 1
+dilated_attention(x, x, x, DilatedPattern((16,), (1,)), parallel=parallel)
+
+class Slow:
+    def __del__(self, sleep=time.sleep, seconds=1 - rank / 2):
+        sleep(seconds)
+
+slow = Slow()  # goes when Python is ending: rank 1 leaves while rank 0 is at it
+"""
+
+
+def test_ranks_that_leave():
+    """Catches threads that come back from gloo when Python is ending, which aborts the process."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEAVING, str(rank), str(store.port)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    ends = [(process.communicate(timeout=120)[1], process.returncode) for process in ranks]
+    assert all(code == 0 for _, code in ends), ends

@@ -17,6 +17,7 @@ from ring_dilated_attention.plan import program
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.program import Packing
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards, split_lengths
 from ring_dilated_attention.ranks.held import Held
 from ring_dilated_attention.ranks.measuring import measuring
@@ -90,6 +91,23 @@ def test_sampled_ranks_of_many(num_ranks, sharding):
         rank_plan = plan_exchange("ring", pattern, shards, rank, 4, 4)
         planned = attention_memory(rank_plan.plan, Sizes(1, 64, 4), VISIBLE)
         assert tuple(peak.num_bytes for peak in planned) == held_peaks(rank_plan, Sizes(1, 64, 4), torch.float32)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_to_all"])
+def test_rows_that_are_copied_are_held(exchange, monkeypatch):
+    """Catches copies of a tile's rows that the plan does not hold, or that live longer than the kernel's call."""
+    always = VISIBLE._replace(packing=Packing(distance=1, num_bytes=1, max_rows=2000))
+    monkeypatch.setattr(cpu, "TRAITS", always)
+    pattern = DilatedPattern((100, 1000, 4001), (1, 3, 4), is_causal=True)
+    for num_ranks, batch, n in ((1, 1, 4096), (1, 2, 4001), (3, 2, 4096)):
+        shards = make_shards("contiguous", split_lengths(n, num_ranks))
+        for rank in range(num_ranks):
+            rank_plan = plan_exchange(exchange if num_ranks > 1 else "none", pattern, shards, rank, 6, 3)
+            planned = attention_memory(rank_plan.plan, Sizes(batch, 24, 4), always, rank_plan.dealing)
+            held = held_peaks(rank_plan, Sizes(batch, 24, 4), torch.float32)
+            assert tuple(peak.num_bytes for peak in planned) == held, (num_ranks, rank)
+            unpacked = attention_memory(rank_plan.plan, Sizes(batch, 24, 4), VISIBLE, rank_plan.dealing)
+            assert planned.forward.num_bytes != unpacked.forward.num_bytes
 
 
 def test_sixteen_bits_but_for_copies_inside_one_op():
@@ -272,8 +290,8 @@ def test_items_are_named_and_add_up():
         "dk",
         "dv",
         "lse",
-        "own K‖V chunks",
-        "received K‖V chunks",
+        "own chunks of K and V",
+        "received chunks of K and V",
     } <= names
 
 

@@ -69,7 +69,7 @@ class LateLink(SlowLink):
 class TimedKernel:
     """The CPU kernel; a call takes as long as it has (query, key) pairs."""
 
-    IN_PLACE = False
+    IN_PLACE, TRAITS = False, cpu.TRAITS
 
     def __init__(self, clock):
         self.clock = clock

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from ring_dilated_attention.commands import cli, plan, plan_large
+from ring_dilated_attention.commands import cli, limits, plan, plan_large
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.clock import Hardware, RankTime, model_step
 from ring_dilated_attention.plan.memory import Sizes
@@ -67,6 +67,13 @@ def test_pictures_are_made(tmp_path, capsys):
         (["--sharding", "zigzag", "--align", "8"], "--align 8 is for contiguous shards"),
         (["--documents", "4000", "95"], "--documents add up to 4095, and --seq-len is 4096"),
         (["--documents", "4096", "0"], "--documents must be at least 1 each, got 0"),
+        (["--ranks", "8192"], "--ranks 8,192 share the 4,096 positions of --seq-len, so that 4,096 of them would own"),
+        (["--ranks", str(2**21)], "--ranks must be at most 1,048,576, got 2097152"),
+        (["--seq-len", str(10**30)], "--seq-len must be at most 9,223,372,036,854,775,807 (64 bits), got 1000000"),
+        (["--segment-lengths", str(2**63)], "--segment-lengths must be at most 9,223,372,036,854,775,807 (64 bits)"),
+        (["--dilation-rates", str(2**63)], "--dilation-rates must be at most 9,223,372,036,854,775,807 (64 bits)"),
+        (["--heads", str(10**7)], "--heads must be at most 65,536, got 10000000"),
+        (["--batch", str(2**64)], "--batch must be at most"),
         (["--documents", "4096", "--picture", "x"], "--picture draws one document"),
         (["--documents", "4000", "96", "--batch", "2"], "so --batch must be 1, got 2. Leave out"),
         (["--picture", f"{__file__}/new"], "test_plan_command.py/new cannot be written: a file is in the way. Choose"),
@@ -81,6 +88,24 @@ def test_pictures_are_made(tmp_path, capsys):
 def test_bad_input_is_quoted(arguments, message, capsys):
     assert cli.main(["plan", *DENSE, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_plans_that_memory_cannot_hold_are_refused(monkeypatch, capsys):
+    """Catches an hour of work that ends for want of memory."""
+    monkeypatch.setattr(limits, "physical_bytes", lambda: 2e9)
+    common = ["plan", "--seq-len", "1048576", "--dilation-rates", "1", "--segment-lengths"]
+    assert cli.main([*common, "1048576", "--ranks", "1024", "--every-rank"]) == 2
+    assert "have about 1,048,576 hops, which take 2.1 GB, and this machine has 2.0 GB" in capsys.readouterr().err
+    assert cli.main([*common, "1024", "--ranks", "64"]) == 0  # nothing is shared
+
+
+def test_rates_that_no_list_holds(capsys):
+    """Catches a list of 10^11 phases, and a byte for each of 10^11 positions."""
+    numbers = ["--seq-len", str(10**11), "--segment-lengths", str(10**11), "--dilation-rates", "99999999977"]
+    assert cli.main(["plan", *numbers]) == 0
+    out = capsys.readouterr().out
+    assert "phases that no head reads: 12, 13, 14, 15, ... 99999999976 (99999999965 of them)\n" in out
+    assert "100.0% of the first 12,582,912 (query, head) pairs are in no branch" in out
 
 
 def test_it_does_not_import_torch():
@@ -257,8 +282,3 @@ def test_bounds_are_marked(capsys, monkeypatch):
     assert "100 ranks, by bounds from 1 sampled ranks of 100" in out
     assert "at least " in out
     assert "at most " in out
-
-
-def test_more_ranks_than_positions_are_refused(capsys):
-    assert cli.main(["plan", "--seq-len", "4", "--ranks", "8", *MANY]) == 2
-    assert "--ranks 8 is more than --seq-len 4 positions: 4 ranks would own nothing" in capsys.readouterr().err

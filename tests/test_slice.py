@@ -260,6 +260,51 @@ def test_a_record_that_cannot_be_written_is_refused_before_the_work(tmp_path, mo
         assert f"--record {path} cannot be written: {why}" in capsys.readouterr().err
 
 
+SHORT = ["slice", "--seq-len", "1024", "--ranks", "4", "--heads", "2", "--head-dim", "8"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--rank", "1"],
+        ["--segment-lengths", "64", "1024", "--dilation-rates", "1", "5"],
+        ["--seq-len", "1", "--ranks", "1", "--rank", "0"],  # one key: dq is 0, and no error is relative to it
+        # The two queries that are drawn for the second branch see one key, and two of which one weighs nearly all.
+        ["--seq-len", "64", "--segment-lengths", "16", "64", "--dilation-rates", "1", "65", "--seed", "5"],
+    ],
+)
+def test_a_short_job_is_verified(more, capsys):
+    """Below 2,048 positions LongNet has no branch that is as short; also where the pattern is given."""
+    assert cli.main([*SHORT, *more]) == 0
+    assert "within" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--rank", "4"], "--rank must be from 0 to 3, got 4"),
+        (["--ranks", "2048"], "--ranks 2,048 share the 1,024 positions of --seq-len, so that 1,024 of them"),
+        (["--seq-len", str(2**70), "--ranks", "2"], "--seq-len must be at most 1,099,511,627,776, got"),
+        (["--seq-len", str(2**40), "--ranks", str(2**30)], "--ranks must be at most 1,048,576, got 1073741824"),
+        (["--heads", "100000"], "--heads must be at most 65,536, got 100000"),
+        (["--seed", str(2**62)], "--seed must be from -2,305,843,009,213,693,951 to"),
+        (["--segment-lengths", str(2**64), "--dilation-rates", "1"], "--segment-lengths must be at most"),
+        (["--seq-len", str(2**40), "--ranks", "1", "--rank", "0"], "GB of memory: use more --ranks"),
+        (
+            ["--seq-len", "64", "--segment-lengths", "64", "--dilation-rates", "100", "--rank", "3"],
+            "rank 3 of 4 holds no row of any branch: there is nothing to verify. Leave out --rank",
+        ),
+        (["--segment-lengths", "64"], "dilation_rates is empty"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(more, message, capsys):
+    assert cli.main([*SHORT, *more]) == 2
+    out, error = capsys.readouterr()
+    assert message in error
+    assert (out, error.count("\n")) == ("", 1)
+
+
 def test_a_job_in_which_nothing_travels_is_refused():
     with pytest.raises(ValueError, match="nothing would travel"):
         choose_rank(Job(DilatedPattern((64,), (1,)), 256, 4))

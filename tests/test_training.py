@@ -1,4 +1,4 @@
-"""The main job: which bytes a step reads, what a checkpoint survives, and how the command ends."""
+"""The main job: which bytes a step reads, that a resumed run is the same run, and how the command ends."""
 
 import json
 import os
@@ -12,15 +12,13 @@ from pathlib import Path, PurePosixPath
 import pytest
 import torch
 from distributed import run as run_ranks
-from torch import nn
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
-from ring_dilated_attention.training import checkpoint as checkpoints
-from ring_dilated_attention.training.checkpoint import find_checkpoint, load_checkpoint, read_state, save_checkpoint
+from ring_dilated_attention.training.checkpoint import find_checkpoint
 from ring_dilated_attention.training.data import Document, load_document, source_files, strip_fasta
 from ring_dilated_attention.training.interrupt import StopRequest
-from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, make_optimizer, train
+from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, train
 from ring_dilated_attention.training.memory import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.report import summary, write_report
@@ -116,70 +114,6 @@ class TestDocument:
         document = load_document([], 32_768, 4)
         assert len(document.content) > 3e6
         assert Path(json.__file__).read_bytes() in document.content
-
-
-class TestCheckpoint:
-    @pytest.fixture
-    def trained(self):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-        optimizer = make_optimizer(model, Hyperparameters())
-        for _ in range(3):
-            model(torch.randn(5, 3)).square().sum().backward()
-            optimizer.step()
-        return model, optimizer
-
-    def test_restores_every_tensor(self, trained, tmp_path):
-        model, optimizer = trained
-        state = {"step": 3, "bits_per_byte": [8.1, 1 / 3]}
-        checkpoint = save_checkpoint(tmp_path, state, model, optimizer)
-        assert read_state(checkpoint) == state
-        other = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-        other_optimizer = make_optimizer(other, Hyperparameters())
-        load_checkpoint(checkpoint, other, other_optimizer)
-        for a, b in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(a, b)
-            assert optimizer.state[a].keys() == other_optimizer.state[b].keys() == {"step", "exp_avg", "exp_avg_sq"}
-            assert all(
-                torch.equal(optimizer.state[a][key], other_optimizer.state[b][key]) for key in optimizer.state[a]
-            )
-
-    def test_holds_no_pickle_and_only_the_newest_stays(self, trained, tmp_path):
-        for step in (3, 10, 9):
-            save_checkpoint(tmp_path, {"step": step}, *trained)
-        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000009"]
-        names = {path.name for path in find_checkpoint(tmp_path).iterdir()}
-        assert names == {"model.safetensors", "optimizer.safetensors", "state.json"}
-
-    @pytest.mark.parametrize("failing", ["save_file", "_flush", "rename"])
-    def test_failure_while_writing_leaves_the_last_one_whole(self, trained, tmp_path, monkeypatch, failing):
-        before = save_checkpoint(tmp_path, {"step": 3}, *trained)
-
-        def fail(*_):
-            raise OSError("disk full")
-
-        with monkeypatch.context() as patch:
-            if failing == "save_file":
-                patch.setattr("safetensors.torch.save_file", fail)
-            elif failing == "_flush":
-                patch.setattr(checkpoints, "_flush", fail)
-            else:
-                patch.setattr(Path, "rename", fail)
-            with pytest.raises(OSError, match="disk full"):
-                save_checkpoint(tmp_path, {"step": 6}, *trained)
-        assert find_checkpoint(tmp_path) == before
-        load_checkpoint(before, *trained)
-        after = save_checkpoint(tmp_path, {"step": 6}, *trained)
-        assert list(tmp_path.iterdir()) == [after]
-
-    def test_damaged_file_is_named(self, trained, tmp_path):
-        checkpoint = save_checkpoint(tmp_path, {"step": 3}, *trained)
-        (checkpoint / "state.json").write_text("{")
-        with pytest.raises(ValueError, match=r"state\.json cannot be read"):
-            read_state(checkpoint)
-        (checkpoint / "model.safetensors").write_bytes(b"\0" * 20)
-        with pytest.raises(ValueError, match="checkpoint-000003 cannot be loaded"):
-            load_checkpoint(checkpoint, *trained)
 
 
 class TestLoop:
@@ -290,7 +224,8 @@ class TestCommand:
             form = ()
         assert main(["train", *tiny_arguments(data=data), *form]) == 2
         error = capsys.readouterr().err
-        assert re.fullmatch(f"rda train: {message}.*\n", error)
+        rank = "rank 0 on host .*: " if "WORLD_SIZE" in os.environ else ""
+        assert re.fullmatch(f"rda train: {rank}{message}.*\n", error)
         assert not Path("runs").exists()
 
     @pytest.mark.parametrize(
@@ -308,20 +243,33 @@ class TestCommand:
                 "2 key/value heads do not divide among 3 ranks: 2 mod 3 = 2. Choose",
             ),
             ({"resume": "."}, "--resume .: there is no checkpoint in this folder"),
+            ({"ranks": 49}, "--ranks 49 share the 48 positions of --seq-len, so that 1 of them would own none"),
+            ({"learning_rate": "1e300"}, "--learning-rate 1e+300 must be from -1e+30 to 1e+30"),
+            ({"weight_decay": "1e39"}, "--weight-decay 1e+39 must be from -1e+30 to 1e+30"),
+            ({"learning_rate": "1e30", "weight_decay": 2}, "1e+30 times --weight-decay 2.0 must be at most 1e+30"),
+            ({"dilation_rates": (1, 2**40 + 1)}, "--dilation-rates 1099511627777 must be from -1,099,511,627,776 to"),
+            ({"seed": 2**64}, "--seed 18446744073709551616 must be from -9,223,372,036,854,775,807 to"),
+            ({"seed": -(2**64)}, "--seed -18446744073709551616 must be from -9,223,372,036,854,775,807 to"),
+            ({"segment_lengths": (8, 2**63)}, "--segment-lengths 9223372036854775808 must be from"),
+            ({"steps": 10**30}, "--steps 1000000000000000000000000000000 must be from"),
+            ({"num_layers": 10**6}, "--num-layers 1000000 must be at most 10,000"),
+            ({"embed_dim": 10**9}, "AdamW's moments, on every rank, take 3.8e+11 GB, and this machine has"),
+            ({"held_out_windows": 10**6}, "pass more --data, or fewer --held-out-windows"),
+            ({"data": "/dev/zero"}, "cannot read /dev/zero: it is a device, which may have no end"),
         ],
     )
     def test_bad_options_are_exit_code_2(self, changes, message, capsys):
-        assert main(["train", *tiny_arguments(data="text.txt", **changes)]) == 2
+        assert main(["train", *tiny_arguments(**{"data": "text.txt", **changes})]) == 2
         assert message in capsys.readouterr().err
 
     def test_ranks_must_be_those_of_torchrun(self, monkeypatch, capsys):
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert main(["train", "--ranks", "3"]) == 2
-        assert capsys.readouterr().err == ""  # rank 0 says it
-        monkeypatch.setenv("RANK", "0")
-        assert main(["train", "--ranks", "3"]) == 2
-        assert "--ranks 3, but torchrun started WORLD_SIZE=2 ranks" in capsys.readouterr().err
+        assert re.match("rda train: rank 1 on .*: --ranks 3, but torchrun started", capsys.readouterr().err)
+        monkeypatch.setenv("WORLD_SIZE", "two")
+        assert main(["train"]) == 2
+        assert "WORLD_SIZE=two in the environment, where a launcher sets a number" in capsys.readouterr().err
 
     def test_json_and_what_a_resumed_run_refuses(self, capsys):
         arguments = tiny_arguments(data="text.txt")
@@ -362,6 +310,21 @@ class TestCommand:
         wait_for(lambda: Path("run/record.json").exists(), None)
         assert json.loads(Path("run/record.json").read_text())["status"] == "interrupted"
 
+    def test_a_rank_that_is_killed_is_named(self):
+        """And the other one says whom it lost, in a line; nobody waits for anybody."""
+        words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
+        process = start(*words)
+        wait_for(lambda: find_checkpoint(Path("run")), process)
+        ranks = [path.parent for path in Path("/proc").glob("[0-9]*/stat") if parent_of(path) == process.pid]
+        (second,) = (int(rank.name) for rank in ranks if b"\0RANK=1\0" in (rank / "environ").read_bytes())
+        os.kill(second, signal.SIGKILL)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "Traceback" not in error
+        assert re.search(r"\nrda train: rank 0 on host \S+ lost another: ", error)
+        last = r"\nrda train: the ranks failed: rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-\d+\n$"
+        assert re.search(last, error)
+
     @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
     def test_help_needs_no_torch(self, arguments):
         start = "import sys; from ring_dilated_attention.commands.cli import main; sys.modules['torch'] = None"
@@ -373,6 +336,13 @@ class TestCommand:
 def start(*arguments, output=subprocess.PIPE):
     command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", "--save-every", "5", *arguments]
     return subprocess.Popen(command, stdout=output, stderr=output, text=True)
+
+
+def parent_of(path):
+    try:
+        return int(path.read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return None
 
 
 def wait_for(condition, process, seconds=120):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from operator import index
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ HEAD_RULES = ("all", "split")
 
 # A segment this long is its whole document, whatever the length: more positions than any sequence has, an int64 still.
 WHOLE_DOCUMENT = 2**62
+_MOST_LISTED = 8  # phases, of those that `explain` lists
 
 
 class Branch(NamedTuple):
@@ -216,18 +217,23 @@ class DilatedPattern:
         return tuple(group for s, heads in equal_held for group in _aligned(heads, s, ratio))
 
     def without_keys(self, num_heads: int, lengths: Sequence[int] | None = None) -> tuple[int, int]:
-        """(query, head) pairs that no branch has, so that out is 0 there, and how many pairs there are in all.
+        """(query, head) pairs that no branch has, so that out is 0 there, and how many pairs were looked at.
 
         Args:
-            lengths: of the documents; by default one, as long as the pattern takes to repeat itself, but 2^20 at most.
+            lengths: of the documents; by default one, as long as the pattern takes to repeat itself. Where that takes
+                more than 2^20 positions, the first 2^20 of a document stand for it (fewer where more than 64 heads
+                differ).
         """
         longest = max(lengths) if lengths is not None else math.inf
         # (t mod w) mod r repeats after r where r divides w or nothing is longer than w, and else after w.
         period = math.lcm(*(w if w % r and w < longest else r for w, r in self.branches))
-        lengths = lengths if lengths is not None else [min(period, 2**20)]
         heads = Counter(
             tuple(self.phase_of(i, h, num_heads) for i in range(len(self.branches))) for h in range(num_heads)
         )
+        most = min(2**20, max(2**10, 2**26 // len(heads)))
+        if period > most:
+            lengths = [min(length, most) for length in lengths or [most]]
+        lengths = lengths if lengths is not None else [period]
         count = 0
         for phases, num_alike in heads.items():
             seen = self._seen(phases, min(period, max(lengths)))
@@ -260,16 +266,23 @@ class DilatedPattern:
             length, rate = branch
             phases = [self.phase_of(i, h, num_heads) for h in range(num_heads)]
             read = {p for p in phases if p is not None}
-            unread = [s for s in range(min(rate, length)) if s not in read]
+            phases_there = range(min(rate, length))
+            num_unread = len(phases_there) - sum(p in phases_there for p in read)
             heads = self.heads_of(i, num_heads)
             share = f"heads {heads.start}..{heads.stop - 1}" if self.heads == "split" else f"all {num_heads} heads"
-            note = f"; phases that no head reads: {_shorten(unread)}" if unread else "; every phase is read"
+            note = "; every phase is read"
+            if num_unread:  # there may be more than memory can list
+                some = islice((s for s in phases_there if s not in read), _MOST_LISTED + 1)
+                last = next(s for s in reversed(phases_there) if s not in read)
+                note = f"; phases that no head reads: {_shorten(list(some), num_unread, last)}"
             if rate > length:
                 note += "; r > w: a segment has one row of a phase at most, so that a query sees only itself"
-            lines.append(f"branch {i} ({branch}): {share} read phases {_shorten(sorted(read))}{note}")
+            listed = _shorten(sorted(read), len(read), max(read, default=0))
+            lines.append(f"branch {i} ({branch}): {share} read phases {listed}{note}")
         without, pairs = self.without_keys(num_heads, lengths)
         if without:
-            lines.append(f"{without / pairs:.1%} of all (query, head) pairs are in no branch: no key, and out is 0")
+            which = f"the first {pairs:,}" if lengths is not None and pairs < num_heads * sum(lengths) else "all"
+            lines.append(f"{without / pairs:.1%} of {which} (query, head) pairs are in no branch: no key, and out is 0")
         return "\n".join(lines)
 
 
@@ -343,7 +356,8 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _shorten(numbers: list[int]) -> str:
-    if len(numbers) > 8:
-        return f"{', '.join(map(str, numbers[:4]))}, ... {numbers[-1]} ({len(numbers)} of them)"
+def _shorten(numbers: list[int], num_all: int, last: int) -> str:
+    """Numbers in words, given the first of them: all of a few, of more the first four and the last."""
+    if num_all > _MOST_LISTED:
+        return f"{', '.join(map(str, numbers[:4]))}, ... {last} ({num_all} of them)"
     return ", ".join(map(str, numbers)) or "none"

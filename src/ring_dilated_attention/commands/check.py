@@ -19,10 +19,11 @@ from ..pattern import DilatedPattern
 from ..plan.exchange import EXCHANGES
 from ..ranks.context import ContextParallel
 from .compare import DTYPES, Case, Squares, measure, worst
+from .limits import check_at_least, check_ranks_fit
 from .output import progress_bar
 from .processes import Launch, RankFailedError, Worker, run_ranks
 
-SECONDS_PER_LAUNCH = 60
+SECONDS_PER_LAUNCH, MOST_SECONDS = 60, 86_400
 
 CASES = (
     Case("causal, n prime", DilatedPattern((16, 101), (1, 4), is_causal=True), 101, 2, 6, 6, 24),
@@ -90,6 +91,8 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
 
 
 def _why_not(trial: Trial) -> str | None:
+    if not trial.cases:
+        return f"no case has key/value heads that divide among {trial.num_ranks} ranks"
     reason = reasons(torch.empty(1, 1, 1, 8, dtype=trial.dtype, device=trial.device))[trial.backend]
     if reason is None and trial.device == "cuda" and torch.cuda.device_count() < trial.num_processes:
         return f"needs a GPU for each of {trial.num_processes} processes, there are {torch.cuda.device_count()}"
@@ -171,11 +174,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if min(arguments.ranks) < 1:
-        print(f"--ranks must be at least 1, got {min(arguments.ranks)}", file=sys.stderr)
-        return 2
-    if not 0 < arguments.timeout < math.inf:
-        print(f"--timeout must be a positive number of seconds, got {arguments.timeout:g}", file=sys.stderr)
+    try:
+        check_numbers(arguments)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     rows = check(arguments.ranks, arguments.timeout)
     if arguments.json:
@@ -183,6 +185,15 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(table(rows))
     return 1 if any(row.verdict == "failed" for row in rows) else 0
+
+
+def check_numbers(arguments: argparse.Namespace) -> None:
+    check_at_least("--ranks", min(arguments.ranks))
+    check_ranks_fit(max(arguments.ranks), min(case.seq_len for case in CASES), "the shortest case")
+    if not 0 < arguments.timeout < math.inf:
+        raise ValueError(f"--timeout must be a positive number of seconds, got {arguments.timeout:g}")
+    if arguments.timeout > MOST_SECONDS:
+        raise ValueError(f"--timeout must be at most {MOST_SECONDS:,} seconds, a day, got {arguments.timeout:g}")
 
 
 def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row]:

@@ -5,11 +5,13 @@ after the subcommand, for those that start other processes with it.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
+
+from .interrupts import leaving_at_once
+from .terminal import guarded
 
 
 class Subcommand(NamedTuple):
@@ -29,17 +31,17 @@ SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        try:
-            return run(list(sys.argv[1:] if argv is None else argv))
-        finally:
-            sys.stdout.flush()  # here, where it can be caught, and not at exit
-    except BrokenPipeError:  # whoever reads the output has enough of it, as in `rda plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest, which is flushed at exit
-        return 141  # as a shell reports SIGPIPE
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = f"rda {asked_for(arguments)}" if asked_for(arguments) in SUBCOMMANDS else "rda"
+    return guarded(command, lambda: run(arguments, command), is_process=argv is None)
 
 
-def run(arguments: list[str]) -> int:
+def asked_for(arguments: Sequence[str]) -> str:
+    """The first word that is no option; `rda` itself has none that takes a value."""
+    return next((word for word in arguments if not word.startswith("-")), "")
+
+
+def run(arguments: list[str], command: str) -> int:
     parser = argparse.ArgumentParser(
         prog="rda",
         description="Exact dilated attention on one device or many.",
@@ -54,17 +56,14 @@ def run(arguments: list[str]) -> int:
             description=subcommand.summary[0].upper() + subcommand.summary[1:] + ".",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if arguments[:1] == [name]:
-            chosen = import_module(subcommand.module, __package__)
+        if name == asked_for(arguments):
+            with leaving_at_once(command):
+                chosen = import_module(subcommand.module, __package__)
             chosen.add_arguments(subparser)
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
     assert chosen is not None
-    try:
-        return int(chosen.run(parsed))
-    except KeyboardInterrupt:
-        print(f"\nrda {parsed.command}: interrupted", file=sys.stderr)
-        return 130  # as a shell reports SIGINT
+    return int(chosen.run(parsed))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ any call.
 
 import sys
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from ..plan.plan import Hop, Message, Plan
 from ..plan.planner import make_plan
 from ..plan.sharding import Shard, make_shards, shard_length
 from ..plan.sharing import BranchShare, branch_shares
+from ..training.files import MADE_BY, check_mine, folder_made, is_our_picture, write_whole
 from .sketch import draw_panel, panels
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ INK, FAINT, EMPTY = "#222222", "#999999", "#F2F2F2"
 MOST_POSITIONS, MOST_HEADS, MOST_RANKS, MOST_COLUMNS = 64, 4, len(RANK_COLOURS), 4
 MOST_SEGMENTS = 64  # of a branch, as lines beside each other
 DPI = 160
+PICTURES = PATTERN_PICTURE, RING_PICTURE = ("pattern.png", "ring.png")
 
 
 def draw(folder: Path, pattern: DilatedPattern, shards: tuple[Shard, ...], num_heads: int) -> list[Path]:
@@ -39,11 +42,11 @@ def draw(folder: Path, pattern: DilatedPattern, shards: tuple[Shard, ...], num_h
     shares = branch_shares(pattern, shards, plans, num_heads, num_heads)
     seq_len = sum(map(shard_length, shards))
     if seq_len <= MOST_POSITIONS:
-        pictures = {"pattern.png": draw_pattern(pattern, seq_len, num_heads)}
+        pictures = {PATTERN_PICTURE: draw_pattern(pattern, seq_len, num_heads)}
     else:
-        pictures = {"pattern.png": draw_sketch(pattern, shards, shares)}
+        pictures = {PATTERN_PICTURE: draw_sketch(pattern, shards, shares)}
     if 1 < len(shards) <= MOST_RANKS:
-        pictures["ring.png"] = draw_ring(pattern, shards, plans, shares)
+        pictures[RING_PICTURE] = draw_ring(pattern, shards, plans, shares)
     return _save(folder, pictures)
 
 
@@ -67,10 +70,21 @@ def draw_sketch(pattern: DilatedPattern, shards: Sequence[Shard], shares: Sequen
 
 
 def _save(folder: Path, pictures: dict[str, "Figure"]) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
+    made = {}
     for name, figure in pictures.items():
-        figure.savefig(folder / name, dpi=DPI, metadata={"Software": None})
-    return [folder / name for name in pictures]
+        made[folder / name] = content = BytesIO()
+        figure.savefig(content, dpi=DPI, format="png", metadata={"Software": MADE_BY})
+    with folder_made(folder):
+        check_pictures(folder)
+        for path, content in made.items():
+            write_whole(path, content.getvalue(), is_our_picture, "rda plan --picture")
+    return list(made)
+
+
+def check_pictures(folder: Path) -> None:
+    """Raise ValueError if there are pictures of such names that were not made here."""
+    for name in PICTURES:
+        check_mine(folder / name, is_our_picture, "rda plan --picture")
 
 
 def branches_by_pair(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> list[list[list[int]]]:
@@ -311,8 +325,8 @@ def draw_readme(folder: Path) -> list[Path]:
     ring, shards = DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8, 8, 8, 8))
     plans = [make_plan(ring, shards, rank, 4, 4) for rank in range(4)]
     pictures = {
-        "pattern.png": draw_pattern(shown, 32, 4),
-        "ring.png": draw_ring(ring, shards, plans, branch_shares(ring, shards, plans, 4, 4)),
+        PATTERN_PICTURE: draw_pattern(shown, 32, 4),
+        RING_PICTURE: draw_ring(ring, shards, plans, branch_shares(ring, shards, plans, 4, 4)),
     }
     return _save(folder, pictures)
 

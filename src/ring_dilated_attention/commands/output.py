@@ -9,17 +9,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..training.files import LossyStream
+
 
 def check_writable(option: str, folder: Path, file: str | None = None) -> None:
-    """Make a folder now, so that work is not done whose result has no place.
+    """Before the work, so that none is done whose result has no place. Nothing is made yet.
 
     Raises:
-        ValueError: unless new files can be written to it, or this one.
+        ValueError: unless new files can be written to a folder, or to where it would be made; or to this file of it.
     """
     path = folder if file is None else folder / file
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        with tempfile.TemporaryFile(dir=there):
             pass
         if file is not None and path.exists():
             os.close(os.open(path, os.O_WRONLY))
@@ -58,7 +60,7 @@ def progress_bar(total: int, unit: str, *, is_shown: bool = True) -> Any:
         return _NoBar()
     from tqdm import tqdm
 
-    return tqdm(total=total, unit=unit, file=sys.stderr, dynamic_ncols=True)
+    return tqdm(total=total, unit=unit, file=LossyStream(sys.stderr), dynamic_ncols=True)
 
 
 class _NoBar:

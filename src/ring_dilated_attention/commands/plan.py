@@ -17,7 +17,10 @@ from ..plan.memory import AttentionMemory, Sizes, attention_memory
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
 from ..plan.sharing import branch_shares
 from . import plan_alternatives, plan_model
+from .figures import MOST_RANKS as MOST_DRAWN
+from .figures import check_pictures, draw
 from .hardware import ITEMSIZE, PRESETS, Machine, described, machine_of
+from .limits import MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_memory, check_ranks_fit
 from .numbers import amount, count
 from .output import check_writable, progress_bar
 from .plan_large import MOST_SECONDS, Large, add_options, closed, sampled, say_before, seconds_of_planning, text
@@ -36,6 +39,7 @@ from .plan_report import (
 )
 
 MOST_COMPARED = 64
+BYTES_PER_HOP = 2_000  # 1,024 ranks that share a segment took 2.1 GB
 
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi --dilation-rates 1 16 256
@@ -119,21 +123,23 @@ def run(arguments: argparse.Namespace) -> int:
         if is_model:
             plan_model.fill_in(arguments)
         complete(arguments)
+        check_numbers(arguments)
         pattern = pattern_of(arguments)
-        check_positive(arguments)
         machine = machine_for(arguments)
         hardware = None if machine is None else machine.hardware
         if is_model:
             return model(arguments, pattern, machine)
-        arguments.ranks = arguments.ranks or 1
-        check_ranks(arguments)
+        arguments.ranks = 1 if arguments.ranks is None else arguments.ranks
+        check_ranks_fit(arguments.ranks, arguments.seq_len)
         check_documents(arguments)
         check_picture(arguments)
         if arguments.alternatives:
             return compare_all(arguments, pattern, machine)
         shards = split(arguments, arguments.seq_len)
-        if arguments.ranks > MOST_COMPARED and not arguments.every_rank and large(pattern, shards, hardware, arguments):
+        is_each_needed = arguments.every_rank or arguments.picture is not None or arguments.ranks <= MOST_COMPARED
+        if not is_each_needed and large(pattern, shards, hardware, arguments):
             return 0
+        check_work(pattern, arguments)
         exchange = exchange_of(pattern, shards, arguments)
         plans = make_plans(pattern, shards, exchange.exchange, arguments)
         memories = [attention_memory(x.plan, sizes_of(arguments), TRAITS[arguments.kernel], x.dealing) for x in plans]
@@ -163,11 +169,12 @@ def run(arguments: argparse.Namespace) -> int:
         if compared:
             print(sharding_lines(compared))
     if arguments.picture is not None:
-        from .figures import MOST_RANKS as MOST_DRAWN
-        from .figures import draw
-
-        for path in draw(arguments.picture, pattern, shards, arguments.heads):
-            print(path, file=sys.stderr)
+        try:
+            pictures = draw(arguments.picture, pattern, shards, arguments.heads)
+        except ValueError as error:  # somebody put something there meanwhile
+            print(error, file=sys.stderr)
+            return 2
+        print(*pictures, sep="\n", file=sys.stderr)
         if arguments.ranks > MOST_DRAWN:
             print(f"no ring.png: it shows {MOST_DRAWN} ranks at most, and there are {arguments.ranks}", file=sys.stderr)
     return 0
@@ -208,21 +215,19 @@ def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
     )
 
 
-def check_positive(arguments: argparse.Namespace) -> None:
-    for name in ("seq_len", "ranks", "batch", "heads", "head_dim", "align", "memory", "tokens", "layers", "embed_dim"):
-        value = getattr(arguments, name)
-        if value is not None and not value >= 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+def check_numbers(arguments: argparse.Namespace) -> None:
+    for name in ("seq_len", "batch", "head_dim", "align", "memory", "layers", "embed_dim", "ffn_dim", "vocab"):
+        if getattr(arguments, name) is not None:
+            check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
+    if arguments.tokens is not None and not 1 <= arguments.tokens < math.inf:
+        raise ValueError(f"--tokens must be at least 1, got {arguments.tokens}")
+    if arguments.ranks is not None:
+        check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
+    check_at_least("--heads", arguments.heads, most=MOST_HEADS)
+    check_each("--segment-lengths", arguments.segment_lengths)
+    check_each("--dilation-rates", arguments.dilation_rates)
     if arguments.sharding == "zigzag" and arguments.align != 1:
         raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
-
-
-def check_ranks(arguments: argparse.Namespace) -> None:
-    if arguments.ranks > arguments.seq_len:
-        raise ValueError(
-            f"--ranks {arguments.ranks:,} is more than --seq-len {arguments.seq_len:,} positions: "
-            f"{arguments.ranks - arguments.seq_len:,} ranks would own nothing. Take fewer ranks."
-        )
 
 
 def complete(arguments: argparse.Namespace) -> None:
@@ -255,6 +260,19 @@ def compare_all(arguments: argparse.Namespace, pattern: DilatedPattern, machine:
     return 0
 
 
+def check_work(pattern: DilatedPattern, arguments: argparse.Namespace) -> None:
+    """Raise ValueError if the plans of all ranks would not fit the memory."""
+    largest_shard = -(-arguments.seq_len // arguments.ranks)
+    # How many ranks share a segment of each branch that no shard holds.
+    shared = [-(-w // largest_shard) for w in pattern.segment_lengths if w > largest_shard]
+    num_hops = arguments.ranks * sum(min(arguments.ranks, number) for number in shared)
+    check_memory(
+        f"the plans of {arguments.ranks:,} ranks have about {num_hops:,} hops, which take",
+        num_hops * BYTES_PER_HOP,
+        "plan fewer --ranks, or one of many with rda slice --plan",
+    )
+
+
 def check_documents(arguments: argparse.Namespace) -> None:
     lengths = arguments.documents
     if lengths is None:
@@ -279,6 +297,7 @@ def check_picture(arguments: argparse.Namespace) -> None:
     if find_spec("matplotlib") is None:
         raise ValueError("--picture needs matplotlib: pip install matplotlib")
     check_writable("--picture", arguments.picture)
+    check_pictures(arguments.picture)
 
 
 def machine_for(arguments: argparse.Namespace) -> Machine | None:

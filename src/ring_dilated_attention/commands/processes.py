@@ -1,17 +1,21 @@
-"""Several ranks on this machine, each a process of its own. For `rda check` and benchmarks; training uses torchrun."""
+"""Several ranks on this machine, each a process of its own, for `rda check` and benchmarks."""
 
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
+
+from ..training.launch import loopback_only
+from .interrupts import held_back
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 # torch._dynamo is what the first call of a custom op imports, for a second or two.
@@ -59,16 +63,19 @@ def run_ranks(
     start: Any = multiprocessing.get_context(_METHOD)
     if _METHOD == "forkserver":
         start.set_forkserver_preload(_PRELOADED)
+    resource_tracker.ensure_running()  # which unblocks SIGINT in passing
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         try:
-            for rank in range(launch.world_size):
-                ours, theirs = start.Pipe(duplex=False)
-                process = start.Process(target=_rank, args=(theirs, rank, launch, folder, function, args), daemon=True)
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
+            with held_back():  # so that every process that is started is known, and ended
+                for rank in range(launch.world_size):
+                    ours, theirs = start.Pipe(duplex=False)
+                    arguments = (theirs, rank, launch, folder, function, args)
+                    process = start.Process(target=_rank, args=arguments, daemon=True)
+                    process.start()
+                    theirs.close()
+                    processes.append(process)
+                    pipes.append(ours)
             return _collect(pipes, launch.seconds, on_report or (lambda rank, message: None))
         finally:
             for process in processes:
@@ -108,13 +115,13 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
     import torch.distributed as dist
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter, which ends this process
+    Thread(target=_end_with_the_starter, daemon=True).start()
     try:
         torch.set_num_threads(launch.num_threads)
         if launch.is_pinned and hasattr(os, "sched_setaffinity"):
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
+        os.environ |= loopback_only()  # all ranks are on this host
         if "nccl" in launch.backend:
             torch.cuda.set_device(rank)
         store = dist.FileStore(str(Path(folder) / "store"), launch.world_size)
@@ -129,3 +136,11 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
         pipe.send(("result", function(worker, *args)))
     except Exception:  # noqa: BLE001  whatever it was, the starter reports it
         pipe.send(("failure", traceback.format_exc()))
+
+
+def _end_with_the_starter() -> None:
+    """Should it be killed, nobody else would end this process."""
+    starter = multiprocessing.parent_process()
+    if starter is not None:
+        wait([starter.sentinel])
+        os._exit(1)

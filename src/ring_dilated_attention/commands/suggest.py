@@ -203,13 +203,13 @@ def _matters(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
         rest = percent(1 - row["reach_by_layer"][-1])
         why = "unread phases matter little: " if has_unread else ""
         return (
-            f"{why}after {most} layers all but {rest} is in reach. The rest are the ends of segments, behind the last row "
-            "that a wider branch reads there; more heads, or lower rates, leave fewer of them"
+            f"{why}after {most} layers all but {rest} is in reach. The rest are the ends of segments, behind the last "
+            "row that a wider branch reads there; more heads, or lower rates, leave fewer of them"
         )
     if has_unread:
         return (
-            f"unread phases do not matter to who can hear of whom: neighbours pass on what they hold, and after {layers} "
-            "layers nothing is out of reach"
+            f"unread phases do not matter to who can hear of whom: neighbours pass on what they hold, and after "
+            f"{layers} layers nothing is out of reach"
         )
     return f"after {layers} layer{'s' * (layers > 1)} nothing is out of reach"
 

@@ -1,25 +1,39 @@
-"""`rda train`: from options to a finished run, in one process, under torchrun, or as the launcher of torchrun.
+"""`rda train`: from options to a finished run, in one process, as the launcher of several, or as one of them.
 
 What can be refused is refused before any rank starts and before torch is imported.
 """
 
 import argparse
 import json
-import os
+import re
+import signal
+import socket
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..plan.exchange import EXCHANGES
 from ..training.checkpoint import find_checkpoint
+from ..training.files import in_words
 from ..training.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
-from ..training.launch import ABORTED, launch, under_torchrun
+from ..training.launch import launch, num_ranks_started, rank_started
 from ..training.options import Hyperparameters, add_hyperparameters
-from ..training.run import RECORD_FILE, Run, prepare
+from ..training.ownership import join_folder, own_folder
+from ..training.run import RECORD_FILE, Run, fingerprint, prepare
+from .interrupts import leaving_at_once
+from .limits import check_memory, check_ranks_fit
+from .terminal import UNREAD_EXIT_CODE, say
 
-USER_ERROR_EXIT_CODE = 2
+FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
+MEMORY = "use a smaller --embed-dim or fewer --num-layers"
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
+# What gloo says in a gradient's sum, which goes through torch's own group, when another rank has ended.
+LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
 EXAMPLES = """examples:
   rda train                                     one process, Python's standard library as the document
   rda train --ranks 2                           the same over two processes that share every sequence
@@ -31,8 +45,12 @@ EXAMPLES = """examples:
                                                 under a launcher of your own, also over several hosts
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
-(safetensors and JSON), record.json and loss.png. Exit codes: 0 done, 2 refused, 130 interrupted and saved; under a
-torchrun of your own they are the ranks' codes.
+(safetensors and JSON), record.json and loss.png; one run at a time has it. Exit codes: 0 done, 1 a rank was lost, 2 a
+sentence says what is wrong, 130 interrupted and saved; under a torchrun of your own they are the ranks' codes.
+
+With --ranks nobody beyond this machine can reach the ranks. torchrun opens its stores on every interface, and unpickles
+what it finds there: let no host but those of the job reach them (ports 29400 and 29500, unless you name others, and
+those that gloo picks).
 """
 
 
@@ -52,36 +70,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="steps between checkpoints; older ones are deleted (default 30)",
     )
     parser.add_argument("--json", action="store_true", help="print the record on stdout, all else on stderr")
-    parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # by `launch`, see interrupt.py
+    parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)  # by `launch`: where the ranks meet
     add_hyperparameters(parser.add_argument_group("hyperparameters", "kept by a resumed run"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        check_packages()
-        check_ranks(arguments.ranks)
-        prepared = prepare(arguments)
-        check_exchange(arguments.exchange, prepared.hyperparameters, num_ranks_of(arguments))
-        if is_first_rank():
-            prepared.folder.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        return refuse(error)
-    if prepared.is_complete and is_first_rank() and not arguments.launched:
-        print(
-            f"rda train: the run in {prepared.folder} is complete, all {prepared.hyperparameters.steps} steps of it; "
-            "only its report is made again",
-            file=sys.stderr,
-        )
-    if (arguments.ranks or 1) > 1 and not under_torchrun():
-        return launch_ranks(arguments, prepared)
-    try:
-        record = train_here(arguments, prepared)
+        if num_ranks_started() > 1:
+            return run_rank(arguments)
+        run = prepare_checked(arguments)
+        num_ranks = arguments.ranks or 1
+        is_unnamed = arguments.resume is None and arguments.run_folder is None
+        with own_folder(run.folder, must_be_new=is_unnamed, shares=num_ranks > 1) as folder:
+            run = replace(run, folder=folder)
+            return launch_ranks(arguments, run) if num_ranks > 1 else train_alone(arguments, run)
     except ValueError as error:  # the library's word to its user; anything else keeps its traceback
-        return refuse(error)
-    if record["status"] == "complete":
-        return 0
-    # The launcher reads the record; from any other code torchrun would make a traceback.
-    return 0 if arguments.launched else INTERRUPTED_EXIT_CODE
+        say(f"rda train: {error}")
+        return USER_ERROR_EXIT_CODE
+
+
+def prepare_checked(arguments: argparse.Namespace) -> Run:
+    """The run that is asked for, once everything that can be refused without torch was not.
+
+    Raises:
+        ValueError: with the message for the user.
+    """
+    check_packages()
+    check_ranks(arguments.ranks)
+    run = prepare(arguments)
+    num_ranks = num_ranks_started() if num_ranks_started() > 1 else arguments.ranks or 1
+    check_ranks_fit(num_ranks, run.hyperparameters.seq_len)
+    check_exchange(arguments.exchange, run.hyperparameters, num_ranks)
+    num_bytes = run.hyperparameters.num_training_bytes() * (num_ranks if num_ranks_started() == 1 else 1)
+    check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, MEMORY)
+    return run
 
 
 def check_packages() -> None:
@@ -95,14 +117,10 @@ def check_ranks(num_ranks: int | None) -> None:
         return
     if num_ranks < 1:
         raise ValueError(f"--ranks {num_ranks} must be at least 1")
-    if under_torchrun() and num_ranks != int(os.environ["WORLD_SIZE"]):
+    if num_ranks_started() > 1 and num_ranks != num_ranks_started():
         raise ValueError(
-            f"--ranks {num_ranks}, but torchrun started WORLD_SIZE={os.environ['WORLD_SIZE']} ranks: leave --ranks out"
+            f"--ranks {num_ranks}, but torchrun started WORLD_SIZE={num_ranks_started()} ranks: leave --ranks out"
         )
-
-
-def num_ranks_of(arguments: argparse.Namespace) -> int:
-    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else arguments.ranks or 1
 
 
 def check_exchange(exchange: str, options: Hyperparameters, num_ranks: int) -> None:
@@ -120,49 +138,142 @@ def check_exchange(exchange: str, options: Hyperparameters, num_ranks: int) -> N
 def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
     """Start the ranks and turn what became of them into an exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
-    code = launch([*arguments.argv, *folder, "--launched"], arguments.ranks)
-    if code != 0:
-        reason = "stopped at once" if code == ABORTED else f"the ranks failed ({code}), their first message says why"
-        checkpoint = find_checkpoint(run.folder)
-        print(f"rda train: {reason}; newest checkpoint: {checkpoint or 'none'}", file=sys.stderr)
-        return INTERRUPTED_EXIT_CODE if code == ABORTED else 1
-    record = json.loads((run.folder / RECORD_FILE).read_text())
+    ended = launch([*arguments.argv, *folder], arguments.ranks)
+    if not any(ended.codes):
+        record = json.loads((run.folder / RECORD_FILE).read_text())
+        return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
+    for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
+        if not ended.was_aborted and set(ended.codes) <= {0, code}:
+            return code  # the ranks have said why, or nobody reads it
+    reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended.codes))}"
+    say(f"rda train: {reason}; newest checkpoint: {find_checkpoint(run.folder) or 'none'}")
+    return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
+
+
+def causes(codes: Sequence[int]) -> list[str]:
+    """How ranks ended, those first that the others may have followed."""
+    killed = [f"rank {k} was ended by {signal.Signals(-code).name}" for k, code in enumerate(codes) if code < 0]
+    failed = [f"rank {k} ended with code {code}" for k, code in enumerate(codes) if code > 0]
+    return killed or failed
+
+
+def train_alone(arguments: argparse.Namespace, run: Run) -> int:
+    """Train in this process, which is all there is."""
+    with leaving_at_once("rda train"):
+        from ..ranks.context import ContextParallel
+        from ..training.loop import train
+
+    was_complete = run.is_complete
+    with StopRequest() as stop:
+        record = train(run, ContextParallel(exchange=arguments.exchange), stop)
+    report(arguments, record, was_complete=was_complete)
     return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
 
 
-def train_here(arguments: argparse.Namespace, run: Run) -> dict[str, Any]:
-    """Train in this process: one of torchrun's ranks, or all there is. Returns the record."""
+def run_rank(arguments: argparse.Namespace) -> int:
+    """Train in this process, which is one of several. What one of them refuses, all learn."""
+    with leaving_at_once("rda train"):
+        import torch.distributed as dist
+
+        from ..ranks.context import ContextParallel, ExchangeError
+        from ..training.agreement import Refusal, agree, together
+        from ..training.loop import TrainingDiverged, train
+
+    rank = rank_started()
+    try:
+        prepared = attempt(partial(prepare_checked, arguments))
+        try:
+            join_ranks(arguments)
+            parallel = ContextParallel(exchange=arguments.exchange)
+        except (ValueError, RuntimeError):
+            prepared()  # nobody to be told: what this rank refuses comes before what keeps it from the others
+            raise
+        run = together(parallel, prepared)
+        agree(parallel, fingerprint(run))
+        with ExitStack() as stack:
+            run = together(parallel, partial(claim_folder, arguments, run, stack))
+            was_complete = run.is_complete
+            with StopRequest(watch_stdin=arguments.launched is not None, second_aborts=False) as stop:
+                record = train(run, parallel, stop)
+            if rank == 0:
+                report(arguments, record, was_complete=was_complete)
+        dist.destroy_process_group()
+    except Refusal as refusal:
+        if str(refusal):
+            say(f"rda train: {refusal}")
+        return USER_ERROR_EXIT_CODE
+    except TrainingDiverged as error:  # on every rank
+        if rank == 0:
+            say(f"rda train: {error}")
+        return USER_ERROR_EXIT_CODE
+    except BrokenPipeError:
+        raise  # whoever reads has enough of it
+    except (ValueError, OSError) as error:
+        say(f"rda train: rank {rank} on host {socket.gethostname()}: {in_words(error)}")
+        return USER_ERROR_EXIT_CODE
+    except RuntimeError as error:
+        if not isinstance(error, ExchangeError) and not LOST_CONNECTION.search(str(error)):
+            raise
+        say(f"rda train: rank {rank} on host {socket.gethostname()} lost another: {first_line(error)}")
+        return FAILED_EXIT_CODE
+    # The launcher reads the record; from any other code torchrun would make a traceback.
+    return 0 if record["status"] == "complete" or arguments.launched else INTERRUPTED_EXIT_CODE
+
+
+def attempt(action: Callable[[], Run]) -> Callable[[], Run]:
+    """What raises or returns what `action` does now."""
+    try:
+        result = action()
+    except (ValueError, OSError) as error:
+        refusal = error
+    else:
+        return lambda: result
+
+    def refuse() -> Run:
+        raise refusal
+
+    return refuse
+
+
+def join_ranks(arguments: argparse.Namespace) -> None:
+    """Find the other ranks: by the launcher's folder, or as torchrun says."""
     import torch.distributed as dist
 
-    from ..ranks.context import ContextParallel
-    from ..training.loop import train
+    if dist.is_initialized():
+        return
+    if arguments.launched is None:
+        dist.init_process_group("gloo")
+    else:
+        store = dist.FileStore(str(arguments.launched / "store"), num_ranks_started())
+        dist.init_process_group("gloo", store=store, rank=rank_started(), world_size=num_ranks_started())
+
+
+def claim_folder(arguments: argparse.Namespace, run: Run, stack: ExitStack) -> Run:
+    """The run with the folder that it owns until `stack` is left. Only the first rank writes."""
+    if rank_started() != 0:
+        return run
+    if arguments.launched is not None:
+        stack.enter_context(join_folder(run.folder))
+        return run
+    is_unnamed = arguments.resume is None and arguments.run_folder is None
+    return replace(run, folder=stack.enter_context(own_folder(run.folder, must_be_new=is_unnamed)))
+
+
+def report(arguments: argparse.Namespace, record: dict[str, Any], *, was_complete: bool) -> None:
+    """What a run leaves behind, in its folder and on the terminal."""
     from ..training.report import summary, write_report
 
-    if under_torchrun():
-        dist.init_process_group("gloo")
-    with StopRequest(watch_stdin=arguments.launched, second_aborts=not under_torchrun()) as stop:
-        record = train(run, ContextParallel(exchange=arguments.exchange), stop)
-    if is_first_rank():
-        write_report(record)
-        print(summary(record), file=sys.stderr if arguments.json else sys.stdout)
-        if arguments.json:
-            print(json.dumps(record))
-        if record["status"] == "interrupted":
-            ranks = f" --ranks {record['num_ranks']}" if arguments.ranks else ""
-            print(
-                f"saved at step {record['steps_done']}; go on with: rda train --resume {run.folder}{ranks}",
-                file=sys.stderr,
-            )
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return record
+    write_report(record)
+    folder, steps = record["run_folder"], record["steps_done"]
+    if was_complete:
+        say(f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again")
+    print(summary(record), file=sys.stderr if arguments.json else sys.stdout)
+    if arguments.json:
+        print(json.dumps(record))
+    if record["status"] == "interrupted":
+        ranks = f" --ranks {record['num_ranks']}" if arguments.ranks else ""
+        say(f"saved at step {steps}; go on with: rda train --resume {folder}{ranks}")
 
 
-def refuse(error: Exception) -> int:
-    if is_first_rank():
-        print(f"rda train: {error}", file=sys.stderr)
-    return USER_ERROR_EXIT_CODE
-
-
-def is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,7 +1,7 @@
 """What programs and memory depend on of each kernel. No torch, so that a laptop can plan with it."""
 
 from ..plan.memory import Sizes, Traits
-from ..plan.program import Compute
+from ..plan.program import Compute, Packing
 
 KEY_BLOCK = 512
 
@@ -37,8 +37,12 @@ def no_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
     return 0
 
 
+# Of torch's CPU flash attention, measured (`python -m benchmarks packing`): where each row lies on another page of
+# memory, and segments are so long that their keys are read for several blocks of queries.
+CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
+
 TRAITS = {
-    "cpu": Traits(in_place=False, is_whole=False, scratch=cpu_scratch),
+    "cpu": Traits(in_place=False, is_whole=False, scratch=cpu_scratch, packing=CPU_PACKING),
     "sdpa": Traits(in_place=False, is_whole=False, scratch=no_scratch),  # what torch's CUDA ops take was not measured
     "triton": Traits(in_place=True, is_whole=False, scratch=no_scratch),
     "triton-fused": Traits(in_place=True, is_whole=True, scratch=no_scratch),

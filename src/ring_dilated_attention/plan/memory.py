@@ -14,12 +14,14 @@ from .plan import Plan
 from .program import (
     Add,
     Compute,
+    Copy,
     Deal,
     Finish,
     Free,
     Home,
     Merge,
     Pack,
+    Packing,
     Post,
     Prepare,
     Start,
@@ -85,11 +87,13 @@ class Traits(NamedTuple):
     in_place: it merges and adds by itself, instead of giving the results of one tile.
     is_whole: it makes the whole pass by itself on one device.
     scratch: bytes that it takes and frees inside one call, given the number of query heads of all tiles together.
+    packing: when rows are copied side by side for it.
     """
 
     in_place: bool
     is_whole: bool
     scratch: Callable[[Compute, Sizes, int], int]
+    packing: Packing | None = None
 
 
 def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing | None = None) -> AttentionMemory:
@@ -111,6 +115,9 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
         widens=sizes.itemsize < sizes.sum_itemsize,
         batch=sizes.batch,
         dealing=dealing,
+        packing=traits.packing,
+        distances=(row_bytes("query", plan, sizes), row_bytes("key", plan, sizes)),
+        itemsize=sizes.itemsize,
     )
     ledger = _Ledger(plan, sizes, terms, traits)
     ledger.give("query", "key", "value")
@@ -215,6 +222,11 @@ class _Ledger:
     def prepare(self, step: Prepare) -> None:
         self.hold("delta", self.tensor("delta"))
 
+    def copy(self, step: Copy) -> None:
+        entries, rows = self.sizes.batch if step.entry is None else 1, step.rows
+        num_rows = entries * rows.segments * len(rows.heads) * rows.num_rows
+        self.hold(step.copied, num_rows * self.sizes.head_dim * self.sizes.itemsize)
+
     def compute(self, step: Compute) -> None:
         if not self.terms.in_place:
             query, key, width = step.tile.query, step.tile.key, self.sizes.head_dim * self.sizes.itemsize
@@ -264,7 +276,7 @@ class _Ledger:
         """Moves or writes what is there."""
 
     carry: ClassVar[dict[type, Callable[["_Ledger", Any], None]]] = {
-        Deal: deal, Pack: pack, Take: take, Free: free, Start: start, Prepare: prepare, Compute: compute,
-        Merge: merge, Add: add, Finish: finish, Whole: whole,
+        Deal: deal, Pack: pack, Take: take, Free: free, Start: start, Prepare: prepare, Copy: copy,
+        Compute: compute, Merge: merge, Add: add, Finish: finish, Whole: whole,
         Post: nothing, Wait: nothing, Zero: nothing, Home: nothing,
     }  # fmt: skip

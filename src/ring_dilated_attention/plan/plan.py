@@ -38,6 +38,25 @@ class Tile(NamedTuple):
         q, k = self.query.num_rows, self.key.num_rows
         return (q * (q + 1) // 2 if self.is_causal else q * k) * len(self.query.heads) * self.query.segments
 
+    def pieces(self, max_rows: int) -> Iterator["Tile"]:
+        """The same pairs by several calls, each of at most so many query rows, or of one head of one segment (of all
+        heads that share keys)."""
+        query, key = self.query, self.key
+        num_heads = len(query.heads)
+        heads = min(num_heads, max(1, max_rows // query.num_rows)) if len(key.heads) == num_heads else num_heads
+        segments = max(1, max_rows // (num_heads * query.num_rows)) if isinstance(key, Rows) else query.segments
+        for i in range(0, query.segments, segments):
+            j = min(i + segments, query.segments)
+            q = query.of_segments(i, j)
+            k = key.of_segments(i, j) if isinstance(key, Rows) else key
+            for lo in range(0, num_heads, heads):
+                hi = min(lo + heads, num_heads)
+                if heads == num_heads:  # which may share keys
+                    yield self._replace(query=q, key=k)
+                    continue
+                own = None if self.packed is None else self.packed.of_heads(lo, hi)
+                yield self._replace(query=q.of_heads(lo, hi), key=k.of_heads(lo, hi), packed=own)
+
 
 class Message(NamedTuple):
     """A slice of a flat buffer that is sent to, or received from, `peer`.

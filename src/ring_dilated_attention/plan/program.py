@@ -19,11 +19,23 @@ from .plan import Hop, Message, Plan, Tile
 from .rows import Block, Rows
 
 OWN_ROWS = "own rows"  # where a tile reads keys that are in no buffer
-OWN_CHUNKS, RECEIVED = BUFFERS = ("own K‖V chunks", "received K‖V chunks")
-GRADIENTS = ("dK‖dV of received chunks", "dK‖dV that arrive")
+OWN_CHUNKS, RECEIVED = BUFFERS = ("own chunks of K and V", "received chunks of K and V")
+GRADIENTS = ("dK and dV of received chunks", "dK and dV that arrive")
 STAGES = ("forward", "backward")
 _GIVEN = {"forward": ("query", "key", "value"), "backward": ("dout", "query", "key", "value", "out", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+
+
+class Packing(NamedTuple):
+    """From when on a kernel reads the rows of a tile faster if they are copied side by side before.
+
+    distance: bytes from one row to the next. num_bytes: of an element of each of a segment's rows.
+    max_rows: query rows that are copied at a time; a tile of more is computed in pieces.
+    """
+
+    distance: int
+    num_bytes: int
+    max_rows: int
 
 
 class Terms(NamedTuple):
@@ -35,6 +47,8 @@ class Terms(NamedTuple):
     folds: batch and segments are one stride in every tensor; else a tile of several segments is a call per batch entry.
     dealing: heads are dealt for positions before, and positions for heads afterwards.
     has_dlse: of backward: lse has a gradient.
+    packing: the kernel's, in forward. distances: bytes from one position to the next in query, and in key and value.
+    itemsize: bytes of an element of them.
     """
 
     in_place: bool = False
@@ -44,6 +58,9 @@ class Terms(NamedTuple):
     folds: bool = True
     dealing: Dealing | None = None
     has_dlse: bool = False
+    packing: Packing | None = None
+    distances: tuple[int, int] = (0, 0)
+    itemsize: int = 4
 
 
 class Deal(NamedTuple):
@@ -119,6 +136,23 @@ class Prepare(NamedTuple):
     """Make what a kernel that adds in place reads in backward beside the tensors: delta."""
 
 
+class Copy(NamedTuple):
+    """Copy the rows that a tile reads of "query", "key" or "value" side by side."""
+
+    name: str
+    rows: Rows
+    entry: int | None
+
+    @property
+    def copied(self) -> str:
+        return packed(self.name)
+
+
+def packed(name: str) -> str:
+    """What the rows of one piece of a tile are called, copied side by side."""
+    return f"{name} rows of one piece"
+
+
 class Compute(NamedTuple):
     """Run the kernel on a tile.
 
@@ -171,7 +205,9 @@ class Whole(NamedTuple):
     stage: str
 
 
-Step = Deal | Pack | Take | Free | Post | Wait | Zero | Start | Prepare | Compute | Merge | Add | Home | Finish | Whole
+Exchanges = Deal | Pack | Take | Free | Post | Wait | Zero | Home
+Computes = Start | Prepare | Copy | Compute | Merge | Add | Finish | Whole
+Step = Exchanges | Computes
 
 
 def steps(plan: Plan, stage: str, terms: Terms) -> Iterator[Step]:
@@ -336,16 +372,42 @@ class _Tiles:
             yield Start(name, self.plan.key_covered if name in ("dk", "dv") else self.plan.query_covered)
 
     def partial(self, tile: Tile, keys: str) -> Iterator[Step]:
-        for entry in self._entries(tile):
-            if self.terms.in_place:
-                yield from self.start("out")
-                yield Compute(tile, entry, "partial", keys)
-                continue
+        names = self._names_to_copy(tile, keys)
+        packing = self.terms.packing
+        pieces = tile.pieces(packing.max_rows // self.terms.batch) if packing and names else (tile,)
+        for piece in pieces:
+            for entry in self._entries(piece):
+                yield from self._partial(piece, entry, keys, names)
+
+    def _partial(self, tile: Tile, entry: int | None, keys: str, names: Sequence[str]) -> Iterator[Step]:
+        if self.terms.in_place:
+            yield from self.start("out")
             yield Compute(tile, entry, "partial", keys)
-            how = self._how("out", tile.query, tile.first_query, entry, "merge")
-            if how != "adopt":
-                yield from self.start("out")
-            yield Merge(tile, entry, how)
+            return
+        for name in names:
+            rows = tile.query if name == "query" else tile.key
+            assert isinstance(rows, Rows)
+            yield Copy(name, rows, entry)
+        yield Compute(tile, entry, "partial", keys)
+        if names:
+            yield Free(tuple(map(packed, names)))
+        how = self._how("out", tile.query, tile.first_query, entry, "merge")
+        if how != "adopt":
+            yield from self.start("out")
+        yield Merge(tile, entry, how)
+
+    def _names_to_copy(self, tile: Tile, keys: str) -> list[str]:
+        """Which rows pay for a copy: all are read once for each block of queries."""
+        packing, (query, key) = self.terms.packing, self.terms.distances
+        num_rows = min(tile.query.num_rows, tile.key.num_rows)
+        if packing is None or self.terms.in_place or num_rows * self.terms.itemsize < packing.num_bytes:
+            return []
+        if max(tile.query.num_rows, tile.key.num_rows) * self.terms.batch > packing.max_rows:
+            return []
+        names = ["query"] if tile.query.step * query >= packing.distance else []
+        if keys == OWN_ROWS and isinstance(tile.key, Rows) and tile.key.step * key >= packing.distance:
+            names += ["key", "value"]
+        return names
 
     def gradients(self, tile: Tile, keys: str, sums: str = OWN_ROWS, arriving: Sequence[Wait] = ()) -> Iterator[Step]:
         """`arriving` is awaited when everything else is under way."""

@@ -29,6 +29,9 @@ class Rows(NamedTuple):
     def of_heads(self, lo: int, hi: int) -> "Rows":
         return self._replace(heads=self.heads[lo:hi], first=self.first + lo * self.shift)
 
+    def of_segments(self, lo: int, hi: int) -> "Rows":
+        return self._replace(first=self.first + lo * self.segment_step, segments=hi - lo)
+
 
 class Block(NamedTuple):
     """Rows of a received chunk: keys (B, num_heads, num_rows, D) at `offset`, values after; heads start to stop."""

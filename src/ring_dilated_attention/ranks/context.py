@@ -56,7 +56,7 @@ class ContextParallel:
 
     A copy of a module that holds a context (EMA, nn.TransformerEncoder) holds the same one. `close` gives its groups
     back. torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`; what else talks to
-    other ranks (`shard`, `unshard`, `shift_left`, LongNetLM's loss) goes outside.
+    other ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) goes outside.
 
     Args:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).

@@ -3,6 +3,7 @@
 Each is awaited exactly once, and errors name the group, the moment and the peer.
 """
 
+import atexit
 import re
 import time
 import weakref
@@ -134,6 +135,7 @@ class GroupLink:
         elif pending.progress is None:
             if self._waiter is None:
                 self._waiter = _Waiter()
+                _with_threads.add(self)
             self._waiter.queue.put((handles, progress))
         while not progress.ended.wait(_WATCH_SECONDS):
             self._watch(handles, progress, pending.moment)
@@ -183,19 +185,23 @@ class GroupLink:
         for peer in self.order:
             if peer != self.order[self.rank]:
                 with suppress(RuntimeError):
-                    work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_UNUSED_TAG)
-                    if work is not None:
-                        work.wait(timedelta(milliseconds=1))
+                    self.group.recv([nothing], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Give the group back. Its sockets and threads go with the last reference, which a sentinel would keep."""
         if self._sentinels and not self.failure:
-            self._disconnect()
-        self._sentinels.clear()
+            self.end_threads()
+        _with_threads.discard(self)
         self.failure = self.failure or "it was closed"
         with suppress(ValueError, AssertionError):  # torch.distributed was shut down before
             dist.destroy_process_group(self.group)
         del self.group
+
+    def end_threads(self) -> None:
+        """End the waits that threads are in, and so the threads."""
+        self._disconnect()
+        self._sentinels.clear()
+        self._waiter = None
 
     def _refuse_if_broken(self) -> None:
         if self.failure:
@@ -255,7 +261,8 @@ class GroupLink:
             pending.handles += map(Handle, works, deeds, peers)
         if self.waits is not None and on_gloo and pending.handles:
             pending.progress = _Progress()
-            Thread(target=_wait_for_each, args=(list(pending.handles), pending.progress), daemon=True).start()
+            _with_threads.add(self)
+            _start(_wait_for_each, list(pending.handles), pending.progress)
         return pending
 
     def _stages(self, x: Tensor) -> bool:
@@ -315,6 +322,25 @@ class GroupLink:
         return pieces
 
 
+_with_threads: "weakref.WeakSet[GroupLink]" = weakref.WeakSet()
+_threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
+
+
+def _start(function: Callable[..., None], *args: object) -> None:
+    thread = Thread(target=function, args=args, daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _end_all_threads() -> None:
+    """A thread that comes back from gloo when Python is ending aborts the process (std::terminate)."""
+    for link in list(_with_threads):
+        link.end_threads()
+    for thread in list(_threads):
+        thread.join(timeout=2)
+
+
 class _Sentinel:
     """A receive that nobody answers. It fails as soon as the connection does, also where an end closed its context.
 
@@ -324,11 +350,11 @@ class _Sentinel:
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.error: RuntimeError | None = None
         try:
-            work = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=_UNUSED_TAG)
+            work = group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
         except RuntimeError as error:
             self.error = error
             return
-        Thread(target=self._wait, args=(work,), daemon=True).start()
+        _start(self._wait, work)
 
     def _wait(self, work: dist.Work) -> None:
         try:
@@ -355,7 +381,7 @@ class _Waiter:
 
     def __init__(self) -> None:
         self.queue: _Queue = SimpleQueue()
-        Thread(target=_serve, args=(self.queue,), daemon=True).start()
+        _start(_serve, self.queue)
         weakref.finalize(self, self.queue.put, None)
 
 

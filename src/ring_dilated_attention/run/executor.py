@@ -15,6 +15,7 @@ from ..plan.program import (
     OWN_ROWS,
     Add,
     Compute,
+    Copy,
     Deal,
     Finish,
     Free,
@@ -30,6 +31,7 @@ from ..plan.program import (
     Wait,
     Whole,
     Zero,
+    packed,
     steps,
 )
 from ..plan.rows import Block, Rows
@@ -95,10 +97,21 @@ class _Executor:
             folds=all(map(folds, self.alive.values())),
             dealing=self.dealing,
             has_dlse="dlse" in self.alive,
+            packing=self.kernel.TRAITS.packing,
+            distances=self.distances(),
+            itemsize=self.dtype.itemsize,
         )
         for step in steps(self.plan, stage, terms):
             self.do[type(step)](self, step)
         return self.alive
+
+    def distances(self) -> tuple[int, int]:
+        """Bytes from one position to the next in query, and in key and value, once heads are dealt."""
+        if self.dealing is not None:
+            row = self.head_dim * self.dtype.itemsize
+            return self.plan.num_heads * row, self.plan.num_kv_heads * row
+        query, key, value = (self.alive[name].stride(1) * self.dtype.itemsize for name in ("query", "key", "value"))
+        return query, min(key, value)
 
     # One method for each step.
 
@@ -168,10 +181,15 @@ class _Executor:
         alive["delta"] = self.kernel.delta(alive["dout"], alive.get("dlse"), alive["out"])
         alive["lse"] = alive["lse"].contiguous()  # with equal strides
 
+    def copy(self, step: Copy) -> None:
+        self.alive[step.copied] = self.rows(step.name, step.rows, step.entry).contiguous()
+
     def compute(self, step: Compute) -> None:
         tile, entry, scale = step.tile, step.entry, self.means.scale
         if step.what == "partial":
-            q, (k, v) = self.rows("query", tile.query, entry), self.keys(step)
+            q = self.alive.get(packed("query"))
+            q = self.rows("query", tile.query, entry) if q is None else q
+            k, v = self.keys(step)
             if self.kernel.IN_PLACE:
                 out, lse = self.rows("out", tile.query, entry), self.numbers("lse", tile.query, entry)
                 self.kernel.forward_into(q, k, v, out, lse, tile.is_causal, scale, first=tile.first_query)
@@ -202,6 +220,8 @@ class _Executor:
     def keys(self, step: Compute) -> tuple[Tensor, Tensor]:
         """Keys and values of a tile: own rows, or a block of a buffer of chunks."""
         tile = step.tile
+        if packed("key") in self.alive:
+            return self.alive[packed("key")], self.alive[packed("value")]
         if step.keys == OWN_ROWS:
             assert isinstance(tile.key, Rows)
             return self.rows("key", tile.key, step.entry), self.rows("value", tile.key, step.entry)
@@ -279,5 +299,6 @@ class _Executor:
 
     do: ClassVar[dict[type, Callable[["_Executor", Any], None]]] = {
         Deal: deal, Pack: pack, Take: take, Free: free, Post: post, Wait: wait, Zero: zero, Start: start,
-        Prepare: prepare, Compute: compute, Merge: merge, Add: add, Home: home, Finish: finish, Whole: whole,
+        Prepare: prepare, Copy: copy, Compute: compute, Merge: merge, Add: add, Home: home, Finish: finish,
+        Whole: whole,
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import stat
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ class Document:
         if not self.content:
             raise ValueError(f"{self.name} is empty: there is nothing to train on")
         if len(self.content) < needed:
+            longest = len(self.content) // (1 + self.num_held_out)
+            remedy = f"or a --seq-len of at most {longest:,}" if longest > 1 else "or fewer --held-out-windows"
             raise ValueError(
                 f"{self.name} has {len(self.content):,} bytes, but one sequence to train on and {self.num_held_out} "
-                f"held out take {1 + self.num_held_out} * {self.seq_len:,} = {needed:,}: pass more --data, or a "
-                f"--seq-len of at most {len(self.content) // (1 + self.num_held_out):,}"
+                f"held out take {1 + self.num_held_out} * {self.seq_len:,} = {needed:,}: pass more --data, {remedy}"
             )
 
     @property
@@ -85,6 +87,8 @@ def _read_file(path: Path) -> bytes:
 
 def _read(path: Path) -> bytes:
     try:
+        if stat.S_ISCHR(path.stat().st_mode):
+            raise ValueError(f"cannot read {path}: it is a device, which may have no end")
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error

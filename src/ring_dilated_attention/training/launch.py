@@ -1,53 +1,105 @@
-"""`rda train --ranks P`: the ranks run under torchrun, one process each on this machine. No torch in this process."""
+"""`rda train --ranks P`: the ranks are processes of this machine, and nobody beyond it can reach them. No torch.
 
+Not torchrun: it opens its stores on every interface whatever address it is given, and unpickles what it finds there.
+Here ranks find each other by a file in a folder of this user's, and talk over the loopback interface.
+"""
+
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
+from typing import NamedTuple
 
 from .interrupt import NOTICE, SIGNALS, STDERR
 
-ABORTED = -1
+# Ranks learn from their connections that one of them failed, and say so, before they are ended.
+GRACE_SECONDS, POLL_SECONDS = 10, 0.05
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
-def under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+class Ended(NamedTuple):
+    """How the ranks ended: their exit codes (negative: the signal that killed one), or on a second request."""
+
+    codes: tuple[int, ...]
+    was_aborted: bool
 
 
-def launch(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run `rda train <arguments>` on every rank and return torchrun's exit code, or ABORTED after a second request.
+def num_ranks_started() -> int:
+    """How many processes a launcher started, of which this is one; 1 without one."""
+    return _number_of("WORLD_SIZE") if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 1
 
-    torchrun gets a session of its own, so that Ctrl-C reaches only this process, which passes it on as the end of the
-    ranks' stdin. torchrun itself would give them 30 seconds to save and end in a traceback.
+
+def rank_started() -> int:
+    return _number_of("RANK") if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 0
+
+
+def _number_of(name: str) -> int:
+    if not os.environ[name].isdecimal():
+        raise ValueError(f"{name}={os.environ[name]} in the environment, where a launcher sets a number: unset it")
+    return int(os.environ[name])
+
+
+def loopback_only() -> dict[str, str]:
+    """What keeps gloo's connections on this machine, as environment variables."""
+    return {"GLOO_SOCKET_IFNAME": LOOPBACK[sys.platform]} if sys.platform in LOOPBACK else {}
+
+
+def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
+    """Run `rda train <arguments> --launched FOLDER` on every rank, until all have ended.
+
+    Each has a session of its own, so that Ctrl-C reaches only this process, which passes it on as the end of the ranks'
+    stdin. A second time they are killed, and so they are 10 seconds after one of them failed.
     """
-    environment = dict(os.environ)
+    environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*torchrun, "-m", "ring_dilated_attention.commands.cli", "train", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
-    assert process.stdin is not None
-    pipe = process.stdin
+    asked, asking = os.pipe()
+    num_requests = 0
 
-    aborted = False
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal aborted
-        if pipe.closed:
-            aborted = True
-            process.send_signal(signal.SIGHUP)  # torchrun passes it on, and to the ranks it is no request
-        else:
+    def request(number: int, frame: FrameType | None) -> None:
+        nonlocal num_requests
+        num_requests += 1
+        if num_requests == 1:
             os.write(STDERR, NOTICE)
-            pipe.close()
+            os.close(asking)
 
-    previous = {number: signal.signal(number, forward) for number in SIGNALS}
+    processes: list[subprocess.Popen[bytes]] = []
+    previous = {number: signal.signal(number, request) for number in SIGNALS}
     try:
-        code = process.wait()
-        return ABORTED if aborted else code
+        with tempfile.TemporaryDirectory(prefix="rda-train-") as folder:
+            command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", *arguments]
+            try:
+                for rank in range(num_ranks):
+                    processes.append(_start([*command, "--launched", folder], rank, environment, asked))
+                _wait(processes, lambda: num_requests > 1)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        for descriptor in [asked] if num_requests else [asked, asking]:
+            os.close(descriptor)
+    return Ended(tuple(process.returncode for process in processes), num_requests > 1)
+
+
+def _start(command: Sequence[str], rank: int, environment: Mapping[str, str], asked: int) -> subprocess.Popen[bytes]:
+    own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return subprocess.Popen(command, stdin=asked, env=own, start_new_session=True)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], is_aborted: Callable[[], bool]) -> None:
+    """Until all have ended, or one has failed and the others had their time."""
+    deadline = math.inf
+    while any(process.poll() is None for process in processes) and not is_aborted() and time.monotonic() < deadline:
+        if deadline == math.inf and any(process.returncode for process in processes):
+            deadline = time.monotonic() + GRACE_SECONDS
+        time.sleep(POLL_SECONDS)
 
 
 def _num_cores() -> int:

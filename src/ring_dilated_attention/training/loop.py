@@ -2,6 +2,8 @@
 
 import math
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -11,13 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..ranks.context import ContextParallel
 from ..ranks.reduce import all_reduce
+from .agreement import together
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Document
 from .memory import peak_resident_bytes, resident_bytes
 from .options import Hyperparameters
 from .progress import Progress
 from .report import make_record, planned_attention_bytes
-from .run import Run, initial_state
+from .run import Run, initial_state, with_offer
 
 NATS_PER_BIT = math.log(2)
 
@@ -39,8 +42,7 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     optimizer = make_optimizer(model, options)
     loss_of = average_gradients(NextTokenLoss(model), parallel)
     state = initial_state(run)
-    if run.checkpoint is not None:
-        load_checkpoint(run.checkpoint, model, optimizer)
+    together(parallel, partial(load, run, model, optimizer))
     resident_before, stopping = resident_bytes(), False
     with Progress(options, state["step"], parallel.rank, planned_attention_bytes(options, parallel)) as progress:
         while state["step"] < options.steps and not stopping:
@@ -60,12 +62,31 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
             state["step_seconds"].append(time.perf_counter() - began)
             progress.update(state["bits_per_byte"][-1], state["step_seconds"][-1], resident)
             due = state["step"] % run.save_every == 0 or state["step"] == options.steps
-            if parallel.rank == 0 and (due or stopping):
-                save_checkpoint(run.folder, state, model, optimizer)
+            if due or stopping:
+                check_parameters(model, state["step"])
+                together(parallel, partial(save_on_first_rank, run.folder, state, model, optimizer, parallel))
     complete = state["step"] == options.steps
     held_out = held_out_bits_per_byte(model, run.document, parallel) if complete else None
+    if held_out is not None:
+        check_finite(held_out, state["step"])
     ranks = gather_memory(options, parallel, resident_before)
     return make_record(run.folder, state, held_out, ranks, sum(x.numel() for x in model.parameters()))
+
+
+def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What the run goes on from, if it goes on from something."""
+    if run.checkpoint is not None:
+        try:
+            load_checkpoint(run.checkpoint, model, optimizer)
+        except ValueError as error:
+            raise with_offer(error, run.checkpoint) from error
+
+
+def save_on_first_rank(
+    folder: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, parallel: ContextParallel
+) -> None:
+    if parallel.rank == 0:
+        save_checkpoint(folder, state, model, optimizer)
 
 
 def make_optimizer(model: nn.Module, options: Hyperparameters) -> torch.optim.AdamW:
@@ -103,6 +124,12 @@ def shard(window: bytearray, parallel: ContextParallel) -> Tensor:
 def check_finite(loss: float, step: int) -> None:
     if not math.isfinite(loss):
         raise TrainingDiverged(f"the loss is {loss} at step {step}: start again with a smaller --learning-rate")
+
+
+def check_parameters(model: nn.Module, step: int) -> None:
+    """A checkpoint of these would replace one from which the run could go on."""
+    if not all(bool(x.isfinite().all()) for x in model.parameters()):
+        raise TrainingDiverged(f"a parameter is not finite at step {step}: start again with a smaller --learning-rate")
 
 
 def exchange_status(parallel: ContextParallel, stop_requested: bool) -> tuple[list[int], bool]:

@@ -5,11 +5,16 @@ of ranks, the exchange, how often to save) is not here.
 """
 
 import argparse
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ..models.config import LongNetConfig
+
+MOST_LAYERS = 10_000  # as modules, which take time and memory of their own
+# What 64 bits hold, also as the stride of a tensor; and float32, in which AdamW computes, where it divides by 0.1.
+_LARGEST = {int: 2**63 - 1, float: 1e30}
+_LARGEST_OF = {"segment_lengths": 2**40, "dilation_rates": 2**40}
 
 
 def _option(default: Any, text: str, kind: type = int) -> Any:
@@ -39,6 +44,14 @@ class Hyperparameters:
     def __post_init__(self) -> None:
         for name in ("data", "segment_lengths", "dilation_rates"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for item in fields(self):
+            kind = item.metadata["type"]
+            value, most = getattr(self, item.name), _LARGEST_OF.get(item.name, _LARGEST.get(kind))
+            for entry in value if isinstance(value, tuple) else [value]:
+                if most is not None and entry is not None and abs(entry) > most:
+                    raise ValueError(f"{flag(item.name)} {in_short(entry)} must be from {-most:,} to {most:,}")
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"--num-layers {self.num_layers} must be at most {MOST_LAYERS:,}")
         for name in ("steps", "held_out_windows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 1")
@@ -53,6 +66,11 @@ class Hyperparameters:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} must be a positive number")
         if not 0 <= self.weight_decay < float("inf"):
             raise ValueError(f"--weight-decay {self.weight_decay} must be zero or a positive number")
+        if self.learning_rate * self.weight_decay > _LARGEST[float]:
+            raise ValueError(
+                f"--learning-rate {self.learning_rate} times --weight-decay {self.weight_decay} must be at most "
+                f"{_LARGEST[float]:,}"
+            )
         self.model_config()  # refuses widths and branches that cannot be
 
     def model_config(self) -> LongNetConfig:
@@ -65,9 +83,44 @@ class Hyperparameters:
             num_kv_heads=self.num_kv_heads,
         )
 
+    def num_training_bytes(self) -> int:
+        """Of the parameters, their gradients and AdamW's two moments, in float32; biases and norms left out."""
+        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        of_attention = 2 * self.embed_dim**2 + 2 * self.embed_dim**2 * num_kv_heads // self.num_heads
+        num_parameters = self.num_layers * (of_attention + 8 * self.embed_dim**2) + 2 * 256 * self.embed_dim
+        return 4 * 4 * num_parameters
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON gives it back: lists for tuples."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "Hyperparameters":
+        """From what `to_dict` gave.
+
+        Raises:
+            ValueError: if a field is missing, foreign or of another type, and for values that cannot be.
+        """
+        names = {item.name for item in fields(cls)}
+        if saved.keys() != names:
+            missing, foreign = sorted(names - saved.keys()), sorted(saved.keys() - names)
+            raise ValueError(f"hyperparameters lack {missing or 'none'} and have {foreign or 'none'} besides")
+        for item in fields(cls):
+            value, kind = saved[item.name], item.metadata["type"]
+            entries = value if isinstance(item.default, tuple) and isinstance(value, list) else [value]
+            is_typed = isinstance(item.default, tuple) == isinstance(value, list)
+            if value is None and item.default is None:
+                continue
+            if not is_typed or any(type(x) not in ((int, float) if kind is float else (kind,)) for x in entries):
+                wanted = kind.__name__ if is_typed else "a list" if isinstance(item.default, tuple) else "one value"
+                raise ValueError(f"hyperparameter {item.name} is {value!r}, not {wanted}")
+        return cls(**saved)
+
+
+def in_short(number: float) -> str:
+    """A number in digits, as long as somebody would read them."""
+    text = str(number)
+    return text if len(text) <= 40 else f"(a number of {len(text)} digits)"
 
 
 def flag(name: str) -> str:
@@ -89,8 +142,8 @@ def add_hyperparameters(parser: argparse._ArgumentGroup) -> None:
         )
 
 
-def resolve(arguments: argparse.Namespace, saved: dict[str, Any] | None) -> Hyperparameters:
-    """The hyperparameters of a new run, or of the saved one that is resumed.
+def resolve(arguments: argparse.Namespace, saved: Hyperparameters | None) -> Hyperparameters:
+    """The hyperparameters of a new run, or those of the saved one that is resumed.
 
     Raises:
         ValueError: for values that cannot be, and for those that differ from the saved run's.
@@ -100,19 +153,18 @@ def resolve(arguments: argparse.Namespace, saved: dict[str, Any] | None) -> Hype
         given["data"] = [str(Path(name).resolve()) for name in given["data"]]
     if saved is None:
         return Hyperparameters(**given)
-    hyperparameters = Hyperparameters(**saved)
-    wanted = Hyperparameters(**{**saved, **given})
+    wanted = replace(saved, **given)
     changed = [
-        f"{flag(item.name)} {_shown(getattr(wanted, item.name))} was {_shown(getattr(hyperparameters, item.name))}"
+        f"{flag(item.name)} {_shown(getattr(wanted, item.name))} was {_shown(getattr(saved, item.name))}"
         for item in fields(Hyperparameters)
-        if getattr(wanted, item.name) != getattr(hyperparameters, item.name)
+        if getattr(wanted, item.name) != getattr(saved, item.name)
     ]
     if changed:
         raise ValueError(
             f"a resumed run keeps its hyperparameters, but {'; '.join(changed)}. Leave these options out, or start a "
             "new run without --resume"
         )
-    return hyperparameters
+    return saved
 
 
 def _shown(value: Any) -> str:

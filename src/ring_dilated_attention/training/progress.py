@@ -3,6 +3,7 @@
 import sys
 from types import TracebackType
 
+from .files import LossyStream
 from .options import Hyperparameters
 from .report import megabytes
 
@@ -19,7 +20,7 @@ class Progress:
             total=options.steps,
             initial=first_step,
             unit="step",
-            file=sys.stderr,
+            file=LossyStream(sys.stderr),
             disable=rank != 0,
             dynamic_ncols=True,
         )

@@ -4,7 +4,9 @@ import json
 import os
 import platform
 import statistics
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ from ..plan.memory import Sizes, attention_memory
 from ..plan.planner import make_plan
 from ..plan.sharding import make_shards, split_lengths
 from ..ranks.context import ContextParallel
+from .files import MADE_BY, check_mine, write_whole
 from .options import Hyperparameters
-from .run import RECORD_FILE
+from .run import PICTURE_FILE, RECORD_FILE, is_picture_of, is_record_of
 
-PICTURE_FILE = "loss.png"
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "ring-dilated-attention")
 
 
@@ -41,6 +43,7 @@ def make_record(
     seconds = state["step_seconds"]
     return {
         "status": "complete" if state["step"] == options["steps"] else "interrupted",
+        "run": state["run"],
         "run_folder": str(folder),
         "hardware": hardware() | {"threads_per_rank": torch.get_num_threads()},
         "versions": versions(),
@@ -58,14 +61,25 @@ def make_record(
 
 
 def write_report(record: dict[str, Any]) -> None:
-    folder = Path(record["run_folder"])
-    unfinished = folder / f"unfinished-{RECORD_FILE}"
-    unfinished.write_text(json.dumps(record, indent=1) + "\n")
-    unfinished.rename(folder / RECORD_FILE)
-    draw_losses(record, folder / PICTURE_FILE)
+    """record.json and loss.png in the run's folder.
+
+    Raises:
+        ValueError: if a file of such a name is there that this run did not make.
+        OSError: if they cannot be written.
+    """
+    folder, run = Path(record["run_folder"]), record["run"]
+    picture = folder / PICTURE_FILE
+    check_mine(picture, partial(is_picture_of, run), "this run")
+    write_whole(folder / RECORD_FILE, as_bytes(record), partial(is_record_of, run), "this run")
+    write_whole(picture, draw_losses(record), partial(is_picture_of, run), "this run")
 
 
-def draw_losses(record: dict[str, Any], path: Path) -> None:
+def as_bytes(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, indent=1) + "\n").encode()
+
+
+def draw_losses(record: dict[str, Any]) -> bytes:
+    """The picture, a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -82,7 +96,9 @@ def draw_losses(record: dict[str, Any], path: Path) -> None:
     axes.set_title(f"{record['hyperparameters']['seq_len']:,} tokens over {record['num_ranks']} ranks")
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    picture = BytesIO()
+    figure.savefig(picture, dpi=120, format="png", metadata={"Software": MADE_BY, "Source": f"run {record['run']}"})
+    return picture.getvalue()
 
 
 def summary(record: dict[str, Any]) -> str:

@@ -1,16 +1,24 @@
 """A run: what to train, on what, and where. What can be wrong with a request is found here, without torch."""
 
 import argparse
+import hashlib
+import json
+import math
+import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import find_checkpoint, read_state
+from .. import __version__
+from .checkpoint import STATE_FILE, check_whole, find_checkpoints, read_state, step_of
 from .data import Document, load_document
-from .options import Hyperparameters, resolve
+from .files import check_mine
+from .options import Hyperparameters, flag, resolve
 
-RECORD_FILE = "record.json"
+RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 
 
 @dataclass(frozen=True)
@@ -44,13 +52,13 @@ def prepare(arguments: argparse.Namespace) -> Run:
     else:
         if arguments.run_folder is not None:
             raise ValueError("--resume goes on in the run's own folder: leave --run-folder out")
-        folder, checkpoint = arguments.resume, find_checkpoint(arguments.resume)
-        if checkpoint is None:
-            raise ValueError(f"--resume {folder}: there is no checkpoint in this folder; pass a run folder")
-        hyperparameters = resolve(arguments, read_state(checkpoint)["hyperparameters"])
+        folder, (checkpoint, state) = arguments.resume, _newest_checkpoint(arguments.resume)
+        hyperparameters = resolve(arguments, Hyperparameters.from_dict(state["hyperparameters"]))
+        check_mine(folder / RECORD_FILE, partial(is_record_of, state["run"]), "this run")
+        check_mine(folder / PICTURE_FILE, partial(is_picture_of, state["run"]), "this run")
     document = load_document(hyperparameters.data, hyperparameters.seq_len, hyperparameters.held_out_windows)
     if checkpoint is not None:
-        _check_same_document(document, read_state(checkpoint)["document"])
+        _check_same_document(document, state["document"])
     return Run(hyperparameters, document, folder, checkpoint, arguments.save_every, arguments.activation_checkpointing)
 
 
@@ -59,6 +67,7 @@ def initial_state(run: Run) -> dict[str, Any]:
     if run.checkpoint is not None:
         return read_state(run.checkpoint)
     return {
+        "run": secrets.token_hex(16),
         "step": 0,
         "hyperparameters": run.hyperparameters.to_dict(),
         "document": document_identity(run.document),
@@ -67,16 +76,134 @@ def initial_state(run: Run) -> dict[str, Any]:
     }
 
 
+def fingerprint(run: Run) -> dict[str, str]:
+    """What must be alike on all ranks, by name, in words: the content of the data and not its path."""
+    options = {flag(name): str(value) for name, value in run.hyperparameters.to_dict().items() if name != "data"}
+    document = document_identity(run.document)
+    checkpoint = "none"
+    if run.checkpoint is not None:
+        state = read_state(run.checkpoint)
+        checkpoint = f"step {state['step']} of run {state['run']}"
+    return {
+        "the document": f"{document['num_bytes']:,} bytes with sha256 {document['sha256'][:16]}...",
+        "the code": code_version(),
+        "the checkpoint": checkpoint,
+        **options,
+        "--save-every": str(run.save_every),
+        "--activation-checkpointing": str(run.activation_checkpointing),
+    }
+
+
+def code_version() -> str:
+    """Of torch, and of this package by what is in it: two clones may have one number."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"ring_dilated_attention {__version__} with sha256 {digest.hexdigest()[:16]}..., torch {version('torch')}"
+
+
 def document_identity(document: Document) -> dict[str, Any]:
     return {"name": document.name, "num_bytes": len(document.content), "sha256": document.fingerprint()}
+
+
+def is_record_of(run: str, content: bytes) -> bool:
+    """Whether a record.json is this run's."""
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and record.get("run") == run
+
+
+def is_picture_of(run: str, content: bytes) -> bool:
+    """Whether a loss.png is this run's: it says so before it says anything else."""
+    return f"run {run}".encode() in content[:1024]
 
 
 def _new_folder(folder: Path | None) -> Path:
     if folder is None:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if find_checkpoint(folder) is not None or (folder / RECORD_FILE).exists():
+    if find_checkpoints(folder) or (folder / RECORD_FILE).exists():
         raise ValueError(f"--run-folder {folder} holds a run already: --resume it, or choose another folder")
+    if (folder / PICTURE_FILE).exists():
+        raise ValueError(f"--run-folder {folder} holds a {PICTURE_FILE}, which a run would make: choose another folder")
     return folder
+
+
+def _newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint of a run and its state; if it is damaged, a ValueError that offers the one before it."""
+    checkpoints = find_checkpoints(folder)
+    if not checkpoints:
+        raise ValueError(f"--resume {folder}: there is no checkpoint in this folder; pass a run folder")
+    try:
+        return checkpoints[0], _checked_state(checkpoints[0])
+    except ValueError as error:
+        raise with_offer(error, checkpoints[0]) from error
+
+
+def with_offer(error: ValueError, damaged: Path) -> ValueError:
+    """What is wrong with a checkpoint, and the newest whole one before it."""
+    newest_first = find_checkpoints(damaged.parent)
+    older = newest_first[newest_first.index(damaged) + 1 :]
+    whole = next(filter(_is_whole, older), None)
+    if whole is None:
+        return ValueError(f"{error}, and no whole checkpoint is before it: start a new run")
+    newer = " and ".join(path.name for path in newest_first[: newest_first.index(whole)])
+    return ValueError(
+        f"{error}; the newest whole checkpoint before it is {whole}: move {newer} away, and --resume goes on from there"
+    )
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        _checked_state(checkpoint)
+    except ValueError:
+        return False
+    return True
+
+
+def _checked_state(checkpoint: Path) -> dict[str, Any]:
+    """The state of a whole checkpoint, all of it there and of its type."""
+    state = check_whole(checkpoint)
+    try:
+        _check_state(state, step_of(checkpoint))
+    except ValueError as error:
+        raise ValueError(f"{checkpoint / STATE_FILE} is no state of a run: {error}") from error
+    return state
+
+
+def _check_state(state: dict[str, Any], step: int) -> None:
+    for name, kind in _STATE.items():
+        if type(state.get(name)) is not kind:
+            raise ValueError(f"{name} is {_shortened(state.get(name))}, and should be {_KINDS[kind]}")
+    for name, kind in _DOCUMENT.items():
+        if type(state["document"].get(name)) is not kind:
+            raise ValueError(f"document.{name} is {_shortened(state['document'].get(name))}, not {_KINDS[kind]}")
+    options = Hyperparameters.from_dict(state["hyperparameters"])
+    if state["step"] != step or not 1 <= step <= options.steps:
+        raise ValueError(f"step is {state['step']} of {options.steps}, and the folder's name says {step}")
+    for name in ("bits_per_byte", "step_seconds"):
+        if len(state[name]) != step or not all(isinstance(x, float) and math.isfinite(x) for x in state[name]):
+            raise ValueError(f"{name} should be {step} finite numbers, one for each step, and has {len(state[name])}")
+
+
+# Of every state, as JSON gives it back.
+_STATE = {
+    "run": str,
+    "step": int,
+    "hyperparameters": dict,
+    "document": dict,
+    "bits_per_byte": list,
+    "step_seconds": list,
+}
+_DOCUMENT = {"name": str, "num_bytes": int, "sha256": str}
+_KINDS = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
+
+
+def _shortened(value: Any) -> str:
+    text = "missing" if value is None else repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:

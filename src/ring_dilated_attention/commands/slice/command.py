@@ -7,10 +7,26 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...training.files import check_mine, folder_made, write_whole
+from ...training.options import in_short
+from ..interrupts import leaving_at_once
+from ..limits import (
+    MOST_HEADS,
+    MOST_RANKS,
+    check_at_least,
+    check_each,
+    check_memory,
+    check_ranks_fit,
+)
 from ..numbers import count
+from ..output import check_writable, progress_bar, stepper
 
 if TYPE_CHECKING:
     from .share import Job
+
+# As strides of tensors, times heads and head dim, these fit 64 bits.
+MOST_POSITIONS, MOST_HEAD_DIM = 2**40, 2**16
+MOST_SEED = 2**61 - 1  # times the number of tensors it fits 64 bits
 
 EXAMPLES = """examples:
   rda slice                    rank 64,507 of 65,536 that share 1,073,741,824 positions; minutes on two cores
@@ -51,18 +67,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ...training.report import hardware, versions
-    from ..output import check_writable, progress_bar, stepper
-    from . import report
-    from .share import choose_rank
+    with leaving_at_once("rda slice"):
+        from ...training.report import hardware, versions
+        from . import report
+        from .share import choose_rank
 
     try:
         job = job_of(arguments)
+        if arguments.rank is not None and not 0 <= arguments.rank < job.num_ranks:
+            raise ValueError(f"--rank must be from 0 to {job.num_ranks - 1}, got {arguments.rank}")
         rank = choose_rank(job) if arguments.rank is None else arguments.rank
-        if not 0 <= rank < job.num_ranks:
-            raise ValueError(f"--rank must be from 0 to {job.num_ranks - 1}, got {rank}")
+        if not arguments.plan:
+            check_share(job, rank)
         if arguments.record is not None:
             check_writable("--record", arguments.record.parent, arguments.record.name)
+            check_mine(arguments.record, is_record, "rda slice --record")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -80,10 +99,48 @@ def run(arguments: argparse.Namespace) -> int:
         "rows": [row],
     }
     text = json.dumps(record, indent=1)
-    if arguments.record is not None:
-        arguments.record.write_text(text + "\n")
     print(text if arguments.json else report.text(row))
+    if arguments.record is not None:
+        try:
+            with folder_made(arguments.record.parent):
+                write_whole(arguments.record, f"{text}\n".encode(), is_record, "rda slice --record")
+        except ValueError as error:  # somebody put something there meanwhile
+            print(error, file=sys.stderr)
+            return 2
     return 0 if row["passed"] else 1
+
+
+def is_record(content: bytes) -> bool:
+    """Whether a file is one that this command wrote, so that it may be replaced."""
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and str(record.get("command")).startswith("rda slice")
+
+
+def check_numbers(arguments: argparse.Namespace) -> None:
+    most = {"seq_len": MOST_POSITIONS, "ranks": MOST_RANKS, "heads": MOST_HEADS, "head_dim": MOST_HEAD_DIM}
+    for option, number in most.items():
+        check_at_least(f"--{option.replace('_', '-')}", getattr(arguments, option), most=number)
+    check_each("--segment-lengths", arguments.segment_lengths or (), most=MOST_POSITIONS)
+    check_each("--dilation-rates", arguments.dilation_rates or (), most=MOST_POSITIONS)
+    if not -MOST_SEED <= arguments.seed <= MOST_SEED:
+        raise ValueError(f"--seed must be from {-MOST_SEED:,} to {MOST_SEED:,}, got {in_short(arguments.seed)}")
+    check_ranks_fit(arguments.ranks, arguments.seq_len)
+
+
+def check_share(job: "Job", rank: int) -> None:
+    """Raise ValueError if there is nothing to verify, or not the memory to run it."""
+    from .report import describe
+
+    plan = describe(job, rank)["rank_plan"]
+    if not plan["pairs"]:
+        raise ValueError(
+            f"rank {rank} of {job.num_ranks} holds no row of any branch: there is nothing to verify. Leave out --rank, "
+            "or see with --plan what it holds."
+        )
+    check_memory(f"rank {rank} holds", plan["peak_bytes"], "use more --ranks, or see the figures with --plan")
 
 
 def job_of(arguments: argparse.Namespace) -> "Job":
@@ -91,16 +148,15 @@ def job_of(arguments: argparse.Namespace) -> "Job":
     from ...pattern import DilatedPattern
     from .share import Job, longnet_pattern
 
-    for name in ("seq_len", "ranks", "heads", "head_dim"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    check_numbers(arguments)
     if arguments.seq_len % arguments.ranks:
         rest = arguments.seq_len % arguments.ranks
         raise ValueError(
             f"--seq-len {arguments.seq_len} must be a multiple of --ranks {arguments.ranks}; {rest} remain"
         )
-    pattern = longnet_pattern(arguments.seq_len, is_causal=not arguments.not_causal)
-    if arguments.segment_lengths is not None or arguments.dilation_rates is not None:
+    if arguments.segment_lengths is None and arguments.dilation_rates is None:
+        pattern = longnet_pattern(arguments.seq_len, is_causal=not arguments.not_causal)
+    else:
         lengths, rates = arguments.segment_lengths or (), arguments.dilation_rates or ()
         pattern = DilatedPattern(lengths, rates, is_causal=not arguments.not_causal)
     num_kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads

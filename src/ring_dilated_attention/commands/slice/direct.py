@@ -64,9 +64,12 @@ class Direct:
         first += max(0, -((first - start) // rate)) * rate
         return torch.arange(first, max(first, min(stop, origin + length, self.seq_len)), rate)
 
-    def query_rows(self, head: int, positions: Tensor) -> QueryRows:
+    def query_rows(self, head: int, positions: Tensor, *, is_whole: bool = True) -> QueryRows:
         """out = sum(e v) / Z, lse = log Z and dq = scale * sum(e (dout.v - dout.out) k) / Z over all branches' keys,
-        with e = exp(scale q.k) and Z = sum(e). A query that sees none has out = 0 and lse = -inf."""
+        with e = exp(scale q.k) and Z = sum(e). A query that sees none has out = 0 and lse = -inf.
+
+        is_whole: False leaves out what is subtracted: where the two cancel, an error is relative to these.
+        """
         q, dout = self._rows("query", positions, head), self._rows("dout", positions, head)
         total, weighted = q.new_zeros(len(q)), torch.zeros_like(q)
         with_dout, without = torch.zeros_like(q), torch.zeros_like(q)
@@ -82,7 +85,7 @@ class Direct:
                 with_dout[i] += (e * (dout[i] @ v.T)) @ k
         z = total.where(total > 0, 1).unsqueeze(1)
         out = weighted / z
-        delta = (dout * out).sum(1, keepdim=True)
+        delta = (dout * out).sum(1, keepdim=True) * is_whole
         return QueryRows(out, total.log(), self.scale * (with_dout - delta * without) / z)
 
     def _seen(self, head: int, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -94,11 +97,15 @@ class Direct:
                 rows = covered[segments == segment]
                 yield self.keys_of(branch, head, *(int(x) for x in positions[rows].aminmax())), rows
 
-    def key_gradients(self, kv_head: int, positions: Tensor, among: range | None = None) -> tuple[Tensor, Tensor]:
+    def key_gradients(
+        self, kv_head: int, positions: Tensor, among: range | None = None, *, is_whole: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """dk and dv (J, D) at keys of a key/value head, from the queries in a range of positions (all by default).
 
         dv = sum(p dout) and dk = scale * sum(p (dout.v - dout.out) q), with p = exp(scale q.k - lse), over the queries
         of all branches that see the key; out and lse of each are evaluated first.
+
+        is_whole: as of `query_rows`.
         """
         among = range(self.seq_len) if among is None else among
         k, v = (self._rows(name, positions, kv_head) for name in ("key", "value"))
@@ -109,7 +116,7 @@ class Direct:
             queries = torch.cat([torch.arange(0), *(x for of_key in seeing for x in of_key)]).unique()
             q, dout = (self._rows(name, queries, head) for name in ("query", "dout"))
             out, lse, _ = self.query_rows(head, queries)
-            delta = (dout * out).sum(1)
+            delta = (dout * out).sum(1) * is_whole
             for j, of_key in enumerate(seeing):
                 i = torch.searchsorted(queries, torch.cat(of_key))
                 p = torch.exp(self.scale * q[i] @ k[j] - lse[i])

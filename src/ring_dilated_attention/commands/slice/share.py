@@ -66,7 +66,8 @@ def longnet_pattern(seq_len: int, *, is_causal: bool = True) -> DilatedPattern:
     wide: list[tuple[int, int]] = []
     while (length := seq_len // 8 ** len(wide)) > branches[-1][0]:
         wide.append((length, max(1, 257 * length // 2**16)))
-    branches = [(w, r) for w, r in branches if w <= seq_len] + wide[::-1]
+    # Below 2,048 positions the first branch is all there is: its one segment is the sequence.
+    branches = [(w, r) for w, r in branches if w <= max(seq_len, 2048)] + wide[::-1]
     return DilatedPattern(*zip(*branches, strict=True), is_causal=is_causal)
 
 

@@ -15,6 +15,7 @@ Every row is drawn for a branch, and errors are relative L2 errors per branch: f
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -70,24 +71,23 @@ def verify(
     def contribution(row: Row) -> list[Tensor]:
         return rows_here(share.own, row) if row[0] in own else sent[row]
 
+    limit = tolerance(job.head_dim)
     step("queries, from all the keys that they see")
     drawn = _draw(_own_rows(direct, own, job.num_heads), num_rows, rng)
-    expected = _evaluate(drawn, direct.query_rows)
     found = {row: rows_here((share.out, share.lse, share.dq), row) for _, row in drawn}
-    checks = _compare(("out", "lse", "dq"), drawn, own, found, expected)
+    checks = _compare(("out", "lse", "dq"), drawn, own, found, direct.query_rows, limit)
 
     step("contributions to keys, from this rank's queries that see them")
     keys = _own_rows(direct, own, job.num_heads, job.num_heads // job.num_kv_heads)
     drawn = _draw(keys | _remote_rows(share), num_rows, rng)
-    expected = _evaluate(drawn, lambda head, positions: direct.key_gradients(head, positions, own))
     found = {row: contribution(row) for _, row in drawn}
-    checks += _compare(("contribution to dk", "contribution to dv"), drawn, own, found, expected)
+    evaluate = partial(direct.key_gradients, among=own)
+    checks += _compare(("contribution to dk", "contribution to dv"), drawn, own, found, evaluate, limit)
 
     step("complete gradients of keys, from all queries that see them")
     drawn = _draw(keys, num_complete, rng)
-    expected = _evaluate(drawn, direct.key_gradients)
     found = {row: rows_here(share.complete, row) for _, row in drawn}
-    return checks + _compare(("complete dk", "complete dv"), drawn, own, found, expected)
+    return checks + _compare(("complete dk", "complete dv"), drawn, own, found, direct.key_gradients, limit)
 
 
 def _own_rows(direct: Direct, own: range, num_heads: int, ratio: int = 1) -> dict[int, list[Row]]:
@@ -145,7 +145,7 @@ def _draw(candidates: Mapping[int, Sequence[Row]], number: int, rng: random.Rand
     return drawn
 
 
-def _evaluate(drawn: Iterable[Drawn], evaluate: Callable[[int, Tensor], Sequence[Tensor]]) -> dict[Row, list[Tensor]]:
+def _evaluate(drawn: Iterable[Drawn], evaluate: Callable[..., Sequence[Tensor]]) -> dict[Row, list[Tensor]]:
     """evaluate(head, positions) for all rows of each head at once; the results by row."""
     positions: dict[int, list[int]] = {}
     for _, (position, head) in drawn:
@@ -162,14 +162,24 @@ def _compare(
     drawn: Sequence[Drawn],
     own: range,
     found: Mapping[Row, Sequence[Tensor]],
-    expected: Mapping[Row, Sequence[Tensor]],
+    evaluate: Callable[..., Sequence[Tensor]],
+    limit: float,
 ) -> list[Check]:
+    """Errors are relative to the exact result; beyond `limit`, to the larger of it and of what cancels in it.
+
+    A query with one key has dq = 0, and one with few may come near it: float32 leaves its share of the terms.
+    """
+    expected = _evaluate(drawn, evaluate)
     checks = []
     for branch in sorted({branch for branch, _ in drawn}):
         rows = [row for b, row in drawn if b == branch]
         num_remote = sum(position not in own for position, _ in rows)
         for k, quantity in enumerate(quantities):
             exact = torch.stack([expected[row][k] for row in rows])
-            error = torch.stack([found[row][k] for row in rows]).double() - exact
-            checks.append(Check(quantity, branch, len(rows), num_remote, float(error.norm() / exact.norm())))
+            error = (torch.stack([found[row][k] for row in rows]).double() - exact).norm()
+            size = exact.norm()
+            if not error <= limit * size:
+                terms = _evaluate([Drawn(branch, row) for row in rows], partial(evaluate, is_whole=False))
+                size = torch.maximum(size, torch.stack([terms[row][k] for row in rows]).norm())
+            checks.append(Check(quantity, branch, len(rows), num_remote, float(error / size)))
     return checks

@@ -1,0 +1,60 @@
+"""Ctrl-C ends a command with a line and exit code 130, whenever it comes. No torch."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+EXIT_CODE = 130  # as a shell reports SIGINT
+STDERR = 2  # written to directly: a signal may come while sys.stderr is in use
+
+
+@contextmanager
+def leaving_at_once(command: str) -> Iterator[None]:
+    """For imports, and for nothing that would have to be cleaned up.
+
+    Raised in the midst of an import, KeyboardInterrupt may come out as something else: numpy makes a RecursionError of
+    it, and others leave a module half made.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        os.write(STDERR, f"\n{command}: interrupted\n".encode())
+        os._exit(EXIT_CODE)
+
+    with _handled(leave):
+        yield
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Ctrl-C is raised at the end of the block, and processes that are started in it never hear it."""
+    came: list[int] = []
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by whatever is started
+    with _handled(lambda number, frame: came.append(number)):
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+def ignore_from_now_on() -> None:
+    """The work is done: what comes while Python takes itself down is not worth a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def _handled(handler: "signal._HANDLER") -> Iterator[None]:
+    """Another handler while a block lasts; none but the main thread may set one, and what is ignored stays so."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
+        yield
+        return
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,78 @@
+"""How a command ends, and its streams: closed ones, full ones, and terminals that cannot show a letter. No torch."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+
+from ..training.files import in_words
+from .interrupts import EXIT_CODE, ignore_from_now_on
+
+UNREAD_EXIT_CODE = 141  # as a shell reports SIGPIPE
+
+
+def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
+    """run()'s exit code; 130 after Ctrl-C, and 2 after a sentence where the system has no room for what it does.
+
+    Args:
+        is_process: nothing comes after it.
+    """
+    prepare_streams()
+    try:
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()  # here, where it can be caught, and not at exit
+    except BrokenPipeError:  # whoever reads the output has enough of it, as in `rda plan ... | head`
+        drop_unwritten()
+        return UNREAD_EXIT_CODE
+    except KeyboardInterrupt:
+        say(f"\n{command}: interrupted")
+        return EXIT_CODE
+    except OSError as error:
+        drop_unwritten()
+        say(f"{command}: {in_words(error)}")
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):  # what torch says
+            raise
+        say(f"{command}: there is not enough memory")
+        return 2
+    finally:
+        if is_process:
+            ignore_from_now_on()
+
+
+def prepare_streams() -> None:
+    """Nothing that is printed ends a command, whatever stands at the other end of its streams.
+
+    Where a terminal has no such letter (of a path, say), the letter's number is shown. A stream that is closed is
+    opened on nothing: otherwise the first file that the command opens would get its number, and what is printed.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def say(text: str) -> None:
+    """A line on stderr, if it takes one."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        drop_unwritten()
+
+
+def drop_unwritten() -> None:
+    """What cannot be written is not tried again at exit, where it would be a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,0 +1,318 @@
+"""`make fuzz`: random and hostile use, judged by what must hold whatever was asked.
+
+A case is made from its kind, a seed and its number alone, so that each can be made again. Cases run in a process of
+their own, with a limit of time and of memory: one that hangs or dies is a failure too, and the next begins anew.
+
+A kind is a module with
+
+    prepare(folder)            makes once what its cases start from
+    try_case(rng, folder)      one case, in an empty folder inside that folder: a Trial
+    BREAKAGES                  by name, contexts in which the program is broken, to prove that cases notice
+
+    python tests/fuzz.py                                           all kinds
+    python tests/fuzz.py --kinds files --seed 7 --first 123 --cases 1
+                                                                   one case once more
+    python tests/fuzz.py --kinds files --broken "no digests"       how a broken program fails
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import RLock
+from typing import Any, NamedTuple
+from unittest import mock
+
+from tqdm import tqdm
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, in the processes that are started here
+sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks, which are not installed
+KINDS = {"commands": "fuzz_commands", "files": "fuzz_files"}
+SECONDS_PER_CASE = 60
+MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
+BYTES_BEYOND_TORCH = 4 * 10**9
+BAR = re.compile(r"\d+/\d+ \[\d")  # of progress
+_START = multiprocessing.get_context("forkserver")
+
+
+class Trial(NamedTuple):
+    """What became of a case: a word to count it by, how it went, and what is wrong with that, if anything."""
+
+    outcome: str
+    description: str
+    complaint: str | None = None
+    seconds: float = 0.0
+
+
+class Failure(NamedTuple):
+    number: int
+    trial: Trial
+
+
+@dataclass
+class Findings:
+    """Of one kind."""
+
+    kind: str
+    seed: int
+    num_cases: int = 0
+    seconds: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+
+def fuzz(
+    kind: str,
+    seed: int,
+    numbers: range,
+    *,
+    seconds: float = float("inf"),
+    broken: str | None = None,
+    most_failures: int = 10,
+    on_trial: Callable[[int, Trial], object] = lambda number, trial: None,
+) -> Findings:
+    """Try cases until they, the time or the patience is through."""
+    findings, start, left = Findings(kind, seed), time.monotonic(), numbers
+    _START.set_forkserver_preload(["torch", "torch.distributed", *KINDS.values()])
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        while left and time.monotonic() - start < seconds and len(findings.failures) < most_failures:
+            ours, theirs = _START.Pipe(duplex=False)
+            process: Any = _START.Process(target=_work, args=(theirs, kind, seed, left, folder, broken))
+            process.start()
+            theirs.close()
+            try:
+                while left and time.monotonic() - start < seconds and len(findings.failures) < most_failures:
+                    trial, is_alive = _next_trial(ours, process)
+                    findings.num_cases += 1
+                    findings.outcomes[trial.outcome] += 1
+                    if trial.complaint is not None:
+                        findings.failures.append(Failure(left[0], trial))
+                    on_trial(left[0], trial)
+                    left = left[1:]
+                    if not is_alive:
+                        break
+            finally:
+                process.kill()
+                process.join()
+                ours.close()
+    findings.seconds = time.monotonic() - start
+    return findings
+
+
+def _next_trial(pipe: Connection, process: Any) -> tuple[Trial, bool]:
+    """The next trial, and whether its process can go on."""
+    if not pipe.poll(SECONDS_PER_CASE):
+        return Trial("no end", "", f"no end within {SECONDS_PER_CASE} s"), False
+    try:
+        return Trial(*pipe.recv()), True
+    except EOFError:
+        process.join()
+        return Trial("death", "", f"the process died with code {process.exitcode}"), False
+
+
+def _work(pipe: Connection, kind: str, seed: int, numbers: range, folder: str, broken: str | None) -> None:
+    tqdm.set_lock(RLock())  # its own would outlive a process that is killed
+    module = import_module(KINDS[kind])
+    prepared = Path(folder) / "prepared"
+    if not prepared.exists():
+        prepared.mkdir()
+        module.prepare(prepared)
+    _limit_memory()
+    with module.BREAKAGES[broken]() if broken is not None else contextlib.nullcontext():
+        for number in numbers:
+            start = time.monotonic()
+            scratch = prepared / "case"
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir()
+            try:
+                trial = module.try_case(random.Random(f"{kind} {seed} {number}"), scratch)
+            except Exception:  # noqa: BLE001  the case's own mistake is a failure too
+                trial = Trial("mistake", "", traceback.format_exc())
+            pipe.send(tuple(trial._replace(seconds=time.monotonic() - start)))
+
+
+def _limit_memory() -> None:
+    """What takes all memory takes it from everybody on this machine."""
+    now = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
+    most = int(now.split()[1]) * 1024 + BYTES_BEYOND_TORCH
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+class Output(NamedTuple):
+    """What a command left on its streams, and how it ended."""
+
+    code: int
+    out: str
+    error: str
+
+
+def captured(command: Callable[[], int]) -> Output:
+    """Run a command in this process; what it and its children write goes to files."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as error, _redirected(1, out), _redirected(2, error):
+        sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
+        try:
+            code = command()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:  # noqa: BLE001  what nobody caught is what is looked for
+            traceback.print_exc()
+            code = -1
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        texts = []
+        for file in (out, error):
+            file.seek(0)
+            texts.append(file.read().decode(errors="backslashreplace"))
+    return Output(code, *texts)
+
+
+@contextlib.contextmanager
+def no_pictures() -> Iterator[None]:
+    """A run's picture takes longer than the run."""
+    from ring_dilated_attention.training import report
+
+    def drawn(record: dict[str, Any]) -> bytes:
+        return f"\x89PNG run {record['run']}".encode("latin-1")
+
+    with mock.patch.object(report, "draw_losses", drawn):
+        yield
+
+
+@contextlib.contextmanager
+def _redirected(descriptor: int, file: Any) -> Iterator[None]:
+    kept = os.dup(descriptor)
+    os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+
+
+def listing(folder: Path) -> dict[str, bytes | str]:
+    """Every file with its content, every link with its aim, and every folder."""
+    found: dict[str, bytes | str] = {}
+    for path in sorted(folder.rglob("*")):
+        name = os.fsencode(path.relative_to(folder)).decode(errors="backslashreplace")
+        if path.is_symlink():
+            found[name] = f"a link to {path.readlink()}"
+        else:
+            found[name] = "a folder" if path.is_dir() else path.read_bytes()
+    return found
+
+
+def sentence_of(output: Output) -> str | None:
+    """Why a refused command's output is not what it should be: a sentence, or the usage and one; None if it is."""
+    if output.out:
+        return f"it is refused, and prints {output.out[:200]!r}"
+    lines = [line for line in output.error.splitlines() if line.strip() and not BAR.search(line)]
+    if lines and lines[0].startswith("usage: "):
+        lines = [line for line in lines if ": error: " in line]
+    if len(lines) != 1:
+        return f"{len(lines)} lines where a sentence belongs: {output.error[:2000]}"
+    return None
+
+
+def prove(kind: str, seed: int) -> dict[str, int | None]:
+    """After how many cases each way of breaking the program is noticed, or None."""
+    found = {}
+    for broken in import_module(KINDS[kind]).BREAKAGES:
+        failures = fuzz(kind, seed, range(MOST_TO_NOTICE), broken=broken, most_failures=1).failures
+        found[broken] = failures[0].number + 1 if failures else None
+        print(
+            f"{kind}, broken ({broken}): {f'noticed by case {found[broken]}' if failures else 'NOT NOTICED'}",
+            flush=True,
+        )
+    return found
+
+
+def record_of(all_findings: Sequence[Findings], proofs: dict[str, dict[str, int | None]]) -> dict[str, Any]:
+    """What was run, for documents to quote."""
+    from ring_dilated_attention.training.report import hardware, versions
+
+    rows = [
+        {
+            "kind": found.kind,
+            "seed": found.seed,
+            "cases": found.num_cases,
+            "failures": len(found.failures),
+            "seconds": round(found.seconds, 1),
+            "outcomes": dict(found.outcomes.most_common()),
+            "broken_noticed_by_case": proofs.get(found.kind, {}),
+        }
+        for found in all_findings
+    ]
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return {
+        "command": " ".join(["python tests/fuzz.py", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None,
+        "hardware": hardware(),
+        "versions": versions(),
+        "rows": rows,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--cases", type=int, default=2000, help="of each kind (default 2000)")
+    parser.add_argument("--seconds", type=float, default=1800, help="most, of each kind (default 1800)")
+    parser.add_argument("--broken", help="break the program in this way first")
+    parser.add_argument("--prove", action="store_true", help="first see that broken programs are noticed")
+    parser.add_argument("--verbose", action="store_true", help="print every case")
+    parser.add_argument("--record", type=Path, help="write what was run to a file")
+    arguments = parser.parse_args()
+    proofs = {kind: prove(kind, arguments.seed) for kind in arguments.kinds} if arguments.prove else {}
+    all_findings = []
+    for kind in arguments.kinds:
+        print(f"{kind}, seed {arguments.seed}", flush=True)
+
+        def show(number: int, trial: Trial, kind: str = kind) -> None:
+            if arguments.verbose or trial.complaint is not None:
+                again = f"--kinds {kind} --seed {arguments.seed} --first {number} --cases 1 --verbose"
+                print(f"{number:6}  {trial.seconds:5.2f} s  {trial.outcome}: {trial.description}", flush=True)
+                if trial.complaint is not None:
+                    print(f"        FAILED: {trial.complaint}\n        again: python tests/fuzz.py {again}", flush=True)
+
+        found = fuzz(
+            kind,
+            arguments.seed,
+            range(arguments.first, arguments.first + arguments.cases),
+            seconds=arguments.seconds,
+            broken=arguments.broken,
+            on_trial=show,
+        )
+        all_findings.append(found)
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in found.outcomes.most_common())
+        print(f"{kind}: {found.num_cases} cases in {found.seconds:.0f} s, {len(found.failures)} failed: {counts}")
+    if arguments.record is not None:
+        arguments.record.write_text(json.dumps(record_of(all_findings, proofs), indent=1) + "\n")
+    is_proven = all(number is not None for proof in proofs.values() for number in proof.values())
+    return 1 if any(found.failures for found in all_findings) or not is_proven else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

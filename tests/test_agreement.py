@@ -1,0 +1,165 @@
+"""What one rank refuses, or has otherwise than the others, all ranks say or hear of, at once and once."""
+
+import contextlib
+import io
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from distributed import run as run_ranks
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.commands.cli import main
+from ring_dilated_attention.training import loop
+from ring_dilated_attention.training.agreement import (
+    Account,
+    Refusal,
+    agree,
+    together,
+    words_of_difference,
+    words_of_refusal,
+)
+
+TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
+TINY = ["--seq-len", "48", "--steps", "4", "--embed-dim", "16", "--num-heads", "2", "--held-out-windows", "2"]
+TRAIN = ["train", "--data", "text.txt", *TINY, "--segment-lengths", "8", "48", "--dilation-rates", "1", "3"]
+
+
+def accounts(*refusals, hosts="aaaa", fields=None):
+    fields = fields or [{}] * len(refusals)
+    return [Account(k, hosts[k], hosts[k], refusals[k], fields[k]) for k in range(len(refusals))]
+
+
+def test_each_reason_is_said_once_on_each_machine():
+    table = accounts("no file", "", "no file", "no file", "", "empty", hosts="aaabbb")
+    assert [words_of_refusal(table, rank) for rank in range(6)] == [
+        "ranks 0, 2 on host a: no file",
+        "rank 1 on host a does not go on, since ranks 0, 2 on host a and ranks 3, 5 on host b refused: empty; no file",
+        "",
+        "rank 3 on host b: no file",
+        "rank 4 on host b does not go on, since ranks 0, 2 on host a and ranks 3, 5 on host b refused: no file",
+        "rank 5 on host b: empty",
+    ]
+
+
+def test_a_difference_is_said_once_on_each_machine():
+    fields = [{"--steps": "6", "--seed": "0"}] * 2 + [{"--steps": "7", "--seed": "0"}, {"--steps": "6", "--seed": "1"}]
+    table = accounts("", "", "", "", hosts="aabb", fields=fields)
+    words = (
+        "the ranks would not train the same run: they differ in --steps (ranks 0-1 on host a and rank 3 on host b: 6, "
+        "rank 2 on host b: 7); --seed (ranks 0-1 on host a and rank 2 on host b: 0, rank 3 on host b: 1)"
+    )
+    assert [words_of_difference(table, rank) for rank in range(4)] == [words, "", words, ""]
+    table[3] = Account(3, "b", "b")
+    assert "rank 3 on host b: nothing" in words_of_difference(table, 0)
+
+
+def refuse_on(rank, world_size):
+    """What ranks raise when the last one refuses, when they differ, and when none of both is so."""
+    parallel, found = ContextParallel(), []
+
+    def action():
+        if rank == world_size - 1:
+            raise OSError(28, "No space left on device", "Bücher")
+        return rank
+
+    for attempt in (
+        lambda: together(parallel, action),
+        lambda: agree(parallel, {"the code": "old" if rank else "new"}),
+        lambda: agree(parallel, {"the code": "new"}),
+        lambda: found.append(together(parallel, lambda: rank)),
+    ):
+        try:
+            attempt()
+        except Refusal as refusal:
+            found.append(str(refusal))
+    return found
+
+
+def test_ranks_learn_what_another_refuses():
+    host = socket.gethostname()
+    results = run_ranks(3, refuse_on)
+    reason = "Bücher: No space left on device"
+    for rank in range(2):
+        stops = f"rank {rank} on host {host} does not go on"
+        assert results[rank][0] == f"{stops}, since rank 2 on host {host} refused: {reason}"
+    assert results[2][0] == f"rank 2 on host {host}: {reason}"
+    for rank, found in enumerate(results):
+        assert f"the code (rank 0 on host {host}: new, ranks 1-2 on host {host}: old)" in found[1]
+        assert found[2:] == [rank]
+
+
+def as_rank(rank, world_size, folder, arguments):
+    """`rda train` as one of a launcher's ranks, in a folder of its own as on a host of its own: code and stderr."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.chdir(folder / str(rank))
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        code = main([*TRAIN, *arguments[rank]])
+    return code, error.getvalue(), sorted(path.name for path in Path().rglob("*"))
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "text.txt").write_bytes(TEXT)
+    return tmp_path
+
+
+def test_other_bytes_behind_the_same_path(hosts):
+    (hosts / "1" / "text.txt").write_bytes(TEXT[1:])
+    for code, error, files in run_ranks(2, as_rank, hosts, ([], [])):
+        assert (code, files) == (2, ["text.txt"])
+        difference = r"\(rank 0 on host \S+: 9,890 bytes .*, rank 1 on host \S+: 9,889 bytes .*\)"
+        assert re.fullmatch(rf"rda train: .* in the document {difference}\n", error)
+
+
+def test_other_options(hosts):
+    for code, error, files in run_ranks(2, as_rank, hosts, ([], ["--seed", "1", "--save-every", "2"])):
+        assert (code, files) == (2, ["text.txt"])
+        assert "--seed (rank 0 on" in error
+        assert "--save-every (rank 0 on" in error
+
+
+def test_a_file_that_is_missing_on_the_second_rank(hosts):
+    (hosts / "1" / "text.txt").unlink()
+    (first, second) = run_ranks(2, as_rank, hosts, ([], []))
+    assert (first[0], second[0]) == (2, 2)
+    assert re.fullmatch(r"rda train: rank 1 on host \S+: cannot read .*/1/text\.txt: No such file.*\n", second[1])
+    assert re.fullmatch(r"rda train: rank 0 on host .* since rank 1 on host \S+ refused: cannot read .*\n", first[1])
+    assert (first[2], second[2]) == (["text.txt"], [])
+
+
+def test_a_folder_that_another_run_has(hosts):
+    """Refused by the first rank alone, after all had agreed."""
+    for code, error, files in run_ranks(2, as_rank_of_an_owned_folder, hosts):
+        assert code == 2
+        assert re.search(r"rank 0 on host .*run is in use by process \d+", error)
+        assert "record.json" not in files
+
+
+def as_rank_of_an_owned_folder(rank, world_size, folder):
+    from ring_dilated_attention.training.ownership import own_folder
+
+    with own_folder(folder / "0" / "run") if rank == 0 else contextlib.nullcontext():
+        return as_rank(rank, world_size, folder, [["--run-folder", "run"]] * 2)
+
+
+def as_rank_on_a_full_disk(rank, world_size, folder):
+    def full(*_):
+        raise ValueError("checkpoint-000004 cannot be written: No space left on device")
+
+    loop.save_checkpoint = full
+    return as_rank(rank, world_size, folder, ([], []))
+
+
+def test_a_disk_that_is_full_on_the_first_rank(hosts):
+    first, second = run_ranks(2, as_rank_on_a_full_disk, hosts)
+    assert (first[0], second[0]) == (2, 2)
+    reason = "checkpoint-000004 cannot be written: No space left on device"
+    assert re.search(rf"\nrda train: rank 0 on host \S+: {reason}\n$", first[1])
+    assert re.fullmatch(rf"rda train: rank 1 on host .*, since rank 0 on host .* refused: {reason}\n", second[1])
+    assert first[2] == ["text.txt"]  # what the run made and left empty is gone

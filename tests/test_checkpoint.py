@@ -1,0 +1,395 @@
+"""Checkpoints: whole or absent, verified before they are used; and nothing goes that a run did not make."""
+
+import json
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ring_dilated_attention.commands.cli import main
+from ring_dilated_attention.training import checkpoint as checkpoints
+from ring_dilated_attention.training.checkpoint import (
+    MARK_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    check_whole,
+    find_checkpoint,
+    find_checkpoints,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
+from ring_dilated_attention.training.files import write_whole
+from ring_dilated_attention.training.loop import make_optimizer
+from ring_dilated_attention.training.options import Hyperparameters
+
+TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
+TINY = {"--seq-len": "48", "--steps": "6", "--embed-dim": "16", "--num-heads": "2", "--warmup-steps": "2"}
+PATTERN = ["--segment-lengths", "8", "48", "--dilation-rates", "1", "3"]
+FILES = ["--data", "text.txt", "--held-out-windows", "2", "--save-every", "2", "--run-folder", "run"]
+ARGUMENTS = ["train", *(word for pair in TINY.items() for word in pair), *PATTERN, *FILES]
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+
+
+@pytest.fixture
+def trained():
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = make_optimizer(model, Hyperparameters())
+    for _ in range(3):
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def state_at(step, run="one run"):
+    return {"run": run, "step": step, "bits_per_byte": [8.1, 1 / 3]}
+
+
+def listing(folder):
+    return {path.relative_to(folder).as_posix(): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+def sign(checkpoint, state=None):
+    """Make the digests those of the files that are there, as only somebody who means it would."""
+    content = json.loads((checkpoint / STATE_FILE).read_text())
+    (checkpoint / STATE_FILE).write_text(checkpoints._signed(checkpoint, content["state"] if state is None else state))
+
+
+def test_restores_every_tensor(trained, tmp_path):
+    model, optimizer = trained
+    checkpoint = save_checkpoint(tmp_path, state_at(3), model, optimizer)
+    assert read_state(checkpoint) == check_whole(checkpoint) == state_at(3)
+    other = make_model()
+    other_optimizer = make_optimizer(other, Hyperparameters())
+    load_checkpoint(checkpoint, other, other_optimizer)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert optimizer.state[a].keys() == other_optimizer.state[b].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(optimizer.state[a][key], other_optimizer.state[b][key]) for key in optimizer.state[a])
+
+
+def test_holds_no_pickle_and_the_newest_two_stay(trained, tmp_path):
+    for step in (3, 6, 9):
+        save_checkpoint(tmp_path, state_at(step), *trained)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-000009", "checkpoint-000006"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-000009", "checkpoint-000006"}
+    assert {path.name for path in find_checkpoint(tmp_path).iterdir()} == {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE}
+
+
+def test_a_run_removes_only_what_it_made(trained, tmp_path):
+    """Folders and files with the names of ours: a user's, another run's, and ours with something else in it."""
+    save_checkpoint(tmp_path, state_at(1), *trained)
+    (tmp_path / "checkpoint-000001" / "notes.txt").write_text("mine")
+    save_checkpoint(tmp_path / "other", state_at(2, "another run"), *trained)
+    shutil.move(tmp_path / "other" / "checkpoint-000002", tmp_path / "checkpoint-000002")
+    (tmp_path / "checkpoint-000003").mkdir()
+    (tmp_path / "checkpoint-000003" / STATE_FILE).write_text("{}")
+    (tmp_path / "checkpoint-000004").write_text("a file")
+    (tmp_path / "unfinished-thesis").mkdir()
+    (tmp_path / "unfinished-thesis" / MODEL_FILE).write_text("mine")
+    (tmp_path / "unfinished-checkpoint-000009").mkdir()
+    (tmp_path / "unfinished-checkpoint-000009" / MODEL_FILE).write_text("mine")
+    (tmp_path / "unfinished-letter").write_text("mine")
+    (tmp_path / "unfinished-checkpoint-000010").write_text("mine")
+    theirs = listing(tmp_path)
+    for step in (6, 7, 8):
+        save_checkpoint(tmp_path, state_at(step), *trained)
+    found = listing(tmp_path)
+    for name in (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE):
+        assert f"checkpoint-000001/{name}" not in found  # ours, and superfluous
+        del theirs[f"checkpoint-000001/{name}"]
+        del found[f"checkpoint-000007/{name}"], found[f"checkpoint-000008/{name}"]
+    assert found == {**theirs, "checkpoint-000007": False, "checkpoint-000008": False}
+
+
+def test_what_a_killed_run_left_unfinished_goes(trained, tmp_path):
+    left = tmp_path / "unfinished-checkpoint-000002-12345678"
+    left.mkdir()
+    (left / MARK_FILE).write_text("a run that never came to a checkpoint")
+    (left / MODEL_FILE).write_text("half of a mod")
+    after = save_checkpoint(tmp_path, state_at(6), *trained)
+    assert list(tmp_path.iterdir()) == [after]
+
+
+def test_a_folder_of_somebody_else_is_in_the_way(trained, tmp_path):
+    (tmp_path / "checkpoint-000006").mkdir()
+    with pytest.raises(ValueError, match=r"checkpoint-000006 is in the way, and this run did not make it: move it"):
+        save_checkpoint(tmp_path, state_at(6), *trained)
+    save_checkpoint(tmp_path, state_at(7), *trained)
+    assert save_checkpoint(tmp_path, state_at(7), *trained) == tmp_path / "checkpoint-000007"
+    with pytest.raises(ValueError, match=r"checkpoint-000007 is in the way"):
+        save_checkpoint(tmp_path, state_at(7, "another run"), *trained)
+
+
+@pytest.mark.parametrize("failing", ["save_file", "flush", "rename"])
+def test_failure_while_writing_leaves_what_was_there(trained, tmp_path, monkeypatch, failing):
+    before = save_checkpoint(tmp_path, state_at(3), *trained)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if failing == "save_file":
+            patch.setattr("safetensors.torch.save_file", fail)
+        elif failing == "flush":
+            patch.setattr(checkpoints, "flush", fail)
+        else:
+            patch.setattr(Path, "rename", fail)
+        with pytest.raises(ValueError, match=r"checkpoint-000006 cannot be written: No space left on device"):
+            save_checkpoint(tmp_path, state_at(6), *trained)
+    assert list(tmp_path.iterdir()) == [before]
+    load_checkpoint(before, *trained)
+    after = save_checkpoint(tmp_path, state_at(6), *trained)
+    assert set(tmp_path.iterdir()) == {before, after}
+
+
+@pytest.fixture
+def little_space():
+    """No file may grow beyond 2,000 bytes: what the system says then is what it says of a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(little_space, tmp_path):
+    """The library that writes tensors has errors of its own."""
+    model = nn.Linear(100, 100)
+    with pytest.raises(ValueError, match=r"checkpoint-000006 cannot be written: .*File too large"):
+        save_checkpoint(tmp_path, state_at(6), model, make_optimizer(model, Hyperparameters()))
+    with pytest.raises(OSError, match="File too large") as caught:
+        write_whole(tmp_path / "record.json", bytes(3000), lambda content: True, "nobody")
+    assert caught.value.filename == str(tmp_path / "record.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path):
+    path = tmp_path / "record.json"
+    write_whole(path, b"mine", lambda content: False, "me")
+    write_whole(path, b"mine too", lambda content: content == b"mine", "me")
+    assert listing(tmp_path) == {"record.json": b"mine too"}
+    with pytest.raises(ValueError, match=r"record\.json was not made by me, and nothing is written over it\. Move it"):
+        write_whole(path, b"other", lambda content: False, "me")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ValueError, match=r"record\.json is in the way: Is a directory\. Move it"):
+        write_whole(path, b"other", lambda content: True, "me")
+    assert listing(tmp_path) == {"record.json": False}
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def change(**fields):
+    def changed(checkpoint):
+        state = json.loads((checkpoint / STATE_FILE).read_text())["state"]
+        for name, value in fields.items():
+            part = state
+            *path, name = name.split("__")
+            for key in path:
+                part = part[key]
+            if value is None:
+                del part[name]
+            else:
+                part[name] = value
+        sign(checkpoint, state)
+
+    return changed
+
+
+def edit(name, function):
+    """Other tensors, rightly signed."""
+
+    def edited(checkpoint):
+        tensors = load_file(checkpoint / name)
+        function(tensors)
+        save_file(tensors, checkpoint / name)
+        sign(checkpoint)
+
+    return edited
+
+
+def text(content):
+    return lambda checkpoint: (checkpoint / STATE_FILE).write_text(content)
+
+
+def first(tensors):
+    return next(name for name in sorted(tensors) if name.startswith("exp_avg/"))
+
+
+DAMAGES = {
+    "state is missing": (lambda c: (c / STATE_FILE).unlink(), f"{STATE_FILE} is missing"),
+    "state is empty": (text(""), f"{STATE_FILE} is damaged: it is no JSON"),
+    "state is no JSON": (text("{"), f"{STATE_FILE} is damaged: it is no JSON"),
+    "state is a deep list": (text("[" * 10**5), f"{STATE_FILE} is damaged: it is no JSON"),
+    "state is another JSON": (text("[1]"), f"{STATE_FILE} was not made by rda train"),
+    "state is a folder": (
+        lambda c: [(c / STATE_FILE).unlink(), (c / STATE_FILE).mkdir()],
+        f"{STATE_FILE} cannot be read: Is a directory",
+    ),
+    "state has a flipped bit": (lambda c: flip(c / STATE_FILE), f"{STATE_FILE} is damaged: "),
+    "model is missing": (lambda c: (c / MODEL_FILE).unlink(), f"{MODEL_FILE} is missing"),
+    "model is cut": (lambda c: cut(c / MODEL_FILE), f"{MODEL_FILE} is damaged: it has"),
+    "model has a flipped bit": (lambda c: flip(c / MODEL_FILE), f"{MODEL_FILE} is damaged: its sha256 is another"),
+    "optimizer is empty": (
+        lambda c: (c / OPTIMIZER_FILE).write_bytes(b""),
+        f"{OPTIMIZER_FILE} is damaged: it has 0 bytes, and",
+    ),
+    "a field is missing": (change(bits_per_byte=None), "bits_per_byte is missing, and should be a list"),
+    "a field is mistyped": (change(step="6"), "step is '6', and should be an integer"),
+    "a negative step": (change(step=-6), "step is -6 of 6, and the folder's name says 6"),
+    "another step": (change(step=5), "step is 5 of 6, and the folder's name says 6"),
+    "too many steps": (change(hyperparameters__steps=5), "step is 6 of 5"),
+    "a loss that is none": (change(bits_per_byte=[1.0] * 5 + [float("nan")]), "bits_per_byte should be 6 finite"),
+    "losses of fewer steps": (change(bits_per_byte=[1.0] * 5), "bits_per_byte should be 6 finite numbers, one for"),
+    "a hyperparameter is missing": (change(hyperparameters__seed=None), "hyperparameters lack ['seed']"),
+    "a foreign hyperparameter": (change(hyperparameters__wd=1), "and have ['wd'] besides"),
+    "a mistyped hyperparameter": (change(hyperparameters__seq_len=48.0), "hyperparameter seq_len is 48.0, not int"),
+    "a list that is a number": (change(hyperparameters__segment_lengths=8), "segment_lengths is 8, not a list"),
+    "a bad hyperparameter": (change(hyperparameters__clip_norm=0), "--clip-norm 0 must be a positive number"),
+    "a document without digest": (change(document__sha256=None), "document.sha256 is missing, not a text"),
+}
+DEEPER_DAMAGES = {
+    "no moments": (edit(OPTIMIZER_FILE, dict.clear), f"{OPTIMIZER_FILE} does not fit the model: it lacks"),
+    "a moment is missing": (edit(OPTIMIZER_FILE, lambda t: t.pop(first(t))), "it lacks 1 tensors, 'exp_avg/"),
+    "a misshapen moment": (
+        edit(OPTIMIZER_FILE, lambda t: t.update({first(t): torch.zeros(7)})),
+        "is torch.float32 (7,), and the model's is torch.float32 (",
+    ),
+    "a mistyped moment": (
+        edit(OPTIMIZER_FILE, lambda t: t.update({first(t): t[first(t)].double()})),
+        "is torch.float64 (",
+    ),
+    "a foreign moment": (
+        edit(OPTIMIZER_FILE, lambda t: t.update({"momentum/x": torch.zeros(1)})),
+        "it has besides 1 tensors, 'momentum/x' first",
+    ),
+    "a foreign parameter": (edit(MODEL_FILE, lambda t: t.update({"x": torch.zeros(1)})), "it has besides 1 tensors"),
+    "a parameter is no number": (
+        edit(MODEL_FILE, lambda t: t[min(t)].fill_(float("nan"))),
+        f"{MODEL_FILE} holds no numbers that can be used",
+    ),
+    "no safetensors": (
+        lambda c: [(c / MODEL_FILE).write_bytes(b"\0" * 20), sign(c)],
+        f"{MODEL_FILE} cannot be read: Error while deserializing",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run of six steps, with checkpoints at four and six."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("text.txt").write_bytes(TEXT)
+        assert main(ARGUMENTS) == 0
+    return folder
+
+
+OFFER = (
+    "; the newest whole checkpoint before it is run/checkpoint-000004: move checkpoint-000006 away, and --resume goes "
+    "on from there\n"
+)
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def in_a_copy(self, whole, tmp_path, monkeypatch):
+        shutil.copytree(whole, tmp_path / "copy")
+        monkeypatch.chdir(tmp_path / "copy")
+        # The document's path is part of the run.
+        monkeypatch.setattr(Path, "resolve", lambda path: whole / path.name)
+
+    def resume(self, capsys):
+        """Exit code and the one sentence of stderr; nothing may have changed."""
+        capsys.readouterr()
+        before = listing(Path())
+        code = main(["train", "--resume", "run"])
+        out, error = capsys.readouterr()
+        if code:
+            assert listing(Path()) == before
+            assert (out, error.count("\n"), error.startswith("rda train: ")) == ("", 1, True)
+        return code, error
+
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_damage_is_named_and_the_one_before_is_offered(self, damage, capsys):
+        damaged, message = DAMAGES[damage]
+        damaged(Path("run/checkpoint-000006"))
+        code, error = self.resume(capsys)
+        assert code == 2
+        assert message in error
+        assert "run/checkpoint-000006" in error
+        assert error.endswith(OFFER)
+
+    @pytest.mark.parametrize("damage", DEEPER_DAMAGES)
+    def test_tensors_that_do_not_fit_are_named(self, damage, capsys):
+        """Their digests are right: only the model can tell."""
+        damaged, message = DEEPER_DAMAGES[damage]
+        damaged(Path("run/checkpoint-000006"))
+        code, error = self.resume(capsys)
+        assert code == 2
+        assert message in error
+        assert error.endswith(OFFER)
+
+    def test_what_is_offered_works(self, whole, capsys):
+        flip(Path("run/checkpoint-000006") / MODEL_FILE)
+        shutil.move("run/checkpoint-000006", "elsewhere")
+        assert self.resume(capsys)[0] == 0
+        for name in (MODEL_FILE, OPTIMIZER_FILE):
+            path = Path("run/checkpoint-000006") / name
+            assert path.read_bytes() == (whole / path).read_bytes()
+
+    def test_where_nothing_is_whole_nothing_is_offered(self, capsys):
+        cut(Path("run/checkpoint-000006") / MODEL_FILE)
+        cut(Path("run/checkpoint-000004") / STATE_FILE)
+        code, error = self.resume(capsys)
+        assert code == 2
+        assert error.endswith("no whole checkpoint is before it: start a new run\n")
+
+    @pytest.mark.parametrize("name", ["record.json", "loss.png"])
+    def test_a_file_of_somebody_else_is_not_overwritten(self, name, capsys):
+        Path("run", name).write_text('{"run": "another"}')
+        code, error = self.resume(capsys)
+        assert code == 2
+        assert f"run/{name} was not made by this run, and nothing is written over it" in error
+        Path("new").mkdir()
+        Path("new", name).write_text("mine")
+        capsys.readouterr()
+        assert main([*ARGUMENTS[:-1], "new"]) == 2
+        assert "choose another folder" in capsys.readouterr().err
+        assert listing(Path("new")) == {name: b"mine"}
+
+    def test_a_full_disk_is_a_sentence(self, little_space, capsys):
+        """Also for a launcher's ranks, whose first alone writes."""
+        for folder in ("one", "two"):
+            arguments = [*ARGUMENTS[:-1], folder, "--num-layers", "1", *(["--ranks", "2"] * (folder == "two"))]
+            assert main(arguments) == 2
+            assert not Path(folder).exists()
+        error = capsys.readouterr().err
+        assert re.search(r"\nrda train: one/checkpoint-000002 cannot be written: .*File too large.*\n$", error)
+
+    def test_other_files_in_the_folder_stay(self, capsys):
+        Path("new/unfinished-thesis").mkdir(parents=True)
+        Path("new/unfinished-thesis/chapter").write_text("one")
+        Path("new/unfinished-letter").write_text("Dear")
+        theirs = listing(Path("new"))
+        assert main([*ARGUMENTS[:-1], "new"]) == 0
+        assert theirs.items() <= listing(Path("new")).items()

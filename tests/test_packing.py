@@ -1,0 +1,100 @@
+"""Rows that a tile reads are copied side by side where the kernel's rule says so: pieces, results, and what is held."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.plan import Tile
+from ring_dilated_attention.plan.program import Compute, Copy, Free, Packing, Terms, packed, steps
+from ring_dilated_attention.plan.rows import Rows
+from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.reference import dilated_attention_reference
+
+ALWAYS = Packing(distance=1, num_bytes=1, max_rows=2**16)
+
+
+def program(pattern, seq_len, num_heads, **terms):
+    plan = plan_exchange("none", pattern, make_shards("contiguous", (seq_len,)), 0, num_heads, num_heads).plan
+    return list(steps(plan, "forward", Terms(**terms)))
+
+
+def rows_of(tile):
+    return Counter(
+        (head, row) for head, start in zip(tile.query.heads, starts(tile.query), strict=True) for row in start
+    )
+
+
+def starts(rows):
+    for k in range(len(rows.heads)):
+        firsts = (rows.first + i * rows.segment_step + k * rows.shift for i in range(rows.segments))
+        yield [first + j * rows.step for first in firsts for j in range(rows.num_rows)]
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 40), st.booleans(), st.booleans())
+def test_pieces_are_the_tile(segments, num_heads, num_rows, max_rows, shares_keys, is_causal):
+    """Catches rows that no piece or two pieces have, pieces of more rows than asked for, and heads apart from their
+    keys."""
+    rows = Rows(range(num_heads), 2, 1, 3, num_rows, segments, 50)
+    keys = rows._replace(heads=range(1)) if shares_keys else rows
+    tile = Tile(rows, keys, is_causal, True, True)
+    pieces = list(tile.pieces(max_rows))
+    assert sum((rows_of(piece) for piece in pieces), Counter()) == rows_of(tile)
+    assert sum(piece.pairs for piece in pieces) == tile.pairs
+    for piece in pieces:
+        num_query_rows = piece.query.segments * len(piece.query.heads) * num_rows
+        least = num_rows * (num_heads if shares_keys else 1)
+        assert num_query_rows <= max(max_rows, least)
+        assert shares_keys or piece.key == piece.query
+
+
+def test_rows_are_copied_where_it_pays():
+    """Catches copies of rows that lie close together, of short segments, and of more than a piece."""
+    pattern = DilatedPattern((1024, 4096), (1, 4))
+    assert cpu.TRAITS.packing == Packing(distance=4096, num_bytes=4096, max_rows=2**16)
+    made = program(pattern, 8192, 8, packing=cpu.TRAITS.packing, distances=(2048, 2048), itemsize=4)
+    copies = [step for step in made if isinstance(step, Copy)]
+    assert {step.rows.step for step in copies} == {4}  # 2,048 bytes from row to row, and 8,192
+    assert [step.name for step in copies[:3]] == ["query", "key", "value"]
+    freed = [step for step in made if isinstance(step, Free) and packed("query") in step.names]
+    assert len(freed) == len(copies) // 3
+    for terms in (
+        {"packing": None, "distances": (2048, 2048)},
+        {"packing": cpu.TRAITS.packing, "distances": (512, 512)},
+        {"packing": cpu.TRAITS.packing, "distances": (2048, 2048), "itemsize": 2},  # 1,024 rows are few then
+        {"packing": cpu.TRAITS.packing._replace(max_rows=1023), "distances": (2048, 2048)},
+    ):
+        assert not any(isinstance(step, Copy) for step in program(pattern, 8192, 8, **terms))
+
+
+def test_a_tile_is_computed_in_pieces():
+    made = program(DilatedPattern((64,), (1,)), 256, 4, packing=ALWAYS._replace(max_rows=128), distances=(9, 9))
+    tiles = [step.tile for step in made if isinstance(step, Compute)]
+    assert [len(tile.query.heads) * tile.query.segments * tile.query.num_rows for tile in tiles] == [128] * 8
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_results_are_the_definition(data):
+    """Catches a piece that reads or writes another's rows, with a batch whose segments are one stride and without."""
+    shape = data.draw(st.sampled_from([(1, 40, 4), (2, 40, 4), (2, 37, 6)]), label="batch, positions, heads")
+    batch, seq_len, num_heads = shape
+    num_kv_heads = data.draw(st.sampled_from([num_heads, num_heads // 2]), label="kv heads")
+    is_causal = data.draw(st.booleans(), label="causal")
+    pattern = data.draw(st.sampled_from([((8,), (1,)), ((8, 40), (1, 4)), ((10, 20, 64), (2, 1, 5))]), label="pattern")
+    pattern = DilatedPattern(*pattern, is_causal=is_causal)
+    max_rows = data.draw(st.integers(16, 200), label="max_rows")
+    q, k, v = (
+        torch.randn(batch, seq_len, h, 8, dtype=torch.float64, requires_grad=True)
+        for h in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "TRAITS", cpu.TRAITS._replace(packing=ALWAYS._replace(max_rows=max_rows)))
+        out, lse = dilated_attention(q, k, v, pattern, return_lse=True)
+    expected = dilated_attention_reference(q, k, v, pattern)
+    torch.testing.assert_close((out, lse), tuple(expected), rtol=1e-12, atol=1e-12)
