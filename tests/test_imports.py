@@ -20,6 +20,7 @@ MOST_ROOMS = 12
 PURE = ("pattern", "plan")
 # What any file may use of torch.distributed: it makes and describes groups, and moves no data. All else is for link.py.
 HARMLESS = {"ProcessGroup", "FileStore", "group", "new_group", "init_process_group", "destroy_process_group"}
+HARMLESS |= {"TCPStore", "PrefixStore"}  # where ranks meet
 HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}
 
 
@@ -112,7 +113,7 @@ def modules_with_the_reference(modules):
     """Also through what compares with it: no fast path may import that either."""
 
     def compares(name: str) -> bool:
-        return name in ("reference", "commands.compare", "commands.check")
+        return name in ("reference", "commands.compare", "commands.check", "commands.doctor_ranks", "commands.doctor")
 
     found = set()
     for name, module in modules.items():
