@@ -10,9 +10,12 @@ import torch
 
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.kernels.traits import CPU_PACKING
+from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.rows import Rows
 from ring_dilated_attention.run.views import rows_view
 
+from .gate import gate
+from .measure import Sizes
 from .record import markdown
 
 SUMMARY = "when a copy of a tile's rows pays for itself on this CPU"
@@ -45,14 +48,19 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
                 for num_rows in settings.num_rows:
                     step(f"{str(dtype)[6:]}, {num_heads} heads of {head_dim}, {num_rows} rows")
                     for rate in settings.rates:
-                        rows.append(_row(dtype, num_heads, head_dim, num_rows, rate, settings.repeats))
+                        sizes = Sizes(num_rows * rate, num_heads, head_dim, dtype)
+                        rows.append(_row(sizes, rate, settings.repeats))
         return rows
     finally:
         torch.set_num_threads(before)
 
 
-def _row(dtype: torch.dtype, num_heads: int, head_dim: int, num_rows: int, rate: int, repeats: int) -> dict[str, Any]:
-    tensors = [torch.randn(1, num_rows * rate, num_heads, head_dim, dtype=dtype) for _ in range(3)]
+def _row(sizes: Sizes, rate: int, repeats: int) -> dict[str, Any]:
+    seq_len, num_heads, head_dim, dtype, _ = sizes
+    num_rows = seq_len // rate
+    pattern = DilatedPattern((seq_len,), (rate,))
+    passed = gate(sizes, pattern)
+    tensors = [torch.randn(1, seq_len, num_heads, head_dim, dtype=dtype) for _ in range(3)]
     views = [rows_view(x, Rows(range(min(NUM_HEADS, num_heads)), 0, 0, rate, num_rows)) for x in tensors]
     calls = max(1, 2048 // num_rows) ** 2
 
@@ -68,15 +76,15 @@ def _row(dtype: torch.dtype, num_heads: int, head_dim: int, num_rows: int, rate:
     factors = [as_they_lie / copied for as_they_lie, copied in both]
     distance = rate * num_heads * head_dim * dtype.itemsize
     return {
-        "dtype": str(dtype)[6:],
-        "num_heads": num_heads,
-        "head_dim": head_dim,
+        "segment_lengths": pattern.segment_lengths,
+        "dilation_rates": pattern.dilation_rates,
+        **sizes.as_json(),
         "num_rows": num_rows,
-        "dilation_rate": rate,
         "distance_bytes": distance,
         "is_copied": distance >= CPU_PACKING.distance and num_rows * dtype.itemsize >= CPU_PACKING.num_bytes,
         "seconds": statistics.median(x for x, _ in both),
         "speed_up": [min(factors), statistics.median(factors), max(factors)],
+        "gate": passed,
     }
 
 
@@ -99,5 +107,5 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
     shapes = sorted({(row["num_heads"], row["head_dim"]) for row in rows})
     said += ", ".join(f"{heads} heads of {dim}" for heads, dim in shapes)
-    rates = sorted({row["dilation_rate"] for row in rows})
+    rates = sorted({row["dilation_rates"][0] for row in rows})
     return f"{said} and rates {', '.join(map(str, rates))}.\n\n{markdown(headers, lines)}"

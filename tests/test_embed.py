@@ -1,10 +1,12 @@
 """`rda embed`: every kind of file, batches and ranks, going on, and bad slides beside others."""
 
 import json
+import os
 import subprocess
 import sys
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from distributed import run
@@ -14,7 +16,8 @@ from torchscale_cases import fill, waves
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli, embedder
-from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry
+from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry, fingerprint
+from ring_dilated_attention.commands.processes import RankFailedError
 from ring_dilated_attention.commands.slides import Keys
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
@@ -36,9 +39,7 @@ def write(path, features, coords, names=("features", "coords"), attributes=None)
                 file[name] = x.numpy()
                 file[name].attrs.update(attributes or {})
     elif path.suffix == ".npz":
-        import numpy
-
-        numpy.savez(path, **{name: x.numpy() for name, x in arrays.items()}, **(attributes or {}))
+        np.savez(path, **{name: x.numpy() for name, x in arrays.items()}, **(attributes or {}))
     else:
         torch.save({**arrays, **(attributes or {})}, path)
     return path
@@ -173,13 +174,31 @@ def test_goes_on_where_it_ended(weights, slides, tmp_path, capsys, monkeypatch):
     assert torch.equal(read(out)[0]["a"], read(tmp_path / "first")[0]["a"])
 
 
+def test_processes_that_die(weights, slides, tmp_path, capsys, monkeypatch):
+    """What was embedded before is saved, and no traceback of the command's own is shown."""
+
+    def killed(options, num_ranks, take):
+        take(embedder.Result("a", [1.0], 40, 256.0, fingerprint(slides[0], Keys())))
+        raise RankFailedError("rank 1: died without a word")
+
+    out = tmp_path / "out.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(embedder, "embed_all", killed)
+        assert embed(weights, out, *slides, "--ranks", 2) == 1
+    error = capsys.readouterr().err
+    assert "the processes failed. What was embedded before is saved" in error
+    assert error.endswith("rank 1: died without a word\n")
+    assert embed(weights, out, *slides) == 0
+    assert "2 slides embedded, 1 were there already" in capsys.readouterr().out
+
+
 def test_two_processes_lose_nothing(tmp_path):
     """Both write the same file: what the other has written meanwhile is kept."""
     settings = {"embedding": "the mean", "dtype": "float32"}
     mine, other = (EmbeddingFile(tmp_path / "out.st", settings) for _ in range(2))
-    other.add("b", [2.0], Entry(1, 1, 256.0))
+    other.add("b", [2.0], Entry("1", 1, 256.0))
     other.write()
-    mine.add("a", [1.0], Entry(1, 1, 256.0))
+    mine.add("a", [1.0], Entry("1", 1, 256.0))
     mine.write()
     assert read(tmp_path / "out.st")[0] == {"a": torch.ones(1), "b": torch.full((1,), 2.0)}
     assert EmbeddingFile(tmp_path / "out.st", settings).entries.keys() == {"a", "b"}
@@ -191,9 +210,14 @@ def test_other_settings_are_not_mixed(weights, slides, tmp_path, capsys):
     before = out.read_bytes()
     assert embed(weights, out, slides[1], "--padding", "exact") == 2
     assert "made with padding='torchscale', not 'exact'" in capsys.readouterr().err
-    other = write(tmp_path / "a.h5", *tiles(41, 3))
-    assert embed(weights, out, other) == 2
-    assert "'a' is in" in capsys.readouterr().err
+    (tmp_path / "again").mkdir()
+    for length in (41, LENGTHS["a"]):  # the second is a file of the same size
+        other = write(tmp_path / "again" / "a.h5", *tiles(length, 3))
+        assert embed(weights, out, other) == 2
+        assert "'a' is in" in capsys.readouterr().err
+    assert other.stat().st_size == slides[0].stat().st_size
+    assert embed(weights, out, slides[0], "--keys", "features", "coords") == 2
+    assert "or from other arrays in it: rename" in capsys.readouterr().err
     save_file({"a": torch.ones(2)}, tmp_path / "mine.safetensors")
     assert embed(weights, tmp_path / "mine.safetensors", slides[0]) == 2
     assert "`rda embed` did not make it" in capsys.readouterr().err
@@ -203,6 +227,13 @@ def test_other_settings_are_not_mixed(weights, slides, tmp_path, capsys):
     assert (tmp_path / "text").read_text() == "mine"
     assert out.read_bytes() == before
     assert not list(tmp_path.glob("*unfinished*"))
+
+
+def damaged_in_the_middle(path, signature):
+    """HDF5 opens such a file, and fails when it is looked into."""
+    write(path, *tiles(9))
+    path.write_bytes(path.read_bytes().replace(signature, bytes(len(signature))))
+    return path
 
 
 def bad_slides(folder):
@@ -222,6 +253,21 @@ def bad_slides(folder):
     yield write(folder / "flat.npz", features.flatten(), coords), "features has shape (45,)"
     yield write(folder / "three.h5", features, features[:, :3]), "coords has shape (9, 3), not (tiles, 2)"
     yield write(folder / "integers.pt", features.int(), coords), "dtype torch.int32"
+    yield write(folder / "complex.npz", features, coords + 0j), "coords has dtype complex64, not real numbers"
+    yield write(folder / "complex.pt", features, coords + 0j), "coords has dtype torch.complex64, not real"
+    yield write(folder / "sparse.pt", features.to_sparse(), coords), "features has torch.sparse_coo"
+    yield write(folder / "large.pt", features * 1e38, coords), "its features are finite and its embedding is not"
+    yield write(folder / "larger.pt", features.double() * 1e300, coords), "tile 0 of slide 0 (and 8 more), taken as"
+    torch.save({1: features, 2: coords}, folder / "numbered.pt")
+    yield folder / "numbered.pt", "holds no features: it has 1, 2, and"
+    np.savez(folder / "text.npz", features=features.numpy(), coords=coords.numpy().astype(str))
+    yield folder / "text.npz", "coords has dtype <U"
+    yield damaged_in_the_middle(folder / "group.h5", b"TREE"), "cannot be read: Unable to get group info"
+    changed = write(folder / "bit.pt", features, coords)
+    changed.write_bytes(changed.read_bytes().replace(features.numpy().tobytes(), (features + 1).numpy().tobytes()))
+    yield changed, "it is damaged: the checksum of its"
+    (folder / "gone.h5").symlink_to(folder / "nowhere.h5")
+    yield folder / "gone.h5", "No such file or directory"
     yield write(folder / "stated.h5", features, coords, attributes={"patch_size_level0": 512}), "=512, the step from"
     torch.save(features, folder / "bare.pt")
     yield folder / "bare.pt", "holds a tensor alone, and no coordinates"
@@ -240,8 +286,12 @@ def test_bad_slides_do_not_stop_the_others(batch, weights, slides, tmp_path, cap
         bad.setdefault(path.with_name(f"{path.stem}_{path.suffix[1:]}{path.suffix}"), reason)
         path.rename(path.with_name(f"{path.stem}_{path.suffix[1:]}{path.suffix}"))
     out = tmp_path / "out.safetensors"
-    mixed = [*list(bad)[:3], slides[0], *list(bad)[3:], *slides[1:]]
-    assert embed(weights, out, *mixed, "--batch", batch) == 1
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    for path in (*bad, *slides):
+        path.rename(folder / path.name)
+    bad = {folder / path.name: reason for path, reason in bad.items()}
+    assert embed(weights, out, folder, "--batch", batch) == 1
     error = capsys.readouterr().err
     for path, reason in bad.items():
         [line] = [line for line in error.splitlines() if line.startswith(f"rda embed: {path}: ")]
@@ -251,6 +301,44 @@ def test_bad_slides_do_not_stop_the_others(batch, weights, slides, tmp_path, cap
         torch.testing.assert_close(
             embedding, expected(weights, name, "last", global_pool=True)[-1], rtol=1e-5, atol=1e-6
         )
+
+
+def test_a_folder_is_made_for_the_file(weights, slides, tmp_path):
+    assert embed(weights, tmp_path / "new" / "folder" / "out.st", slides[0]) == 0
+    assert read(tmp_path / "new" / "folder" / "out.st")[0].keys() == {"a"}
+
+
+def test_integers_are_refused_in_a_batch_too(weights, tmp_path, capsys):
+    """They may be something else than features, beside floats of the same width."""
+    features, coords = tiles(9)
+    good, bad = write(tmp_path / "a.npz", features, coords), write(tmp_path / "b.npz", features.int(), coords)
+    assert embed(weights, tmp_path / "out.st", good, bad, "--batch", 2) == 1
+    assert f"{bad}: features have shape (1, 9, 5) and dtype torch.int32" in capsys.readouterr().err
+
+
+def test_numbers_in_another_byte_order(weights, slides, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["features"], file["coords"] = (x.numpy().astype(x.numpy().dtype.newbyteorder()) for x in tiles(40))
+    assert embed(weights, tmp_path / "out.st", tmp_path / "a.h5") == 0
+    assert embed(weights, tmp_path / "native.st", slides[0]) == 0
+    assert torch.equal(read(tmp_path / "out.st")[0]["a"], read(tmp_path / "native.st")[0]["a"])
+
+
+def test_a_slide_that_does_not_fit_the_memory(weights, slides, tmp_path, capsys, monkeypatch):
+    """It is named, and the others are embedded; a batch that does not fit is embedded slide by slide."""
+    forward = LongNetViT.forward
+
+    def limited(self, x, *args, **options):
+        if x.shape[:2].numel() > 100:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        return forward(self, x, *args, **options)
+
+    monkeypatch.setattr(LongNetViT, "forward", limited)
+    large = write(tmp_path / "large.npz", *tiles(101))
+    assert embed(weights, tmp_path / "out.st", large, *slides, "--batch", 4) == 1
+    assert f"{large}: tried to allocate 9 GiB" in capsys.readouterr().err
+    assert read(tmp_path / "out.st")[0].keys() == LENGTHS.keys()
 
 
 def test_the_tile_size_that_a_file_states(weights, tmp_path):
@@ -273,11 +361,14 @@ def test_the_tile_size_that_a_file_states(weights, tmp_path):
         (["--batch", "2", "--ranks", "2"], "--batch 2 with --ranks 2"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--tile-size", "-1"], "--tile-size -1 is neither"),
+        (["--tile-size", "inf"], "--tile-size inf is neither"),
         (["--heads", "5"], "embed_dim=32 is not a multiple of num_heads=5"),
         (["missing.h5"], "there is no missing.h5"),
         (["slides.txt"], "slides.txt does not end in one of"),
         (["a.h5", "other/a.npz"], "would both be called 'a'"),
         (["nothing"], "the folder nothing holds no slides"),
+        (["__metadata__.npz"], "'__metadata__.npz': safetensors has no place for a slide of this name"),
+        ([os.fsdecode(b"\xff.npz")], "'\\udcff.npz': safetensors has no place for a slide of this name"),
         (["--weights", "other.pth"], "other.pth does not hold a slide encoder's weights"),
         (["--weights", "none.pth"], "none.pth cannot be read: No such file"),
         (["--device", "no"], "no"),
@@ -290,6 +381,8 @@ def test_refused_before_anything_is_written(arguments, message, weights, tmp_pat
     write(tmp_path / "a.h5", *tiles(4))
     write(tmp_path / "other" / "a.npz", *tiles(4))
     (tmp_path / "slides.txt").write_text("")
+    for name in ("__metadata__.npz", os.fsdecode(b"\xff.npz")):
+        write(tmp_path / name, *tiles(4))
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
     slides = [] if arguments[0] == "a.h5" else ["a.h5"]
     given = ["--weights", str(weights)] if "--weights" not in arguments else []

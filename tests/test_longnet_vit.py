@@ -4,6 +4,7 @@ import copy
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,24 @@ def test_on_ranks(name, lengths):
     run(len(lengths), rank_embeds, name, lengths)
 
 
+def rank_is_warned(rank, world_size):
+    case, cp = POOLED, ContextParallel()
+    model, inputs = case.model(parallel=cp), case.inputs()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        model(*map(cp.shard, inputs))
+        own = slice(60 * rank, 60 + 33 * rank)
+        with pytest.raises(
+            UserWarning, match=r"ranks have \(60, 33\) positions, which no near-equal cut .* of 93 gives"
+        ):
+            model(*(x[:, own] for x in inputs))
+
+
+def test_the_class_token_is_no_mistake_of_its_user():
+    """93 tiles are 47 and 46, and 48 and 46 rows: of that nobody is warned, but of 60 and 33."""
+    run(2, rank_is_warned)
+
+
 def memory_model(parallel=None):
     torch.manual_seed(0)
     sizes = {"segment_lengths": (512, 2048, 8192), "dilation_rates": (1, 4, 16), "activation_checkpointing": True}
@@ -245,6 +264,7 @@ def test_two_ranks_hold_half_of_what_one_holds():
         (lambda x, c: (x[0], c), r"shape \(9, 5\) and dtype torch.float64, not floating .* add a batch dim"),
         (lambda x, c: (x[..., :4], c), r"shape \(2, 9, 4\) .* not floating \(batch, tiles, in_chans=5\)"),
         (lambda x, c: (x.long(), c), "dtype torch.int64"),
+        (lambda x, c: (x[:0], c[:0]), r"no slides: features have shape \(0, 9, 5\)"),
         (lambda x, c: (x, c[..., :1]), r"coords have shape \(2, 9, 1\), these features need \(2, 9, 2\)"),
         (lambda x, c: (x[:, :0], c[:, :0]), r"no tiles: features have shape \(2, 0, 5\)"),
         (
@@ -257,6 +277,7 @@ def test_two_ranks_hold_half_of_what_one_holds():
         ),
         (lambda x, c: (x, c + 20 * 256), r"grid of 20 x 20 cells of tile_size=256: tile 0 .* \(and 17 more\)"),
         (lambda x, c: (x, c * torch.nan), r"at \(nan, nan\) lies in cell"),
+        (lambda x, c: (x, c + 0j), "coords have dtype torch.complex128, not numbers of pixels"),
         (lambda x, c: (x.tolist(), c), "features must be a tensor, got list"),
     ],
 )
@@ -268,7 +289,7 @@ def test_input_that_is_refused(change, message):
 
 def test_lengths_that_are_refused():
     case = Slide(2048, 9, True)
-    for lengths in ([9], [9, 0], [9, 10]):
+    for lengths in ([9], [9, 0], [9, 10], [9, 8.5], torch.tensor([9.0, 8.0]), "99", 9):
         with pytest.raises(ValueError, match=r"must be 2 numbers of tiles from 1 to 9"):
             case.model()(*case.inputs(), lengths=lengths)
 
@@ -278,6 +299,7 @@ def test_lengths_that_are_refused():
     [
         ({"embed_dim": 18}, "embed_dim=18 is not a multiple of 4"),
         ({"tile_size": 0}, "tile_size=0 must all be positive"),
+        ({"tile_size": float("inf")}, "tile_size=inf must all be positive and finite"),
         ({"padding": "none"}, "padding='none' is unknown"),
     ],
 )
@@ -312,7 +334,7 @@ def test_load_slide_encoder(tmp_path, suffix):
     )
     weights = fill(model).state_dict()
     loaded, left = load_slide_encoder(save(weights, tmp_path / f"weights.{suffix}"))
-    assert left == []
+    assert left == ([], [])
     assert not loaded.training
     x, coords = POOLED.inputs()
     torch.testing.assert_close(loaded(x, coords), model(x, coords), rtol=1e-6, atol=1e-6)
@@ -320,11 +342,14 @@ def test_load_slide_encoder(tmp_path, suffix):
     path = save(more, tmp_path / f"more.{suffix}")
     with pytest.raises(ValueError, match="1 tensors that a LongNetViT has no place for: mask_token"):
         load_slide_encoder(path)
-    assert load_slide_encoder(path, strict=False)[1] == ["mask_token"]
+    del more["module.norm.bias"]
+    path = save(more, tmp_path / f"fewer.{suffix}")
+    assert load_slide_encoder(path, strict=False)[1] == (["norm.bias"], ["mask_token"])
 
 
 def test_weights_that_are_refused(tmp_path):
-    weights = fill(Slide(2048, 5, True).model()).state_dict()
+    whole = fill(Slide(2048, 5, True).model()).state_dict()
+    weights = dict(whole)
     del weights["encoder.layers.1.ffn.fc1.weight"]
     with pytest.raises(ValueError, match=r"few\.pth: the weights do not fit .* missing encoder.layers.1.ffn.fc1"):
         load_slide_encoder(save(weights, tmp_path / "few.pth"))
@@ -333,6 +358,15 @@ def test_weights_that_are_refused(tmp_path):
     torch.save(nn.Linear(2, 2), tmp_path / "module.pth")
     with pytest.raises(ValueError, match=r"module\.pth cannot be read with weights_only=True, and is not"):
         load_slide_encoder(tmp_path / "module.pth")
+    path = save(whole | {"cls_token": torch.ones(1, 1, 0)}, tmp_path / "narrow.pth")
+    with pytest.raises(ValueError, match=r"of cls_token there is shape \(1, 1, 0\)"):
+        load_slide_encoder(path)
+    path = save(whole, tmp_path / "bit.pth")
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.find(whole["norm.weight"].numpy().tobytes())] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"bit\.pth cannot be read as weights: it is damaged: the checksum of"):
+        load_slide_encoder(path)
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(ValueError, match=r"list\.pth holds no tensors by name, but a list"):
         load_slide_encoder(tmp_path / "list.pth")
@@ -342,6 +376,22 @@ def test_weights_that_are_refused(tmp_path):
             load_slide_encoder(tmp_path / name)
     with pytest.raises(ValueError, match=r"none\.pth cannot be read as weights: .*No such file"):
         load_slide_encoder(tmp_path / "none.pth")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.to_sparse, torch.Tensor.bool, torch.Tensor.char, torch.Tensor.cfloat, lambda x: x.to("meta")],
+    ids=["sparse", "bool", "int8", "complex", "meta"],
+)
+def test_weights_that_would_become_other_numbers(change):
+    """torch casts them without a word, or fails when it has loaded the tensors before them."""
+    model = Slide(2048, 5, True).model().float()
+    before = copy.deepcopy(model.state_dict())
+    weights = {name: x + 1 for name, x in before.items()}
+    weights["norm.weight"] = change(weights["norm.weight"])
+    with pytest.raises(ValueError, match=r"is unchanged: norm\.weight has torch\.\S+ and .* expected floating numbers"):
+        model.load_state_dict(weights, strict=False)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
 def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):

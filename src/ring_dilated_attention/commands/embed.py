@@ -3,14 +3,19 @@
 import argparse
 import hashlib
 import json
+import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..models.torchscale_config import PADDINGS
 from .embeddings import EmbeddingFile, Entry
 from .output import check_writable, progress_bar
+from .processes import RankFailedError
+
+if TYPE_CHECKING:
+    from .slides import Keys
 
 USER_ERROR_EXIT_CODE = 2
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -37,8 +42,8 @@ examples:
   rda embed huge.h5 --weights slide_encoder.pth --out huge.safetensors --ranks 2
                                          one slide shared by two processes
 
-Exit codes: 0 done, 1 some slides could not be embedded (they are named, the others are in the file), 2 refused,
-130 interrupted and saved.
+Exit codes: 0 done, 1 some slides could not be embedded (they are named, the others are in the file), or a process
+died (what was done before is in the file), 2 refused, 130 interrupted and saved.
 """
 
 
@@ -69,16 +74,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         check(arguments)
-        from .slides import find_slides  # imports torch
+        from .slides import Keys, find_slides  # imports torch
 
+        keys = Keys(*((name,) for name in arguments.keys)) if arguments.keys else Keys()
         slides = find_slides(arguments.slides)
         file = EmbeddingFile(arguments.out, settings_of(arguments))
-        todo = [(name, path) for name, path in slides.items() if not file.has(name, path.stat().st_size)]
+        todo = [(name, path) for name, path in slides.items() if not file.has(name, path, keys)]
         check_writable("--out", arguments.out.resolve().parent, arguments.out.name)
-        failures = embed(arguments, todo, file)
+        failures = embed(arguments, keys, todo, file)
     except (ValueError, OSError) as error:
         print(f"rda embed: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
+    except RankFailedError as error:
+        print(
+            "rda embed: the processes failed. What was embedded before is saved: run the same command again to go on.\n"
+            f"{error}",
+            file=sys.stderr,
+        )
+        return 1
     for name, failure in failures.items():
         print(f"rda embed: {slides[name]}: {failure}", file=sys.stderr)
     before = f", {len(slides) - len(todo)} were there already" if len(todo) < len(slides) else ""
@@ -92,17 +105,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def embed(arguments: argparse.Namespace, todo: list[tuple[str, Path]], file: EmbeddingFile) -> dict[str, str]:
+def embed(
+    arguments: argparse.Namespace, keys: "Keys", todo: list[tuple[str, Path]], file: EmbeddingFile
+) -> dict[str, str]:
     """Add the slides' embeddings to the file, which is written also when this ends early.
 
     Returns:
         why some have none, by name.
     """
     from .embedder import Options, Result, embed_all
-    from .slides import Keys
 
-    paths, failures = dict(todo), {}
-    keys = Keys(*((name,) for name in arguments.keys)) if arguments.keys else Keys()
+    failures: dict[str, str] = {}
     given = {name: getattr(arguments, name) for name in Options._fields if name not in ("slides", "keys")}
     try:
         with progress_bar(len(todo), "slide") as bar:
@@ -111,8 +124,8 @@ def embed(arguments: argparse.Namespace, todo: list[tuple[str, Path]], file: Emb
                 if result.embedding is None:
                     failures[result.name] = result.failure or "no embedding"
                 else:
-                    num_bytes = paths[result.name].stat().st_size
-                    file.add(result.name, result.embedding, Entry(num_bytes, result.num_tiles, result.tile_size))
+                    entry = Entry(result.fingerprint, result.num_tiles, result.tile_size)
+                    file.add(result.name, result.embedding, entry)
                 bar.set_postfix_str(f"{result.name}, {result.num_tiles:,} tiles")
                 bar.update()
 
@@ -144,7 +157,7 @@ def check(arguments: argparse.Namespace) -> None:
         )
     if arguments.tile_size not in (None, "file"):
         try:
-            is_positive = float(arguments.tile_size) > 0
+            is_positive = 0 < float(arguments.tile_size) < math.inf
         except ValueError:
             is_positive = False
         if not is_positive:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..models.longnet_vit import LongNetViT
-from ..models.weights import load_slide_encoder
+from ..models.weights import first_line, load_slide_encoder
 from ..ranks.context import ContextParallel, refuse
+from .embeddings import fingerprint
 from .processes import Launch, Worker, run_ranks
 from .slides import Keys, Slide, open_slide
 
@@ -44,8 +45,9 @@ class Result(NamedTuple):
 
     name: str
     embedding: list[Any] | None
-    num_tiles: int
-    tile_size: float
+    num_tiles: int = 0
+    tile_size: float = 0.0
+    fingerprint: str = ""  # of the slide's file
     failure: str | None = None
 
 
@@ -57,6 +59,10 @@ class Tiles(NamedTuple):
     coords: Tensor
     num_tiles: int
     tile_size: float
+    fingerprint: str
+
+    def result(self, embedding: list[Any] | None, failure: str | None = None) -> Result:
+        return Result(self.name, embedding, self.num_tiles, self.tile_size, self.fingerprint, failure)
 
 
 def embed_all(options: Options, num_ranks: int, take: Callable[[Result], None]) -> None:
@@ -126,8 +132,8 @@ def _read(
     parallel: ContextParallel | None,
     report: Callable[[Result], Any],
 ) -> Iterator[list[Tiles]]:
-    """The slides of a batch in groups that can be embedded at once: of one tile size and one width."""
-    groups: dict[tuple[float, int], list[Tiles]] = {}
+    """The slides of a batch in groups that can be embedded at once: of one tile size, one width and one dtype."""
+    groups: dict[tuple[float, int, torch.dtype], list[Tiles]] = {}
     for name, path in slides:
         try:
             try:
@@ -137,13 +143,15 @@ def _read(
                     refuse(parallel.key, str(error))
                 raise
         except (ValueError, OSError) as error:
-            report(Result(name, None, 0, 0.0, str(error)))
+            report(Result(name, None, failure=str(error)))
             continue
-        groups.setdefault((tiles.tile_size, tiles.features.shape[-1]), []).append(tiles)
+        kind = (tiles.tile_size, tiles.features.shape[-1], tiles.features.dtype)
+        groups.setdefault(kind, []).append(tiles)
     yield from groups.values()
 
 
 def _tiles(options: Options, name: str, path: Path, parallel: ContextParallel | None) -> Tiles:
+    found = fingerprint(path, options.keys)
     with open_slide(path, options.keys) as slide:
         start, stop = 0, slide.num_tiles
         if parallel is not None:
@@ -151,36 +159,44 @@ def _tiles(options: Options, name: str, path: Path, parallel: ContextParallel | 
             start = sum(lengths[: parallel.rank])
             stop = start + lengths[parallel.rank]
         features, coords = slide.features(start, stop), slide.coords[start:stop]
-        return Tiles(name, features, coords, slide.num_tiles, _tile_size(options.tile_size, slide))
+        return Tiles(name, features, coords, slide.num_tiles, _tile_size(options.tile_size, slide), found)
 
 
 def _tile_size(given: str | None, slide: Slide) -> float:
+    if given not in (None, "file"):
+        return float(given)
     stated = slide.tile_size
     if given == "file":
         if stated is None:
             raise ValueError("states no patch_size_level0: pass --tile-size PIXELS")
         return stated
-    if given is None and stated not in (None, DEFAULT_TILE_SIZE):
+    if stated not in (None, DEFAULT_TILE_SIZE):
         raise ValueError(
             f"states patch_size_level0={stated:g}, the step from tile to tile, and GigaPath's pipeline takes "
             f"{DEFAULT_TILE_SIZE:g} whatever the file: pass --tile-size file (as TRIDENT does), or --tile-size "
             f"{DEFAULT_TILE_SIZE:g}"
         )
-    return DEFAULT_TILE_SIZE if given is None else float(given)
+    return DEFAULT_TILE_SIZE
 
 
 def _embed(model: LongNetViT, options: Options, group: list[Tiles], device: str) -> Iterator[Result]:
     try:
         embeddings = _forward(model, options, group, device)
-    except ValueError as error:
+    except (ValueError, torch.OutOfMemoryError) as error:
+        if model.parallel is not None and not isinstance(error, ValueError):
+            raise  # one rank has left a call in its middle: the others cannot go on
         if len(group) == 1:
-            yield Result(group[0].name, None, group[0].num_tiles, group[0].tile_size, str(error))
+            yield group[0].result(None, first_line(error))
             return
         for tiles in group:  # the others can be embedded still
             yield from _embed(model, options, [tiles], device)
         return
     for tiles, embedding in zip(group, embeddings, strict=True):
-        yield Result(tiles.name, embedding.tolist(), tiles.num_tiles, tiles.tile_size)
+        if embedding.isfinite().all():
+            yield tiles.result(embedding.tolist())
+        else:
+            why = f"too large for {options.dtype}, or the weights are not finite either"
+            yield tiles.result(None, f"its features are finite and its embedding is not: {why}")
 
 
 def _forward(model: LongNetViT, options: Options, group: list[Tiles], device: str) -> Tensor:
@@ -193,8 +209,7 @@ def _forward(model: LongNetViT, options: Options, group: list[Tiles], device: st
         if min(lengths) == 0:
             raise ValueError("no tiles: an empty slide has no embedding")
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-        dtype = next(model.parameters()).dtype
-        features, coords = pad([x.features.to(dtype) for x in group]), pad([x.coords.double() for x in group])
+        features, coords = pad([x.features for x in group]), pad([x.coords.double() for x in group])
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_autocast(options.dtype, device))

@@ -4,6 +4,7 @@ It is whole at any time: each version is written beside it and takes its place. 
 made with the same settings.
 """
 
+import hashlib
 import json
 import os
 import time
@@ -17,14 +18,34 @@ if TYPE_CHECKING:
 MADE_BY = "rda embed"
 # A file of many slides is not written anew for each of them.
 SECONDS_BETWEEN_WRITES = 5.0
+NUM_SAMPLES = 16
+SAMPLE_BYTES = 2**16
 
 
 class Entry(NamedTuple):
     """What a file says of a slide."""
 
-    num_bytes: int  # of the file that it was made from, by which that is known again
+    fingerprint: str  # of the file that it was made from, by which that is known again
     num_tiles: int
     tile_size: float
+
+
+def fingerprint(path: Path, keys: Sequence[Sequence[str]]) -> str:
+    """Of a file's size and a megabyte spread over it: files of one size differ there if they hold other features.
+
+    Args:
+        keys: the names of the arrays that are read, which decide what a slide is too.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(json.dumps([size, *keys]).encode())
+        for i in range(NUM_SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 class EmbeddingFile:
@@ -69,18 +90,23 @@ class EmbeddingFile:
             raise ValueError(f"--out {self.path} is there and cannot be read: {error}. Choose another name.") from error
         if metadata.get("made_by") != MADE_BY:
             raise ValueError(f"--out {self.path} is there, and `{MADE_BY}` did not make it. Choose another name.")
-        settings = json.loads(metadata["settings"])
+        try:
+            settings = json.loads(metadata["settings"])
+            found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"--out {self.path} is there, and what it says of itself cannot be read. Choose another name."
+            ) from error
         for name in sorted(self.settings.keys() | settings.keys()):
             if settings.get(name) != self.settings.get(name):
                 raise ValueError(
                     f"--out {self.path} holds embeddings made with {name}={settings.get(name)!r}, not "
                     f"{self.settings.get(name)!r}. Choose another name, or the settings that it was made with."
                 )
-        found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
-        self.entries = found | self.entries
+        self.entries = {name: entry for name, entry in found.items() if name in self.embeddings} | self.entries
 
-    def has(self, name: str, num_bytes: int) -> bool:
-        """Whether a slide's embedding is there.
+    def has(self, name: str, path: Path, keys: Sequence[Sequence[str]]) -> bool:
+        """Whether the embedding of this file's slide is there.
 
         Raises:
             ValueError: if it is that of another file of this name.
@@ -88,10 +114,14 @@ class EmbeddingFile:
         entry = self.entries.get(name)
         if entry is None:
             return False
-        if entry.num_bytes != num_bytes:
+        try:
+            is_same = entry.fingerprint == fingerprint(path, keys)
+        except OSError:
+            return False  # embedding it says why
+        if not is_same:
             raise ValueError(
-                f"the slide {name!r} is in {self.path} already, made from a file of {entry.num_bytes:,} bytes, and "
-                f"this one has {num_bytes:,}: rename it, or choose another --out"
+                f"the slide {name!r} is in {self.path} already, made from another file than {path}, or from other "
+                "arrays in it: rename this one, or choose another --out"
             )
         return True
 
@@ -124,6 +154,7 @@ class EmbeddingFile:
             "slides": json.dumps(self.entries),
         }
         unfinished = self.path.with_name(f"{self.path.name}.unfinished-{os.getpid()}")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             save_file(self.embeddings, unfinished, metadata=metadata)
             with unfinished.open("rb") as file:

@@ -4,6 +4,8 @@ A file holds the features (tiles, C) under "features" (or "tile_embeds", as Giga
 coordinates (tiles, 2) under "coords"; both may have a batch dim of 1 before. Nothing but arrays is read: no pickles.
 """
 
+import math
+import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..models.weights import check_sums, first_line
 
 FEATURES = ("features", "tile_embeds", "feats")
 COORDS = ("coords", "coordinates")
@@ -45,13 +49,25 @@ class Slide:
                 f"{self.features_key} has {self.num_tiles} tiles and {coords_key} has {coords.shape[-2]}: one line of "
                 "each belongs to a tile"
             )
-        self.coords = torch.as_tensor(coords[...]).reshape(-1, 2)
-        self.tile_size = _number(stated.get(TILE_SIZE, attributes_of(coords).get(TILE_SIZE)))
+        self.coords = _tensor(coords[...], coords_key).reshape(-1, 2)
+        self._stated = stated.get(TILE_SIZE, attributes_of(coords).get(TILE_SIZE))
+
+    @property
+    def tile_size(self) -> float | None:
+        return _number(self._stated)
 
     def features(self, start: int, stop: int) -> Tensor:
         """Features (stop - start, C) of some tiles. Of HDF5 no others are read."""
         rows = self._features[0, start:stop] if len(self._features.shape) == 3 else self._features[start:stop]
-        return torch.as_tensor(rows)
+        return _tensor(rows, self.features_key)
+
+
+def _tensor(x: Any, name: str) -> Tensor:
+    """A file's array as a tensor in this machine's byte order."""
+    is_real = not x.is_complex() if isinstance(x, Tensor) else x.dtype.kind in "biuf"
+    if not is_real or x.dtype.itemsize > 8:
+        raise ValueError(f"{name} has dtype {x.dtype}, not real numbers of at most 64 bits")
+    return x if isinstance(x, Tensor) else torch.as_tensor(x.astype(x.dtype.newbyteorder("="), copy=False))
 
 
 def attributes_of(array: Any) -> Mapping[str, Any]:
@@ -63,21 +79,28 @@ def _array(arrays: Mapping[str, Any], what: str, names: tuple[str, ...]) -> tupl
     name = next((name for name in names if name in arrays), None)
     if name is None:
         raise ValueError(
-            f"holds no {what}: it has {', '.join(arrays) or 'no arrays'}, and {' and '.join(names)} were looked for "
-            "(--keys names others)"
+            f"holds no {what}: it has {', '.join(map(str, arrays)) or 'no arrays'}, and {' and '.join(names)} were "
+            "looked for (--keys names others)"
         )
     array = arrays[name]
-    shape = tuple(getattr(array, "shape", ()))
+    if isinstance(array, Tensor) and (array.layout != torch.strided or array.is_meta or array.is_quantized):
+        raise ValueError(f"{name} has {array.layout} and {array.dtype} on {array.device}: save its numbers themselves")
+    shape = tuple(getattr(array, "shape", None) or ())  # an empty HDF5 data set's is None
     if len(shape) == 2 or (len(shape) == 3 and shape[0] == 1):
         return array, name
     raise ValueError(f"{name} has shape {shape}, not (tiles, ...): {what} of the tiles of one slide")
 
 
 def _number(value: Any) -> float | None:
+    if value is None:
+        return None
     try:
-        return None if value is None else float(value)
+        number = float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError):
-        raise ValueError(f"{TILE_SIZE} is {value!r}, not a number of pixels") from None
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{TILE_SIZE} is {value!r}, not a positive number of pixels")
+    return number
 
 
 @contextmanager
@@ -85,9 +108,19 @@ def open_slide(path: Path, keys: Keys | None = None) -> Iterator[Slide]:
     """A slide's file, open as long as the context lasts.
 
     Raises:
-        ValueError: if it cannot be read, with the reason but without the path.
+        ValueError: if it cannot be read, also while the context lasts, with the reason but without the path.
     """
-    keys = keys or Keys()
+    try:
+        with _opened(path, keys or Keys()) as slide:
+            yield slide
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # a damaged file raises anything, HDF5 where its features are read too
+        raise ValueError(f"cannot be read: {first_line(error)}") from error
+
+
+@contextmanager
+def _opened(path: Path, keys: Keys) -> Iterator[Slide]:
     if path.suffix in (".h5", ".hdf5"):
         import h5py
 
@@ -117,9 +150,14 @@ def _load_torch(path: Path) -> dict[str, Any]:
     try:
         is_zip = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        check_sums(path)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            "cannot be read with torch.load(weights_only=True), and is not read otherwise, since a pickle can run any "
+            "code when it is opened: save tensors alone. (Or the file is damaged.)"
+        ) from error
     except Exception as error:  # a damaged file raises anything
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"cannot be read with torch.load(weights_only=True): {reason}") from error
+        raise ValueError(f"cannot be read with torch.load(weights_only=True): {first_line(error)}") from error
     if isinstance(loaded, Tensor):
         raise ValueError("holds a tensor alone, and no coordinates: save {'features': ..., 'coords': ...}")
     if not isinstance(loaded, dict):
@@ -131,7 +169,8 @@ def find_slides(paths: list[Path]) -> dict[str, Path]:
     """The slides by name, which is the file's without its suffix. A folder stands for all that it holds.
 
     Raises:
-        ValueError: if there are none, one is not there, or two have one name.
+        ValueError: if there are none, one is not there, two have one name, or one has a name that no file of
+            embeddings can hold.
     """
     found: dict[str, Path] = {}
     for path in paths:
@@ -143,7 +182,14 @@ def find_slides(paths: list[Path]) -> dict[str, Path]:
         for file in files:
             if file.suffix not in SUFFIXES:
                 raise ValueError(f"{file} does not end in one of {', '.join(SUFFIXES)}")
+            if file.stem == "__metadata__" or not _is_text(file.stem):
+                raise ValueError(f"{str(file)!r}: safetensors has no place for a slide of this name: rename it")
             other = found.setdefault(file.stem, file)
             if other != file:
                 raise ValueError(f"{other} and {file} would both be called {file.stem!r}: rename one")
     return found
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name is UTF-8; what is not reaches Python as lone surrogates."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)

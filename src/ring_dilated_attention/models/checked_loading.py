@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 # What trainers and wrappers put before, or between, a model's names.
@@ -28,7 +29,8 @@ class CheckedLoading(nn.Module):
             missing_keys and unexpected_keys: with strict=False what was left as it is, and what was left over.
 
         Raises:
-            ValueError: for tensors of other shapes, and with strict=True for names that are missing or unknown.
+            ValueError: for tensors of other shapes or without floating numbers, and with strict=True for names that are
+                missing or unknown.
         """
         failure = _failure(self, state_dict, strict)
         if failure:
@@ -43,6 +45,11 @@ def _failure(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> 
         for name, x in own.items()
         if name in state_dict and _shape(state_dict[name]) != tuple(x.shape)
     ]
+    failures += [
+        f"{name} has {x.layout} and {x.dtype} on {x.device}, expected floating numbers"
+        for name, x in state_dict.items()
+        if name in own and isinstance(x, Tensor) and not _has_numbers(x)
+    ]
     if strict:
         missing = [name for name in own if name not in state_dict]
         unknown = [name for name in state_dict if name not in own]
@@ -55,6 +62,11 @@ def _failure(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> 
 
 def _shape(x: Any) -> tuple[int, ...] | None:
     return tuple(x.shape) if isinstance(x, Tensor) else None
+
+
+def _has_numbers(x: Tensor) -> bool:
+    """Whether copying these into a parameter neither fails nor makes other numbers of them."""
+    return x.is_floating_point() and x.layout == torch.strided and not x.is_meta
 
 
 def _described(x: Any) -> str:

@@ -5,9 +5,10 @@ positions of packed slides, E embedding.
 """
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,8 +109,8 @@ class LongNetViT(CheckedLoading):
             raise ValueError(
                 f"embed_dim={embed_dim} is not a multiple of 4: a quarter each is sine and cosine of the two axes."
             )
-        if in_chans < 1 or slide_ngrids < 1 or not tile_size > 0:
-            raise ValueError(f"{in_chans=}, {slide_ngrids=} and {tile_size=} must all be positive.")
+        if in_chans < 1 or slide_ngrids < 1 or not 0 < tile_size < math.inf:
+            raise ValueError(f"{in_chans=}, {slide_ngrids=} and {tile_size=} must all be positive and finite.")
         if parallel is not None and parallel.sharding != "contiguous":
             raise ValueError(
                 f"parallel has sharding={parallel.sharding!r}, which balances causal patterns; a slide encoder is not "
@@ -268,6 +269,8 @@ class LongNetViT(CheckedLoading):
         if self.parallel is not None:
             fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
             tile_counts = self.parallel.handshake(num_own, fields, failure)
+            self.parallel.ranks.notice(tile_counts)
+            self.parallel.ranks.expect((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
         if failure is None and not sum(tile_counts):
             failure = f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding"
         if failure:
@@ -291,24 +294,30 @@ class LongNetViT(CheckedLoading):
                 f"features have shape {tuple(x.shape)} and dtype {x.dtype}, not floating (batch, tiles, "
                 f"in_chans={self.in_chans}){hint}"
             )
+        if not len(x):
+            return f"no slides: features have shape {tuple(x.shape)}, a batch of none"
         if coords.shape != (*x.shape[:2], 2):
             return f"coords have shape {tuple(coords.shape)}, these features need {(*x.shape[:2], 2)}: x and y of each"
+        if coords.is_complex():
+            return f"coords have dtype {coords.dtype}, not numbers of pixels: x and y are two of them"
         if lengths is None:
             return None
         if self.parallel is not None:
             return "lengths and parallel: a padded batch cannot be sharded; embed the slides one by one"
-        counts = [int(n) for n in lengths]
-        if len(counts) != len(x) or any(not 1 <= n <= x.shape[1] for n in counts):
-            return f"lengths={counts} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
+        numbers: object = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        if not isinstance(numbers, Iterable) or [_is_count(n, x.shape[1]) for n in numbers] != [True] * len(x):
+            return f"lengths={numbers} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
         return None
 
     def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
         """Which tile cannot be, or None. Tiles count from `first`, the number of this rank's first tile."""
         is_tile_BL = _are_tiles(x, counts)
-        wrong = (is_tile_BL & ~torch.isfinite(x).all(-1).cpu()).nonzero().tolist()
+        dtype = self.cls_token.dtype  # of the weights, in which larger numbers are inf
+        wrong = (is_tile_BL & ~torch.isfinite(x.detach().to(dtype)).all(-1).cpu()).nonzero().tolist()
         if wrong:
             slide, tile = wrong[0]
-            return f"features that are not finite: tile {first + tile} of slide {slide}{_and_more(wrong)}"
+            where = f"tile {first + tile} of slide {slide}{_and_more(wrong)}"
+            return f"features that are not finite: {where}" + (f", taken as {dtype}" if x.dtype != dtype else "")
         cells = self._cells(coords)
         wrong = (is_tile_BL & ~((cells >= 0) & (cells < self.slide_ngrids)).all(-1)).nonzero().tolist()
         if wrong:
@@ -327,6 +336,14 @@ def _are_tiles(x: Tensor, counts: Sequence[int] | None) -> Tensor:
     if counts is None:
         return torch.ones(x.shape[:2], dtype=torch.bool, device="cpu")
     return torch.arange(x.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
+
+
+def _is_count(n: Any, most: int) -> bool:
+    """Whether it is a whole number from 1 to `most`, of any integer type."""
+    try:
+        return 1 <= operator.index(n) <= most
+    except TypeError:
+        return False
 
 
 def _and_more(wrong: Sequence[object]) -> str:

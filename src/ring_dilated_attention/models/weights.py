@@ -2,8 +2,10 @@
 
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +16,13 @@ from .longnet_vit import DILATION_RATES, NUM_HEADS, LongNetViT, segment_lengths_
 
 # Under which a trainer's checkpoint keeps the model.
 _NESTS = ("model", "state_dict", "module")
+
+
+class Left(NamedTuple):
+    """What was left when weights were loaded with strict=False."""
+
+    missing: list[str]  # of the model's: still random
+    unknown: list[str]  # of the file's: not loaded
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
@@ -29,6 +38,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
 
             return load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
+        check_sums(path)
     except ImportError as error:
         raise ValueError(f"{path} needs the package safetensors: pip install safetensors") from error
     except pickle.UnpicklingError as error:
@@ -37,7 +47,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
             "when it is opened: save the state_dict alone, or as safetensors"
         ) from error
     except Exception as error:  # a damaged file raises anything
-        raise ValueError(f"{path} cannot be read as weights: {_first_line(error)}") from error
+        raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
     for name in _NESTS:
         if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
             found = found[name]
@@ -46,7 +56,17 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     return {str(name): x for name, x in found.items() if isinstance(x, Tensor)}
 
 
-def _first_line(error: Exception) -> str:
+def check_sums(path: Path) -> None:
+    """A ValueError if a file of torch's is not what its checksums say, at which torch.load does not look."""
+    if not zipfile.is_zipfile(path):  # torch's older format has none
+        return
+    with zipfile.ZipFile(path) as file:
+        damaged = file.testzip()
+    if damaged is not None:
+        raise ValueError(f"it is damaged: the checksum of its {damaged} is another")
+
+
+def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -60,8 +80,8 @@ def load_slide_encoder(
     padding: str = "torchscale",
     parallel: ContextParallel | None = None,
     strict: bool = True,
-) -> tuple[LongNetViT, list[str]]:
-    """The LongNetViT whose weights a file holds, in eval mode, and the file's names that were left over.
+) -> tuple[LongNetViT, Left]:
+    """The LongNetViT whose weights a file holds, in eval mode, and the names that were left, of which strict has none.
 
     Its width, depth and features per tile are those of the weights.
 
@@ -97,16 +117,16 @@ def load_slide_encoder(
         listed = ", ".join(mapped.left[:5])
         raise ValueError(f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}")
     try:
-        model.load_state_dict(mapped.state_dict, strict=strict)
+        loaded = model.load_state_dict(mapped.state_dict, strict=strict)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return model.eval(), mapped.left
+    return model.eval(), Left(loaded.missing_keys, mapped.left)
 
 
 def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:
     """The last length of a tensor of `dim + 1` dims, whatever stands before its name."""
-    found = next((x for key, x in weights.items() if key == name or key.endswith("." + name)), None)
-    if found is None or found.dim() != dim + 1:
+    found = weights.get(name, next((x for key, x in weights.items() if key.endswith("." + name)), None))
+    if found is None or found.dim() != dim + 1 or not found.shape[dim]:
         got = "no such tensor" if found is None else f"shape {tuple(found.shape)}"
         raise ValueError(f"{path} does not hold a slide encoder's weights: of {name} there is {got}")
     return found.shape[dim]

@@ -59,6 +59,9 @@ class Ranks:
     def notice(self, lengths: Sequence[int]) -> None:
         """Warn, once, of numbers of rows that look like a mistake."""
 
+    def expect(self, lengths: Sequence[int]) -> None:
+        """Rows of these numbers are no mistake: a model made them of shards that it was given."""
+
     def check_all_here(self, method: str) -> None:
         """Raise ValueError where other ranks' tensors cannot be had."""
 
