@@ -23,8 +23,10 @@ from . import (
     linear,
     memory,
     million,
+    model_memory,
     overlap,
     packing,
+    planned_time,
     ranks,
     scaling,
     sent,
@@ -47,6 +49,8 @@ CASES: dict[str, ModuleType] = {
     "billion": billion,
     "crossover": crossover,
     "packing": packing,
+    "model_memory": model_memory,
+    "planned_time": planned_time,
     "slides": slides,
     "gpu": gpu,
     "gpu_memory": gpu_memory,
@@ -55,7 +59,7 @@ CASES: dict[str, ModuleType] = {
 RESULTS = Path(__file__).with_name("results")
 
 EXAMPLES = f"""cases:
-{chr(10).join(f"  {name:<11} {module.SUMMARY}" for name, module in CASES.items())}
+{chr(10).join(f"  {name:<12} {module.SUMMARY}" for name, module in CASES.items())}
 
 examples:
   python -m benchmarks flops            one case; its record goes to benchmarks/results/flops.json
