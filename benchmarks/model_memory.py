@@ -1,8 +1,8 @@
 """Memory of training by part, on 1, 2 and 4 ranks, beside what `rda plan --layers` says of it.
 
 The model, its optimiser and its step are those of `rda train`. Parameters, gradients and optimiser state are the bytes
-of their tensors; activations are what torch's allocator holds when the forward is done, and working what it holds at the
-peak of the step beyond that.
+of their tensors; activations are what torch's allocator holds when the forward is done, and working what it holds at
+the peak of the step beyond that.
 """
 
 import os

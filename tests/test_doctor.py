@@ -74,7 +74,7 @@ def test_the_dtype_for_a_card(card, advice):
 
 def test_a_message_that_is_no_slower_when_it_is_large():
     """Catches a bandwidth of a petabyte on a machine that others use."""
-    rates = {"flops_per_second": 1.0, "backward_flops_per_second": 1.0, "call_seconds": 0.0}
+    rates = {"flops_per_second": 1.0, "backward_flops_per_second": 1.0, "call_seconds": 0.0, "around_seconds": 0.0}
     links = {"small": {"1": 0.01}, "large": {"1": 0.01}, "handshake_seconds": 0.0}
     found = doctor_ranks.hardware_of([{"rates": rates, "links": links}])
     assert found.bytes_per_second == doctor_ranks.LARGE / 0.01

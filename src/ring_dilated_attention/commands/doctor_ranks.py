@@ -22,6 +22,7 @@ REPEATS = 7
 MOST_PAIRS = 16
 # Forward and backward of attention over so many rows are a kernel at work; over the second, hardly more than its call.
 ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
+MORE = 8  # tiles, to see what one takes whatever its size
 CASE = Case("doctor", DilatedPattern((16, 96), (1, 3), is_causal=True), 96, 1, 4, 2, 16)
 
 
@@ -53,34 +54,40 @@ def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
 def rates(parallel: ContextParallel, device: str) -> dict[str, float]:
     """This rank's kernel at work while all others' are: rates of forward and backward, and what a call takes."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    found = {}
-    for rows in (ROWS if device == "cpu" else 8 * ROWS, FEW_ROWS):
-        query, key, value = (
-            torch.randn(1, rows, HEADS, HEAD_DIM, dtype=dtype, device=device, requires_grad=True) for _ in range(3)
-        )
-        inputs = (query, key, value)
-        both: tuple[list[float], list[float]] = ([], [])
-        for _ in range(REPEATS):
-            parallel.handshake(1, {"call": "rda doctor"})
-            began = time.perf_counter()
-            out = dilated_attention(query, key, value, DilatedPattern.dense())
-            _finish(device)
-            middle = time.perf_counter()
-            assert isinstance(out, Tensor)
-            torch.autograd.grad(out, inputs, torch.ones_like(out))
-            _finish(device)
-            both[0].append(middle - began)
-            both[1].append(time.perf_counter() - middle)
-        found[rows] = [statistics.median(times[1:]) for times in both]
-    few, (many_rows, many) = found[FEW_ROWS], next((k, v) for k, v in found.items() if k != FEW_ROWS)
-    pairs = HEADS * many_rows**2
-    work = [products * 2 * HEAD_DIM * pairs for products in (2, 5)]
-    call = min(few)
+    many = ROWS if device == "cpu" else 8 * ROWS
+    large = _times(parallel, device, dtype, many, DilatedPattern.dense())
+    one = _times(parallel, device, dtype, FEW_ROWS, DilatedPattern.dense())
+    several = _times(parallel, device, dtype, FEW_ROWS, DilatedPattern((FEW_ROWS,) * (1 + MORE), (1,) * (1 + MORE)))
+    tile = max(0.0, *((b - a) / MORE for a, b in zip(one, several, strict=True)))
+    work = [products * 2 * HEAD_DIM * HEADS * many**2 for products in (2, 5)]
+    rate = [flops / max(a - b, a / 2) for flops, a, b in zip(work, large, one, strict=True)]
     return {
-        "flops_per_second": work[0] / max(many[0] - call, 1e-9),
-        "backward_flops_per_second": work[1] / max(many[1] - call, 1e-9),
-        "call_seconds": call,
+        "flops_per_second": rate[0],
+        "backward_flops_per_second": rate[1],
+        "call_seconds": tile,
+        "around_seconds": max(0.0, max(one) - tile),
     }
+
+
+def _times(
+    parallel: ContextParallel, device: str, dtype: torch.dtype, rows: int, pattern: DilatedPattern
+) -> tuple[float, float]:
+    """Seconds of a forward and of a backward, the medians, begun together with all ranks."""
+    shape = (1, rows, HEADS, HEAD_DIM)
+    query, key, value = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    forward, backward = [], []
+    for _ in range(REPEATS):
+        parallel.handshake(1, {"call": "rda doctor"})
+        began = time.perf_counter()
+        out = dilated_attention(query, key, value, pattern)
+        _finish(device)
+        middle = time.perf_counter()
+        assert isinstance(out, Tensor)
+        torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
+        _finish(device)
+        forward.append(middle - began)
+        backward.append(time.perf_counter() - middle)
+    return statistics.median(forward[1:]), statistics.median(backward[1:])
 
 
 def links(parallel: ContextParallel, device: str) -> dict[str, Any]:
@@ -127,7 +134,8 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
         return Hardware(slowest["flops_per_second"], 1e12, 0.0, slowest["backward_flops_per_second"], call)
     small = max(x["links"]["small"]["1"] for x in everyone)
     large = max(x["links"]["large"]["1"] for x in everyone)
-    handshake = max(x["links"]["handshake_seconds"] for x in everyone)
+    # What surrounds the tiles of a call is paid once a stage, as the handshake is.
+    handshake = max(x["links"]["handshake_seconds"] + x["rates"]["around_seconds"] for x in everyone)
     # On a machine that others use the small one may have taken as long: then only the whole is known.
     bandwidth = LARGE / (large - small) if large > 2 * small else LARGE / large
     return Hardware(
