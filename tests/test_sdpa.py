@@ -25,7 +25,7 @@ from ring_dilated_attention.commands.compare import (
 )
 from ring_dilated_attention.kernels import cpu, cuda_ops, sdpa
 from ring_dilated_attention.kernels.contract import BackwardRows
-from ring_dilated_attention.kernels.cuda_ops import Tile
+from ring_dilated_attention.kernels.cuda_ops import TileFacts
 
 aten = torch.ops.aten
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -59,7 +59,7 @@ def gpu(monkeypatch):
 
 
 # A tile that every op takes.
-TILE = Tile(torch.bfloat16, torch.device("cuda"), batch=2, num_heads=4, num_rows=64, num_keys=64, head_dim=64)
+TILE = TileFacts(torch.bfloat16, torch.device("cuda"), batch=2, num_heads=4, num_rows=64, num_keys=64, head_dim=64)
 
 
 def chosen(**facts):

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels.triton import in_place
-from ring_dilated_attention.kernels.triton.config import KERNELS, PATH, architecture, config, has_config, padded
+from ring_dilated_attention.kernels.triton.config import KERNELS, architecture, config, has_config, padded
 from ring_dilated_attention.plan.sharding import Cut
 from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.ranks.ranks import Ranks
@@ -27,14 +27,16 @@ from ring_dilated_attention.ranks.ranks import Ranks
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.7.1)"
 )
-RESOURCES = PATH.with_name("resources.json")
+ROOT = Path(__file__).parents[1]
+RESOURCES = ROOT / "benchmarks" / "resources.json"
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
 
 
 def run(*arguments: str, interpreted: bool) -> subprocess.CompletedProcess:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpreted else {}
-    return subprocess.run([sys.executable, "-m", *arguments], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
 @needs_triton
@@ -56,9 +58,7 @@ def test_registers_and_spills(target):
         pytest.skip(f"the table is of triton {recorded}, and counts differ by version; installed is {installed}")
     if target.startswith("cuda") and not _cuobjdump().exists():
         pytest.skip(f"{_cuobjdump()} is missing, which names the registers")
-    done = run(
-        "ring_dilated_attention.kernels.triton.compile", "--target", target, "--head-dim", "128", interpreted=False
-    )
+    done = run("benchmarks.resources", "--target", target, "--head-dim", "128", interpreted=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing differs from the table" in done.stdout
 
@@ -74,11 +74,11 @@ def _cuobjdump() -> Path:
 def test_the_gate_can_fail():
     """Proof that the comparison of resources sees a difference, a kernel that is not listed, and too much memory."""
     code = (
-        "from ring_dilated_attention.kernels.triton.compile import Resources, complaints\n"
+        "from benchmarks.resources import Resources, complaints\n"
         "used = {'hip:gfx942, delta, 64': Resources(40, 0, 70_000)}\n"
         "print(*complaints(used, {}), *complaints(used, {'hip:gfx942, delta, 64': [39, 0, 70_000]}), sep='|')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     found = done.stdout.split("|")
     assert [text.partition(": ")[2].split()[0] for text in found] == [
         "70000",
@@ -165,7 +165,7 @@ def test_the_op_asks_again(monkeypatch):
 @needs_triton
 def test_sizes_do_not_compile_a_kernel_anew():
     """Catches a size whose value is compiled in: documents of random lengths would compile for many steps."""
-    from ring_dilated_attention.kernels.triton.compile import CASES
+    from benchmarks.resources import CASES
 
     for case in CASES:
         parameters = case.kernel.params
@@ -179,7 +179,7 @@ def tune(monkeypatch):
     """The tuner on a machine without a GPU: nothing is launched."""
     import triton
 
-    from ring_dilated_attention.kernels.triton import tune
+    from benchmarks import tune
 
     monkeypatch.setattr(tune, "timed", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -20,10 +20,10 @@ from torch import Tensor
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain
 from ring_dilated_attention.kernels.traits import TRAITS
-from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, launch, tiles
+from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, launch, shapes
 from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
-from ring_dilated_attention.kernels.triton.launch import pack_of
-from ring_dilated_attention.kernels.triton.tiles import Choice
+from ring_dilated_attention.kernels.triton.shapes import Shape
+from ring_dilated_attention.kernels.triton.strips import bundle_size
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
@@ -98,11 +98,11 @@ class Call:
             assert error <= allowed, f"{name}: {error:.2e} against {allowed:.2e}"
 
     def run(self, kind: str = "", *, backend: str = "triton", **kwargs) -> list[Tensor]:
-        """Through dilated_attention, with the shape of "triton"'s tiles as given: "fused" or "branches"."""
+        """Through dilated_attention, with the shape of "triton"'s strips as given: "fused" or "branches"."""
         leaves = [x.clone().requires_grad_() for x in self.inputs]
         borders = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
-        chosen = {"return_value": Choice(kind, 16, 0.0, "")} if kind else {"side_effect": fused.choose}
-        with mock.patch.object(fused, "choose", **chosen):
+        chosen = {"return_value": Shape(kind, 16, 0.0, "")} if kind else {"side_effect": fused.choose_shape}
+        with mock.patch.object(fused, "choose_shape", **chosen):
             results = dilated_attention(
                 *leaves, self.pattern, backend=backend, return_lse=True, cu_seqlens=borders, **kwargs
             )
@@ -124,7 +124,7 @@ CASES = [
     (1, 40, 6, 1, 96, [(40, 1), (9, 2)], {"is_causal": True}, None),  # six heads share keys; three of a phase
     (1, 35, 4, 2, 16, [(4, 1), (10, 2)], {"is_causal": True, "phase": "blocked"}, (0, 7, 8, 35)),
     (1, 31, 4, 1, 16, [(3, 1), (8, 2), (19, 2)], {"heads": "split"}, None),
-    (1, 64, 2, 1, 64, [(32, 1), (64, 2)], {"is_causal": True}, None),  # no tile crosses a border
+    (1, 64, 2, 1, 64, [(32, 1), (64, 2)], {"is_causal": True}, None),  # no strip crosses a border
     (1, 17, 2, 2, 256, [(17, 1)], {"is_causal": True}, None),
 ]
 HALF = [CASES[0], CASES[2], CASES[5]]
@@ -147,7 +147,7 @@ def test_against_the_definition(case, kind):
 
 def test_all_branches_at_once_by_name(monkeypatch):
     """Catches a backend for the least memory that goes by the work after all, or fails where nothing can be fused."""
-    monkeypatch.setattr(tiles, "FLOPS_PER_BYTE", 0)  # merging costs nothing, so that tile by tile is less work
+    monkeypatch.setattr(shapes, "FLOPS_PER_BYTE", 0)  # merging costs nothing, so that tile by tile is less work
     pattern = pattern_of([(2, 2), (20, 3), (40, 5)], is_causal=True)
     call = Call(pattern, 1, 40, 2, 2, 16, torch.float32)
     assert in_place.choose_pass(pattern, (0, 40), call.inputs[0], 2, False).found is None
@@ -156,8 +156,8 @@ def test_all_branches_at_once_by_name(monkeypatch):
     reasons = explain(*call.inputs, pattern, backend="triton-fused").reasons
     assert reasons["triton-fused"] == "chosen: asked for"
     assert all(reasons[f"tiles, {stage}"].startswith("fused") for stage in ("forward", "backward"))
-    tiles_too_wide = Call(pattern_of([(6, 4), (8, 5)], is_causal=True), 1, 40, 2, 2, 16, torch.float32)
-    tiles_too_wide.check(tiles_too_wide.run(backend="triton-fused"))
+    strips_too_wide = Call(pattern_of([(6, 4), (8, 5)], is_causal=True), 1, 40, 2, 2, 16, torch.float32)
+    strips_too_wide.check(strips_too_wide.run(backend="triton-fused"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,13 +171,14 @@ def test_float16(case, kind):
 def test_the_choice_is_made_and_carried_out(monkeypatch):
     """Catches a choice that is not asked for, or not followed, in forward or in backward."""
     asked, launched = [], []
-    choose = fused.choose
+    choose_shape = fused.choose_shape
 
-    def noted(*arguments, backward, **kwargs):
-        asked.append(backward)
-        return choose(*arguments, backward=backward, **kwargs)._replace(kind="branches" if backward else "fused")
+    def noted(*arguments, **kwargs):
+        is_backward = len(arguments[-1][0]) == 2  # the kernels of a candidate
+        asked.append(is_backward)
+        return choose_shape(*arguments, **kwargs)._replace(kind="branches" if is_backward else "fused")
 
-    monkeypatch.setattr(fused, "choose", noted)
+    monkeypatch.setattr(fused, "choose_shape", noted)
     for module, name in ((fused, "forward"), (fused, "backward"), (launch, "launch_forward"), (launch, "launch_delta")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, n=name, **k: (launched.append(n), f(*a, **k))[1])
@@ -192,7 +193,7 @@ def test_compiled_whole(kind):
     """Catches a graph break, and fakes that say something else than what these kernels return."""
     call = call_of((1, 20, 2, 1, 16, [(8, 1), (20, 2)], {"is_causal": True}, None))
     inputs = [x.requires_grad_() for x in call.inputs]
-    with mock.patch.object(fused, "choose", return_value=Choice(kind, 16, 0.0, "")):
+    with mock.patch.object(fused, "choose_shape", return_value=Shape(kind, 16, 0.0, "")):
 
         def run(function):
             results = function(*inputs, call.pattern, backend="triton", return_lse=True)
@@ -243,7 +244,7 @@ def test_memory_is_what_is_planned(kind, dtype, garbage_stays):
         out = forward()
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 
-    with mock.patch.object(fused, "choose", return_value=Choice(kind, 16, 0.0, "")):
+    with mock.patch.object(fused, "choose_shape", return_value=Shape(kind, 16, 0.0, "")):
         both()  # what only the first call makes is not the call's
         given = sum(x.nbytes for x in inputs)
         assert given + allocated(forward).peak_bytes == pytest.approx(planned.forward.num_bytes, rel=0.02)
@@ -269,7 +270,7 @@ def test_many_merges_round_nothing_away():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_position(kind):
-    """Catches a tile of one row. dq and dk come from dlse alone, since dout (v - out) is 0, so errors are absolute."""
+    """Catches a strip of one row. dq and dk come from dlse alone, since dout (v - out) is 0, so errors are absolute."""
     call = call_of((1, 1, 3, 3, 16, [(1, 1), (5, 1)], {}, None))
     for name, x, y in zip(NAMES, call.run(kind), call.exact, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-6, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
@@ -294,7 +295,7 @@ def test_large_scores():
 
 
 @pytest.mark.parametrize("block_m", [16, 32])
-def test_both_sizes_of_the_fused_tile(block_m, monkeypatch):
+def test_both_sizes_of_the_fused_strip(block_m, monkeypatch):
     """Catches a number of rows that is a constant somewhere."""
     sizes = {"forward": 32, "forward_half": 16}
     config_for = launch.config_for
@@ -308,7 +309,7 @@ def test_both_sizes_of_the_fused_tile(block_m, monkeypatch):
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, of the NaN it is given
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_stays_in_its_segment(kind):
-    """Catches 0 * NaN in tiles that cross a border: a bad row of key, value, query or dout spoils its segment alone."""
+    """Catches 0 * NaN in strips that cross a border: a bad row of key, value, query or dout spoils its own."""
     call = Call(pattern_of([(8, 1)], is_causal=True), 1, 40, 2, 2, 16, torch.float32)
     expected = call.run(kind)
     clean = [*call.inputs, call.dout]
@@ -351,7 +352,7 @@ def test_offsets_beyond_32_bits(kind):
 
     def run(q, k):
         leaves = [x.detach().requires_grad_() for x in (q, k, q)]
-        with mock.patch.object(fused, "choose", return_value=Choice(kind, 16, 0.0, "")):
+        with mock.patch.object(fused, "choose_shape", return_value=Shape(kind, 16, 0.0, "")):
             out = dilated_attention(*leaves, pattern, backend="triton")
             return [out, *torch.autograd.grad(out, leaves, q)]
 
@@ -387,9 +388,9 @@ def test_the_interpreter_refuses_bfloat16():
     assert "up to 256, got 257" in in_place.why_not(torch.zeros(1, 1, 1, 257))
 
 
-def test_packs_divide_the_heads():
-    """Catches a pack with heads of another key/value head."""
-    assert [pack_of(ratio, 16) for ratio in (1, 3, 6, 16, 64, 71)] == [1, 3, 6, 16, 16, 1]
+def test_bundles_divide_the_heads():
+    """Catches a bundle with heads of another key/value head."""
+    assert [bundle_size(ratio, 16) for ratio in (1, 3, 6, 16, 64, 71)] == [1, 3, 6, 16, 16, 1]
 
 
 def test_a_wrong_result_is_seen():

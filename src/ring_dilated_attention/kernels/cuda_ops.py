@@ -15,7 +15,7 @@ from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 
-class Tile(NamedTuple):
+class TileFacts(NamedTuple):
     """What the choice of an op depends on: queries (B, H, M, D) against L keys."""
 
     dtype: torch.dtype
@@ -40,11 +40,11 @@ class Op(NamedTuple):
     max_batch: float
     takes_groups: bool  # fewer key/value heads than query heads
     takes_strides: bool  # of out and dout
-    refuses: Callable[[Tile], str | None]  # what else it asks
+    refuses: Callable[[TileFacts], str | None]  # what else it asks
     forward_arguments: tuple[Any, ...]  # between value and dropout
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]  # after value
 
-    def why_not(self, tile: Tile) -> str | None:
+    def why_not(self, tile: TileFacts) -> str | None:
         """The reason why it cannot compute the tile, or None."""
         if not self.is_enabled():
             return "is switched off (torch.nn.attention.sdpa_kernel, torch.backends.cuda)"
@@ -69,7 +69,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 _MAJORS = {"FA3": (9,), "FA4": (9, 10)}
 
 
-def _flash_refuses(tile: Tile) -> str | None:
+def _flash_refuses(tile: TileFacts) -> str | None:
     found = tile.capability
     if active := current_flash_attention_impl():
         majors = _MAJORS.get(active, found[:1])
@@ -85,7 +85,7 @@ def _flash_refuses(tile: Tile) -> str | None:
     return f"takes up to 2^31 padded elements at a time, got {size}" if size > 2**31 else None
 
 
-def _cudnn_refuses(tile: Tile) -> str | None:
+def _cudnn_refuses(tile: TileFacts) -> str | None:
     if torch.version.hip:
         return "is not part of ROCm"
     version = torch.backends.cudnn.version() or 0

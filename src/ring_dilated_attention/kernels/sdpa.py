@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from .column import num_columns, with_dlse_columns
 from .contract import BackwardRows
-from .cuda_ops import OPS, Tile
+from .cuda_ops import OPS, TileFacts
 from .traits import TRAITS as ALL_TRAITS
 
 aten: Any = torch.ops.aten
@@ -57,17 +57,17 @@ def ops(query: Tensor) -> dict[str, str | None]:
     return {f"{name}, {active}" if name == "flash" and active else name: reason for name, reason in against.items()}
 
 
-def _dense_tile(query: Tensor) -> Tile:
+def _dense_tile(query: Tensor) -> TileFacts:
     batch, length, num_heads, head_dim = query.shape
-    return Tile(query.dtype, query.device, batch, num_heads, length, length, head_dim)
+    return TileFacts(query.dtype, query.device, batch, num_heads, length, length, head_dim)
 
 
-def _tile(q_BHMD: Tensor, k_BGLD: Tensor) -> Tile:
+def _tile(q_BHMD: Tensor, k_BGLD: Tensor) -> TileFacts:
     batch, num_heads, num_rows, head_dim = q_BHMD.shape
-    return Tile(q_BHMD.dtype, q_BHMD.device, batch, num_heads, num_rows, k_BGLD.shape[2], head_dim)
+    return TileFacts(q_BHMD.dtype, q_BHMD.device, batch, num_heads, num_rows, k_BGLD.shape[2], head_dim)
 
 
-def _against(tile: Tile) -> dict[str, str | None]:
+def _against(tile: TileFacts) -> dict[str, str | None]:
     return {name: op.why_not(tile) for name, op in OPS.items()}
 
 
@@ -75,7 +75,7 @@ def _listed(against: dict[str, str | None]) -> str:
     return "; ".join(f"{name} {reason}" for name, reason in against.items())
 
 
-def _choose(tile: Tile) -> str:
+def _choose(tile: TileFacts) -> str:
     """The first op that takes the tile. Those of one call may go to several."""
     for name, op in OPS.items():
         if op.why_not(tile) is None:

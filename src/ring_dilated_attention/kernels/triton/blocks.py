@@ -1,17 +1,17 @@
-"""The inner loops that all kernels share: a tile of rows held in registers against blocks of rows that stream past.
+"""What all kernels share: rows in memory, those that a program holds, and the loops over blocks of others.
 
-Names: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block in registers. A block has BM query rows (for each position
-PACK heads that share a key/value head) or BN key rows, and BD >= D columns, a power of two.
-Scores are in base 2: exp(x) = exp2(x * log2(e)).
+Names: i_ index, o_ offsets, m_ mask, p_ pointer or `Rows`, b_ block in registers. A *strip* is the rows that a program
+holds: BM query rows (for each position HEADS heads, a *bundle*, that share a key/value head) or BN key rows. Blocks of
+others stream past. A block has BD >= D columns, a power of two. Scores are in base 2: exp(x) = exp2(x * log2(e)).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from . import tiles
+from . import strips
 
 IS_INTERPRETED = triton.knobs.runtime.interpret  # read by triton once, when a kernel is decorated
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -19,31 +19,175 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Arguments whose value triton must not look at: it would compile anew for a 1 and for multiples of 16, so with packed
 # documents for many steps. Strides stay: what they are multiples of decides how wide a load is.
 SIZES = (
-    *("num_tiles", "num_packs", "num_kv_heads", "num_heads", "num_rows", "num_keys", "num_branches"),
-    *("step", "pack_stride", "head_step"),
+    *("num_strips", "num_bundles", "num_kv_heads", "num_heads", "num_rows", "num_keys", "num_branches"),
+    *("step", "bundle_stride", "head_step"),
 )
 
 
-def _compiled(function: Callable) -> Any:
-    """A plain function of integers for use in kernels; the interpreter calls it as it is."""
+def part_of_kernels(function: Callable) -> Any:
+    """A function for use in kernels. The interpreter calls it as it is: it prepares each call of a jitted one anew."""
     return function if IS_INTERPRETED else triton.jit(function)
 
 
-visit_query_tile = _compiled(tiles.visit_query_tile)
-visit_key_tile = _compiled(tiles.visit_key_tile)
+keys_seen = part_of_kernels(strips.keys_seen)
+queries_seeing = part_of_kernels(strips.queries_seeing)
+Strip = strips.Strip
 
 
-@triton.jit
-def load_rows(
-    p_x: tl.tensor, o_x: tl.tensor, m_x: tl.tensor, MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
-) -> tl.tensor:
-    """[rows, BD]: rows at offsets o_x; 0 where m_x is false, and in the columns from D on."""
+class Rows(NamedTuple):
+    """Rows of D consecutive numbers, or single numbers: where the first lies, and the strides of heads and of rows."""
+
+    start: tl.tensor
+    head: tl.int64
+    row: tl.int64
+
+
+class Places(NamedTuple):
+    """For each row of a block where it is, counted in rows and heads from the first, in 64 bits; and whether it is."""
+
+    row: tl.tensor
+    head: tl.tensor
+    mask: tl.tensor
+
+
+class Tables(NamedTuple):
+    """What the fused kernels read beside the tensors.
+
+    strips: (num_strips, 4) document start, document length, first position in it, positions in the strip.
+    branches: (num_branches, 2) segment length and rate.
+    phases: (num_branches, H // HEADS), -1 if the heads do not run the branch.
+    """
+
+    strips: tl.tensor
+    branches: tl.tensor
+    phases: tl.tensor
+
+
+# What a program holds.
+
+
+@part_of_kernels
+def program_of(num_strips: tl.int32, num_bundles: tl.int32, num_kv_heads: tl.int32) -> tuple:
+    """Of this program: strip, bundle of query heads, key/value head that these share, batch entry."""
+    i_r, i_h = tl.program_id(0) % num_strips, tl.program_id(0) // num_strips
+    return i_r, i_h % num_bundles, i_h // num_bundles % num_kv_heads, (i_h // num_bundles // num_kv_heads).to(tl.int64)
+
+
+@part_of_kernels
+def queries_in_place(
+    num_strips: tl.int32, num_bundles: tl.int32, num_kv_heads: tl.int32, num_rows: tl.int32,
+    HEADS: tl.constexpr, BM: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """Batch entry, key/value head and first query head of this program; its first row of num_rows, rows, and places."""
+    i_r, i_c, i_g, i_b = program_of(num_strips, num_bundles, num_kv_heads)
+    first = (num_strips - 1 - i_r) * (BM // HEADS)  # causal: the long ones first
+    o_i = tl.arange(0, BM)
+    o_x = first + o_i // HEADS
+    m_x = (o_x < num_rows) & (o_i // HEADS < BM // HEADS)
+    i_h = ((i_g * num_bundles + i_c) * HEADS).to(tl.int64)
+    return i_b, i_g.to(tl.int64), i_h, first, o_x, Places(o_x.to(tl.int64), (o_i % HEADS).to(tl.int64), m_x)
+
+
+@part_of_kernels
+def keys_in_place(
+    first: tl.int32, o_x: tl.tensor, num_keys: tl.int32,
+    IS_CAUSAL: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """(num_full, num_keys) as `keys_seen`, but of one segment, in which all rows lie; and the last key of each row."""
+    num_full = num_keys
+    end = num_keys
+    b_last = o_x * 0 + num_keys - 1
+    if IS_CAUSAL:
+        end = tl.minimum(first + BM // HEADS, num_keys)
+        num_full = first + 1
+        b_last = o_x
+    return num_full // BN * BN, end, b_last
+
+
+@part_of_kernels
+def load_strip(tables: Tables, i_r: tl.int32) -> Strip:
+    document = tl.load(tables.strips + i_r * 4).to(tl.int64)
+    length = tl.load(tables.strips + i_r * 4 + 1)
+    return Strip(document, length, tl.load(tables.strips + i_r * 4 + 2), tl.load(tables.strips + i_r * 4 + 3))
+
+
+@part_of_kernels
+def queries_of_strip(
+    tables: Tables, num_strips: tl.int32, num_bundles: tl.int32, num_kv_heads: tl.int32,
+    step: tl.int32, bundle_stride: tl.int32, head_step: tl.int32, HEADS: tl.constexpr, BM: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """Batch entry, key/value head, bundle and first query head; strip, positions in its document, and places."""
+    i_r, i_c, i_g, i_b = program_of(num_strips, num_bundles, num_kv_heads)
+    i_h = (i_g * num_bundles * HEADS + i_c * bundle_stride).to(tl.int64)
+    strip = load_strip(tables, i_r)
+    o_i = tl.arange(0, BM)
+    o_t = strip.first + o_i // HEADS * step
+    at = Places(strip.document + o_t, (o_i % HEADS * head_step).to(tl.int64), o_i // HEADS < strip.num_rows)
+    return i_b, i_g, i_c, i_h, strip, o_t, at
+
+
+@part_of_kernels
+def load_branch(
+    tables: Tables, strip: Strip, step: tl.int32,
+    i_w: tl.int32, i_g: tl.int32, i_c: tl.int32, num_kv_heads: tl.int32, num_bundles: tl.int32,
+) -> tuple:  # fmt: skip
+    """Segment length, rate, phase of a bundle; the first segment that the strip meets, and one past the last."""
+    width, rate = tl.load(tables.branches + i_w * 2), tl.load(tables.branches + i_w * 2 + 1)
+    phase = tl.load(tables.phases + (i_w * num_kv_heads + i_g) * num_bundles + i_c)
+    return width, rate, phase, strip.first // width, (strip.first + (strip.num_rows - 1) * step) // width + 1
+
+
+# Memory.
+
+
+@part_of_kernels
+def rows_at(
+    p_x: tl.tensor, stride_b: tl.int64, stride_h: tl.int64, stride_m: tl.int64,
+    i_b: tl.int64, i_h: tl.int64, first: tl.int64,
+) -> Rows:  # fmt: skip
+    """Those of a batch entry from a head and a row on."""
+    return Rows(p_x + i_b * stride_b + i_h * stride_h + first * stride_m, stride_h, stride_m)
+
+
+@part_of_kernels
+def spaced(x: Rows, first: tl.int64, step: tl.int32, head_step: tl.int32) -> Rows:
+    """Every step-th row from `first` on, and every head_step-th head."""
+    return Rows(x.start + first * x.row, head_step * x.head, step * x.row)
+
+
+@part_of_kernels
+def keys_of_segment(
+    p_k: Rows, p_v: Rows, strip: Strip, step: tl.int32, o_t: tl.tensor,
+    i_s: tl.int32, width: tl.int32, rate: tl.int32, phase: tl.int32,
+    IS_CAUSAL: tl.constexpr, CROSSES: tl.constexpr, BN: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """Keys and values of a segment and phase, (num_full, num_keys) as `keys_seen`, and the last key of each row."""
+    start = i_s * width
+    stop = tl.minimum(start + width, strip.length)
+    num_full, num_keys = keys_seen(strip, step, start, stop, phase, rate, IS_CAUSAL, BN)
+    b_last = o_t * 0 + num_keys - 1
+    if IS_CAUSAL:
+        b_last = (o_t - start - phase) // rate
+    if CROSSES:
+        b_last = tl.where((o_t >= start) & (o_t < stop), b_last, -1)
+    first = (start + phase).to(tl.int64)
+    return spaced(p_k, first, rate, 1), spaced(p_v, first, rate, 1), num_full, num_keys, b_last
+
+
+@part_of_kernels
+def offsets(x: Rows, at: Places) -> tl.tensor:
+    return at.row * x.row + at.head * x.head
+
+
+@part_of_kernels
+def load_rows(x: Rows, at: Places, MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr) -> tl.tensor:
+    """[rows, BD]: 0 where there is no row, and in the columns from D on."""
     o_d = tl.arange(0, BD)
-    p_rows = p_x + o_x[:, None] + o_d[None, :]
+    p_rows = x.start + offsets(x, at)[:, None] + o_d[None, :]
     if MASKED and D < BD:
-        b_x = tl.load(p_rows, mask=m_x[:, None] & (o_d < D)[None, :], other=0.0)
+        b_x = tl.load(p_rows, mask=at.mask[:, None] & (o_d < D)[None, :], other=0.0)
     elif MASKED:
-        b_x = tl.load(p_rows, mask=m_x[:, None], other=0.0)
+        b_x = tl.load(p_rows, mask=at.mask[:, None], other=0.0)
     elif D < BD:
         b_x = tl.load(p_rows, mask=(o_d < D)[None, :], other=0.0)
     else:
@@ -51,44 +195,39 @@ def load_rows(
     return b_x
 
 
-@triton.jit
-def store_rows(
-    p_x: tl.tensor, o_x: tl.tensor, m_x: tl.tensor, b_x: tl.tensor, ADD: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
-) -> None:
+@part_of_kernels
+def store_rows(x: Rows, at: Places, b_x: tl.tensor, ADD: tl.constexpr, D: tl.constexpr, BD: tl.constexpr) -> None:
     """Write [rows, BD], or add it to what is there."""
     o_d = tl.arange(0, BD)
-    p_rows = p_x + o_x[:, None] + o_d[None, :]
-    m_rows = m_x[:, None] & (o_d < D)[None, :]
+    p_rows = x.start + offsets(x, at)[:, None] + o_d[None, :]
+    m_rows = at.mask[:, None] & (o_d < D)[None, :]
     if ADD:
         b_x += tl.load(p_rows, mask=m_rows, other=0.0)
-    tl.store(p_rows, b_x.to(p_x.dtype.element_ty), mask=m_rows)
+    tl.store(p_rows, b_x.to(x.start.dtype.element_ty), mask=m_rows)
 
 
-@triton.jit
+@part_of_kernels
+def load_sums(lse: Rows, delta: Rows, at: Places) -> tuple:
+    """[rows] of lse, in base 2, and of delta; where there is no row, p = exp(s - inf) = 0."""
+    b_lse = tl.load(lse.start + offsets(lse, at), mask=at.mask, other=float("inf")) * LOG2_E
+    return b_lse, tl.load(delta.start + offsets(delta, at), mask=at.mask, other=0.0)
+
+
+# Blocks that stream past.
+
+
+@part_of_kernels
 def attend_block(
-    b_q: tl.tensor,
-    b_last: tl.tensor,
-    p_k: tl.tensor,
-    p_v: tl.tensor,
-    stride_k: tl.int64,
-    stride_v: tl.int64,
-    i_k: tl.int32,
-    num_keys: tl.int32,
-    b_max: tl.tensor,
-    b_sum: tl.tensor,
-    b_out: tl.tensor,
-    scale: tl.float32,
-    MASKED: tl.constexpr,
-    SELECT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
-) -> tuple:
+    b_q: tl.tensor, b_last: tl.tensor, p_k: Rows, p_v: Rows, i_k: tl.int32, num_keys: tl.int32,
+    b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, scale: tl.float32,
+    MASKED: tl.constexpr, SELECT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+) -> tuple:  # fmt: skip
     """One step of the online softmax: keys i_k.. of which row i sees those up to b_last[i]."""
     o_k = i_k + tl.arange(0, BN)
+    at = Places(o_k.to(tl.int64), 0, o_k < num_keys)
     # [BN, BD]
-    b_k = load_rows(p_k, o_k.to(tl.int64) * stride_k, o_k < num_keys, MASKED, D, BD)
+    b_k = load_rows(p_k, at, MASKED, D, BD)
     # [BM, BN]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
     if MASKED:
@@ -98,7 +237,7 @@ def attend_block(
     b_p = tl.exp2(b_s - b_shift[:, None])
     b_fade = tl.exp2(b_max - b_shift)
     b_new_sum = b_sum * b_fade + tl.sum(b_p, 1)
-    b_v = load_rows(p_v, o_k.to(tl.int64) * stride_v, o_k < num_keys, MASKED, D, BD)
+    b_v = load_rows(p_v, at, MASKED, D, BD)
     b_new_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out * b_fade[:, None], input_precision=PRECISION)
     if SELECT:  # 0 * NaN is NaN: values of another segment must not reach a row
         m_row = b_last >= 0
@@ -106,43 +245,25 @@ def attend_block(
     return b_new_max, b_new_sum, b_new_out
 
 
-@triton.jit
+@part_of_kernels
 def attend(
-    b_q: tl.tensor,
-    b_last: tl.tensor,
-    p_k: tl.tensor,
-    p_v: tl.tensor,
-    stride_k: tl.int64,
-    stride_v: tl.int64,
-    num_full: tl.int32,
-    num_keys: tl.int32,
-    b_max: tl.tensor,
-    b_sum: tl.tensor,
-    b_out: tl.tensor,
-    scale: tl.float32,
-    SELECT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
-) -> tuple:
+    b_q: tl.tensor, b_last: tl.tensor, p_k: Rows, p_v: Rows, num_full: tl.int32, num_keys: tl.int32,
+    b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, scale: tl.float32,
+    SELECT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+) -> tuple:  # fmt: skip
     """The online softmax over keys 0..num_keys-1, of which all rows see the first num_full (whole blocks)."""
-    # fmt: off
     for i_k in range(0, num_full, BN):
         b_max, b_sum, b_out = attend_block(
-            b_q, b_last, p_k, p_v, stride_k, stride_v, i_k, num_keys, b_max, b_sum, b_out, scale,
-            False, False, PRECISION, D, BD, BN,
+            b_q, b_last, p_k, p_v, i_k, num_keys, b_max, b_sum, b_out, scale, False, False, PRECISION, D, BD, BN
         )
     for i_k in range(num_full, num_keys, BN):
         b_max, b_sum, b_out = attend_block(
-            b_q, b_last, p_k, p_v, stride_k, stride_v, i_k, num_keys, b_max, b_sum, b_out, scale,
-            True, SELECT, PRECISION, D, BD, BN,
+            b_q, b_last, p_k, p_v, i_k, num_keys, b_max, b_sum, b_out, scale, True, SELECT, PRECISION, D, BD, BN
         )
-    # fmt: on
     return b_max, b_sum, b_out
 
 
-@triton.jit
+@part_of_kernels
 def normalized(b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, LSE_TYPE: tl.constexpr) -> tuple:
     """out and lse of an online softmax; 0 and -inf for a row that saw no key."""
     b_total = tl.where(b_sum == 0.0, 1.0, b_sum)
@@ -151,34 +272,21 @@ def normalized(b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, LSE_TYPE: t
     return b_out / b_total[:, None], b_lse
 
 
-@triton.jit
+@part_of_kernels
 def query_gradient(
-    b_q: tl.tensor,
-    b_do: tl.tensor,
-    b_lse: tl.tensor,
-    b_delta: tl.tensor,
-    b_last: tl.tensor,
-    p_k: tl.tensor,
-    p_v: tl.tensor,
-    stride_k: tl.int64,
-    stride_v: tl.int64,
-    num_keys: tl.int32,
-    b_dq: tl.tensor,
-    scale: tl.float32,
-    SELECT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
-) -> tl.tensor:
+    b_q: tl.tensor, b_do: tl.tensor, b_lse: tl.tensor, b_delta: tl.tensor, b_last: tl.tensor,
+    p_k: Rows, p_v: Rows, num_keys: tl.int32, b_dq: tl.tensor, scale: tl.float32,
+    SELECT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """dq += ds k, with ds = p * (dout v^T - delta) and p = exp(s - lse), over keys as `attend` meets them.
 
     One loop, masked throughout: beside a loop without masks its registers would spill.
     """
     for i_k in range(0, num_keys, BN):
         o_k = i_k + tl.arange(0, BN)
-        b_k = load_rows(p_k, o_k.to(tl.int64) * stride_k, o_k < num_keys, True, D, BD)
-        b_v = load_rows(p_v, o_k.to(tl.int64) * stride_v, o_k < num_keys, True, D, BD)
+        at = Places(o_k.to(tl.int64), 0, o_k < num_keys)
+        b_k = load_rows(p_k, at, True, D, BD)
+        b_v = load_rows(p_v, at, True, D, BD)
         # [BM, BN]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
@@ -192,52 +300,28 @@ def query_gradient(
     return b_dq
 
 
-@triton.jit
+@part_of_kernels
 def key_gradient(
-    b_k: tl.tensor,
-    b_v: tl.tensor,
-    b_first: tl.tensor,
-    p_q: tl.tensor,
-    p_do: tl.tensor,
-    p_lse: tl.tensor,
-    p_delta: tl.tensor,
-    stride_qm: tl.int64,
-    stride_qh: tl.int64,
-    stride_dm: tl.int64,
-    stride_dh: tl.int64,
-    stride_lm: tl.int64,
-    stride_lh: tl.int64,
-    begin: tl.int32,
-    end: tl.int32,
-    b_dk: tl.tensor,
-    b_dv: tl.tensor,
-    scale: tl.float32,
-    MASKED: tl.constexpr,
-    SELECT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    PACK: tl.constexpr,
-    BM: tl.constexpr,
-) -> tuple:
+    b_k: tl.tensor, b_v: tl.tensor, b_first: tl.tensor, p_q: Rows, p_do: Rows, p_lse: Rows, p_delta: Rows,
+    begin: tl.int32, end: tl.int32, b_dk: tl.tensor, b_dv: tl.tensor, scale: tl.float32,
+    MASKED: tl.constexpr, SELECT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr,
+) -> tuple:  # fmt: skip
     """dv += p^T dout and dk += ds^T q over queries begin..end-1; transposed scores, so that no block in registers is.
 
-    PACK queries of one position follow each other. With MASKED, key i is seen from position b_first[i] on; with SELECT,
-    b_first is `end` for keys of other segments.
+    Heads of a bundle follow each other. With MASKED, key i is seen from position b_first[i] on; with SELECT, b_first is
+    `end` for keys of other segments.
     """
     for i_q in range(begin, end, BM):
         o_q = i_q + tl.arange(0, BM)
-        m_q = o_q < end
-        o_m, o_h = (o_q // PACK).to(tl.int64), (o_q % PACK).to(tl.int64)
-        b_q = load_rows(p_q, o_m * stride_qm + o_h * stride_qh, m_q, True, D, BD)
-        b_do = load_rows(p_do, o_m * stride_dm + o_h * stride_dh, m_q, True, D, BD)
-        o_l = o_m * stride_lm + o_h * stride_lh
-        b_lse = tl.load(p_lse + o_l, mask=m_q, other=float("inf")) * LOG2_E  # p = 0 beyond the last query
-        b_delta = tl.load(p_delta + o_l, mask=m_q, other=0.0)
+        at = Places((o_q // HEADS).to(tl.int64), (o_q % HEADS).to(tl.int64), o_q < end)
+        b_q = load_rows(p_q, at, True, D, BD)
+        b_do = load_rows(p_do, at, True, D, BD)
+        b_lse, b_delta = load_sums(p_lse, p_delta, at)
         # [BN, BM]
         b_p = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_lse[None, :])
         if MASKED:
-            m_see = b_first[:, None] <= (o_q // PACK)[None, :]
+            m_see = b_first[:, None] <= (o_q // HEADS)[None, :]
             b_p = tl.where(m_see, b_p, 0.0)
         b_new_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
         b_ds = b_p * (tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) - b_delta[None, :])

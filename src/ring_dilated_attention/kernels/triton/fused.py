@@ -1,7 +1,7 @@
 """All branches of a pattern at once, on one device: no partials, no merges, no copies, no float32 accumulators.
 
-Unverified: no GPU was at hand (see `in_place.py`). `choose` says when it is worth more than tiles of one branch at a
-time: rows of a tile lie R = lcm(rates) positions apart, and under causality a tile computes what its last row sees.
+Unverified: no GPU was at hand (see `in_place.py`). `choose_shape` says when it is worth more than one branch at a time:
+rows of a strip lie R = lcm(rates) positions apart, and under causality a strip computes what its last row sees.
 
 B batch, N positions, H query heads, G key/value heads, D head dim. Borders (0, ..., N) are those of packed documents.
 """
@@ -15,28 +15,18 @@ from torch import Tensor
 
 from ...pattern import DilatedPattern
 from ..contract import BackwardRows, WholePasses
-from .tiles import (
-    Choice,
-    Kernel,
-    Packs,
-    choose_tile,
-    crosses,
-    fused_tiles,
-    kernels_of,
-    pack_heads,
-    packs_of,
-    phases_of_heads,
-    stride_of,
-)
+from .config import Config
+from .shapes import choose_shape, costs_of
+from .strips import Bundles, bundles_of, crosses, fused_strips, heads_of_bundle, phases_of_heads, step_of
 
 
 class _Tables(NamedTuple):
     """What the kernels read beside the tensors, and the numbers they are launched with."""
 
-    tiles: Tensor
+    strips: Tensor
     branches: Tensor
     phases: Tensor
-    packs: Packs
+    bundles: Bundles
     crosses: bool
 
 
@@ -51,19 +41,19 @@ def _tables(
     of_keys: bool,
     device: torch.device,
 ) -> _Tables:
-    packs = packs_of(pattern, num_heads, num_kv_heads, block_m)
-    positions = block_n if of_keys else block_m // packs.size
+    bundles = bundles_of(pattern, num_heads, num_kv_heads, block_m)
+    positions = block_n if of_keys else block_m // bundles.size
     heads = phases_of_heads(pattern, num_heads)
-    firsts = [pack_heads(packs, num_heads, num_kv_heads, i).start for i in range(num_heads // packs.size)]
+    firsts = [heads_of_bundle(bundles, num_heads, num_kv_heads, i).start for i in range(num_heads // bundles.size)]
     phases = [[heads[h][i] for h in firsts] for i in range(len(pattern.branches))]
     longest = max(stop - start for start, stop in pairwise(borders))
     # A longer segment ends with its document, and may not fit into 32 bits.
     branches_here = [(min(width, longest), rate) for width, rate in pattern.branches]
-    tiles, branches, phase = (
+    strips, branches, phase = (
         torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (fused_tiles(borders, stride_of(pattern), positions), branches_here, phases)
+        for x in (fused_strips(borders, step_of(pattern), positions), branches_here, phases)
     )
-    return _Tables(tiles, branches, phase, packs, crosses(pattern, borders, positions))
+    return _Tables(strips, branches, phase, bundles, crosses(pattern, borders, positions))
 
 
 _captured: list[_Tables] = []  # what CUDA graphs read whenever they are replayed: kept for good
@@ -77,7 +67,7 @@ def _kept_tables(pattern: DilatedPattern, borders: tuple[int, ...], query: Tenso
 
 
 class FusedPass(NamedTuple):
-    """All branches of a pattern at once. block: query rows of the forward's tile."""
+    """All branches of a pattern at once. block: query rows of the forward's strips."""
 
     pattern: DilatedPattern
     borders: tuple[int, ...]
@@ -93,39 +83,22 @@ class FusedPass(NamedTuple):
 def whole_passes(
     pattern: DilatedPattern,
     borders: tuple[int, ...],
-    query: Tensor,
+    query_BNHD: Tensor,
     num_kv_heads: int,
     backward: bool,
     *,
     prefers_fused: bool = False,
 ) -> WholePasses:
     """How a call on one device is best computed, by counted work: all branches at once, or tile by tile; and why."""
-    choice = choose(pattern, borders, query, num_kv_heads, backward=backward, prefers_fused=prefers_fused)
-    found = FusedPass(pattern, borders, choice.block) if choice.kind == "fused" else None
-    return WholePasses(found, f"{choice.kind}, of {choice.reason}")
-
-
-def candidates_for(query: Tensor, *, backward: bool) -> tuple[tuple[Kernel, ...], ...]:
-    """The kernels that there are for a pass. Half as many rows span half as many positions."""
     from .launch import config_for
 
-    passes = (("query_gradient", "key_gradient"),) if backward else (("forward",), ("forward_half",))
-    return tuple(kernels_of(tuple(config_for(name, query)[:2] for name in names)) for names in passes)
-
-
-def choose(
-    pattern: DilatedPattern,
-    borders: tuple[int, ...],
-    query_BNHD: Tensor,
-    num_kv_heads: int,
-    *,
-    backward: bool = False,
-    prefers_fused: bool = False,
-) -> Choice:
-    """Fused, or branches one at a time, by counted work. The reason lists all candidates."""
     num_heads, head_dim = query_BNHD.shape[2:]
-    candidates = candidates_for(query_BNHD, backward=backward)
-    return choose_tile(pattern, borders, num_heads, num_kv_heads, head_dim, candidates, prefers_fused=prefers_fused)
+    # Of the forward there are two: half as many rows span half as many positions.
+    passes = (("query_gradient", "key_gradient"),) if backward else (("forward",), ("forward_half",))
+    candidates = tuple(costs_of(tuple(config_for(name, query_BNHD)[:2] for name in names)) for names in passes)
+    shape = choose_shape(pattern, borders, num_heads, num_kv_heads, head_dim, candidates, prefers_fused=prefers_fused)
+    found = FusedPass(pattern, borders, shape.block) if shape.kind == "fused" else None
+    return WholePasses(found, f"{shape.kind}, of {shape.reason}")
 
 
 def forward(
@@ -139,36 +112,16 @@ def forward(
     block_m: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (B, N, H, D) in the input's dtype and lse (B, N, H) in float32. block_m: of the choice."""
-    from .config import padded
     from .forward import fused_forward_kernel
-    from .launch import check, config_for, on_device, precision
+    from .launch import check, config_for
 
     check(query_BNHD, key_BNGD, value_BNGD)
-    batch, seq_len, num_heads, head_dim = query_BNHD.shape
-    num_kv_heads = key_BNGD.shape[2]
     configs = [config_for(name, query_BNHD) for name in ("forward", "forward_half")]
-    config = next(c for c in configs if block_m in (None, c.block_m))
-    size = (config.block_m, config.block_n)
-    tables = _kept_tables(pattern, borders, query_BNHD, num_kv_heads, *size, False)
-    out = torch.empty((batch, seq_len, num_heads, head_dim), dtype=query_BNHD.dtype, device=query_BNHD.device)
-    lse = torch.empty((batch, seq_len, num_heads), dtype=torch.float32, device=query_BNHD.device)
+    blocks = next(c for c in configs if block_m in (None, c.block_m))
+    out = torch.empty_like(query_BNHD, memory_format=torch.contiguous_format)
+    lse = torch.empty(query_BNHD.shape[:3], dtype=torch.float32, device=query_BNHD.device)
     tensors = (query_BNHD, key_BNGD, value_BNGD, out, lse)
-    with on_device(query_BNHD):
-        fused_forward_kernel[batch * num_heads // tables.packs.size * len(tables.tiles),](
-            *tensors,
-            *_table_arguments(tables, pattern, scale, num_heads, num_kv_heads),
-            *(stride for x in tensors for stride in x.stride()[:3]),
-            CROSSES=tables.crosses,
-            IS_CAUSAL=pattern.is_causal,
-            PRECISION=precision(),
-            D=head_dim,
-            BD=padded(head_dim),
-            PACK=tables.packs.size,
-            BM=config.block_m,
-            BN=config.block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+    _launch(fused_forward_kernel, pattern, borders, scale, blocks, tensors, tensors, of_keys=False)
     return out, lse
 
 
@@ -176,14 +129,11 @@ def backward(
     pattern: DilatedPattern, borders: tuple[int, ...], scale: float, rows: BackwardRows
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, N, H, D), dk and dv (B, N, G, D), in the input's dtype."""
-    from .backward_fused import fused_key_gradient_kernel, fused_query_gradient_kernel
-    from .config import padded
-    from .launch import check, config_for, launch_delta, on_device, precision
+    from .backward import fused_key_gradient_kernel, fused_query_gradient_kernel
+    from .launch import check, config_for, launch_delta
 
     query_BNHD, key_BNGD, value_BNGD = rows.query, rows.key, rows.value
     check(rows.dout, query_BNHD, key_BNGD, value_BNGD, rows.out)
-    batch, _, num_heads, head_dim = query_BNHD.shape
-    num_kv_heads = key_BNGD.shape[2]
     lse = rows.lse.contiguous()
     delta = torch.empty_like(lse)
     launch_delta(rows.dout, rows.dlse, rows.out, delta)
@@ -193,35 +143,36 @@ def backward(
         (fused_query_gradient_kernel, "query_gradient", (dq,)),
         (fused_key_gradient_kernel, "key_gradient", (dk, dv)),
     ):
-        config, of_keys = config_for(name, query_BNHD), name == "key_gradient"
-        size = (config.block_m, config.block_n)
-        tables = _kept_tables(pattern, borders, query_BNHD, num_kv_heads, *size, of_keys)
-        num_programs = batch * (num_kv_heads if of_keys else num_heads // tables.packs.size) * len(tables.tiles)
-        with on_device(query_BNHD):
-            kernel[num_programs,](
-                *(*inputs, delta, *results),
-                *_table_arguments(tables, pattern, scale, num_heads, num_kv_heads),
-                *(stride for x in (*inputs, *results) for stride in x.stride()[:3]),
-                CROSSES=tables.crosses,
-                IS_CAUSAL=pattern.is_causal,
-                PRECISION=precision(),
-                D=head_dim,
-                BD=padded(head_dim),
-                PACK=tables.packs.size,
-                BM=config.block_m,
-                BN=config.block_n,
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-            )
+        blocks, tensors, strided = config_for(name, query_BNHD), (*inputs, delta, *results), (*inputs, *results)
+        _launch(kernel, pattern, borders, scale, blocks, tensors, strided, of_keys=name == "key_gradient")
     return dq, dk, dv
 
 
-def _table_arguments(
-    tables: _Tables, pattern: DilatedPattern, scale: float, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor | float, ...]:
-    packs = tables.packs
-    return (
-        *(tables.tiles, tables.branches, tables.phases, scale),
-        *(len(tables.tiles), num_heads // num_kv_heads // packs.size, num_kv_heads, len(pattern.branches)),
-        *(stride_of(pattern), packs.stride, packs.head_step),
-    )
+def _launch(
+    kernel: Any,
+    pattern: DilatedPattern,
+    borders: tuple[int, ...],
+    scale: float,
+    blocks: Config,
+    tensors: tuple[Tensor, ...],
+    strided: tuple[Tensor, ...],
+    *,
+    of_keys: bool,
+) -> None:
+    """tensors: query, key and the rest in the kernel's order. strided: those whose strides it takes."""
+    from .launch import constants, on_device, strides
+
+    query, key = tensors[:2]
+    (batch, _, num_heads, head_dim), num_kv_heads = query.shape, key.shape[2]
+    tables = _kept_tables(pattern, borders, query, num_kv_heads, blocks.block_m, blocks.block_n, of_keys)
+    bundles, num_strips = tables.bundles, len(tables.strips)
+    with on_device(query):
+        kernel[batch * num_strips * (num_kv_heads if of_keys else num_heads // bundles.size),](
+            *(*tensors, tables.strips, tables.branches, tables.phases, scale),
+            *(num_strips, num_heads // num_kv_heads // bundles.size, num_kv_heads, len(pattern.branches)),
+            *(step_of(pattern), bundles.stride, bundles.head_step),
+            *strides(*strided),
+            IS_CAUSAL=pattern.is_causal,
+            CROSSES=tables.crosses,
+            **constants(blocks, head_dim, bundles.size),
+        )

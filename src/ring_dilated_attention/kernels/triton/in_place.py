@@ -1,7 +1,7 @@
 """Tiles by Triton kernels that merge and add in place: a later branch or hop needs neither a partial nor another pass.
 
 Unverified: no GPU was at hand. Tested in Triton's interpreter (float32, float16) and compiled ahead of time
-(`compile.py`); so "auto" does not choose it.
+(`python -m benchmarks.resources`, in a clone); so "auto" does not choose it.
 
 Products of float32 are computed in TF32 (ten bits of mantissa, many times faster) where torch's own are:
 `torch.backends.cuda.matmul.fp32_precision`, which `torch.set_float32_matmul_precision("high")` sets; else in float32.
@@ -17,8 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...pattern import DilatedPattern
-from ..contract import BackwardRows, WholePasses
+from ..contract import BackwardRows
 from ..traits import TRAITS as ALL_TRAITS
 from .config import PATH, architecture, has_config
 from .fused import whole_passes
@@ -28,6 +27,7 @@ IN_PLACE: Literal[True] = True
 TRAITS = ALL_TRAITS[NAME]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Why "auto" passes it by, although it could serve a tensor. To be removed with the first verified run on a GPU.
+choose_pass = whole_passes
 ONLY_BY_NAME: str | None = "has not run on a GPU yet, so it is used only when asked for by name"
 
 
@@ -54,12 +54,6 @@ def why_not(query: Tensor) -> str | None:
 
 def ops(query: Tensor) -> dict[str, str | None]:
     return {}
-
-
-def choose_pass(
-    pattern: DilatedPattern, borders: tuple[int, ...], query_BNHD: Tensor, num_kv_heads: int, backward: bool
-) -> WholePasses:
-    return whole_passes(pattern, borders, query_BNHD, num_kv_heads, backward)
 
 
 def forward_into(
@@ -93,15 +87,15 @@ def delta(dout_BNHD: Tensor, dlse_BNH: Tensor | None, out_BNHD: Tensor) -> Tenso
 
 def query_gradient_into(rows: BackwardRows, dq_BHMD: Tensor, is_causal: bool, scale: float, *, first: bool) -> None:
     """Add dq of these rows to a view of an accumulator, or write it if it is the first."""
-    from .launch import launch_query_gradient
+    from .launch import launch_gradient
 
-    launch_query_gradient(rows, dq_BHMD, is_causal, scale, accumulate=not first)
+    launch_gradient(rows, (dq_BHMD,), is_causal, scale, accumulate=not first)
 
 
 def key_gradient_into(
     rows: BackwardRows, dk_BGLD: Tensor, dv_BGLD: Tensor, is_causal: bool, scale: float, *, first: bool
 ) -> None:
     """Add dk and dv of these rows to views of accumulators, or write them."""
-    from .launch import launch_key_gradient
+    from .launch import launch_gradient
 
-    launch_key_gradient(rows, dk_BGLD, dv_BGLD, is_causal, scale, accumulate=not first)
+    launch_gradient(rows, (dk_BGLD, dv_BGLD), is_causal, scale, accumulate=not first)

@@ -3,7 +3,9 @@
 B batch, H query heads, G key/value heads, M query rows, L key rows, D head dim.
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from .backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .blocks import IS_INTERPRETED
 from .config import Config, architecture, config, padded
 from .forward import forward_kernel
+from .strips import bundle_size
 
 
 def config_for(kernel: str, x: Tensor) -> Config:
@@ -24,14 +27,28 @@ def on_device(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def pack_of(ratio: int, block_m: int) -> int:
-    """How many of the query heads that share a key/value head fill the rows of one tile: a divisor of their number."""
-    return max(p for p in range(1, min(ratio, block_m) + 1) if ratio % p == 0)
-
-
 def precision() -> str:
     """Of products of float32: as torch's own."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def constants(blocks: Config, head_dim: int, heads: int) -> dict[str, Any]:
+    """What is compiled in of the sizes. heads: of a bundle."""
+    return {
+        "PRECISION": precision(),
+        "D": head_dim,
+        "BD": padded(head_dim),
+        "HEADS": heads,
+        "BM": blocks.block_m,
+        "BN": blocks.block_n,
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
+    }
+
+
+def strides(*tensors: Tensor) -> Iterator[int]:
+    """But for that of the columns, which is 1."""
+    return (stride for x in tensors for stride in x.stride()[:3])
 
 
 def check(*rows: Tensor) -> None:
@@ -53,24 +70,17 @@ def launch_forward(
 ) -> None:
     check(q, k, v, out)
     (batch, num_heads, num_rows, head_dim), (num_kv_heads, num_keys) = q.shape, k.shape[1:3]
-    block_m, block_n, num_warps, num_stages = config_for("forward", q)
-    pack = pack_of(num_heads // num_kv_heads, block_m)
-    num_tiles = -(-num_rows // (block_m // pack))
+    tensors, blocks = (q, k, v, out, lse), config_for("forward", q)
+    heads = bundle_size(num_heads // num_kv_heads, blocks.block_m)
+    num_strips = -(-num_rows // (blocks.block_m // heads))
     with on_device(q):
-        forward_kernel[batch * num_heads // pack * num_tiles,](
-            *(q, k, v, out, lse, scale),
-            *(num_tiles, num_heads // num_kv_heads // pack, num_kv_heads, num_rows, num_keys),
-            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()),
+        forward_kernel[batch * num_heads // heads * num_strips,](
+            *(*tensors, scale),
+            *(num_strips, num_heads // num_kv_heads // heads, num_kv_heads, num_rows, num_keys),
+            *strides(*tensors),
             IS_CAUSAL=is_causal,
             ACCUMULATE=accumulate,
-            PRECISION=precision(),
-            D=head_dim,
-            BD=padded(head_dim),
-            PACK=pack,
-            BM=block_m,
-            BN=block_n,
-            num_warps=num_warps,
-            num_stages=num_stages,
+            **constants(blocks, head_dim, heads),
         )
 
 
@@ -79,11 +89,10 @@ def launch_delta(dout: Tensor, dlse: Tensor | None, out: Tensor, delta: Tensor) 
     check(dout, out)
     batch, num_rows, num_heads, head_dim = out.shape
     block_m = 16 if IS_INTERPRETED else 64
-    views = (dout, out, delta if dlse is None else dlse, delta)
+    tensors = (dout, out, delta if dlse is None else dlse, delta)
     with on_device(out):
         delta_kernel[batch * num_heads * -(-num_rows // block_m),](
-            *(*views, num_heads, num_rows),
-            *(stride for x in views for stride in x.stride()[:3]),
+            *(*tensors, num_heads, num_rows, *strides(*tensors)),
             HAS_DLSE=dlse is not None,
             D=head_dim,
             BD=padded(head_dim),
@@ -91,59 +100,26 @@ def launch_delta(dout: Tensor, dlse: Tensor | None, out: Tensor, delta: Tensor) 
         )
 
 
-def launch_query_gradient(rows: BackwardRows, dq: Tensor, is_causal: bool, scale: float, *, accumulate: bool) -> None:
-    dout, q, k, v, lse, delta = rows.dout, rows.query, rows.key, rows.value, rows.lse, rows.delta
-    check(dout, q, k, v, dq)
-    assert delta is not None
-    assert lse.stride() == delta.stride()
-    (batch, num_heads, num_rows, head_dim), (num_kv_heads, num_keys) = q.shape, k.shape[1:3]
-    block_m, block_n, num_warps, num_stages = config_for("query_gradient", q)
-    pack = pack_of(num_heads // num_kv_heads, block_m)
-    num_tiles = -(-num_rows // (block_m // pack))
-    with on_device(q):
-        query_gradient_kernel[batch * num_heads // pack * num_tiles,](
-            *(q, k, v, dout, lse, delta, dq, scale),
-            *(num_tiles, num_heads // num_kv_heads // pack, num_kv_heads, num_rows, num_keys),
-            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-            *(*dout.stride()[:3], *lse.stride(), *dq.stride()[:3]),
-            IS_CAUSAL=is_causal,
-            ACCUMULATE=accumulate,
-            PRECISION=precision(),
-            D=head_dim,
-            BD=padded(head_dim),
-            PACK=pack,
-            BM=block_m,
-            BN=block_n,
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
-
-
-def launch_key_gradient(
-    rows: BackwardRows, dk: Tensor, dv: Tensor, is_causal: bool, scale: float, *, accumulate: bool
+def launch_gradient(
+    rows: BackwardRows, results: tuple[Tensor, ...], is_causal: bool, scale: float, *, accumulate: bool
 ) -> None:
+    """Of the queries, (dq,), or of the keys, (dk, dv)."""
     dout, q, k, v, lse, delta = rows.dout, rows.query, rows.key, rows.value, rows.lse, rows.delta
-    check(dout, q, k, v, dk, dv)
+    check(dout, q, k, v, *results)
     assert delta is not None
     assert lse.stride() == delta.stride()
     (batch, num_heads, num_rows, head_dim), (num_kv_heads, num_keys) = q.shape, k.shape[1:3]
-    block_m, block_n, num_warps, num_stages = config_for("key_gradient", q)
-    pack = pack_of(num_heads // num_kv_heads, block_m)
-    num_tiles = -(-num_keys // block_n)
+    of_keys = len(results) == 2
+    blocks = config_for("key_gradient" if of_keys else "query_gradient", q)
+    heads = bundle_size(num_heads // num_kv_heads, blocks.block_m)
+    num_strips = -(-num_keys // blocks.block_n) if of_keys else -(-num_rows // (blocks.block_m // heads))
+    num_programs = batch * num_strips * (num_kv_heads if of_keys else num_heads // heads)
     with on_device(q):
-        key_gradient_kernel[batch * num_kv_heads * num_tiles,](
-            *(q, k, v, dout, lse, delta, dk, dv, scale),
-            *(num_tiles, num_heads // num_kv_heads // pack, num_kv_heads, num_rows, num_keys),
-            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *lse.stride()),
-            *(*dk.stride()[:3], *dv.stride()[:3]),
+        (key_gradient_kernel if of_keys else query_gradient_kernel)[num_programs,](
+            *(q, k, v, dout, lse, delta, *results, scale),
+            *(num_strips, num_heads // num_kv_heads // heads, num_kv_heads, num_rows, num_keys),
+            *strides(q, k, v, dout, lse, *results),
             IS_CAUSAL=is_causal,
             ACCUMULATE=accumulate,
-            PRECISION=precision(),
-            D=head_dim,
-            BD=padded(head_dim),
-            PACK=pack,
-            BM=block_m,
-            BN=block_n,
-            num_warps=num_warps,
-            num_stages=num_stages,
+            **constants(blocks, head_dim, heads),
         )

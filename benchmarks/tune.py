@@ -1,10 +1,10 @@
 """Measure block sizes on the GPU of this machine and print lines for `configs.json`.
 
-    python -m ring_dilated_attention.kernels.triton.tune --head-dim 64 --head-dim 128 --dtype bfloat16
+    python -m benchmarks.tune --head-dim 64 --head-dim 128 --dtype bfloat16
 
 Unverified: written without a GPU at hand. Each kernel runs dense causal attention over one segment, the inner work of
 every pattern; a candidate that does not compile or does not fit is skipped, and said so. Nothing is written: put the
-lines into `configs.json`, then run `python -m ring_dilated_attention.kernels.triton.compile --write` and the tests.
+lines into `configs.json`, then run `python -m benchmarks.resources --write` and the tests.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from itertools import product
 import torch
 import triton
 
-from ..contract import BackwardRows
-from . import in_place, launch
-from .config import KERNELS, Config, architecture
+from ring_dilated_attention.kernels.contract import BackwardRows
+from ring_dilated_attention.kernels.triton import in_place, launch
+from ring_dilated_attention.kernels.triton.config import KERNELS, Config, architecture
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

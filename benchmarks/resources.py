@@ -1,8 +1,8 @@
 """Compile every kernel ahead of time, without a GPU, and compare registers, spills and shared memory with a table.
 
-    python -m ring_dilated_attention.kernels.triton.compile            compare with resources.json; 1 if they differ
-    python -m ring_dilated_attention.kernels.triton.compile --write    write it
-    ... --target cuda:90 --head-dim 128 --kernel forward               only these
+    python -m benchmarks.resources            compare with resources.json beside it; 1 if they differ
+    python -m benchmarks.resources --write    write it
+    ... --target cuda:90 --head-dim 128 --kernel forward    only these
 
 A kernel that spills more, or needs more shared memory than its target has, shows here before it runs anywhere. The
 numbers hold for one version of triton (the table names it).
@@ -22,14 +22,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import backward, backward_fused, forward
-from .config import config, padded
+from ring_dilated_attention.kernels.triton import backward, forward
+from ring_dilated_attention.kernels.triton.config import config, padded
 
 PATH = Path(__file__).with_name("resources.json")
 HEAD_DIMS = (64, 128)
 # Shared memory of one block, in bytes: CUDA's tables of compute capabilities; LDS of a gfx942 workgroup.
 SHARED_MEMORY = {"cuda:80": 166_912, "cuda:90": 232_448, "cuda:100": 232_448, "hip:gfx942": 65_536}
-TYPES = dict.fromkeys(("lse", "delta", "dlse"), "*fp32") | dict.fromkeys(("tiles", "branches", "phases"), "*i32")
+TYPES = dict.fromkeys(("lse", "delta", "dlse"), "*fp32") | dict.fromkeys(("strips", "branches", "phases"), "*i32")
 _POINTERS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _SUMS = {"out": "*fp32", "lse": "*fp64"}
 _GRADIENT_SUMS = dict.fromkeys(("dq", "dk", "dv"), "*fp32")
@@ -64,8 +64,8 @@ CASES = (
     Case("fused forward", forward.fused_forward_kernel, "forward", {}, _FUSED),
     Case("fused forward, crossing", forward.fused_forward_kernel, "forward", {}, {**_FUSED, "CROSSES": True}),
     Case("fused forward, half", forward.fused_forward_kernel, "forward_half", {}, _FUSED),
-    Case("fused query gradient", backward_fused.fused_query_gradient_kernel, "query_gradient", {}, _FUSED),
-    Case("fused key gradient", backward_fused.fused_key_gradient_kernel, "key_gradient", {}, _FUSED),
+    Case("fused query gradient", backward.fused_query_gradient_kernel, "query_gradient", {}, _FUSED),
+    Case("fused key gradient", backward.fused_key_gradient_kernel, "key_gradient", {}, _FUSED),
 )
 
 
@@ -75,7 +75,7 @@ def compile_case(case: Case, target: str, head_dim: int, element: str = "bf16") 
     constants: dict[str, object] = {
         "D": head_dim,
         "BD": padded(head_dim),
-        "PACK": 1,
+        "HEADS": 1,
         "PRECISION": "ieee",
         **case.constants,
     }

@@ -13,21 +13,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.kernels.triton import tiles
-from ring_dilated_attention.kernels.triton.tiles import (
-    Kernel,
-    Packs,
+from ring_dilated_attention.kernels.triton import shapes, strips
+from ring_dilated_attention.kernels.triton.shapes import (
+    Cost,
     branches_work,
-    choose_tile,
-    crosses,
+    choose_shape,
+    costs_of,
     documents_that_stand_for_all,
-    fused_tiles,
     fused_work,
-    kernels_of,
-    pack_heads,
-    packs_of,
+)
+from ring_dilated_attention.kernels.triton.strips import (
+    Bundles,
+    bundles_of,
+    crosses,
+    fused_strips,
+    heads_of_bundle,
     phases_of_heads,
-    stride_of,
+    step_of,
     visits,
 )
 from ring_dilated_attention.plan.planner import make_plan
@@ -35,70 +37,70 @@ from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.reference import multiplicity
 
 
-def met_by_query_tiles(pattern, borders, num_heads, num_kv_heads, block_m, block_n) -> Tensor:
+def met_by_query_strips(pattern, borders, num_heads, num_kv_heads, block_m, block_n) -> Tensor:
     """(H, N, N): how often the forward kernel computes each pair, masks applied as it applies them."""
     count = torch.zeros(num_heads, borders[-1], borders[-1], dtype=torch.int64)
-    packs, phases, step = packs_of(pattern, num_heads, num_kv_heads, block_m), *_shared(pattern, num_heads)
-    positions = block_m // packs.size
+    bundles, phases, step = bundles_of(pattern, num_heads, num_kv_heads, block_m), *_shared(pattern, num_heads)
+    positions = block_m // bundles.size
     selects = crosses(pattern, borders, positions)
-    for tile in fused_tiles(borders, step, positions):
-        assert 0 < tile.num_rows <= positions
-        for i in range(num_heads // packs.size):
-            heads = pack_heads(packs, num_heads, num_kv_heads, i)
-            for visit in visits(pattern, tile, phases[heads.start], block_n):
+    for strip in fused_strips(borders, step, positions):
+        assert 0 < strip.num_rows <= positions
+        for i in range(num_heads // bundles.size):
+            heads = heads_of_bundle(bundles, num_heads, num_kv_heads, i)
+            for visit in visits(pattern, strip, phases[heads.start], block_n):
                 width, rate = pattern.branches[visit.branch]
-                stop = min(visit.start + width, tile.length)
+                stop = min(visit.start + width, strip.length)
                 assert visit.begin_or_full % block_n == 0
                 keys = range(visit.start + visit.phase, stop, rate)
-                for row in range(tile.num_rows):
-                    t = tile.first + row * step
+                for row in range(strip.num_rows):
+                    t = strip.first + row * step
                     last = (t - visit.start - visit.phase) // rate if pattern.is_causal else visit.end - 1
                     if selects and not visit.start <= t < stop:
                         last = -1
                     seen = [j for j in range(visit.end) if j < visit.begin_or_full or j <= last]
                     for h in heads:
                         for j in seen:
-                            count[h, tile.document + t, tile.document + keys[j]] += 1
+                            count[h, strip.document + t, strip.document + keys[j]] += 1
     return count
 
 
-def met_by_key_tiles(pattern, borders, num_heads, num_kv_heads, block_m, block_n) -> Tensor:
+def met_by_key_strips(pattern, borders, num_heads, num_kv_heads, block_m, block_n) -> Tensor:
     """(H, N, N): how often the kernel of dk and dv computes each pair."""
     count = torch.zeros(num_heads, borders[-1], borders[-1], dtype=torch.int64)
-    packs, phases, step = packs_of(pattern, num_heads, num_kv_heads, block_m), *_shared(pattern, num_heads)
+    bundles, phases, step = bundles_of(pattern, num_heads, num_kv_heads, block_m), *_shared(pattern, num_heads)
     selects = crosses(pattern, borders, block_n)
-    for tile in fused_tiles(borders, step, block_n):
-        for i in range(num_heads // packs.size):
-            heads = pack_heads(packs, num_heads, num_kv_heads, i)
-            for visit in visits(pattern, tile, phases[heads.start], block_m, of_keys=True, pack=packs.size):
+    for strip in fused_strips(borders, step, block_n):
+        for i in range(num_heads // bundles.size):
+            heads = heads_of_bundle(bundles, num_heads, num_kv_heads, i)
+            for visit in visits(pattern, strip, phases[heads.start], block_m, of_keys=True, heads=bundles.size):
                 width, rate = pattern.branches[visit.branch]
-                stop = min(visit.start + width, tile.length)
+                stop = min(visit.start + width, strip.length)
                 assert visit.begin_or_full % block_m == 0
-                for row in range(tile.num_rows):
-                    t = tile.first + row * step
+                for row in range(strip.num_rows):
+                    t = strip.first + row * step
                     first = (t - visit.start - visit.phase) // rate if pattern.is_causal else 0
                     if selects and not visit.start <= t < stop:
                         first = visit.end
                     for query in range(visit.begin_or_full, visit.end):
-                        position, j = divmod(query, packs.size)
+                        position, j = divmod(query, bundles.size)
                         if position >= first:
                             seen_by = visit.start + visit.phase + position * rate
                             assert seen_by < stop
-                            count[heads[j], tile.document + seen_by, tile.document + t] += 1
+                            count[heads[j], strip.document + seen_by, strip.document + t] += 1
     return count
 
 
 def _shared(pattern, num_heads):
-    return phases_of_heads(pattern, num_heads), stride_of(pattern)
+    return phases_of_heads(pattern, num_heads), step_of(pattern)
 
 
 CASES = [
-    ((64,), 2, 2, DilatedPattern((16, 64), (1, 2), is_causal=True)),  # no tile crosses a border
+    ((64,), 2, 2, DilatedPattern((16, 64), (1, 2), is_causal=True)),  # no strip crosses a border
     ((63,), 4, 4, DilatedPattern((16, 50), (1, 3), is_causal=True)),
     ((47,), 6, 2, DilatedPattern((20, 47), (2, 3), phase="blocked")),
     ((7, 8, 40), 6, 2, DilatedPattern((4, 10), (1, 4), is_causal=True, phase="blocked")),
     ((41,), 5, 1, DilatedPattern((3, 8, 19), (1, 2, 4), heads="split")),
-    ((24,), 8, 2, DilatedPattern((8, 24), (1, 2), is_causal=True)),  # heads 0, 2 and 1, 3 of four fill a tile together
+    ((24,), 8, 2, DilatedPattern((8, 24), (1, 2), is_causal=True)),  # heads 0, 2 and 1, 3 of four fill a strip together
     ((30,), 4, 1, DilatedPattern((9, 30), (1, 1), is_causal=True)),  # all heads do
     ((31,), 2, 2, DilatedPattern((31,), (40,))),  # a rate above the length: most phases are empty
     ((1, 2, 5), 3, 3, DilatedPattern((1, 2), (1, 5), is_causal=True)),
@@ -106,10 +108,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("blocks", [(4, 4), (16, 8)], ids=str)
-@pytest.mark.parametrize("met", [met_by_query_tiles, met_by_key_tiles])
+@pytest.mark.parametrize("met", [met_by_query_strips, met_by_key_strips])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_pair_is_met_as_often_as_the_definition_says(case, met, blocks):
-    """Catches a tile that misses or repeats a pair at a border of a segment, a document, a block or a phase."""
+    """Catches a strip that misses or repeats a pair at a border of a segment, a document, a block or a phase."""
     ends, num_heads, num_kv_heads, pattern = case
     borders = (0, *ends)
     count = met(pattern, borders, num_heads, num_kv_heads, *blocks)
@@ -132,30 +134,30 @@ def test_any_pattern_is_met_as_often_as_the_definition_says(data):
     borders = (0, *sorted(ends))
     blocks = data.draw(st.sampled_from([(1, 1), (4, 2), (8, 4), (16, 16)]))
     expected = multiplicity(pattern, borders[-1], num_heads, borders)
-    for met in (met_by_query_tiles, met_by_key_tiles):
+    for met in (met_by_query_strips, met_by_key_strips):
         assert torch.equal(met(pattern, borders, num_heads, num_kv_heads, *blocks), expected)
 
 
 @pytest.mark.parametrize(
     ("met", "change"),
     [
-        (met_by_query_tiles, (1, 0)),  # a block without a mask that needs one
-        (met_by_query_tiles, (0, -1)),
-        (met_by_key_tiles, (1, 0)),
-        (met_by_key_tiles, (0, 1)),
-        (met_by_key_tiles, (0, -1)),
+        (met_by_query_strips, (1, 0)),  # a block without a mask that needs one
+        (met_by_query_strips, (0, -1)),
+        (met_by_key_strips, (1, 0)),
+        (met_by_key_strips, (0, 1)),
+        (met_by_key_strips, (0, -1)),
     ],
 )
 def test_a_wrong_visit_is_seen(met, change, monkeypatch):
     """Proof that the enumeration can fail: a block begun too late, one key or query too many or too few."""
-    for name in ("visit_query_tile", "visit_key_tile"):
-        right = getattr(tiles, name)
+    for name in ("keys_seen", "queries_seeing"):
+        right = getattr(strips, name)
 
         def wrong(*place, right=right):
             begin_or_full, end = right(*place)
             return (begin_or_full + change[0] * place[-1], end + change[1]) if end else (0, 0)
 
-        monkeypatch.setattr(tiles, name, wrong)
+        monkeypatch.setattr(strips, name, wrong)
     pattern = DilatedPattern((16, 50), (1, 3), is_causal=True)
     try:
         count = met(pattern, (0, 63), 2, 2, 4, 4)
@@ -167,19 +169,19 @@ def test_a_wrong_visit_is_seen(met, change, monkeypatch):
 @pytest.mark.parametrize("positions", [1, 4, 16, 64])
 @pytest.mark.parametrize("step", [1, 3, 8, 40])
 @pytest.mark.parametrize("ends", [(1,), (63,), (7, 8, 40)], ids=str)
-def test_every_position_is_in_one_tile(ends, step, positions):
+def test_every_position_is_in_one_strip(ends, step, positions):
     """Catches a row that is written twice, or never (uninitialised memory would remain)."""
     borders = (0, *ends)
     rows = []
-    for tile in fused_tiles(borders, step, positions):
-        assert (tile.document, tile.document + tile.length) in list(pairwise(borders))
-        assert tile.first + (tile.num_rows - 1) * step < tile.length
-        rows += [tile.document + tile.first + i * step for i in range(tile.num_rows)]
+    for strip in fused_strips(borders, step, positions):
+        assert (strip.document, strip.document + strip.length) in list(pairwise(borders))
+        assert strip.first + (strip.num_rows - 1) * step < strip.length
+        rows += [strip.document + strip.first + i * step for i in range(strip.num_rows)]
     assert sorted(rows) == list(range(borders[-1]))
 
 
-def test_packs_hold_heads_of_equal_phases_that_share_keys():
-    """Catches a tile whose heads read different phases, and a head in two packs or in none."""
+def test_bundles_hold_heads_of_equal_phases_that_share_keys():
+    """Catches a strip whose heads read different phases, and a head in two bundles or in none."""
     random.seed(0)
     for _ in range(200):
         num_kv_heads = random.randint(1, 4)
@@ -189,21 +191,21 @@ def test_packs_hold_heads_of_equal_phases_that_share_keys():
         phase = "modulo" if heads == "split" else random.choice(["modulo", "blocked"])
         rates = [random.randint(1, 6) for _ in range(branches)]
         pattern = DilatedPattern([16] * branches, rates, phase=phase, heads=heads)
-        packs = packs_of(pattern, num_heads, num_kv_heads, 8)
+        bundles = bundles_of(pattern, num_heads, num_kv_heads, 8)
         phases, found = phases_of_heads(pattern, num_heads), []
-        for i in range(num_heads // packs.size):
-            pack = pack_heads(packs, num_heads, num_kv_heads, i)
-            assert len({phases[h] for h in pack}) == 1
-            assert len({h * num_kv_heads // num_heads for h in pack}) == 1
-            found += pack
+        for i in range(num_heads // bundles.size):
+            bundle = heads_of_bundle(bundles, num_heads, num_kv_heads, i)
+            assert len({phases[h] for h in bundle}) == 1
+            assert len({h * num_kv_heads // num_heads for h in bundle}) == 1
+            found += bundle
         assert sorted(found) == list(range(num_heads))
-    assert packs_of(DilatedPattern((16, 16), (1, 2)), 8, 2, 64) == Packs(2, 1, 2)
-    assert packs_of(DilatedPattern((16, 16), (1, 2), phase="blocked"), 8, 2, 64) == Packs(4, 4, 1)
-    assert packs_of(DilatedPattern((16,), (1,)), 64, 1, 16) == Packs(16, 16, 1)
+    assert bundles_of(DilatedPattern((16, 16), (1, 2)), 8, 2, 64) == Bundles(2, 1, 2)
+    assert bundles_of(DilatedPattern((16, 16), (1, 2), phase="blocked"), 8, 2, 64) == Bundles(4, 4, 1)
+    assert bundles_of(DilatedPattern((16,), (1,)), 64, 1, 16) == Bundles(16, 16, 1)
 
 
-FORWARD = (kernels_of(((128, 64),)), kernels_of(((64, 64),)))
-BACKWARD = (kernels_of(((128, 64), (64, 64))),)
+FORWARD = (costs_of(((128, 64),)), costs_of(((64, 64),)))
+BACKWARD = (costs_of(((128, 64), (64, 64))),)
 
 
 @pytest.mark.parametrize(
@@ -215,38 +217,38 @@ BACKWARD = (kernels_of(((128, 64), (64, 64))),)
     ],
 )
 def test_the_choice_by_counted_work(lengths, rates, num_heads, kind, share):
-    """Catches a count that is off: these shares were found by hand for causal patterns and tiles of 64 rows."""
-    choice = choose_tile(DilatedPattern(lengths, rates, is_causal=True), (0, 65536), num_heads, num_heads, 64, FORWARD)
+    """Catches a count that is off: these shares were found by hand for causal patterns and strips of 64 rows."""
+    choice = choose_shape(DilatedPattern(lengths, rates, is_causal=True), (0, 65536), num_heads, num_heads, 64, FORWARD)
     assert choice.kind == kind
     assert choice.share == pytest.approx(share, rel=0.03)  # the count of 65,536 positions is an estimate
     assert choice.reason.count("useful") == 4  # all candidates are listed
 
 
-def test_a_fused_tile_wider_than_every_segment_is_not_considered():
-    """Catches a tile of rows that are all in different segments: its work is nearly all masked."""
+def test_a_strip_wider_than_every_segment_is_not_considered():
+    """Catches a strip of rows that are all in different segments: its work is nearly all masked."""
     for candidates, prefers_fused in product((FORWARD, BACKWARD), (False, True)):
         call = (DilatedPattern((64, 128), (63, 64)), (0, 512), 4, 4, 64, candidates)
-        choice = choose_tile(*call, prefers_fused=prefers_fused)
+        choice = choose_shape(*call, prefers_fused=prefers_fused)
         assert choice.kind == "branches"
         assert "R = 4032 is no less than the longest segment, 128" in choice.reason
         call = (DilatedPattern((2**31,), (300,)), (0, 200, 300), 4, 4, 64, candidates)
-        assert "R = 300 is no less than the longest segment, 200" in choose_tile(*call).reason
+        assert "R = 300 is no less than the longest segment, 200" in choose_shape(*call).reason
 
 
-def test_the_fused_tile_that_is_preferred():
-    """Catches a preference for fused tiles that does not take the cheapest of them, or that is not heeded."""
+def test_the_shape_that_is_preferred():
+    """Catches a preference for fused strips that does not take the cheapest of them, or that is not heeded."""
     pattern = DilatedPattern(*PATTERNS[2], is_causal=True)
     for candidates in (FORWARD, BACKWARD):
         call = (pattern, (0, 524_288), 12, 12, 64, candidates)
-        assert choose_tile(*call).kind == "branches"
-        choice = choose_tile(*call, prefers_fused=True)
+        assert choose_shape(*call).kind == "branches"
+        choice = choose_shape(*call, prefers_fused=True)
         assert (choice.kind, choice.block) == ("fused", candidates[-1][0].block_m)
 
 
 def test_the_choice_for_the_backward():
-    """Catches a backward that is chosen by the forward's work: its tiles are others, and more of it is merged."""
+    """Catches a backward that is chosen by the forward's work: its strips are others, and more of it is merged."""
     pattern = DilatedPattern((2048, 4096), (1, 2), is_causal=True)
-    choice = choose_tile(pattern, (0, 65536), 8, 8, 64, BACKWARD)
+    choice = choose_shape(pattern, (0, 65536), 8, 8, 64, BACKWARD)
     query, keys = BACKWARD[0]
     pairs = branches_work(pattern, (0, 65536), 8, 8, query).pairs
     computed = 3 * fused_work(pattern, (0, 65536), 8, 8, query) + 4 * fused_work(pattern, (0, 65536), 8, 8, keys)
@@ -255,17 +257,17 @@ def test_the_choice_for_the_backward():
 
 @pytest.mark.parametrize("of_keys", [False, True])
 def test_the_count_is_that_of_the_enumeration(of_keys):
-    """Catches a shortcut of the count (heads by phase, sampled tiles) that changes its result."""
+    """Catches a shortcut of the count (heads by phase, sampled strips) that changes its result."""
     for ends, num_heads, num_kv_heads, pattern in CASES:
-        borders, kernel = (0, *ends), Kernel(16, 8, 4, 2, of_keys)
-        packs = packs_of(pattern, num_heads, num_kv_heads, kernel.block_m)
+        borders, kernel = (0, *ends), Cost(16, 8, 4, 2, of_keys)
+        bundles = bundles_of(pattern, num_heads, num_kv_heads, kernel.block_m)
         phases, step = _shared(pattern, num_heads)
         computed = 0
-        for tile in fused_tiles(borders, step, kernel.block_n if of_keys else kernel.block_m // packs.size):
-            for i in range(num_heads // packs.size):
-                head = pack_heads(packs, num_heads, num_kv_heads, i).start
+        for strip in fused_strips(borders, step, kernel.block_n if of_keys else kernel.block_m // bundles.size):
+            for i in range(num_heads // bundles.size):
+                head = heads_of_bundle(bundles, num_heads, num_kv_heads, i).start
                 block = kernel.block_m if of_keys else kernel.block_n
-                for visit in visits(pattern, tile, phases[head], block, of_keys=of_keys, pack=packs.size):
+                for visit in visits(pattern, strip, phases[head], block, of_keys=of_keys, heads=bundles.size):
                     first = visit.begin_or_full if of_keys else 0
                     computed += len(range(first, visit.end, block)) * kernel.block_m * kernel.block_n
         assert fused_work(pattern, borders, num_heads, num_kv_heads, kernel) == computed
@@ -277,7 +279,7 @@ def test_the_count_is_that_of_the_enumeration(of_keys):
 @pytest.mark.parametrize("of_keys", [False, True])
 def test_the_rows_that_branches_merge(of_keys):
     """Catches rows of a first branch counted as merged, and rows of a later one that are not."""
-    kernel = Kernel(16, 16, 2, 1, of_keys)
+    kernel = Cost(16, 16, 2, 1, of_keys)
     work = branches_work(DilatedPattern((16, 64), (1, 2)), (0, 64), 4, 2, kernel)
     rows_of_the_second_branch = 64 // 2 * 4  # of each query head; a key/value head is read in both phases
     assert work.merged == rows_of_the_second_branch
@@ -300,10 +302,10 @@ def test_a_sampled_count_is_near_the_exact_one(branches, is_causal, monkeypatch)
     pattern = DilatedPattern(*branches, is_causal=is_causal)
     call = (pattern, (0, 65536), 4, 4)
     sampled = [fused_work(*call, kernel) for kernel in KERNELS]
-    tiles.fused_document.cache_clear()
-    monkeypatch.setattr(tiles, "_MOST_VISITORS", 10**9)
+    shapes.fused_document.cache_clear()
+    monkeypatch.setattr(shapes, "_MOST_VISITORS", 10**9)
     exact = [fused_work(*call, kernel) for kernel in KERNELS]
-    tiles.fused_document.cache_clear()
+    shapes.fused_document.cache_clear()
     assert sampled == pytest.approx(exact, rel=0.03)
     monkeypatch.undo()
     longer = [fused_work(pattern, (0, 32 * 32768), 4, 4, kernel) / 16 for kernel in KERNELS]  # whole segments: as many
@@ -316,7 +318,7 @@ def test_a_sampled_count_is_near_the_exact_one(branches, is_causal, monkeypatch)
 def test_the_choice_does_not_depend_on_the_length(branches, is_causal, candidates):
     """Catches a choice by an error of the count: whole segments cost the same wherever they lie."""
     pattern = DilatedPattern(*branches, is_causal=is_causal)
-    first, *others = (choose_tile(pattern, (0, 32768 * k), 12, 12, 64, candidates) for k in (1, 8, 32))
+    first, *others = (choose_shape(pattern, (0, 32768 * k), 12, 12, 64, candidates) for k in (1, 8, 32))
     assert first.share <= 1
     for choice in others:
         assert choice[:2] == first[:2]
@@ -336,7 +338,7 @@ def test_few_documents_stand_for_many(branches):
         assert len(documents_that_stand_for_all(borders)) <= 8
         for kernel in KERNELS:
             lengths = [stop - start for start, stop in pairwise(borders)]
-            each = [tiles.fused_document(pattern, n, 2, 2, kernel) for n in lengths]
+            each = [shapes.fused_document(pattern, n, 2, 2, kernel) for n in lengths]
             assert fused_work(pattern, borders, 2, 2, kernel) == pytest.approx(sum(each), rel=0.12)
             plan = make_plan(pattern, make_shards("contiguous", borders[-1:]), 0, 2, 2, borders)
             assert branches_work(pattern, borders, 2, 2, kernel).pairs == pytest.approx(plan.pairs, rel=0.12)
@@ -356,10 +358,10 @@ def test_a_new_batch_of_documents_is_not_counted_anew(branches, monkeypatch):
     """Catches a count at every step of a training with packed documents: tenths of a second on the host."""
     pattern = DilatedPattern(*branches, is_causal=True)
     for seed in range(50):
-        choose_tile(pattern, random_borders(seed, 200, 131072), 4, 4, 64, FORWARD)
-    counts = (tiles.fused_document, tiles.branches_document)
+        choose_shape(pattern, random_borders(seed, 200, 131072), 4, 4, 64, FORWARD)
+    counts = (shapes.fused_document, shapes.branches_document)
     known = sum(count.cache_info().misses for count in counts)
     for seed in range(50, 60):
-        choose_tile(pattern, random_borders(seed, 200, 131072), 4, 4, 64, FORWARD)
+        choose_shape(pattern, random_borders(seed, 200, 131072), 4, 4, 64, FORWARD)
     asked = 10 * 8 * len(FORWARD) * len(counts)
     assert sum(count.cache_info().misses for count in counts) - known < asked / 10
