@@ -52,6 +52,7 @@ class Metrics:
 
     def __init__(self, folder: Path, run: str, step: int, rank: int, *, tensorboard: bool = False) -> None:
         self._file, self._writer = None, None
+        self._folder = folder
         if rank != 0:
             return
         path = folder / METRICS_FILE
@@ -72,6 +73,8 @@ class Metrics:
     ) -> None:
         if self._file is not None:
             self._file.close()
+            if error is not None and not any(self._folder.glob("checkpoint-*")):  # of a run that left nothing
+                (self._folder / METRICS_FILE).unlink(missing_ok=True)
         if self._writer is not None:
             self._writer.close()
 
