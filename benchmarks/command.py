@@ -24,8 +24,10 @@ from . import (
     linear,
     memory,
     million,
+    model_memory,
     overlap,
     packing,
+    planned_time,
     prefill,
     ranks,
     scaling,
@@ -36,7 +38,7 @@ from . import (
     torch_ring,
 )
 from .gate import GateError
-from .record import Record, is_record, make_record, page_of, write_page, write_record
+from .record import Record, for_terminal, is_record, make_record, page_of, write_page, write_record
 
 CASES: dict[str, ModuleType] = {
     "flops": flops,
@@ -51,6 +53,8 @@ CASES: dict[str, ModuleType] = {
     "billion": billion,
     "crossover": crossover,
     "packing": packing,
+    "model_memory": model_memory,
+    "planned_time": planned_time,
     "slides": slides,
     "generation": generation,
     "token": token,
@@ -63,7 +67,7 @@ CASES: dict[str, ModuleType] = {
 RESULTS = Path(__file__).with_name("results")
 
 EXAMPLES = f"""cases:
-{chr(10).join(f"  {name:<11} {module.SUMMARY}" for name, module in CASES.items())}
+{chr(10).join(f"  {name:<12} {module.SUMMARY}" for name, module in CASES.items())}
 
 examples:
   python -m benchmarks flops            one case; its record goes to benchmarks/results/flops.json
@@ -131,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
         except GateError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
-        print(f"{name}: {CASES[name].table(rows)}\n")
+        print(f"{name}: {for_terminal(CASES[name].table(rows))}\n")
         if is_kept:
             print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
     try:

@@ -130,6 +130,15 @@ def markdown(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join([joined(headers), f"|{'|'.join(rule)}|", *map(joined, rows)])
 
 
+def for_terminal(text: str) -> str:
+    """What `markdown` made, without its bars and its rule."""
+    lines = [line for line in text.splitlines() if not (line.startswith("|") and set(line) <= set("|-: "))]
+    plain = [line.strip("|").replace(" | ", "  ").rstrip() if line.startswith("|") else line for line in lines]
+    return "\n".join(
+        line.removeprefix(" ") if old.startswith("|") else line for old, line in zip(lines, plain, strict=True)
+    )
+
+
 def branches(row: dict[str, Any]) -> str:
     """A row's pattern in words."""
     pairs = f"({', '.join(map(str, row['segment_lengths']))})/({', '.join(map(str, row['dilation_rates']))})"

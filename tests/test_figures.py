@@ -5,9 +5,11 @@ from matplotlib.image import imread
 
 from ring_dilated_attention.commands import figures
 from ring_dilated_attention.commands.scaled import scaled_down
+from ring_dilated_attention.commands.sketch import panels
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.plan.sharding import make_shards, split_lengths
+from ring_dilated_attention.plan.sharing import branch_shares
 from ring_dilated_attention.reference import multiplicity
 
 
@@ -61,8 +63,54 @@ def test_a_segment_keeps_a_row_for_every_phase():
 
 
 def test_one_rank_has_no_ring(tmp_path):
-    def split(n):
-        return make_shards("contiguous", (n,))
-
-    paths = figures.draw(tmp_path, DilatedPattern((8,), (1,)), 8, 1, split)
+    paths = figures.draw(tmp_path, DilatedPattern((8,), (1,)), make_shards("contiguous", (8,)), 1)
     assert [path.name for path in paths] == ["pattern.png"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "seq_len", "num_ranks", "sharing"),
+    [
+        (DilatedPattern((2048, 65536, 2**20), (1, 16, 256)), 2**20, 8, (1, 1, 8)),  # the first example of rda plan
+        (DilatedPattern((2048, 65536, 2**20), (1, 16, 256)), 2**20, 32, (1, 2, 32)),
+        (DilatedPattern((110, 3000), (3, 1), is_causal=True), 10_000, 4, (2, 2)),
+        # Long segments of which one rank holds all rows that any head reads: they straddle, and nothing travels.
+        (DilatedPattern((2**17,), (2**17,)), 2**17, 8, (1,)),
+    ],
+)
+def test_a_sketch_says_what_the_plans_do(pattern, seq_len, num_ranks, sharing):
+    """Catches a picture whose small stand-in travels where the job stays at home, or the other way around."""
+    shards = make_shards("contiguous", split_lengths(seq_len, num_ranks))
+    plans = [make_plan(pattern, shards, rank, 12, 12) for rank in range(num_ranks)]
+    shares = branch_shares(pattern, shards, plans, 12, 12)
+    assert tuple(share.num_sharing for share in shares) == sharing
+    assert sum(share.sent for share in shares) == sum(plan.sent()[0] for plan in plans)
+    for panel, share, (w, r) in zip(panels(pattern, shards, shares), shares, pattern.branches, strict=True):
+        assert panel.segments[0] == (0, w)
+        assert all(start % w == 0 for start, _ in panel.segments)
+        assert set(panel.borders) <= {span.stop for shard in shards for span in shard}
+        assert panel.notes[0] == f"segments of {w:,}, rate {r:,}"
+        assert panel.notes[1].endswith(f"{-(-w // r):,} of a segment")
+        assert ("stays at home" in panel.notes) == (not share.sent)
+        assert share.travels == any(f"up to {share.num_sharing:,} ranks" in note for note in panel.notes)
+    inks = [panel.ink for panel in panels(pattern, shards, shares)]
+    assert all(
+        (a > b) == (r < q)
+        for a, r in zip(inks, pattern.dilation_rates, strict=True)
+        for b, q in zip(inks, pattern.dilation_rates, strict=True)
+        if r != q
+    )
+
+
+def test_the_ring_of_a_long_sequence_is_the_plans(tmp_path, monkeypatch):
+    """Catches labels of a job other than the one that is planned."""
+    labels = []
+    monkeypatch.setattr(figures, "_label", lambda axes, y, text: labels.append(text))
+    pattern = DilatedPattern((2048, 65536, 2**20), (1, 16, 256))
+    figures.draw(tmp_path, pattern, make_shards("contiguous", (2**17,) * 8), 12)
+    assert labels[:4] == [
+        "1,048,576 positions",
+        "segments of 2,048, rate 1: stay",
+        "segments of 65,536, rate 16: stay",
+        "segments of 1,048,576, rate 256: travel (8 ranks)",
+    ]
+    assert sum("hop 7" in label for label in labels) == 2

@@ -29,6 +29,7 @@ HARMLESS = {
     "init_process_group",
     "destroy_process_group",
 }
+HARMLESS |= {"TCPStore", "PrefixStore"}  # where ranks meet
 HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}
 
 # The second sums over tensor parallel ranks by torch's DTensor, as torch's own parallel styles do.
@@ -121,7 +122,7 @@ def modules_with_the_reference(modules):
     """Also through what compares with it: no fast path may import that either."""
 
     def compares(name: str) -> bool:
-        return name in ("reference", "commands.compare", "commands.check")
+        return name in ("reference", "commands.compare", "commands.check", "commands.doctor_ranks", "commands.doctor")
 
     found = set()
     for name, module in modules.items():

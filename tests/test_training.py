@@ -322,7 +322,8 @@ class TestCommand:
         assert process.returncode == 1
         assert "Traceback" not in error
         assert re.search(r"\nrda train: rank 0 on host \S+ lost another: ", error)
-        last = r"\nrda train: the ranks failed: rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-\d+\n$"
+        last = r"\nrda train: the ranks failed: rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-\d+; "
+        last += r"go on with: rda train --resume run --ranks 2\n$"
         assert re.search(last, error)
 
     @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])

@@ -1,11 +1,14 @@
 """Pictures of a pattern and of its ring, drawn from `DilatedPattern` and from the plan of every rank. No torch.
 
+Short sequences are drawn pair by pair and position by position. Of long ones the pattern is a sketch (`sketch.py`),
+which says so; ring and branches are those of the plan itself, whatever the length.
+
 `python -m ring_dilated_attention.commands.figures docs` makes the two of the README, `rda plan --picture DIR` those of
 any call.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +17,9 @@ from ..pattern import DilatedPattern
 from ..plan.plan import Hop, Message, Plan
 from ..plan.planner import make_plan
 from ..plan.sharding import Shard, make_shards, shard_length
+from ..plan.sharing import BranchShare, branch_shares
 from ..training.files import MADE_BY, check_mine, folder_made, is_our_picture, write_whole
-from .scaled import scaled_down
+from .sketch import draw_panel, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,28 +30,43 @@ BRANCH_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E
 RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999", "#F0E442")
 INK, FAINT, EMPTY = "#222222", "#999999", "#F2F2F2"
 # What a picture can hold.
-MOST_POSITIONS, MOST_HEADS, MOST_RANKS = 64, 4, len(RANK_COLOURS)
+MOST_POSITIONS, MOST_HEADS, MOST_RANKS, MOST_COLUMNS = 64, 4, len(RANK_COLOURS), 4
+MOST_SEGMENTS = 64  # of a branch, as lines beside each other
 DPI = 160
 PICTURES = PATTERN_PICTURE, RING_PICTURE = ("pattern.png", "ring.png")
 
 
-def draw(
-    folder: Path,
-    pattern: DilatedPattern,
-    seq_len: int,
-    num_heads: int,
-    split: Callable[[int], tuple[Shard, ...]],
-) -> list[Path]:
-    """pattern.png and, for two to eight ranks, ring.png. Long sequences are drawn scaled down, and say so.
-
-    Args:
-        split: the shards of a sequence of a given length.
-    """
-    small, n, divisor = scaled_down(pattern, seq_len, MOST_POSITIONS)
-    pictures = {PATTERN_PICTURE: draw_pattern(small, n, num_heads, divisor)}
-    if 1 < len(split(n)) <= MOST_RANKS:
-        pictures[RING_PICTURE] = draw_ring(small, split(n), num_heads, divisor)
+def draw(folder: Path, pattern: DilatedPattern, shards: tuple[Shard, ...], num_heads: int) -> list[Path]:
+    """pattern.png and, for two to eight ranks, ring.png."""
+    plans = [make_plan(pattern, shards, rank, num_heads, num_heads) for rank in range(len(shards))]
+    shares = branch_shares(pattern, shards, plans, num_heads, num_heads)
+    seq_len = sum(map(shard_length, shards))
+    if seq_len <= MOST_POSITIONS:
+        pictures = {PATTERN_PICTURE: draw_pattern(pattern, seq_len, num_heads)}
+    else:
+        pictures = {PATTERN_PICTURE: draw_sketch(pattern, shards, shares)}
+    if 1 < len(shards) <= MOST_RANKS:
+        pictures[RING_PICTURE] = draw_ring(pattern, shards, plans, shares)
     return _save(folder, pictures)
+
+
+def draw_sketch(pattern: DilatedPattern, shards: Sequence[Shard], shares: Sequence[BranchShare]) -> "Figure":
+    """One panel per branch, each at a scale of its own."""
+    found = panels(pattern, shards, shares)
+    columns = min(len(found), MOST_COLUMNS)
+    rows = -(-len(found) // columns)
+    figure = _figure(2.7 * columns + 0.5, 3.3 * rows + 0.7)
+    every = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in every[len(found) :]:
+        axes.axis("off")
+    for i, (axes, panel) in enumerate(zip(every, found, strict=False)):
+        draw_panel(axes, panel, BRANCH_COLOURS[i % len(BRANCH_COLOURS)], is_causal=pattern.is_causal)
+    every[0].set_ylabel("query", fontsize=8)
+    borders = "; dotted: borders of shards" if any(panel.borders for panel in found) else ""
+    causal = ", causal" if pattern.is_causal else ""
+    title = f"A sketch: where a head's keys lie{causal}. Each branch at its own scale; paler: sparser{borders}"
+    figure.suptitle(title, fontsize=10 if columns > 2 else 7)
+    return figure
 
 
 def _save(folder: Path, pictures: dict[str, "Figure"]) -> list[Path]:
@@ -84,7 +103,7 @@ def branches_by_pair(pattern: DilatedPattern, seq_len: int, num_heads: int, head
     return cells
 
 
-def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int, divisor: int = 1) -> "Figure":
+def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figure":
     """One panel per head: which keys (columns) a query (row) sees, coloured by the first branch that has the pair."""
     heads = range(min(num_heads, MOST_HEADS))
     figure = _figure(2.7 * len(heads) + 0.5, 3.75)
@@ -108,8 +127,7 @@ def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int, divisor:
     }
     entries.append(Line2D([], [], label="each dot: one more branch has the pair", **dot))
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
-    scale = "" if divisor == 1 else f" (lengths divided by {divisor:,})"
-    figure.suptitle(f"Which keys a query sees{', causal' if pattern.is_causal else ''}{scale}", fontsize=11)
+    figure.suptitle(f"Which keys a query sees{', causal' if pattern.is_causal else ''}", fontsize=11)
     return figure
 
 
@@ -143,46 +161,63 @@ def _draw_head(axes: "Axes", pattern: DilatedPattern, seq_len: int, num_heads: i
     axes.set_xlabel("key")
 
 
-def draw_ring(pattern: DilatedPattern, shards: Sequence[Shard], num_heads: int, divisor: int = 1) -> "Figure":
-    """Above, who owns which positions and which rows travel; below, hop by hop, what each rank computes and sends."""
-    plans = [make_plan(pattern, tuple(shards), rank, num_heads, num_heads) for rank in range(len(shards))]
+def draw_ring(
+    pattern: DilatedPattern, shards: Sequence[Shard], plans: Sequence[Plan], shares: Sequence[BranchShare]
+) -> "Figure":
+    """Above, who owns which positions and what travels; below, hop by hop, what each rank computes and sends."""
     num_hops = max(len(plan.hops) for plan in plans)
     heights = [0.75 + 0.27 * len(pattern.branches), 0.75 * (num_hops + 1)]
     figure = _figure(1.6 * len(shards) + 3, sum(heights) + 0.5)
     above, below = figure.subplots(2, 1, height_ratios=heights, sharex=True)
-    _draw_shards(above, pattern, shards, plans)
+    _draw_shards(above, shards, plans)
+    _draw_branches(above, shards, shares)
     _draw_hops(below, plans, num_hops)
     below.set_xlim(-1.75, len(plans) - 0.3)
-    scale = "" if divisor == 1 else f" (lengths divided by {divisor:,})"
-    figure.suptitle(f"Dilate, then send: the ring of {len(shards)} ranks, forward{scale}", fontsize=11)
+    figure.suptitle(f"Dilate, then send: the ring of {len(shards)} ranks, forward", fontsize=11)
     return figure
 
 
-def _draw_shards(axes: "Axes", pattern: DilatedPattern, shards: Sequence[Shard], plans: Sequence[Plan]) -> None:
+def _draw_shards(axes: "Axes", shards: Sequence[Shard], plans: Sequence[Plan]) -> None:
     seq_len = sum(map(shard_length, shards))
     width = len(shards) / seq_len  # of a position; the strip is as wide as the columns of ranks below
 
     for rank, (shard, plan) in enumerate(zip(shards, plans, strict=True)):
-        positions = [t for span in shard for t in range(span.start, span.stop)]
-        travelling = {positions[row] for row in _packed_rows(plan, head=0)}
-        for t in positions:
-            _draw_position(axes, t * width - 0.5, width, RANK_COLOURS[rank], is_filled=t in travelling)
+        colour = RANK_COLOURS[rank]
+        if seq_len <= MOST_POSITIONS:
+            positions = [t for span in shard for t in range(span.start, span.stop)]
+            travelling = {positions[row] for row in _packed_rows(plan, head=0)}
+            for t in positions:
+                _draw_position(axes, t * width - 0.5, width, colour, is_filled=t in travelling)
         for span in shard:
+            if seq_len > MOST_POSITIONS:
+                _draw_position(axes, span.start * width - 0.5, (span.stop - span.start) * width, colour, is_filled=True)
             middle = (span.start + span.stop) / 2 * width - 0.5
             axes.text(middle, 1.3, f"rank {rank}", ha="center", fontsize=9, color=INK)
-    _label(axes, 0.5, "positions; filled: rows\nof head 0 that travel")
-    for branch, (w, r) in enumerate(pattern.branches):
-        y = -0.7 - 0.8 * branch
-        travels = False
-        for start in range(0, seq_len, w):
-            stop = min(start + w, seq_len)
-            is_local = any(span.start <= start and stop <= span.stop for shard in shards for span in shard)
-            travels = travels or not is_local
-            style: dict[str, Any] = {"color": FAINT if is_local else INK, "linewidth": 1.2 if is_local else 2.4}
-            ends = [(start + 0.12) * width - 0.5, (stop - 0.12) * width - 0.5]
-            axes.plot(ends, [y, y], solid_capstyle="butt", **style)
-        _label(axes, y, f"segments of {w}, rate {r}: {'travel' if travels else 'stay'}")
-    axes.set_ylim(-0.3 - 0.8 * len(pattern.branches), 2)
+    is_drawn = seq_len <= MOST_POSITIONS
+    _label(axes, 0.5, "positions; filled: rows\nof head 0 that travel" if is_drawn else f"{seq_len:,} positions")
+
+
+def _draw_branches(axes: "Axes", shards: Sequence[Shard], shares: Sequence[BranchShare]) -> None:
+    """The segments of each branch, thick where they travel; too many to be told apart are a dotted line."""
+    seq_len = sum(map(shard_length, shards))
+    width = len(shards) / seq_len
+    for branch, share in enumerate(shares):
+        y, w = -0.7 - 0.8 * branch, share.segment_length
+        style: dict[str, Any] = (
+            {"color": INK, "linewidth": 2.4} if share.travels else {"color": FAINT, "linewidth": 1.2}
+        )
+        if seq_len <= MOST_SEGMENTS * w:
+            gap = 0.12 if seq_len <= MOST_POSITIONS else 0.004 * seq_len
+            for start in range(0, seq_len, w):
+                stop = min(start + w, seq_len)
+                ends = [(start + gap) * width - 0.5, (stop - gap) * width - 0.5]
+                axes.plot(ends, [y, y], solid_capstyle="butt", **style)
+        else:
+            axes.plot([-0.5, len(shards) - 0.5], [y, y], linestyle=(0, (1, 1)), **style)
+        what = f"travel ({share.num_sharing} ranks)" if share.travels else "stay"
+        shown = min(w, seq_len)
+        _label(axes, y, f"segments of {shown:,}, rate {share.dilation_rate:,}: {what}")
+    axes.set_ylim(-0.3 - 0.8 * len(shares), 2)
     axes.axis("off")
 
 
@@ -287,10 +322,11 @@ def _figure(width: float, height: float) -> "Figure":
 def draw_readme(folder: Path) -> list[Path]:
     """The two pictures of the README: a causal pattern, and a ring of four in which one of two branches travels."""
     shown = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True)
-    ring = DilatedPattern((4, 32), (1, 4))
+    ring, shards = DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8, 8, 8, 8))
+    plans = [make_plan(ring, shards, rank, 4, 4) for rank in range(4)]
     pictures = {
         PATTERN_PICTURE: draw_pattern(shown, 32, 4),
-        RING_PICTURE: draw_ring(ring, make_shards("contiguous", (8, 8, 8, 8)), 4),
+        RING_PICTURE: draw_ring(ring, shards, plans, branch_shares(ring, shards, plans, 4, 4)),
     }
     return _save(folder, pictures)
 

@@ -4,21 +4,26 @@ import argparse
 import json
 import math
 import sys
-from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 
 from ..kernels.traits import TRAITS
 from ..pattern import PHASE_RULES, DilatedPattern
+from ..plan.alternatives import Job
 from ..plan.clock import Hardware, StepTime, model_step
 from ..plan.exchange import EXCHANGES, Choice, RankPlan, choose_exchange, plan_exchange
 from ..plan.memory import AttentionMemory, Sizes, attention_memory
-from ..plan.planner import chunk_finder
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
+from ..plan.sharing import branch_shares
+from . import plan_alternatives, plan_model
+from .figures import MOST_RANKS as MOST_DRAWN
 from .figures import check_pictures, draw
+from .hardware import ITEMSIZE, PRESETS, Machine, described, machine_of
 from .limits import MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_memory, check_ranks_fit
+from .numbers import amount, count
 from .output import check_writable, progress_bar
+from .plan_large import MOST_SECONDS, Large, add_options, closed, sampled, say_before, seconds_of_planning, text
 from .plan_report import (
     MOST_ROWS,
     BranchRow,
@@ -33,15 +38,11 @@ from .plan_report import (
     table,
 )
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MOST_COMPARED = 64
 BYTES_PER_HOP = 2_000  # 1,024 ranks that share a segment took 2.1 GB
-# NVIDIA's data sheets, one way of a link. H100 SXM: 1,979 TFLOPS of 16-bit tensor cores with sparsity, so half of it,
-# and NVLink of 900 GB/s both ways together. DGX H100: a ConnectX-7 of 400 Gb/s for each GPU. Neither has a latency.
-PRESETS = {"h100-nvlink": Hardware(989.5e12, 450e9), "h100-infiniband": Hardware(989.5e12, 50e9)}
 
 EXAMPLES = f"""examples:
-  rda plan --seq-len 1048576 --ranks 8 --segment-lengths 2048 65536 1048576 --dilation-rates 1 16 256
+  rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi --dilation-rates 1 16 256
         which branches stay at home and which travel: with shards of 131,072 positions only the longest one travels
   rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal
         dense ring attention; the last rank has seven times the work of the first
@@ -55,29 +56,38 @@ EXAMPLES = f"""examples:
            --dtype bfloat16 --hardware h100-infiniband --flops 500e12 --latency 20e-6
         how long a step takes, and how much of it each rank waits, where kernels reach 500 TFLOPS
 
+  rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 128Ki 1Mi --dilation-rates 1 16 64 --causal --heads 16 \\
+           --head-dim 128 --dtype bfloat16 --hardware h100-infiniband --alternatives
+        the same by ring, all-gather, all-to-all and both, on both shardings, and dense; which to take, and why
+  rda plan --layers 24 --embed-dim 2048 --heads 16 --vocab 32K --seq-len 1Mi --mesh 8x8 --segment-lengths 2Ki 128Ki \\
+           --dilation-rates 1 16 --causal --dtype bfloat16 --hardware h100-infiniband --tokens 1e11
+        a whole model: memory by part, with activations kept, checkpointed and offloaded; days; what would fit
+
 One attention call, forward and backward. FLOPs count the pairs of the pattern (2 products forward, 5 backward); memory
 counts the rank's query, key, value and out, their gradients, the buffers of the ring and the kernel's partials. The
 time is a model: the ring loop of all ranks in virtual time, where a rank computes at --flops and sends and receives at
---bandwidth each. Presets are rates of data sheets, which no kernel and no link reaches.
+--bandwidth each. Presets are rates that kernels and links were seen to reach, printed with their source; rda doctor
+--save FILE.toml measures those of your machines.
 
-Planning takes time with the square of the ranks that share a segment: seconds for 256, and four times as long for twice
-as many. The comparison of shardings, which plans once more for each, is left out above {MOST_COMPARED} ranks.
+Above {MOST_COMPARED} ranks closed forms answer at once, up to 65,536 ranks and more, where shards are equal and each
+segment length divides a shard or is a multiple of it. Of other jobs every rank is planned if that takes at most
+{MOST_SECONDS} s, else some are, and the figures are marked as bounds; --every-rank plans them all.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("--seq-len", type=int, required=True, metavar="N", help="positions of the whole sequence")
-    parser.add_argument("--ranks", type=int, default=1, metavar="P", help="ranks that share it (default 1)")
-    parser.add_argument("--segment-lengths", type=int, nargs="+", required=True, metavar="W", help="one per branch")
-    parser.add_argument("--dilation-rates", type=int, nargs="+", required=True, metavar="R", help="one per branch")
+    parser.add_argument("--seq-len", type=count, metavar="N", help="positions of the whole sequence")
+    parser.add_argument("--ranks", type=count, metavar="P", help="ranks that share it (default 1)")
+    parser.add_argument("--segment-lengths", type=count, nargs="+", metavar="W", help="one per branch")
+    parser.add_argument("--dilation-rates", type=count, nargs="+", metavar="R", help="one per branch")
     parser.add_argument("--causal", action="store_true", help="a query sees no later key")
     parser.add_argument("--phase", choices=PHASE_RULES, default="modulo", help="which phase a head reads")
     parser.add_argument("--split-heads", action="store_true", help="each branch has heads of its own")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences at a time (default 1)")
-    parser.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default 12)")
-    parser.add_argument("--kv-heads", type=int, metavar="G", help="key/value heads (default as many)")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="default 64")
+    parser.add_argument("--batch", type=count, default=1, metavar="B", help="sequences at a time (default 1)")
+    parser.add_argument("--heads", type=count, metavar="H", help="query heads (default 12)")
+    parser.add_argument("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
+    parser.add_argument("--head-dim", type=count, default=64, metavar="D", help="default 64")
     parser.add_argument("--dtype", choices=ITEMSIZE, default="float32", help="of query, key and value")
     parser.add_argument(
         "--kernel",
@@ -92,27 +102,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how chunks travel (default auto: chosen, with the reason)",
     )
     parser.add_argument("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
-    parser.add_argument("--align", type=int, default=1, metavar="A", help="borders of shards at multiples of it")
+    parser.add_argument("--align", type=count, default=1, metavar="A", help="borders of shards at multiples of it")
     parser.add_argument(
-        "--documents", type=int, nargs="+", metavar="N", help="lengths of packed documents, which add up to --seq-len"
+        "--documents", type=count, nargs="+", metavar="N", help="lengths of packed documents, which add up to --seq-len"
     )
-    parser.add_argument("--hardware", choices=PRESETS, help="model a step's time with rates of data sheets")
-    parser.add_argument("--flops", type=float, metavar="RATE", help="or with a rank's FLOPs per second")
-    parser.add_argument("--bandwidth", type=float, metavar="BYTES", help="and bytes per second, one way")
-    parser.add_argument("--latency", type=float, metavar="S", help="of a message, in seconds (default 0)")
+    parser.add_argument("--hardware", metavar="NAME", help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}")
+    parser.add_argument("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
+    parser.add_argument("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
+    parser.add_argument("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
+    add_options(parser)
+    parser.add_argument("--alternatives", action="store_true", help="by every exchange and sharding, side by side")
+    plan_model.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--picture", type=Path, metavar="DIR", help="draw the pattern and the ring into a folder")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
+        is_model = plan_model.is_asked_for(arguments)
+        if is_model:
+            plan_model.fill_in(arguments)
+        complete(arguments)
         check_numbers(arguments)
         pattern = pattern_of(arguments)
+        machine = machine_for(arguments)
+        hardware = None if machine is None else machine.hardware
+        if is_model:
+            return model(arguments, pattern, machine)
+        arguments.ranks = 1 if arguments.ranks is None else arguments.ranks
+        check_ranks_fit(arguments.ranks, arguments.seq_len)
         check_documents(arguments)
-        hardware = hardware_of(arguments)
-        check_work(pattern, arguments)
         check_picture(arguments)
+        if arguments.alternatives:
+            return compare_all(arguments, pattern, machine)
         shards = split(arguments, arguments.seq_len)
+        is_each_needed = arguments.every_rank or arguments.picture is not None or arguments.ranks <= MOST_COMPARED
+        if not is_each_needed and large(pattern, shards, hardware, arguments):
+            return 0
+        check_work(pattern, arguments)
         exchange = exchange_of(pattern, shards, arguments)
         plans = make_plans(pattern, shards, exchange.exchange, arguments)
         memories = [attention_memory(x.plan, sizes_of(arguments), TRAITS[arguments.kernel], x.dealing) for x in plans]
@@ -136,19 +163,46 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.ranks > 1:
             print(f"exchange: {exchange.exchange}: {exchange.reason}")
             print(branch_lines(branches, is_dealt=exchange.exchange == "all_to_all"))
-        if step is not None:
+        if step is not None and machine is not None:
+            print(described(machine.hardware, machine.source))
             print(model_line(step))
         if compared:
             print(sharding_lines(compared))
     if arguments.picture is not None:
-        shards_of = partial(split, arguments)
         try:
-            pictures = draw(arguments.picture, pattern, arguments.seq_len, arguments.heads, shards_of)
+            pictures = draw(arguments.picture, pattern, shards, arguments.heads)
         except ValueError as error:  # somebody put something there meanwhile
             print(error, file=sys.stderr)
             return 2
         print(*pictures, sep="\n", file=sys.stderr)
+        if arguments.ranks > MOST_DRAWN:
+            print(f"no ring.png: it shows {MOST_DRAWN} ranks at most, and there are {arguments.ranks}", file=sys.stderr)
     return 0
+
+
+def large(
+    pattern: DilatedPattern, shards: tuple[Shard, ...], hardware: Hardware | None, arguments: argparse.Namespace
+) -> bool:
+    """Print the figures of a job of many ranks without planning each; False if that takes no longer."""
+    heads = heads_and_documents(arguments)
+    sizes, sharding = sizes_of(arguments), arguments.sharding
+    job = Large(pattern, shards, arguments.seq_len, sharding, *heads, sizes, arguments.kernel)
+    if arguments.exchange not in ("auto", "ring"):
+        return False
+    if job.obstacle() is None:
+        found = closed(job, hardware)
+    else:
+        seconds = seconds_of_planning(job)
+        say_before(seconds, job)
+        if seconds <= MOST_SECONDS:
+            return False
+        found = sampled(job, hardware)
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
+        print(text(job, found))
+    return True
 
 
 def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
@@ -162,15 +216,48 @@ def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
 
 
 def check_numbers(arguments: argparse.Namespace) -> None:
-    for name in ("seq_len", "batch", "head_dim", "align"):
-        check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
-    check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
+    for name in ("seq_len", "batch", "head_dim", "align", "memory", "layers", "embed_dim", "ffn_dim", "vocab"):
+        if getattr(arguments, name) is not None:
+            check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
+    if arguments.tokens is not None and not 1 <= arguments.tokens < math.inf:
+        raise ValueError(f"--tokens must be at least 1, got {arguments.tokens}")
+    if arguments.ranks is not None:
+        check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
     check_at_least("--heads", arguments.heads, most=MOST_HEADS)
     check_each("--segment-lengths", arguments.segment_lengths)
     check_each("--dilation-rates", arguments.dilation_rates)
-    check_ranks_fit(arguments.ranks, arguments.seq_len)
     if arguments.sharding == "zigzag" and arguments.align != 1:
         raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
+
+
+def complete(arguments: argparse.Namespace) -> None:
+    """What stands neither on the command line nor in a config."""
+    if arguments.heads is None:
+        arguments.heads = 12
+    for name in ("seq_len", "segment_lengths", "dilation_rates"):
+        if getattr(arguments, name) is None:
+            raise ValueError(f"--{name.replace('_', '-')} is missing")
+
+
+def model(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> int:
+    question = plan_model.asked(arguments, pattern, machine)
+    found = plan_model.figures(question)
+    print(json.dumps(found, indent=1) if arguments.json else plan_model.text(question, found))
+    return 0
+
+
+def compare_all(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> int:
+    if machine is None:
+        raise ValueError("--alternatives compares times: give --hardware, or --flops and --bandwidth")
+    if arguments.documents is not None:
+        raise ValueError("--alternatives compares one document; leave out --documents")
+    heads = heads_and_documents(arguments)[:2]
+    job = Job(pattern, arguments.seq_len, arguments.ranks, *heads, sizes_of(arguments))
+    found = plan_alternatives.found_for(
+        job, *machine[:1], machine.source, TRAITS[arguments.kernel], machine.memory_bytes
+    )
+    print(json.dumps(found, indent=1) if arguments.json else plan_alternatives.text(found))
+    return 0
 
 
 def check_work(pattern: DilatedPattern, arguments: argparse.Namespace) -> None:
@@ -213,21 +300,29 @@ def check_picture(arguments: argparse.Namespace) -> None:
     check_pictures(arguments.picture)
 
 
-def hardware_of(arguments: argparse.Namespace) -> Hardware | None:
-    """The preset with the given numbers in place of its own, or None where a time is not asked for."""
+def machine_for(arguments: argparse.Namespace) -> Machine | None:
+    """The preset or file with the given numbers in place of its own, or None where a time is not asked for."""
     values = (arguments.flops, arguments.bandwidth, arguments.latency)
-    given = {field: value for field, value in zip(Hardware._fields, values, strict=True) if value is not None}
+    names = ("flops_per_second", "bytes_per_second", "latency_seconds")
+    given = {field: value for field, value in zip(names, values, strict=True) if value is not None}
     if arguments.hardware is None and not given:
         return None
-    if arguments.hardware is not None and arguments.flops is None and ITEMSIZE[arguments.dtype] != 2:
-        raise ValueError(
-            f"--hardware {arguments.hardware} has the rate of 16-bit types, and --dtype is {arguments.dtype}. "
-            "Choose --dtype bfloat16, or give --flops."
-        )
     if arguments.hardware is None and None in (arguments.flops, arguments.bandwidth):
         missing = "--flops" if arguments.flops is None else "--bandwidth"
         raise ValueError(f"{missing} is missing: a time needs --flops and --bandwidth, or --hardware")
-    hardware = PRESETS.get(arguments.hardware, Hardware(0, 0))._replace(**given)
+    itemsize = ITEMSIZE[arguments.dtype]
+    machine = Machine(Hardware(0, 0), itemsize, None, "given")
+    if arguments.hardware is not None:
+        machine = machine_of(arguments.hardware)
+        if arguments.flops is None and itemsize != machine.itemsize:
+            raise ValueError(
+                f"--hardware {arguments.hardware} has the rate of {8 * machine.itemsize}-bit types, and --dtype is "
+                f"{arguments.dtype}. Choose --dtype {'bfloat16' if machine.itemsize == 2 else 'float32'}, or give "
+                "--flops."
+            )
+    if arguments.flops is not None:
+        given["backward_flops_per_second"] = None
+    hardware = machine.hardware._replace(**given)
     for name, value, is_fine in (
         ("--flops", hardware.flops_per_second, 0 < hardware.flops_per_second < math.inf),
         ("--bandwidth", hardware.bytes_per_second, 0 < hardware.bytes_per_second < math.inf),
@@ -235,7 +330,12 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware | None:
     ):
         if not is_fine:
             raise ValueError(f"{name} must be a positive number{', or 0' * (name == '--latency')}, got {value}")
-    return hardware
+    source = (
+        f"{machine.source}; {', '.join(names[i] for i in range(3) if values[i] is not None)} as given"
+        if given
+        else machine.source
+    )
+    return machine._replace(hardware=hardware, source=source if arguments.hardware else "as given")
 
 
 def split(arguments: argparse.Namespace, seq_len: int) -> tuple[Shard, ...]:
@@ -309,17 +409,13 @@ def rank_rows(plans: list[RankPlan], memories: list[AttentionMemory], arguments:
 def branch_rows(
     pattern: DilatedPattern, shards: tuple[Shard, ...], plans: list[RankPlan], arguments: argparse.Namespace
 ) -> list[BranchRow]:
-    """What each branch sends, from the messages of the plans. A message carries rows of one branch."""
-    sizes = [0] * len(pattern.branches)
-    for plan in [x.plan for x in plans if x.plan.hops]:
-        find = chunk_finder(pattern, shards, plan.rank, *heads_and_documents(arguments))
-        branch_at: dict[int, int] = {}  # by offset, where all chunks of one ring lie
-        for message in (message for hop in plan.hops for message in hop.sends):
-            if message.offset not in branch_at:
-                branch_at[message.offset] = find(message).branch
-            sizes[branch_at[message.offset]] += message.size
+    """What each branch sends, in bytes."""
     row_bytes = arguments.batch * arguments.head_dim * ITEMSIZE[arguments.dtype]
-    return [BranchRow(*branch, size * row_bytes) for branch, size in zip(pattern.branches, sizes, strict=True)]
+    shares = branch_shares(pattern, shards, [x.plan for x in plans], *heads_and_documents(arguments))
+    return [
+        BranchRow(share.segment_length, share.dilation_rate, share.num_sharing, share.sent * row_bytes)
+        for share in shares
+    ]
 
 
 def compare_shardings(

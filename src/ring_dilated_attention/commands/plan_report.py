@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from ..pattern import Branch
 from ..plan.clock import Hardware, StepTime
 from ..plan.memory import AttentionMemory
+from .output import aligned
 
 # More ranks than this are shown by their extremes only.
 MOST_ROWS = 16
@@ -24,10 +25,12 @@ class RankRow(NamedTuple):
 
 
 class BranchRow(NamedTuple):
-    """A branch, and the bytes of keys and values that one forward sends for it, over all ranks."""
+    """A branch, the most ranks that share a segment of it, and the bytes of keys and values that one forward sends for
+    it, over all ranks."""
 
     segment_length: int
     dilation_rate: int
+    num_sharing: int
     forward_sent_bytes: int
 
 
@@ -83,27 +86,21 @@ def table(rows: list[RankRow], step: StepTime | None) -> str:
     if len(rows) > MOST_ROWS:
         extremes = {min(rows, key=key) for key in _KEYS} | {max(rows, key=key) for key in _KEYS}
         shown = sorted({rows[0], rows[-1]} | extremes)
-    lines: list[tuple[str, ...]] = [
-        ("rank", "positions", "GFLOP", "share", "sent forward", "sent", "peak forward", "peak", "exposed")
-    ]
+    headers: tuple[str, ...] = (
+        *("rank", "positions", "work, GFLOP", "share", "sent forward, MB", "sent in all, MB", "peak forward, MB"),
+        *("peak, MB", "exposed, % of step"),
+    )
     exposed = [""] * len(rows) if step is None else [f"{share:.1%}" for share in exposed_shares(step)]
+    lines: list[tuple[str, ...]] = []
     for row in shown:
         sizes = (row.forward_sent_bytes, row.sent_bytes, row.forward_peak_bytes, row.peak_bytes)
-        lines.append(
-            (
-                str(row.rank),
-                f"{row.positions:,}",
-                f"{row.flops / 1e9:,.1f}",
-                f"{row.share:.1%}",
-                *(f"{size / 1e6:,.1f} MB" for size in sizes),
-                exposed[row.rank],
-            )
-        )
+        megabytes = [f"{size / 1e6:,.1f}" for size in sizes]
+        work = (f"{row.positions:,}", f"{row.flops / 1e9:,.1f}", f"{row.share:.1%}")
+        lines.append((f"{row.rank:,}", *work, *megabytes, exposed[row.rank]))
     if step is None:
-        lines = [line[:-1] for line in lines]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = "\n".join("  ".join(cell.rjust(width) for cell, width in zip(x, widths, strict=True)) for x in lines)
-    return text if shown is rows else f"{text}\n({len(rows)} ranks; shown are the first, the last and the extremes)"
+        headers, lines = headers[:-1], [line[:-1] for line in lines]
+    text = aligned(headers, lines)
+    return text if shown is rows else f"{text}\n({len(rows):,} ranks; shown are the first, the last and the extremes)"
 
 
 _KEYS = (lambda row: row.flops, lambda row: row.sent_bytes, lambda row: row.peak_bytes)

@@ -22,6 +22,7 @@ from ..training.checkpoint import find_checkpoint
 from ..training.files import in_words
 from ..training.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
 from ..training.launch import launch, num_ranks_started, rank_started
+from ..training.metrics import check_tensorboard
 from ..training.options import Hyperparameters, add_hyperparameters
 from ..training.ownership import join_folder, own_folder
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
@@ -46,8 +47,9 @@ EXAMPLES = """examples:
                                                 under a launcher of your own, also over several hosts
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
-(safetensors and JSON), record.json and loss.png; one run at a time has it. Exit codes: 0 done, 1 a rank was lost, 2 a
-sentence says what is wrong, 130 interrupted and saved; under a torchrun of your own they are the ranks' codes.
+(safetensors and JSON), metrics.jsonl as the run goes, record.json and loss.png; one run at a time has it. Exit codes:
+0 done, 1 a rank was lost, 2 a sentence says what is wrong, 130 interrupted and saved; under a torchrun of your own they
+are the ranks' codes.
 
 With --ranks nobody beyond this machine can reach the ranks. torchrun opens its stores on every interface, and unpickles
 what it finds there: let no host but those of the job reach them (ports 29400 and 29500, unless you name others, and
@@ -70,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps between checkpoints; older ones are deleted (default 30)",
     )
+    parser.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
     parser.add_argument("--json", action="store_true", help="print the record on stdout, all else on stderr")
     parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)  # by `launch`: where the ranks meet
     add_hyperparameters(parser.add_argument_group("hyperparameters", "kept by a resumed run"))
@@ -97,8 +100,10 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
         ValueError: with the message for the user.
     """
     check_packages()
+    if arguments.tensorboard:
+        check_tensorboard()
     check_ranks(arguments.ranks)
-    run = prepare(arguments)
+    run = replace(prepare(arguments), tensorboard=arguments.tensorboard)
     num_ranks = num_ranks_started() if num_ranks_started() > 1 else arguments.ranks or 1
     check_ranks_fit(num_ranks, run.hyperparameters.seq_len)
     check_exchange(arguments.exchange, run.hyperparameters, num_ranks)
@@ -147,7 +152,9 @@ def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
         if not ended.was_aborted and set(ended.codes) <= {0, code}:
             return code  # the ranks have said why, or nobody reads it
     reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended.codes))}"
-    say(f"rda train: {reason}; newest checkpoint: {find_checkpoint(run.folder) or 'none'}")
+    checkpoint = find_checkpoint(run.folder)
+    onward = f"; go on with: rda train --resume {run.folder} --ranks {arguments.ranks}" if checkpoint else ""
+    say(f"rda train: {reason}; newest checkpoint: {checkpoint or 'none'}{onward}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
 
 

@@ -5,13 +5,15 @@ for messages, be it that they are slow or that their sender is late.
 
 What is assumed:
 
-- Computation: a tile takes its FLOPs over one rate, forward and backward alike. Give the rate that the kernels reach,
-  not the peak; packing, merging and adding are part of it. Messages take nothing from it, and posting them no time.
+- Computation: a tile takes its FLOPs over a rate of the forward and one of the backward (the same, if only one is
+  known), and what a call takes besides. Give the rate that kernels reach, not the peak; packing, merging and adding are
+  part of it. Messages take nothing from it, and posting them no time.
 - Links: a rank has one way out and one way in, each of so many bytes per second, whoever the peers are. On each,
   messages go one after the other, in the order in which the rank posts them (as on one NCCL stream). A message starts
   when both of its ranks have posted it and both ways are free; it is there, for both, when its bytes have passed and
   one latency.
-- Handshake: before a forward, and before its backward, every rank waits for the slowest one, and one latency.
+- Handshake: before a forward, and before its backward, every rank waits for the slowest one, and one latency (or
+  what a handshake was measured to take).
 
 So every moment is a maximum of sums of durations, and nothing that becomes faster makes a step slower.
 """
@@ -28,11 +30,29 @@ from .program import STAGES, Compute, Deal, Part, Post, Terms, Wait, steps
 
 
 class Hardware(NamedTuple):
-    """One device's rate, one way of its link, and what any message takes besides."""
+    """One device's rate, one way of its link, and what any message takes besides.
+
+    backward_flops_per_second: where it differs from the forward's.
+    call_seconds: of every kernel call, whatever its size.
+    handshake_seconds: of a handshake; one latency where nothing else is known.
+    """
 
     flops_per_second: float
     bytes_per_second: float
     latency_seconds: float = 0.0
+    backward_flops_per_second: float | None = None
+    call_seconds: float = 0.0
+    handshake_seconds: float | None = None
+
+    def compute_seconds(self, flops: float, *, backward: bool, calls: int = 1) -> float:
+        rate = self.flops_per_second
+        if backward and self.backward_flops_per_second is not None:
+            rate = self.backward_flops_per_second
+        return flops / rate + calls * self.call_seconds
+
+    @property
+    def handshake(self) -> float:
+        return self.latency_seconds if self.handshake_seconds is None else self.handshake_seconds
 
 
 class RankTime(NamedTuple):
@@ -88,11 +108,8 @@ def model_step(
         dealings: every rank's, where heads are dealt for positions.
     """
     network = Network(len(plans), hardware)
-    ranks = [
-        _Rank(i, plan, network, sizes, hardware.flops_per_second, None if dealings is None else dealings[i])
-        for i, plan in enumerate(plans)
-    ]
-    handshake = hardware.latency_seconds if len(plans) > 1 else 0.0
+    ranks = [_Rank(i, plan, network, sizes, None if dealings is None else dealings[i]) for i, plan in enumerate(plans)]
+    handshake = hardware.handshake if len(plans) > 1 else 0.0
     start, seconds = 0.0, []
     for stage in STAGES:
         for rank in ranks:
@@ -126,11 +143,10 @@ class _Rank:
         plan: Plan,
         network: "Network",
         sizes: Sizes,
-        flops_per_second: float,
         dealing: Dealing | None,
     ) -> None:
         self.number, self.plan, self.network = number, plan, network
-        self.sizes, self.flops_per_second, self.dealing = sizes, flops_per_second, dealing
+        self.sizes, self.dealing = sizes, dealing
         self.now = self.computing = self.exposed = 0.0
 
     def carry_out(self, stage: str) -> Iterator[None]:
@@ -151,8 +167,9 @@ class _Rank:
     def compute(self, step: Compute) -> None:
         entries = self.sizes.batch if step.entry is None else 1
         flops = _PRODUCTS[step.what] * 2 * self.sizes.head_dim * entries * step.tile.pairs
-        self.now += flops / self.flops_per_second
-        self.computing += flops / self.flops_per_second
+        seconds = self.network.hardware.compute_seconds(flops, backward=step.what != "partial")
+        self.now += seconds
+        self.computing += seconds
 
     def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
         def sides(parts: Sequence[Part]) -> list[Side]:

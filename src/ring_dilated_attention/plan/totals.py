@@ -42,7 +42,7 @@ def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
             phase = pattern.phase_of(branch, head, num_heads)
             assert phase is not None
             for segments, stop in ((whole, length), (1, rest)):
-                rows = _rows_before(stop, phase, rate)
+                rows = rows_before(stop, phase, rate)
                 total += segments * (rows * (rows + 1) // 2 if pattern.is_causal else rows * rows)
     return total
 
@@ -124,7 +124,7 @@ class Segment:
         return self._count(max(shard, self.origin), min(shard + self.shard_length, self.end), phase)
 
     def _count(self, start: int, stop: int, phase: int) -> int:
-        before_stop, before_start = (_rows_before(x - self.origin, phase, self.rate) for x in (stop, start))
+        before_stop, before_start = (rows_before(x - self.origin, phase, self.rate) for x in (stop, start))
         return before_stop - before_start
 
 
@@ -140,7 +140,7 @@ def _sent_phases(
     )
 
 
-def _rows_before(position: int, phase: int, rate: int) -> int:
+def rows_before(position: int, phase: int, rate: int) -> int:
     return max(0, -((phase - position) // rate))
 
 

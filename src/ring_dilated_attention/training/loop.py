@@ -12,11 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..ranks.context import ContextParallel
+from ..ranks.measuring import recorded_waits
 from ..ranks.reduce import all_reduce
 from .agreement import together
+from .baselines import baselines
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Document
 from .memory import peak_resident_bytes, resident_bytes
+from .metrics import Metrics, Step
 from .options import Hyperparameters
 from .progress import Progress
 from .report import make_record, planned_attention_bytes
@@ -44,7 +47,12 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     state = initial_state(run)
     together(parallel, partial(load, run, model, optimizer))
     resident_before, stopping = resident_bytes(), False
-    with Progress(options, state["step"], parallel.rank, planned_attention_bytes(options, parallel)) as progress:
+    writes = partial(Metrics, run.folder, state["run"], state["step"], parallel.rank, tensorboard=run.tensorboard)
+    with (
+        together(parallel, writes) as metrics,
+        recorded_waits(parallel) as waits,
+        Progress(options, state["step"], parallel.rank, planned_attention_bytes(options, parallel)) as progress,
+    ):
         while state["step"] < options.steps and not stopping:
             began = time.perf_counter()
             for group in optimizer.param_groups:
@@ -56,11 +64,14 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
 
-            resident, stopping = exchange_status(parallel, stop.requested)
+            status, stopping = exchange_status(parallel, stop.requested, sum(wait.end - wait.start for wait in waits))
+            waits.clear()
             state["step"] += 1
             state["bits_per_byte"].append(loss.item() / NATS_PER_BIT)
             state["step_seconds"].append(time.perf_counter() - began)
-            progress.update(state["bits_per_byte"][-1], state["step_seconds"][-1], resident)
+            step = Step(state["step"], state["bits_per_byte"][-1], state["step_seconds"][-1], options.seq_len, *status)
+            metrics.add(step)
+            progress.update(step)
             due = state["step"] % run.save_every == 0 or state["step"] == options.steps
             if due or stopping:
                 check_parameters(model, state["step"])
@@ -70,7 +81,8 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     if held_out is not None:
         check_finite(held_out, state["step"])
     ranks = gather_memory(options, parallel, resident_before)
-    return make_record(run.folder, state, held_out, ranks, sum(x.numel() for x in model.parameters()))
+    record = make_record(run.folder, state, held_out, ranks, sum(x.numel() for x in model.parameters()))
+    return record | {"baselines": baselines(run.document) if complete and parallel.rank == 0 else None}
 
 
 def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -132,13 +144,17 @@ def check_parameters(model: nn.Module, step: int) -> None:
         raise TrainingDiverged(f"a parameter is not finite at step {step}: start again with a smaller --learning-rate")
 
 
-def exchange_status(parallel: ContextParallel, stop_requested: bool) -> tuple[list[int], bool]:
-    """Every rank's resident bytes, and whether any rank was asked to stop, so that all stop at the same step."""
-    status = torch.zeros(parallel.world_size + 1, dtype=torch.int64)
-    status[parallel.rank] = resident_bytes()
+def exchange_status(
+    parallel: ContextParallel, stop_requested: bool, waited: float
+) -> tuple[tuple[list[float], list[int]], bool]:
+    """Every rank's seconds of waiting and resident bytes, and whether any was asked to stop, so that all stop at the
+    same step."""
+    p = parallel.world_size
+    status = torch.zeros(2 * p + 1, dtype=torch.int64)
+    status[parallel.rank], status[p + parallel.rank] = round(1e6 * waited), resident_bytes()
     status[-1] = int(stop_requested)
-    *resident, num_requests = all_reduce(parallel.ranks, status).tolist()
-    return resident, num_requests > 0
+    *found, num_requests = all_reduce(parallel.ranks, status).tolist()
+    return ([micro / 1e6 for micro in found[:p]], found[p:]), num_requests > 0
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from ..plan.memory import Sizes, attention_memory
 from ..plan.planner import make_plan
 from ..plan.sharding import make_shards, split_lengths
 from ..ranks.context import ContextParallel
+from .baselines import smoothed
 from .files import MADE_BY, check_mine, write_whole
 from .options import Hyperparameters
 from .run import PICTURE_FILE, RECORD_FILE, is_picture_of, is_record_of
@@ -87,7 +88,11 @@ def draw_losses(record: dict[str, Any]) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     losses = record["bits_per_byte"]
-    axes.plot(range(1, len(losses) + 1), losses, label="training")
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1)
+    axes.plot(steps, smoothed(losses), color="tab:blue", label="training, smoothed")
+    for (name, value), colour in zip((record.get("baselines") or {}).items(), ("tab:green", "tab:gray"), strict=False):
+        axes.axhline(value, color=colour, linestyle=":", label=f"{name} on the held-out bytes: {value:.3f}")
     if record["held_out_bits_per_byte"] is not None:
         label = f"held out: {record['held_out_bits_per_byte']:.3f}"
         axes.axhline(record["held_out_bits_per_byte"], color="tab:orange", linestyle="--", label=label)
@@ -118,10 +123,13 @@ def summary(record: dict[str, Any]) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     losses = record["bits_per_byte"]
     if losses:
-        speed = f"{record['tokens_per_second']:,.0f} tokens/s"
-        lines.append(f"bits per byte: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}; {speed}")
+        mean = len(losses) * record["hyperparameters"]["seq_len"] / sum(record["step_seconds"])
+        lines.append(f"bits per byte: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}")
+        lines.append(f"speed: {record['tokens_per_second']:,.0f} tokens/s by the median step, {mean:,.0f} in the mean")
     if record["held_out_bits_per_byte"] is not None:
-        lines.append(f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte")
+        others = [f"{name} {value:.3f}" for name, value in (record.get("baselines") or {}).items()]
+        beside = f" (on the same bytes: {', '.join(others)})" if others else ""
+        lines.append(f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte, the mean of all windows{beside}")
     lines.append(f"record and picture: {record['run_folder']}")
     return "\n".join(lines)
 

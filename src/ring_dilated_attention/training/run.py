@@ -31,6 +31,7 @@ class Run:
     checkpoint: Path | None = None
     save_every: int = 30
     activation_checkpointing: bool = False
+    tensorboard: bool = False
 
     @property
     def is_complete(self) -> bool:

@@ -18,6 +18,7 @@ from ..limits import (
     check_memory,
     check_ranks_fit,
 )
+from ..numbers import count
 from ..output import check_writable, progress_bar, stepper
 
 if TYPE_CHECKING:
@@ -46,17 +47,19 @@ behind it, but few. Exit codes: 0 verified, 1 not, 2 refused.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("--seq-len", type=int, default=2**30, metavar="N", help="positions in all (default 2^30)")
-    parser.add_argument("--ranks", type=int, default=2**16, metavar="P", help="ranks that share them (default 65,536)")
-    parser.add_argument("--rank", type=int, metavar="K", help="the rank to run")
+    parser.add_argument("--seq-len", type=count, default=2**30, metavar="N", help="positions in all (default 2^30)")
     parser.add_argument(
-        "--segment-lengths", type=int, nargs="+", metavar="W", help="one per branch (default LongNet's)"
+        "--ranks", type=count, default=2**16, metavar="P", help="ranks that share them (default 65,536)"
     )
-    parser.add_argument("--dilation-rates", type=int, nargs="+", metavar="R", help="one per branch")
+    parser.add_argument("--rank", type=count, metavar="K", help="the rank to run")
+    parser.add_argument(
+        "--segment-lengths", type=count, nargs="+", metavar="W", help="one per branch (default LongNet's)"
+    )
+    parser.add_argument("--dilation-rates", type=count, nargs="+", metavar="R", help="one per branch")
     parser.add_argument("--not-causal", action="store_true", help="a query sees later keys too")
-    parser.add_argument("--heads", type=int, default=4, metavar="H", help="query heads (default 4)")
-    parser.add_argument("--kv-heads", type=int, metavar="G", help="key/value heads (default as many)")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="default 64")
+    parser.add_argument("--heads", type=count, default=4, metavar="H", help="query heads (default 4)")
+    parser.add_argument("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
+    parser.add_argument("--head-dim", type=count, default=64, metavar="D", help="default 64")
     parser.add_argument("--seed", type=int, default=0, help="of the tensors and of the rows that are drawn")
     parser.add_argument("--plan", action="store_true", help="only print the plan's figures")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")

@@ -1,0 +1,137 @@
+"""Memory of training by part, on 1, 2 and 4 ranks, beside what `rda plan --layers` says of it.
+
+The model, its optimiser and its step are those of `rda train`. Parameters, gradients and optimiser state are the bytes
+of their tensors; activations are what torch's allocator holds when the forward is done, and working what it holds at
+the peak of the step beyond that.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.kernels.traits import TRAITS
+from ring_dilated_attention.models.config import LongNetConfig
+from ring_dilated_attention.models.longnet import LongNetLM, NextTokenLoss
+from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape, model_memory
+from ring_dilated_attention.ranks.context import ContextParallel
+from ring_dilated_attention.training.loop import average_gradients, make_optimizer, shard
+from ring_dilated_attention.training.options import Hyperparameters
+
+from .record import markdown
+
+SUMMARY = "memory of training by part, measured and planned"
+PARTS = ("parameters", "gradients", "optimiser", "activations", "working")
+TARGET = 0.05
+_FORWARD_DONE = "the forward is done"
+
+
+class Settings(NamedTuple):
+    hyperparameters: Hyperparameters
+    ranks: tuple[int, ...] = (1, 2, 4)
+    seconds: float = 300
+
+
+FULL = Settings(Hyperparameters(num_layers=4, embed_dim=256, num_heads=4))
+QUICK = Settings(
+    Hyperparameters(seq_len=4096, segment_lengths=(512, 4096), dilation_rates=(1, 4), embed_dim=64, num_layers=2),
+    ranks=(1, 2),
+)
+
+
+def num_steps(settings: Settings) -> int:
+    return 2 * len(settings.ranks)
+
+
+def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
+    rows = []
+    for num_ranks in settings.ranks:
+        for how in ("kept", "checkpointed"):
+            step(f"{num_ranks} ranks, activations {how}")
+            launch = Launch(num_ranks, seconds=settings.seconds)
+            found = run_ranks(launch, _measure, settings.hyperparameters, how == "checkpointed")
+            planned = model_memory(_job(settings.hyperparameters, num_ranks), how, TRAITS["cpu"])._asdict()
+            measured = {name: max(rank[name] for rank in found) for name in PARTS}
+            rows.append(
+                {
+                    "ranks": num_ranks,
+                    "activations_are": how,
+                    "hyperparameters": settings.hyperparameters.to_dict(),
+                    "measured": measured,
+                    "planned": {name: planned[name] for name in PARTS},
+                    "target": TARGET,
+                }
+            )
+    return rows
+
+
+def _job(options: Hyperparameters, num_ranks: int) -> ModelJob:
+    config: LongNetConfig = options.model_config()
+    shape = Shape(
+        config.num_layers,
+        config.embed_dim,
+        config.ffn_dim or 4 * config.embed_dim,
+        config.vocab_size,
+        config.num_heads,
+        config.num_kv_heads or config.num_heads,
+    )
+    return ModelJob(shape, config.pattern, options.seq_len, 1, Mesh(1, num_ranks))
+
+
+def _measure(worker: Worker, options: Hyperparameters, checkpointing: bool) -> dict[str, int]:
+    parallel = ContextParallel()
+    model = LongNetLM(options.model_config(), parallel=parallel, activation_checkpointing=checkpointing)
+    optimizer = make_optimizer(model, options)
+    loss_of = average_gradients(NextTokenLoss(model), parallel)
+    window = bytearray(os.urandom(options.seq_len))
+    tokens = shard(window, parallel)
+    loss_of(tokens).backward()
+    optimizer.step()
+    gradients = sum(x.grad.nbytes for x in model.parameters() if x.grad is not None)
+    state = sum(
+        x.nbytes for entry in optimizer.state.values() for x in entry.values() if torch.is_tensor(x) and x.dim() > 0
+    )
+    optimizer.zero_grad()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss = loss_of(tokens)
+        with record_function(_FORWARD_DONE):
+            pass
+        loss.backward()
+    current = peak = held = 0
+    assert profiled.profiler is not None
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == _FORWARD_DONE:
+            held = current
+        elif event.name() == "[memory]":
+            current += event.nbytes()
+            peak = max(peak, current)
+    return {
+        "parameters": sum(x.nbytes for x in model.parameters()),
+        "gradients": gradients,
+        "optimiser": state,
+        "activations": held,
+        "working": peak - held,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        cells = [
+            f"{row['measured'][name] / 1e6:.1f} / {row['planned'][name] / 1e6:.1f} "
+            f"({row['measured'][name] / row['planned'][name] - 1:+.1%})"
+            for name in PARTS
+        ]
+        sums = [sum(row[which].values()) for which in ("measured", "planned")]
+        cells.append(f"{sums[0] / 1e6:.1f} / {sums[1] / 1e6:.1f} ({sums[0] / sums[1] - 1:+.1%})")
+        lines.append((str(row["ranks"]), row["activations_are"], *cells))
+    options = rows[0]["hyperparameters"]
+    return (
+        f"{options['num_layers']} layers of {options['embed_dim']}, {options['seq_len']:,} positions over all ranks, "
+        "float32; measured / planned, MB, of the rank that holds most.\n\n"
+        + markdown(("ranks", "activations", *PARTS, "in all"), lines)
+    )

@@ -1,0 +1,286 @@
+"""`rda doctor`: is this machine, or cluster, ready? Alone, with `--ranks`, or on the ranks of torchrun or Slurm."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from .interrupts import leaving_at_once
+from .numbers import amount, count, scaled, size_text, time_text
+from .output import aligned, check_writable
+
+LEAST_FREE = 10**9
+SLOW_PAIR = 0.5  # of the median pair's bandwidth
+MOST_SECONDS_APART = 1.0
+EXAMPLES = """examples:
+  rda doctor                                    this machine, one process
+  rda doctor --ranks 2 --save here.toml         two ranks of this machine; rda plan --hardware here.toml reads it
+  torchrun --nproc-per-node 8 -m ring_dilated_attention.commands.cli doctor
+                                                the ranks of a job, also over several hosts
+  srun python -m ring_dilated_attention.commands.cli doctor
+                                                the same under Slurm, with MASTER_ADDR and MASTER_PORT set
+
+It ends with "ready", or with what to mend, the most urgent first. Exit codes: 0 ready, 1 not, 2 refused.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("--ranks", type=count, metavar="P", help="processes of this machine (default 1)")
+    parser.add_argument(
+        "--run-folder", type=Path, default=Path("runs"), metavar="DIR", help="where runs will be written"
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write what rda plan --hardware reads")
+    parser.add_argument(
+        "--timeout", type=amount, default=60.0, metavar="S", help="for all ranks to join (default 60 s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        place = started()
+        if not 0 < arguments.timeout <= 3600:
+            raise ValueError(f"--timeout must be from 0 to 3,600 seconds, got {arguments.timeout:g}")
+        if arguments.ranks is not None and arguments.ranks < 1:
+            raise ValueError(f"--ranks must be at least 1, got {arguments.ranks}")
+        if arguments.ranks is not None and place is not None:
+            raise ValueError(f"--ranks {arguments.ranks}, but a launcher started {place[1]} ranks: leave --ranks out")
+        if arguments.save is not None:
+            check_writable("--save", arguments.save.parent, arguments.save.name)
+    except ValueError as error:
+        print(f"rda doctor: {error}", file=sys.stderr)
+        return 2
+    with leaving_at_once("rda doctor"):
+        from .processes import Launch, RankFailedError, run_ranks
+
+    if place is None:
+        num_ranks = arguments.ranks or 1
+        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1
+        try:
+            launch = Launch(
+                num_ranks, num_threads=threads, backend=backend_for(num_ranks), seconds=2 * arguments.timeout
+            )
+            everyone = run_ranks(launch, examine_here, arguments.run_folder, arguments.timeout)[0]
+        except RankFailedError as error:
+            print(f"rda doctor: not ready: {error}", file=sys.stderr)
+            return 1
+        return report(arguments, everyone)
+    rank, num_ranks = place
+    try:
+        join(rank, num_ranks, arguments.timeout)
+        everyone = examine(arguments.run_folder, arguments.timeout)
+    except (ValueError, RuntimeError) as error:
+        print(f"rda doctor: not ready: rank {rank}: {error}", file=sys.stderr)
+        return 1
+    code = report(arguments, everyone) if rank == 0 else int(bool(to_mend(everyone)))
+    from torch.distributed import destroy_process_group
+
+    destroy_process_group()
+    return code
+
+
+def started() -> tuple[int, int] | None:
+    """(rank, number of ranks) as torchrun or Slurm says; None where neither started this process.
+
+    Raises:
+        ValueError: under Slurm without a place to meet.
+    """
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank in os.environ and size in os.environ and int(os.environ[size]) > 1:
+            missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+            if missing:
+                raise ValueError(
+                    f"{size}={os.environ[size]} ranks need {' and '.join(missing)} to meet: export "
+                    "MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500"
+                )
+            return int(os.environ[rank]), int(os.environ[size])
+    return None
+
+
+def join(rank: int, num_ranks: int, seconds: float) -> None:
+    """Meet the other ranks, or say which are missing.
+
+    Raises:
+        RuntimeError: if some do not come in time.
+    """
+    import torch
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = timedelta(seconds=seconds)
+    try:
+        meeting = dist.TCPStore(address, port, None, is_host, limit, wait_for_workers=False)
+    except RuntimeError as error:
+        raise RuntimeError(f"rank 0 could not be met at {address}:{port} within {seconds:g} s") from error
+    store = dist.PrefixStore("rda doctor", meeting)
+    store.set(f"rank {rank}", "here")
+    deadline = time.monotonic() + seconds
+    missing = [k for k in range(num_ranks) if k != rank]
+    while missing and time.monotonic() < deadline:
+        missing = [k for k in missing if not store.check([f"rank {k}"])]
+        time.sleep(0.05 if missing else 0)
+    if missing:
+        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        time.sleep(min(1.0, seconds / 10) if is_host else 0)  # so that the others can say the same
+        raise RuntimeError(f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names}")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+
+
+def backend_for(num_ranks: int) -> str:
+    import torch
+
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks else "gloo"
+
+
+def examine_here(worker: Any, folder: Path, seconds: float) -> list[dict[str, Any]]:
+    return examine(folder, seconds)
+
+
+def examine(folder: Path, seconds: float) -> list[dict[str, Any]]:
+    """Everybody's findings, in the order of the ring, on every rank."""
+    import torch
+
+    from ..ranks.context import ContextParallel
+    from .doctor_facts import facts
+    from .doctor_ranks import agreement, links, rates, told
+
+    parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    own = facts(parallel.rank, device, folder)
+    parallel.handshake(1, {"call": "rda doctor"})
+    own["clock"] = time.time()  # all have just met
+    own["agreement"] = agreement(parallel, device)
+    own["rates"] = rates(parallel, device)
+    if parallel.world_size > 1:
+        own["links"] = links(parallel, device)
+    everyone = told(parallel, own)
+    parallel.close()
+    return everyone
+
+
+def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
+    """What is wrong, the most urgent first."""
+    from .doctor_ranks import pairs_of
+
+    found = []
+    first = everyone[0]
+    if not first["agreement"]["passed"]:
+        bad = first["agreement"]
+        found.append(
+            f"{bad['quantity']} is off by {bad['error']:.1e}, more than {bad['tolerance']:.1e}: results are wrong "
+            "here; rda check says which backend"
+        )
+    for name in first["versions"]:
+        values: dict[str, list[int]] = {}
+        for one in everyone:
+            values.setdefault(one["versions"][name], []).append(one["rank"])
+        if len(values) > 1:
+            listed = "; ".join(f"{value} on ranks {', '.join(map(str, ranks[:4]))}" for value, ranks in values.items())
+            found.append(f"{name} differs: {listed}. Install the same everywhere")
+    found += _told_by_all(everyone)
+    pairs = pairs_of(everyone)
+    if len(pairs) > 2 and pairs[0][2] < SLOW_PAIR * pairs[len(pairs) // 2][2]:
+        a, b, rate = pairs[0]
+        found.append(
+            f"ranks {a} and {b} reach {scaled(rate, 'B/s')}, less than half of the median pair's: look at their link "
+            f"({everyone[a]['host']} and {everyone[b]['host']})"
+        )
+    clocks = [one["clock"] for one in everyone]
+    if max(clocks) - min(clocks) > MOST_SECONDS_APART:
+        found.append(f"clocks are {max(clocks) - min(clocks):.1f} s apart: logs of hosts will not fit; set up NTP")
+    return found
+
+
+def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
+    found: dict[str, list[int]] = {}
+    for one in everyone:
+        said = [f"{name} is set: {why}" for name, why in one["harmful"].items()]
+        folder = one["folder"]
+        if "failure" in folder:
+            said.append(f"nothing can be written to {folder['path']}: {folder['failure']}. Choose another --run-folder")
+        elif folder["free_bytes"] < LEAST_FREE:
+            said.append(f"{folder['path']} has {size_text(folder['free_bytes'])} left: make room for checkpoints")
+        if all(one["backends"].values()):
+            said.append("no backend can serve: rda check says why")
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            value = one["matter"].get(name, "").lstrip("^=").split(",")[0]
+            if value and not any(known.startswith(value) for known in one["interfaces"]):
+                said.append(f"{name}={value} is no interface of host {one['host']}: {', '.join(one['interfaces'])}")
+        for text in said:
+            found.setdefault(text, []).append(one["rank"])
+    everywhere = len(everyone)
+    return [
+        text + ("" if len(ranks) == everywhere else f" (ranks {', '.join(map(str, ranks))})")
+        for text, ranks in found.items()
+    ]
+
+
+def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int:
+    from .doctor_ranks import hardware_of
+    from .hardware import Machine, as_toml
+
+    problems = to_mend(everyone)
+    hardware = hardware_of(everyone)
+    if arguments.json:
+        print(json.dumps({"ranks": everyone, "hardware": hardware._asdict(), "to_mend": problems}, indent=1))
+    else:
+        print(text(everyone))
+        print("ready" if not problems else "not ready; mend, in this order:")
+        print("".join(f"  {i + 1}. {problem}\n" for i, problem in enumerate(problems)), end="")
+    if arguments.save is not None:
+        memory = min(one["memory_bytes"] for one in everyone)
+        memory = memory / len(everyone) if everyone[0]["gpu"] is None else memory
+        source = f"rda doctor on {len(everyone)} ranks, {everyone[0]['hardware']['processor']}"
+        itemsize = 4 if everyone[0]["gpu"] is None else 2
+        machine = Machine(hardware, itemsize, int(memory) if memory < float("inf") else None, source)
+        notes = [time.strftime("measured %Y-%m-%d"), f"torch {everyone[0]['versions']['torch']}"]
+        if len(everyone) == 1:
+            notes.append("one rank: nothing was sent, and bytes_per_second is no measurement")
+        arguments.save.parent.mkdir(parents=True, exist_ok=True)
+        arguments.save.write_text(as_toml(machine, notes))
+    return 1 if problems else 0
+
+
+def text(everyone: list[dict[str, Any]]) -> str:
+    from .doctor_facts import dtype_advice
+    from .doctor_ranks import hardware_of, pairs_of
+
+    first = everyone[0]
+    lines = [", ".join(f"{name} {value}" for name, value in first["versions"].items())]
+    headers = ("rank", "host", "device", "memory", "forward", "backward", "free", "written")
+    rows = []
+    for one in everyone:
+        folder = one["folder"]
+        device = one["gpu"]["name"] if one["gpu"] else f"CPU, {one['threads']} threads"
+        rates = one["rates"]
+        free = size_text(folder.get("free_bytes", 0))
+        written = scaled(folder.get("bytes_per_second", 0), "B/s")
+        speeds = (scaled(rates["flops_per_second"], "FLOP/s"), scaled(rates["backward_flops_per_second"], "FLOP/s"))
+        rows.append((str(one["rank"]), one["host"], device, size_text(one["memory_bytes"]), *speeds, free, written))
+    lines += [aligned(headers, rows), f"dtype: {dtype_advice(first['gpu'])}"]
+    lines += [f"backend {name}: {reason or 'can serve'}" for name, reason in first["backends"].items()]
+    lines.append(f"interfaces: {', '.join(first['interfaces'])}")
+    lines += [f"{name}={value}" for name, value in first["matter"].items()]
+    found = first["agreement"]
+    lines.append(
+        f"against the definition: worst error {found['error']:.1e} ({found['quantity']}), allowed "
+        f"{found['tolerance']:.1e}"
+    )
+    pairs = pairs_of(everyone)
+    if pairs:
+        hardware = hardware_of(everyone)
+        lines.append(
+            f"neighbours in the ring: {scaled(hardware.bytes_per_second, 'B/s')} one way, latency "
+            f"{time_text(hardware.latency_seconds)}, handshake {time_text(hardware.handshake)}"
+        )
+        lines.append(f"slowest pair: ranks {pairs[0][0]} and {pairs[0][1]}, {scaled(pairs[0][2], 'B/s')}")
+    return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""What a time is modelled with: presets with their source, and files in TOML such as `rda doctor --save` writes.
+
+[hardware]
+flops_per_second = 1.2e11        # what kernels reach; of one rank, forward
+bytes_per_second = 1.5e9         # one way of a rank's link
+latency_seconds = 2.5e-4         # of a message (0 if left out)
+backward_flops_per_second, call_seconds, handshake_seconds, memory_bytes: where known
+dtype = "float32"                # of the rates
+source = "where the numbers are from"
+"""
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..plan.clock import Hardware
+from .numbers import scaled, time_text
+
+
+class Machine(NamedTuple):
+    """Rates, the itemsize of the dtype that they are of, the memory of a rank where known, and the source of it all."""
+
+    hardware: Hardware
+    itemsize: int
+    memory_bytes: int | None
+    source: str
+
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_A100 = "225 TFLOP/s in training with FlashAttention-2 (arXiv 2307.08691, section 4.2)"
+_H100 = "400 TFLOP/s in training Llama 3 405B (arXiv 2407.21783, table 4)"
+_SHARE = "80 % of a link's rate, as DeepSeek-V3 reached on NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
+PRESETS = {
+    "a100-nvlink": Machine(Hardware(225e12, 240e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_SHARE}: of 300 GB/s"),
+    "a100-infiniband": Machine(Hardware(225e12, 20e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_SHARE}: of 200 Gb/s"),
+    "h100-nvlink": Machine(Hardware(400e12, 360e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 450 GB/s"),
+    "h100-infiniband": Machine(Hardware(400e12, 40e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 400 Gb/s"),
+}
+# A rate below the first or a time above it is a number in another unit, not a machine.
+_RATES = {
+    "flops_per_second": (1e6, "FLOPs in a second; 500 TFLOP/s are 5e14"),
+    "backward_flops_per_second": (1e6, "FLOPs in a second; 500 TFLOP/s are 5e14"),
+    "bytes_per_second": (1e3, "bytes in a second, one way; 50 GB/s are 5e10"),
+    "memory_bytes": (2**20, "bytes; 80 GB are 8e10"),
+}
+_TIMES = {
+    "latency_seconds": (10.0, "seconds; 5 µs are 5e-6"),
+    "call_seconds": (10.0, "seconds; 5 µs are 5e-6"),
+    "handshake_seconds": (10.0, "seconds; 5 µs are 5e-6"),
+}
+_TEXTS = ("dtype", "source")
+
+
+def machine_of(name: str) -> Machine:
+    """A preset by its name, or a file.
+
+    Raises:
+        ValueError: if it is neither, or the file cannot be.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"--hardware {name} is no file and no preset; presets are {', '.join(PRESETS)}")
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"--hardware {name} cannot be read: {error}") from error
+    fields = content.get("hardware")
+    if not isinstance(fields, dict):
+        raise ValueError(f"--hardware {name} has no table [hardware]; rda doctor --save FILE.toml writes one")
+    return _checked(name, fields)
+
+
+def _checked(name: str, fields: dict[str, Any]) -> Machine:
+    known = [*_RATES, *_TIMES, *_TEXTS]
+    for key, value in fields.items():
+        if key not in known:
+            raise ValueError(f"--hardware {name}: {key} is unknown; the table [hardware] takes {', '.join(known)}")
+        if key not in _TEXTS:
+            _check_number(name, key, value)
+    missing = [key for key in ("flops_per_second", "bytes_per_second") if key not in fields]
+    if missing:
+        raise ValueError(f"--hardware {name} lacks {' and '.join(missing)}")
+    dtype = fields.get("dtype", "float32")
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"--hardware {name}: dtype = {dtype!r} is unknown; choose one of {', '.join(ITEMSIZE)}")
+    hardware = Hardware(**{key: float(fields[key]) for key in Hardware._fields if key in fields})
+    memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
+    return Machine(hardware, ITEMSIZE[dtype], memory, str(fields.get("source", name)))
+
+
+def _check_number(name: str, key: str, value: object) -> None:
+    limit, unit = _RATES[key] if key in _RATES else _TIMES[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"--hardware {name}: {key} = {value!r} must be a plain number of {unit}")
+    if value < 0 or (value == 0 and key in _RATES):
+        raise ValueError(f"--hardware {name}: {key} = {value:g} must be positive, in {unit}")
+    if (key in _RATES and value < limit) or (key in _TIMES and value > limit):
+        raise ValueError(f"--hardware {name}: {key} = {value:g} seems to be in another unit: write {unit}")
+
+
+def as_toml(machine: Machine, notes: list[str]) -> str:
+    """A file that `machine_of` reads; notes become comments."""
+    numbers = machine.hardware._asdict() | {"memory_bytes": machine.memory_bytes}
+    dtype = next(name for name, size in ITEMSIZE.items() if size == machine.itemsize)
+    source = machine.source.replace("\\", "/").replace('"', "'")
+    lines = [f"# {note}" for note in notes] + ["[hardware]"]
+    lines += [f"{key} = {value!r}" for key, value in numbers.items() if value is not None]
+    return "\n".join([*lines, f'dtype = "{dtype}"', f'source = "{source}"', ""])
+
+
+def described(hardware: Hardware, source: str) -> str:
+    """The rates that a time assumes, in a line."""
+    parts = [scaled(hardware.flops_per_second, "FLOP/s")]
+    if hardware.backward_flops_per_second is not None:
+        parts[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
+    parts += [f"{scaled(hardware.bytes_per_second, 'B/s')} one way", f"latency {time_text(hardware.latency_seconds)}"]
+    if hardware.call_seconds:
+        parts.append(f"{time_text(hardware.call_seconds)} a kernel call")
+    if hardware.handshake_seconds is not None:
+        parts.append(f"handshake {time_text(hardware.handshake_seconds)}")
+    return f"assumed of each rank: {', '.join(parts)} ({source})"

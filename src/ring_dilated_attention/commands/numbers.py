@@ -1,0 +1,65 @@
+"""Numbers as people write and read them: 1M and 64Ki on a command line; bytes, rates and times in an answer."""
+
+import argparse
+import math
+import re
+from fractions import Fraction
+
+DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_NUMBER = re.compile(r"([+-]?\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
+_RULE = "K, M, G, T are thousands, Ki, Mi, Gi, Ti are 1,024s: 1M = 1,000,000, 64Ki = 65,536, 1e6, 131,072"
+
+
+def count(text: str) -> int:
+    """An option that counts something: 131072, 131,072, 64Ki, 1M, 1e6.
+
+    Raises:
+        argparse.ArgumentTypeError: for anything else, a fraction of one thing included.
+    """
+    number = _parse(text)
+    if number.denominator != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is {float(number):g}, not a whole number ({_RULE})")
+    return int(number)
+
+
+def amount(text: str) -> float:
+    """An option that measures something, in the same way of writing.
+
+    Raises:
+        argparse.ArgumentTypeError: for anything else.
+    """
+    if text.strip().lower() in ("inf", "nan", "-inf"):
+        return float(text)
+    return float(_parse(text))
+
+
+def _parse(text: str) -> Fraction:
+    found = _NUMBER.fullmatch(text.strip())
+    unit = {name.lower(): size for name, size in (DECIMAL | BINARY).items()}.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number ({_RULE})")
+    return Fraction(found[1].replace("_", "").replace(",", "")) * unit
+
+
+def scaled(value: float, unit: str, *, digits: int = 3) -> str:
+    """A quantity with a decimal prefix: 1.66 GB, 500 TFLOP/s."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g} {unit}"
+    size, prefix = max(((s, p) for p, s in DECIMAL.items() if abs(value) >= s), default=(1, ""))
+    number = value / size
+    places = 0 if abs(number) >= 10**digits else max(0, digits - 1 - math.floor(math.log10(abs(number))))
+    return f"{number:,.{places}f} {prefix.replace('K', 'k')}{unit}"
+
+
+def size_text(num_bytes: float) -> str:
+    return scaled(num_bytes, "B")
+
+
+def time_text(seconds: float) -> str:
+    """From nanoseconds to years, three digits of them."""
+    steps = ((365.25 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    for size, unit in steps:
+        if seconds >= size:
+            return f"{seconds / size:,.3g} {unit}" if seconds / size < 1e3 else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"

@@ -1,0 +1,153 @@
+"""`rda plan` of more ranks than it plans one by one: closed forms where they hold, else bounds from sampled ranks."""
+
+import argparse
+import sys
+import time
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ..kernels.traits import TRAITS
+from ..pattern import DilatedPattern
+from ..plan.clock import Hardware
+from ..plan.lockstep import Lockstep, why_not, zigzag_balance
+from ..plan.memory import Sizes, attention_memory
+from ..plan.planner import make_plan
+from ..plan.sharding import Shard
+from ..plan.totals import pairs
+from .numbers import scaled, size_text, time_text
+from .output import aligned
+
+# Seconds that planning every rank may take; of a job that takes longer ranks are sampled for half as long.
+MOST_SECONDS = 10
+FLOPS_PER_PAIR = 7 * 2  # of each number of a head: 2 products forward, 5 backward, 2 operations each
+
+
+class Large(NamedTuple):
+    """A job of many ranks, as `rda plan` takes it."""
+
+    pattern: DilatedPattern
+    shards: tuple[Shard, ...]
+    seq_len: int
+    sharding: str
+    num_heads: int
+    num_kv_heads: int
+    documents: tuple[int, ...] | None
+    sizes: Sizes
+    kernel: str
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.shards)
+
+    def obstacle(self) -> str | None:
+        return why_not(self.pattern, self.seq_len, self.num_ranks, self.sharding, self.documents)
+
+
+def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
+    """All figures, exact but for the time of causal patterns, which may be two bounds."""
+    form = Lockstep(job.pattern, job.seq_len, job.num_ranks, job.num_heads, job.num_kv_heads, job.sizes)
+    forward, both = form.largest_sent()
+    flops = FLOPS_PER_PAIR * job.sizes.head_dim * job.sizes.batch
+    memory = form.memory(TRAITS[job.kernel]).forward_backward
+    found: dict[str, Any] = {
+        "method": "closed forms, exact",
+        "positions_per_rank": form.length,
+        "flops": flops * form.total_pairs,
+        "largest_flops": flops * form.pairs_of(form.busiest),
+        "busiest_rank": form.busiest,
+        "balance": form.balance,
+        "zigzag_balance": zigzag_balance(job.pattern, job.seq_len, job.num_ranks, job.num_heads),
+        "hops": form.num_hops,
+        "largest_forward_sent_bytes": forward,
+        "largest_sent_bytes": both,
+        "peak_bytes": memory.num_bytes,
+        "peak_items": [item._asdict() for item in memory.items],
+        "ranks_that_share": [
+            form.straddling[i].group if i in form.straddling else 1 for i in range(len(job.pattern.branches))
+        ],
+    }
+    if hardware is not None:
+        found["step_seconds"] = form.step_seconds(hardware)._asdict()
+    return found
+
+
+def sampled(job: Large, hardware: Hardware | None) -> dict[str, Any]:
+    """Bounds: totals are exact where one document is planned, the largest figures those of the ranks looked at."""
+    flops = FLOPS_PER_PAIR * job.sizes.head_dim * job.sizes.batch
+    began, num = time.monotonic(), job.num_ranks
+    # First and last, then ever finer halves; few steps reach the extremes of most patterns.
+    order = dict.fromkeys(
+        [num - 1, 0, *(round((num - 1) * (2 * i + 1) / 2**k) for k in range(1, 8) for i in range(2 ** (k - 1)))]
+    )
+    ranks, work, sent, peaks = [], [], [], []
+    for rank in order:
+        plan = make_plan(job.pattern, job.shards, rank, job.num_heads, job.num_kv_heads, job.documents)
+        ranks.append(rank)
+        work.append(plan.pairs)
+        sent.append([plan.bytes_sent(*job.sizes[:3], backward=backward) for backward in (False, True)])
+        peaks.append(attention_memory(plan, job.sizes, TRAITS[job.kernel]).forward_backward)
+        if time.monotonic() - began > MOST_SECONDS / 2:
+            break
+    borders = job.documents or (0, job.seq_len)
+    total = sum(pairs(job.pattern, b - a, job.num_heads) for a, b in pairwise(borders))
+    peak = max(peaks, key=lambda x: x.num_bytes)
+    found: dict[str, Any] = {
+        "method": f"bounds from {len(ranks)} sampled ranks of {num:,} ({job.obstacle()})",
+        "sampled_ranks": sorted(ranks),
+        "flops": flops * total,
+        "largest_flops": flops * max(work),
+        "busiest_rank": ranks[work.index(max(work))],
+        "balance": min(1.0, total / (num * max(work))) if max(work) else 1.0,
+        "largest_forward_sent_bytes": max(forward for forward, _ in sent),
+        "largest_sent_bytes": max(map(sum, sent)),
+        "peak_bytes": peak.num_bytes,
+        "peak_items": [item._asdict() for item in peak.items],
+    }
+    if hardware is not None:
+        ways = found["largest_sent_bytes"] / hardware.bytes_per_second
+        least = max(found["largest_flops"] / hardware.flops_per_second, ways) + 2 * hardware.latency_seconds
+        found["step_seconds"] = {"least": least, "most": None}
+    return found
+
+
+def seconds_of_planning(job: Large) -> float:
+    """About how long the plans of all ranks would take, by that of the last one."""
+    began = time.monotonic()
+    make_plan(job.pattern, job.shards, job.num_ranks - 1, job.num_heads, job.num_kv_heads, job.documents)
+    return 2 * (time.monotonic() - began) * job.num_ranks
+
+
+def say_before(seconds: float, job: Large) -> None:
+    """Nobody should wait without knowing for what."""
+    if seconds > 2:
+        how = f"about {time_text(seconds)}" if seconds <= MOST_SECONDS else f"{MOST_SECONDS} s at most, for a sample"
+        print(f"planning {job.num_ranks:,} ranks takes {how}: {job.obstacle()}", file=sys.stderr)
+
+
+def text(job: Large, found: dict[str, Any]) -> str:
+    is_bound = "sampled_ranks" in found
+    at_least, at_most = ("at least ", "at most ") if is_bound else ("", "")
+    rows = [
+        ("work of all ranks", scaled(found["flops"], "FLOP")),
+        (f"largest work, rank {found['busiest_rank']:,}", at_least + scaled(found["largest_flops"], "FLOP")),
+        ("balance (mean work over the largest)", f"{at_most}{found['balance']:.1%}"),
+        ("sent by a rank in a forward, at most", at_least + size_text(found["largest_forward_sent_bytes"])),
+        ("sent by a rank in all, at most", at_least + size_text(found["largest_sent_bytes"])),
+        ("peak memory of a rank", at_least + size_text(found["peak_bytes"])),
+    ]
+    if "step_seconds" in found:
+        least, most = found["step_seconds"]["least"], found["step_seconds"]["most"]
+        span = time_text(least) if least == most else f"{time_text(least)} to {time_text(most)}" if most else ""
+        rows.append(("modelled step", span or f"at least {time_text(least)}"))
+    lines = [f"{job.num_ranks:,} ranks, by {found['method']}", aligned(("", "forward and backward"), rows)]
+    lines += [f"  {item['num_bytes'] / 1e6:>12,.1f} MB  {item['name']}" for item in found["peak_items"]]
+    for i, sharing in enumerate(found.get("ranks_that_share", ())):
+        what = f"travels among {sharing:,} ranks" if sharing > 1 else "stays at home"
+        lines.append(f"branch {i} ({job.pattern.branches[i]}) {what}")
+    if found.get("zigzag_balance") is not None:
+        lines.append(f"balance by sharding: contiguous {found['balance']:.1%}, zigzag {found['zigzag_balance']:.1%}")
+    return "\n".join(lines)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--every-rank", action="store_true", help="plan each rank, however long it takes")

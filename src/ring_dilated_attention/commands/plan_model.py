@@ -1,0 +1,266 @@
+"""`rda plan` for a whole model: what each rank of a mesh holds, how long training takes, and what would fit."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..kernels.traits import TRAITS
+from ..pattern import DilatedPattern
+from ..plan.model import (
+    ACTIVATIONS,
+    Mesh,
+    ModelJob,
+    Shape,
+    fewest_ranks,
+    flops_of_step,
+    longest_sequence,
+    model_memory,
+    step_parts,
+)
+from ..training.checkpoint import find_checkpoint, read_state
+from .hardware import ITEMSIZE, Machine, described
+from .numbers import amount, count, scaled, size_text, time_text
+from .output import aligned
+
+# What a config.json calls each field: Llama's and its kin's word, GPT-2's, ours.
+_FIELDS = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "embed_dim": ("hidden_size", "n_embd", "embed_dim"),
+    "ffn_dim": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocab": ("vocab_size",),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "segment_lengths": ("segment_lengths",),
+    "dilation_rates": ("dilation_rates",),
+    "seq_len": ("seq_len",),
+}
+_OPTIONAL = ("ffn_dim", "kv_heads", "segment_lengths", "dilation_rates", "seq_len")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a whole model", "instead of one attention call; counted as a LongNetLM")
+    group.add_argument("--layers", type=count, metavar="L", help="transformer blocks")
+    group.add_argument("--embed-dim", type=count, metavar="E", help="width of the model")
+    group.add_argument("--ffn-dim", type=count, metavar="F", help="of the feed-forward layer (default 4 E)")
+    group.add_argument("--vocab", type=count, metavar="V", help="tokens (default 256, bytes)")
+    group.add_argument("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
+    group.add_argument(
+        "--mesh", metavar="DxS[xF]", help="data x sequence parallel, states cut over F ranks (FSDP; default 1x--ranks)"
+    )
+    group.add_argument("--tokens", type=amount, metavar="T", help="how long training on so many takes, as 1e11")
+    group.add_argument("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: what fits")
+
+
+def is_asked_for(arguments: argparse.Namespace) -> bool:
+    return any(getattr(arguments, name) is not None for name in ("layers", "embed_dim", "config"))
+
+
+def fill_in(arguments: argparse.Namespace) -> None:
+    """Complete the options with those of a config; what is given by hand wins.
+
+    Raises:
+        ValueError: for configs that cannot be read, and what neither says.
+    """
+    if arguments.config is not None:
+        found = read_config(arguments.config)
+        for name, value in found.items():
+            if getattr(arguments, name) is None:
+                setattr(arguments, name, value)
+    for name in ("layers", "embed_dim"):
+        if getattr(arguments, name) is None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is missing: a model needs --layers and --embed-dim, or --config"
+            )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The fields that a plan needs, by our names."""
+    file = path
+    if path.is_dir() and (path / "config.json").is_file():
+        file = path / "config.json"
+    elif path.is_dir():
+        checkpoint = find_checkpoint(path)
+        if checkpoint is None:
+            raise ValueError(f"--config {path} has neither a config.json nor a checkpoint of rda train")
+        return _taken(str(path), read_state(checkpoint)["hyperparameters"] | {"vocab_size": 256})
+    try:
+        fields = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {file} cannot be read as JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"--config {file} holds no object of fields")
+    return _taken(str(file), fields)
+
+
+def _taken(where: str, fields: dict[str, Any]) -> dict[str, Any]:
+    found, missing = {}, []
+    for name, keys in _FIELDS.items():
+        values = [fields[key] for key in keys if fields.get(key) is not None]
+        if values:
+            found[name] = values[0]
+        elif name not in _OPTIONAL:
+            missing.append(" or ".join(keys))
+    if missing:
+        raise ValueError(f"--config {where} lacks {'; '.join(missing)}: add them, or give --layers, --embed-dim, ...")
+    for name, value in found.items():
+        entries = value if isinstance(value, (list, tuple)) else [value]
+        if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in entries):
+            raise ValueError(f"--config {where}: {name} = {value!r} must be of integers of at least 1")
+    return found
+
+
+def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
+    """Raises ValueError for a mesh that is not one of these ranks."""
+    if text is None:
+        return Mesh(1, num_ranks or 1)
+    try:
+        sizes = [int(part) for part in text.lower().split("x")]
+    except ValueError:
+        sizes = []
+    if not 2 <= len(sizes) <= 3 or min(sizes) < 1:
+        raise ValueError(f"--mesh {text} is not DATAxSEQUENCE or DATAxSEQUENCExSHARDS, as 8x8 or 8x8x64")
+    mesh = Mesh(*sizes)
+    if num_ranks is not None and mesh.num_ranks != num_ranks:
+        raise ValueError(
+            f"--mesh {text} has {mesh.data} * {mesh.sequence} = {mesh.num_ranks:,} ranks, and --ranks is {num_ranks:,}"
+        )
+    if mesh.num_ranks % mesh.shards:
+        raise ValueError(
+            f"--mesh {text}: {mesh.num_ranks:,} ranks do not divide into groups of {mesh.shards:,} that share the "
+            f"states: {mesh.num_ranks:,} mod {mesh.shards:,} = {mesh.num_ranks % mesh.shards:,}"
+        )
+    return mesh
+
+
+class Asked(NamedTuple):
+    """A model to plan, and what is asked about it."""
+
+    job: ModelJob
+    kernel: str
+    machine: Machine | None
+    tokens: float | None
+    memory: int | None
+
+
+def asked(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> Asked:
+    heads, embed_dim = arguments.heads, arguments.embed_dim
+    if embed_dim % heads:
+        raise ValueError(f"--embed-dim {embed_dim:,} over --heads {heads} is a head dim of {embed_dim / heads:g}")
+    mesh = mesh_of(arguments.mesh, arguments.ranks)
+    if mesh.sequence > arguments.seq_len:
+        raise ValueError(
+            f"--seq-len {arguments.seq_len:,} over {mesh.sequence:,} ranks: "
+            f"{mesh.sequence - arguments.seq_len:,} would own nothing. Take fewer."
+        )
+    kv_heads = heads if arguments.kv_heads is None else arguments.kv_heads
+    pattern.check_heads(heads, kv_heads)
+    shape = Shape(
+        arguments.layers,
+        embed_dim,
+        arguments.ffn_dim or 4 * embed_dim,
+        arguments.vocab or 256,
+        heads,
+        kv_heads,
+        itemsize=ITEMSIZE[arguments.dtype],
+        param_itemsize=max(4, ITEMSIZE[arguments.dtype]),
+    )
+    for name, value in shape._asdict().items():
+        if value < 1:
+            raise ValueError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
+    job = ModelJob(shape, pattern, arguments.seq_len, arguments.batch, mesh, arguments.sharding)
+    memory = arguments.memory or (machine.memory_bytes if machine is not None else None)
+    return Asked(job, arguments.kernel, machine, arguments.tokens, memory)
+
+
+def figures(question: Asked) -> dict[str, Any]:
+    job, traits = question.job, TRAITS[question.kernel]
+    tokens = job.batch * job.mesh.data * job.seq_len
+    found: dict[str, Any] = {
+        "mesh": job.mesh._asdict(),
+        "num_parameters": job.shape.num_parameters,
+        "tokens_per_step": tokens,
+        "flops_per_step": flops_of_step(job),
+        "memory": {},
+    }
+    for how in ACTIVATIONS:
+        memory = model_memory(job, how, traits)
+        row: dict[str, Any] = memory._asdict() | {"total": memory.total}
+        if question.machine is not None:
+            parts = step_parts(job, how, question.machine.hardware)
+            least, most = parts.bounds
+            row["step"] = {
+                "matrices": parts.matrices,
+                "attention": list(parts.attention),
+                "gradients": parts.gradients,
+                "seconds": [least, most],
+            }
+            row["tokens_per_second"] = tokens / least
+            if question.tokens is not None:
+                row["training_seconds"] = [question.tokens / tokens * least, question.tokens / tokens * most]
+        if question.memory is not None:
+            row["fits"] = memory.total <= question.memory
+            row["longest_sequence"] = longest_sequence(job, how, traits, question.memory)
+            row["fewest_ranks"] = fewest_ranks(job, how, traits, question.memory)
+        found["memory"][how] = row
+    return found
+
+
+def text(question: Asked, found: dict[str, Any]) -> str:
+    job = question.job
+    ranks = f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)})"
+    each = -(-job.seq_len // job.mesh.sequence)
+    lines = [
+        f"{scaled(found['num_parameters'], 'parameters')}; {ranks}; each {each:,} of {job.seq_len:,} positions, "
+        f"batch {job.batch}",
+        aligned(("a rank holds", *ACTIVATIONS), _memory_rows(found)),
+    ]
+    columns = [found["memory"][how] for how in ACTIVATIONS]
+    if question.machine is not None:
+        lines += ["", described(question.machine.hardware, question.machine.source)]
+        lines.append(aligned(("a step takes", *ACTIVATIONS), _time_rows(question, columns)))
+    if question.memory is not None:
+        rows = [
+            ("fits", *("yes" if row["fits"] else "no" for row in columns)),
+            ("longest sequence, positions", *(f"{row['longest_sequence']:,}" for row in columns)),
+            ("fewest ranks for this length", *(str(row["fewest_ranks"] or "none") for row in columns)),
+        ]
+        lines += ["", aligned((f"in {size_text(question.memory)} a rank", *ACTIVATIONS), rows)]
+        if not any(row["fits"] for row in columns):
+            lines.append(_remedy(columns))
+    return "\n".join(lines)
+
+
+def _memory_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    names = ("parameters", "gradients", "optimiser", "activations", "working", "total", "host")
+    return [(name, *(size_text(found["memory"][how][name]) for how in ACTIVATIONS)) for name in names]
+
+
+def _time_rows(question: Asked, columns: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    rows = [
+        ("products with weights", *(time_text(row["step"]["matrices"]) for row in columns)),
+        ("attention", *(_span(row["step"]["attention"]) for row in columns)),
+        ("sum of gradients", *(time_text(row["step"]["gradients"]) for row in columns)),
+        ("in all", *(_span(row["step"]["seconds"]) for row in columns)),
+        ("tokens/s, at most", *(f"{row['tokens_per_second']:,.0f}" for row in columns)),
+    ]
+    if question.tokens is not None:
+        rows.append((f"for {question.tokens:.3g} tokens", *(_span(row["training_seconds"]) for row in columns)))
+    return rows
+
+
+def _span(bounds: list[float]) -> str:
+    least, most = bounds
+    if least == most:
+        return time_text(least)
+    return f"at least {time_text(least)}" if most == float("inf") else f"{time_text(least)} to {time_text(most)}"
+
+
+def _remedy(columns: list[dict[str, Any]]) -> str:
+    fitting = [(row["fewest_ranks"], how) for row, how in zip(columns, ACTIVATIONS, strict=True) if row["fewest_ranks"]]
+    if fitting:
+        ranks, how = min(fitting)
+        return f"it does not fit; {ranks:,} ranks a sequence would do, with activations {how}"
+    return (
+        "it does not fit on any number of ranks: cut the states over ranks too (--mesh DxSxF), or take a smaller model"
+    )

@@ -1,0 +1,83 @@
+"""A sketch of a pattern too long to draw pair by pair: each branch at a scale of its own. No torch.
+
+What is drawn is data first (`panels`), so that a test can hold it against the plan.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..pattern import DilatedPattern
+from ..plan.sharding import Shard, Span, shard_length
+from ..plan.sharing import BranchShare
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# A panel shows about so many segments of its branch.
+SEGMENTS_SHOWN = 4
+# Borders of shards closer together than this part of a panel would be a grey surface.
+NARROWEST_SHARD = 1 / 64
+
+
+class Panel(NamedTuple):
+    """One branch from position 0 to `stop`.
+
+    segments: those that begin there; the last may be cut off.
+    borders: where shards end there, none if they are too many to be drawn.
+    ink: how dark its pairs are drawn, from the share of keys that a head reads, 1/r.
+    notes: what the picture says of the branch in words.
+    """
+
+    stop: int
+    segments: tuple[Span, ...]
+    borders: tuple[int, ...]
+    ink: float
+    notes: tuple[str, ...]
+
+
+def panels(pattern: DilatedPattern, shards: Sequence[Shard], shares: Sequence[BranchShare]) -> list[Panel]:
+    """A panel for each branch of one document."""
+    seq_len = sum(map(shard_length, shards))
+    ends = sorted(span.stop for shard in shards for span in shard)
+    found = []
+    for share in shares:
+        w = min(share.segment_length, seq_len)
+        stop = min(seq_len, SEGMENTS_SHOWN * w)
+        segments = tuple(Span(a, min(a + w, stop)) for a in range(0, stop, w))
+        inside = tuple(end for end in ends if end < stop)
+        # Halving the share four times takes a third of the ink: rates up to 4,096 stay apart and above the paper.
+        ink = max(0.08, (2 / 3) ** ((share.dilation_rate.bit_length() - 1) / 4 * 2))
+        found.append(Panel(stop, segments, inside if len(inside) * NARROWEST_SHARD < 1 else (), ink, notes_of(share)))
+    return found
+
+
+def notes_of(share: BranchShare) -> tuple[str, ...]:
+    rate = share.dilation_rate
+    length = f"{min(share.segment_length, share.num_positions):,}"
+    seen = "every key" if rate == 1 else f"1 key in {rate:,}"
+    return (
+        f"segments of {length}, rate {rate:,}",
+        f"{seen}: {share.num_rows:,} of a segment",
+        f"travels: up to {share.num_sharing:,} ranks share a segment" if share.travels else "stays at home",
+    )
+
+
+def draw_panel(axes: "Axes", panel: Panel, colour: str, *, is_causal: bool) -> None:
+    from matplotlib.patches import Polygon
+
+    for start, stop in panel.segments:
+        corners = [(start, start), (start, stop), (stop, stop)] + ([] if is_causal else [(stop, start)])
+        axes.add_patch(Polygon(corners, closed=True, facecolor=colour, alpha=panel.ink, linewidth=0))
+        axes.add_patch(Polygon(corners, closed=True, facecolor="none", edgecolor=colour, linewidth=1))
+    for border in panel.borders:
+        axes.axvline(border, color="#999999", linewidth=0.7, linestyle=":")
+        axes.axhline(border, color="#999999", linewidth=0.7, linestyle=":")
+    axes.set_xlim(0, panel.stop)
+    axes.set_ylim(panel.stop, 0)
+    axes.set_aspect("equal")
+    axes.set_xticks([0, panel.stop], ["0", f"{panel.stop:,}"])
+    axes.set_yticks([])
+    axes.tick_params(length=0, labelsize=7)
+    axes.spines[:].set_visible(False)
+    axes.set_title("\n".join(panel.notes), fontsize=8)
+    axes.set_xlabel("key", fontsize=8)

@@ -1,0 +1,219 @@
+"""`rda suggest`: a few patterns for a length and a budget, explained in words. No torch."""
+
+import argparse
+import json
+import math
+import sys
+from typing import Any
+
+from ..pattern import WHOLE_DOCUMENT, DilatedPattern
+from ..plan.suggest import cache_rows, reach, suggestions, unread_phases
+from ..plan.totals import pairs, sent_by_all
+from .hardware import ITEMSIZE, described, machine_of
+from .numbers import amount, count, scaled, size_text
+from .output import aligned
+
+EXAMPLES = """examples:
+  rda suggest --seq-len 1Mi --heads 16 --speedup 50         a fiftieth of dense attention's work
+  rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink --dtype bfloat16
+  rda suggest --seq-len 1Mi --heads 16 --speedup 50 --layers 24 --ranks 8 --kv-heads 4
+
+A dilated pattern lets each query see every key nearby and ever fewer further away. A branch (w, r) is segments of w
+positions in which a head reads one position in r; different heads read different ones (phases). What one layer cannot
+connect, a stack of layers can, from one branch into another. docs/planning.md has the rule and its limits: it counts
+work and follows connections, and knows nothing of what your data needs. Train the candidates and compare their losses.
+"""
+FLOPS_PER_PAIR = 14  # times the head dim: 2 products forward and 5 backward, 2 operations each
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("--seq-len", type=count, required=True, metavar="N", help="positions of a sequence")
+    parser.add_argument("--heads", type=count, required=True, metavar="H", help="query heads")
+    parser.add_argument("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
+    parser.add_argument("--head-dim", type=count, default=64, metavar="D", help="default 64")
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--speedup", type=amount, metavar="X", help="budget: a 1/X of dense attention's work")
+    budget.add_argument(
+        "--seconds", type=amount, metavar="S", help="budget: of one layer's attention, both ways, a rank"
+    )
+    parser.add_argument("--hardware", metavar="NAME", help="for --seconds: a preset or a TOML file")
+    parser.add_argument("--dtype", choices=ITEMSIZE, default="bfloat16", help="of keys and values (default bfloat16)")
+    parser.add_argument("--layers", type=count, default=12, metavar="L", help="of the model (default 12)")
+    parser.add_argument("--ranks", type=count, default=1, metavar="P", help="that share a sequence (default 1)")
+    parser.add_argument("--not-causal", action="store_true", help="a query sees later keys too")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        check(arguments)
+        most_pairs, assumed = budget_of(arguments)
+        found = describe(arguments, most_pairs)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps({"most_pairs": most_pairs, "assumed": assumed, "suggestions": found}, indent=1))
+    else:
+        print(text(arguments, found, assumed))
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> None:
+    for name in ("seq_len", "heads", "head_dim", "layers", "ranks"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    if arguments.ranks > arguments.seq_len:
+        raise ValueError(
+            f"--ranks {arguments.ranks:,} is more than --seq-len {arguments.seq_len:,} positions. Take fewer ranks."
+        )
+    DilatedPattern.dense().check_heads(arguments.heads, kv_heads_of(arguments))
+
+
+def kv_heads_of(arguments: argparse.Namespace) -> int:
+    return arguments.heads if arguments.kv_heads is None else arguments.kv_heads
+
+
+def budget_of(arguments: argparse.Namespace) -> tuple[float, str | None]:
+    """The most pairs of all heads, and what it assumes."""
+    dense = pairs(DilatedPattern.dense(is_causal=not arguments.not_causal), arguments.seq_len, arguments.heads)
+    if arguments.speedup is not None:
+        if not 1 <= arguments.speedup < math.inf:
+            raise ValueError(f"--speedup must be at least 1, got {arguments.speedup:g}")
+        return dense / arguments.speedup, None
+    if arguments.hardware is None:
+        raise ValueError("--seconds needs --hardware: a preset or a TOML file; rda doctor --save FILE.toml writes one")
+    machine = machine_of(arguments.hardware)
+    if not 0 < arguments.seconds < math.inf:
+        raise ValueError(f"--seconds must be a positive number, got {arguments.seconds:g}")
+    flops = arguments.seconds * arguments.ranks * machine.hardware.flops_per_second
+    return flops / (FLOPS_PER_PAIR * arguments.head_dim), described(machine.hardware, machine.source)
+
+
+def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str, Any]]:
+    n, heads, kv_heads = arguments.seq_len, arguments.heads, kv_heads_of(arguments)
+    is_causal = not arguments.not_causal
+    dense = pairs(DilatedPattern.dense(is_causal=is_causal), n, heads)
+    found = suggestions(n, heads, most_pairs, is_causal=is_causal)
+    if not found:
+        raise ValueError(
+            f"no pattern of the rule has as little as {most_pairs:,.3g} pairs, {dense / most_pairs:,.0f} times less "
+            f"than dense attention over {n:,} positions: allow more, or take a shorter sequence"
+        )
+    row = arguments.head_dim * ITEMSIZE[arguments.dtype]
+    described = []
+    for pattern, rule in found:
+        work, followed = pairs(pattern, n, heads), reach(pattern, n, heads, arguments.layers)
+        even = n - n % arguments.ranks
+        sent = sent_by_all(pattern, even, arguments.ranks, heads, kv_heads).num_bytes(
+            1, arguments.head_dim, ITEMSIZE[arguments.dtype]
+        )
+        described.append(
+            {
+                "segment_lengths": pattern.segment_lengths,
+                "dilation_rates": pattern.dilation_rates,
+                "rule": rule,
+                "pairs": work,
+                "of_dense": work / dense,
+                "flops": FLOPS_PER_PAIR * arguments.head_dim * work,
+                "reach_by_layer": followed.shares,
+                "layers_for_all": followed.layers_for(1.0),
+                "layers_for_most": followed.layers_for(0.99),
+                "positions_followed": followed.num_followed,
+                "unread_phases": unread_phases(pattern, heads),
+                "sent_bytes_per_rank": sent[1] / arguments.ranks,
+                "cache_bytes": 2 * row * cache_rows(pattern, n, heads, kv_heads),
+                "dense_cache_bytes": 2 * row * n * kv_heads,
+            }
+        )
+    return described
+
+
+def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: str | None) -> str:
+    headers = (
+        "",
+        "pairs of dense's",
+        "layers to hear 99 %",
+        "never heard",
+        "sent a rank, step",
+        "decoding cache a layer",
+    )
+    rows = [
+        (
+            f"{i + 1}. {row['rule']}",
+            f"1/{1 / row['of_dense']:,.1f}",
+            str(row["layers_for_most"] or f"more than {arguments.layers}"),
+            percent(1 - row["reach_by_layer"][-1]),
+            size_text(row["sent_bytes_per_rank"]),
+            size_text(row["cache_bytes"]),
+        )
+        for i, row in enumerate(found)
+    ]
+    start = (
+        f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, {arguments.ranks:,} ranks"
+    )
+    lines = [start, *([assumed] if assumed else []), aligned(headers, rows)]
+    for i, row in enumerate(found):
+        lines += ["", f"{i + 1}. {row['rule']}: {options(row)}", *words(arguments, row)]
+    return "\n".join(lines)
+
+
+def options(row: dict[str, Any]) -> str:
+    lengths = " ".join("WHOLE" if w == WHOLE_DOCUMENT else str(w) for w in row["segment_lengths"])
+    return f"--segment-lengths {lengths} --dilation-rates {' '.join(map(str, row['dilation_rates']))}"
+
+
+def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
+    """What a newcomer should know of one pattern."""
+    n, lines = arguments.seq_len, []
+    branches = list(zip(row["segment_lengths"], row["dilation_rates"], strict=True))
+    for (w, r), (unread, there) in zip(branches, row["unread_phases"], strict=True):
+        shown = min(w, n)
+        seen = "every key" if r == 1 else f"one key in {r:,}, {-(-shown // r):,} of them"
+        note = "" if not unread else f"; {unread:,} of {there:,} phases are read by no head"
+        lines.append(f"   within {shown:,} positions a head sees {seen}{note}")
+    lines.append(
+        f"   work: {scaled(row['flops'], 'FLOP')} a layer and sequence, forward and backward, "
+        f"{row['of_dense']:.2%} of dense attention's"
+    )
+    shares = row["reach_by_layer"]
+    shown_shares = ", ".join(f"{share:.1%}" for share in shares[:4])
+    followed = "" if row["positions_followed"] == n else f" (followed over {row['positions_followed']:,} positions)"
+    lines.append(f"   a query has heard of {shown_shares} of all positions after 1, 2, ... layers{followed}")
+    lines.append(f"   {_matters(arguments, row)}")
+    saved = row["dense_cache_bytes"] / row["cache_bytes"]
+    lines.append(
+        f"   decoding keeps {size_text(row['cache_bytes'])} a layer, {saved:,.1f} times less than dense attention's "
+        f"{size_text(row['dense_cache_bytes'])}"
+        if saved > 1
+        else f"   decoding keeps {size_text(row['cache_bytes'])} a layer, no less than dense attention would"
+    )
+    return lines
+
+
+def _matters(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
+    """Whether phases that nobody reads, or distances that one layer lacks, are a loss."""
+    has_unread = any(unread for unread, _ in row["unread_phases"])
+    layers, most = row["layers_for_all"], row["layers_for_most"]
+    if layers is None and most is None:
+        rest = percent(1 - row["reach_by_layer"][-1])
+        return f"{rest} of all distances are out of reach of {arguments.layers} layers: add layers, or a wider branch"
+    if layers is None:
+        rest = percent(1 - row["reach_by_layer"][-1])
+        why = "unread phases matter little: " if has_unread else ""
+        return (
+            f"{why}after {most} layers all but {rest} is in reach. The rest are the ends of segments, behind the last "
+            "row that a wider branch reads there; more heads, or lower rates, leave fewer of them"
+        )
+    if has_unread:
+        return (
+            f"unread phases do not matter to who can hear of whom: neighbours pass on what they hold, and after "
+            f"{layers} layers nothing is out of reach"
+        )
+    return f"after {layers} layer{'s' * (layers > 1)} nothing is out of reach"
+
+
+def percent(share: float) -> str:
+    """Two digits of a share, and 0 % only where it is nothing."""
+    return "0 %" if share == 0 else f"{100 * share:.2g} %"

@@ -1,0 +1,346 @@
+"""What a job of many ranks computes, sends, holds and takes, without a plan for each: up to 65,536 ranks in a moment.
+
+For one document in contiguous shards of equal length L = n / p, where each segment length divides L or is a multiple
+of it, and rates of the segments that straddle shards divide L (`why_not` says which of this does not hold). Then all
+chunks of a branch are alike, and at a hop every rank that takes part does the same: ranks go in lockstep. Pure integers
+but for seconds, no torch.
+
+Work and bytes are exact. So is the time of a pattern that is not causal, on ranks that are all alike: one rank's ways
+carry what it sends, at the moments of the one that sends to it. Of a causal pattern, in which ranks stop at different
+hops, the time is between two bounds: the work of the busiest rank, and a rank that takes part in every hop while it
+also sends and receives each gradient that goes home (a bound by test against the clock, not by proof).
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import lcm
+from typing import NamedTuple
+
+from ..pattern import DilatedPattern
+from .clock import Hardware
+from .memory import AttentionMemory, Sizes, Traits, attention_memory
+from .plan import Plan
+from .planner import make_plan
+from .sharding import make_shards
+from .totals import pairs, rows_before
+
+
+class Bounds(NamedTuple):
+    """Seconds of a step; the same number twice where it is exact."""
+
+    least: float
+    most: float
+
+    @property
+    def is_exact(self) -> bool:
+        return self.least == self.most
+
+
+class Straddling(NamedTuple):
+    """A branch whose segments lie in several shards.
+
+    group: ranks that share a whole segment. rows: of all key/value heads in one chunk, K and V.
+    own_pairs, hop_pairs: of a rank with its own rows, and with one chunk. tiles: pairs of each kernel call of a hop.
+    """
+
+    group: int
+    rows: int
+    own_pairs: int
+    hop_pairs: int
+    tiles: tuple[int, ...]
+
+
+def why_not(
+    pattern: DilatedPattern, seq_len: int, num_ranks: int, sharding: str, documents: tuple[int, ...] | None
+) -> str | None:
+    """What keeps a job from closed forms, or None."""
+    length, rest = divmod(seq_len, num_ranks)
+    if sharding != "contiguous":
+        return f"shards are {sharding}"
+    if documents is not None and len(documents) > 2:
+        return "documents are packed"
+    if rest:
+        return f"{seq_len:,} positions do not divide among {num_ranks:,} ranks"
+    for w, r in pattern.branches:
+        if w < seq_len and length % w and w % length:
+            return f"segments of {w:,} neither divide nor are multiples of {length:,} positions of a rank"
+        if w > length and length % r:
+            return f"rate {r:,} does not divide {length:,} positions of a rank"
+        if not pattern.is_causal and w < seq_len and seq_len % w and w > length:
+            return f"the last segment of {w:,} is shorter, so that its ranks do less"
+    return None
+
+
+@dataclass(frozen=True)
+class Lockstep:
+    """A job for which `why_not` has nothing to say."""
+
+    pattern: DilatedPattern
+    seq_len: int
+    num_ranks: int
+    num_heads: int
+    num_kv_heads: int
+    sizes: Sizes
+
+    @property
+    def length(self) -> int:
+        return self.seq_len // self.num_ranks
+
+    @cached_property
+    def straddling(self) -> dict[int, Straddling]:
+        """By branch. Chunks and tiles are those of a plan for two shards of the branch alone."""
+        found = {}
+        for branch, (w, _) in enumerate(self.pattern.branches):
+            group = min(self.num_ranks, -(-w // self.length))
+            if group > 1:
+                own, other = (self._alone(branch, rank) for rank in (0, 1))
+                tiles = tuple(tile.pairs for hop in other.hops for tile in hop.tiles)
+                found[branch] = Straddling(group, own.chunk_size, self._home_work(branch, other), sum(tiles), tiles)
+        return found
+
+    @cached_property
+    def local_pairs(self) -> int:
+        """Pairs of a rank in segments that lie in its shard."""
+        own = [i for i in range(len(self.pattern.branches)) if i not in self.straddling]
+        return sum(self._home_work(i, self._alone(i, 0)) for i in own)
+
+    def pairs_of(self, rank: int) -> int:
+        total = self.local_pairs
+        for branch in self.straddling.values():
+            place = rank % branch.group if self.pattern.is_causal else branch.group - 1
+            total += branch.own_pairs + place * branch.hop_pairs
+        return total
+
+    def sent_of(self, rank: int) -> tuple[int, int]:
+        """(elements of K‖V in a forward, elements of dK‖dV) that a rank sends, in units of B * D."""
+        chunks = gradients = 0
+        for branch in self.straddling.values():
+            place, group = rank % branch.group, branch.group
+            if self.pattern.is_causal:
+                start = rank - place
+                is_last = place == group - 1 or rank == self.num_ranks - 1
+                if min(group, self.num_ranks - start) > 1:
+                    chunks += 0 if is_last else branch.rows * (place + 1)
+                    gradients += branch.rows * place
+            else:
+                chunks += branch.rows * (group - 1)
+                gradients += branch.rows * (group - 1)
+        return chunks, gradients
+
+    @cached_property
+    def busiest(self) -> int:
+        """The rank with the most pairs."""
+        return max(self._candidates, key=self.pairs_of)
+
+    @cached_property
+    def total_pairs(self) -> int:
+        return pairs(self.pattern, self.seq_len, self.num_heads)
+
+    @property
+    def balance(self) -> float:
+        """Mean work over the largest."""
+        return self.total_pairs / (self.num_ranks * self.pairs_of(self.busiest))
+
+    @property
+    def num_hops(self) -> int:
+        return max((branch.group - 1 for branch in self.straddling.values()), default=0)
+
+    def largest_sent(self) -> tuple[int, int]:
+        """Bytes of a forward, and of a forward with its backward, of the ranks that send most."""
+        unit, gradient = self.sizes.unit * self.sizes.itemsize, self.sizes.unit * self.sizes.sum_itemsize
+        found = [self.sent_of(rank) for rank in self._candidates]
+        return max(c * unit for c, _ in found), max(2 * c * unit + g * gradient for c, g in found)
+
+    def memory(self, traits: Traits) -> AttentionMemory:
+        """Of a rank in the middle of its rings: buffers and tiles are the same at every hop, so four shards tell it."""
+        lengths = [min(w, 4 * self.length) if w > self.length else w for w in self.pattern.segment_lengths]
+        small = _with_lengths(self.pattern, lengths)
+        num_ranks = min(4, self.num_ranks)
+        shards = make_shards("contiguous", (self.length,) * num_ranks)
+        plans = [make_plan(small, shards, k, self.num_heads, self.num_kv_heads) for k in range(num_ranks)]
+        return max((attention_memory(p, self.sizes, traits) for p in plans), key=lambda x: x.forward_backward.num_bytes)
+
+    def step_seconds(self, hardware: Hardware) -> Bounds:
+        """Of one forward and its backward, under the rules of `clock.py`."""
+        most = self._forward(hardware) + self._backward(hardware)
+        if not self.pattern.is_causal or not self.straddling:
+            return Bounds(most, most)
+        handshakes = 2 * hardware.handshake
+        busiest = self.pairs_of(self.busiest)
+        work = self._seconds(busiest, 2, hardware, 0) + self._seconds(busiest, 5, hardware, 0)
+        ways = self.largest_sent()[1] / hardware.bytes_per_second
+        # The first chunk of a ring reaches its last rank hop by hop, in both stages.
+        unit = self.sizes.unit * self.sizes.itemsize / hardware.bytes_per_second
+        chains = (2 * (b.group - 1) * (b.rows * unit + hardware.latency_seconds) for b in self.straddling.values())
+        least = max(work, ways, *chains) + handshakes
+        return Bounds(least, max(most, least))
+
+    def _forward(self, hardware: Hardware) -> float:
+        handshake = hardware.handshake if self.num_ranks > 1 else 0.0
+        now, way = handshake, _Way(hardware)
+        arrives = way.carry(now, self._chunk_bytes(1))
+        now += self._seconds(self._home_pairs, 2, hardware, self._home_calls)
+        for hop in range(1, self.num_hops + 1):
+            now = max(now, arrives)
+            arrives = way.carry(now, self._chunk_bytes(hop + 1))
+            now += self._seconds(self._hop_pairs(hop), 2, hardware, self._hop_calls(hop))
+        return now
+
+    def _backward(self, hardware: Hardware) -> float:
+        """As `program.py` orders it: gradients leave one hop behind the chunks, finished ones first."""
+        handshake = hardware.handshake if self.num_ranks > 1 else 0.0
+        now, way = handshake, _Way(hardware)
+        arrives = way.carry(now, self._chunk_bytes(1))
+        now += self._seconds(self._home_pairs, 5, hardware, self._home_calls)
+        onward = left = 0.0
+        for hop in range(1, self.num_hops + 1):
+            now = max(now, arrives)
+            arrives = way.carry(now, self._chunk_bytes(hop + 1))
+            first = next(branch.tiles[0] for branch in self.straddling.values() if branch.group > hop)
+            now = max(now + self._seconds(first, 5, hardware, 1), onward)
+            now += self._seconds(self._hop_pairs(hop) - first, 5, hardware, self._hop_calls(hop) - 1)
+            now = max(now, left)
+            finished, goes_on = self._gradient_bytes(hop)
+            left = 0.0
+            if finished:
+                left = now = way.carry(now, finished)
+            onward = way.carry(now, goes_on)
+            left = max(left, onward)
+        return max(now, left)
+
+    @property
+    def _home_pairs(self) -> int:
+        return self.local_pairs + sum(branch.own_pairs for branch in self.straddling.values())
+
+    def _hop_pairs(self, hop: int) -> int:
+        return sum(branch.hop_pairs for branch in self.straddling.values() if branch.group > hop)
+
+    def _chunk_bytes(self, hop: int) -> list[int]:
+        unit = self.sizes.unit * self.sizes.itemsize
+        return [branch.rows * unit for branch in self.straddling.values() if branch.group > hop]
+
+    def _gradient_bytes(self, hop: int) -> tuple[list[int], list[int]]:
+        """Of a hop: those that are finished, and those that go on. Causal, some of every chunk's end at any hop."""
+        unit = self.sizes.unit * self.sizes.sum_itemsize
+        here = [branch for branch in self.straddling.values() if branch.group > hop]
+        finished = [b.rows * unit for b in here if self.pattern.is_causal or b.group == hop + 1]
+        return finished, [b.rows * unit for b in here if b.group > hop + 1]
+
+    @cached_property
+    def _home_calls(self) -> int:
+        shards = make_shards("contiguous", (self.length,) * min(2, self.num_ranks))
+        lengths = [min(w, 2 * self.length) if w > self.length else w for w in self.pattern.segment_lengths]
+        small = _with_lengths(self.pattern, lengths)
+        return len(make_plan(small, shards, 0, self.num_heads, self.num_kv_heads).local)
+
+    def _hop_calls(self, hop: int) -> int:
+        return sum(len(branch.tiles) for branch in self.straddling.values() if branch.group > hop)
+
+    def _seconds(self, num_pairs: int, products: int, hardware: Hardware, calls: int) -> float:
+        flops = products * 2 * self.sizes.head_dim * self.sizes.batch * num_pairs
+        return hardware.compute_seconds(flops, backward=products == 5, calls=calls)
+
+    @cached_property
+    def _candidates(self) -> list[int]:
+        """Ranks among which those are that do most and send most: the last two of the segments of each branch, of the
+        first segment, the last whole one and the last; all ranks where they are few."""
+        if self.num_ranks <= 256:
+            return list(range(self.num_ranks))
+        groups = {branch.group for branch in self.straddling.values()} | {1}
+        ends = {end for g in groups for end in (g, self.num_ranks // g * g, self.num_ranks)}
+        for wide in groups:  # the last segment of a narrow branch inside the segments of a wide one
+            whole = self.num_ranks // wide * wide
+            ends |= {end // g * g for g in groups for end in (whole, wide, self.num_ranks)}
+        return sorted({end - k for end in ends for k in (1, 2) if 0 <= end - k < self.num_ranks} | {0})
+
+    def _home_work(self, branch: int, plan: Plan) -> int:
+        """Pairs at home of the heads that run the branch."""
+        heads = self.pattern.heads_of(branch, self.num_heads)
+        return sum(tile.pairs for tile in plan.local if tile.query.heads[0] in heads)
+
+    def _alone(self, branch: int, rank: int) -> Plan:
+        """The plan of two shards with this branch of the pattern alone: all heads run it, or those of its group."""
+        w, r = self.pattern.branches[branch]
+        is_split = self.pattern.heads == "split"
+        lengths = [w if i == branch else 1 for i in range(len(self.pattern.branches))] if is_split else [w]
+        rates = list(self.pattern.dilation_rates) if is_split else [r]
+        one = DilatedPattern(
+            lengths, rates, is_causal=self.pattern.is_causal, phase=self.pattern.phase, heads=self.pattern.heads
+        )
+        shards = make_shards("contiguous", (self.length,) * min(2, self.num_ranks))
+        return make_plan(one, shards, rank, self.num_heads, self.num_kv_heads)
+
+
+def zigzag_balance(pattern: DilatedPattern, seq_len: int, num_ranks: int, num_heads: int) -> float | None:
+    """Mean work over the largest if shards were zigzag's; None where its 2p parts are not of one length."""
+    part, rest = divmod(seq_len, 2 * num_ranks)
+    if rest:
+        return None
+    work = [0] * (2 * num_ranks)
+    for branch, (w, r) in enumerate(pattern.branches):
+        phases = sorted(pattern.phase_of(branch, h, num_heads) or 0 for h in pattern.heads_of(branch, num_heads))
+        # A query sees what is before it in its segment: causal work repeats with segments and parts together.
+        repeats = pattern.is_causal or w >= seq_len or seq_len % w == 0
+        period = min(2 * num_ranks, lcm(w, part) // part) if repeats else 2 * num_ranks
+        if repeats and part % r == 0 and w % part == 0:  # a line of parts that all have as many rows of each phase
+            rows, every = part // r, min(w, seq_len) // r
+            own, step = (rows * (rows + 1) // 2, rows * rows) if pattern.is_causal else (rows * every, 0)
+            found = [len(phases) * (own + k * step) for k in range(period)]
+        else:
+            found = [_span_pairs(pattern, branch, phases, k * part, part, seq_len) for k in range(period)]
+        repeated = found * -(-2 * num_ranks // period)
+        work = [a + b for a, b in zip(work, repeated, strict=False)]
+    ranks = [work[k] + work[-1 - k] for k in range(num_ranks)]
+    return sum(ranks) / (num_ranks * max(ranks)) if max(ranks) else 1.0
+
+
+def _span_pairs(pattern: DilatedPattern, branch: int, phases: list[int], start: int, length: int, seq_len: int) -> int:
+    """Pairs of the queries at start..start+length-1, over heads that read `phases` (in ascending order)."""
+    w, r = pattern.branches[branch]
+    total, stop = 0, start + length
+    whole = -(-start // w) * w
+    num_whole = max(0, (stop - whole) // w)
+    if num_whole:  # they are alike
+        total += num_whole * _piece_pairs(pattern.is_causal, phases, r, 0, w, w)
+    for a, b in ((start, min(whole, stop)), (whole + num_whole * w, stop)):
+        if a < b:
+            origin = a // w * w
+            end = min(w, seq_len - origin)
+            total += _piece_pairs(pattern.is_causal, phases, r, a - origin, b - origin, end)
+    return total
+
+
+def _piece_pairs(is_causal: bool, phases: list[int], r: int, start: int, stop: int, end: int) -> int:
+    """The same of positions start..stop-1 of a segment of `end`. Before x a phase s has x // r rows, and one more if
+    s < x mod r: heads differ only in which of these places they stand before."""
+    places = [0, *sorted(bisect_left(phases, x % r) for x in (start, stop, end)), len(phases)]
+    total = 0
+    for lo, hi in pairwise(places):
+        if lo < hi:
+            before, after, every = (rows_before(x, phases[lo], r) for x in (start, stop, end))
+            if after > before:
+                seen = (after * (after + 1) - before * (before + 1)) // 2 if is_causal else (after - before) * every
+                total += (hi - lo) * seen
+    return total
+
+
+class _Way:
+    """A rank's way out, and the same one in: messages one after the other."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware, self.free = hardware, 0.0
+
+    def carry(self, posted: float, sizes: list[int]) -> float:
+        """When the last of these is there."""
+        if not sizes:
+            return 0.0
+        self.free = max(posted, self.free) + sum(sizes) / self.hardware.bytes_per_second
+        return self.free + self.hardware.latency_seconds
+
+
+def _with_lengths(pattern: DilatedPattern, lengths: list[int]) -> DilatedPattern:
+    return DilatedPattern(
+        lengths, pattern.dilation_rates, is_causal=pattern.is_causal, phase=pattern.phase, heads=pattern.heads
+    )

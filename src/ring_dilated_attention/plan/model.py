@@ -1,0 +1,289 @@
+"""What a `LongNetLM` holds, computes and takes on a mesh of ranks, part by part. Numbers only, no torch.
+
+Ranks are data parallel times sequence parallel: each group of `sequence` ranks shares a sequence, and `data` groups
+have sequences of their own. With `shards` > 1 parameters, gradients and optimiser state are cut over so many ranks
+(FSDP2).
+
+Saved for backward, in numbers per position of a rank, where E is the width, F that of the feed-forward, H and G the
+heads and D their size:
+
+    a block            7 E + (E + 2 G D) + G D + 3 F, and H + 8 in float32 (lse; mean and deviation of four norms)
+    checkpointed       2 E, and H in float32: its input, and what `save_attention` keeps of the attention
+    the ends           2 E, and 2 + D in float32 (the last norm, the rotary table), and two int64 (tokens, labels)
+
+What is taken for a moment (`working`) is the largest of a chunk of the loss (12 bytes per logit), of the feed-forward's
+backward (a gradient of F, and of E) and of the attention's, in the last block; and, checkpointed, that block once more.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..pattern import DilatedPattern
+from .clock import Hardware, model_step
+from .lockstep import Bounds, Lockstep, why_not
+from .memory import AttentionMemory, Sizes, Traits, attention_memory
+from .planner import make_plan
+from .sharding import default_lengths, make_shards
+from .totals import pairs
+
+ACTIVATIONS = ("kept", "checkpointed", "offloaded")
+LOSS_CHUNK_LOGITS, LOSS_CHUNK_ROWS = 2**20, 1024  # as in models/longnet.py, and tested to be
+BYTES_PER_LOGIT = 12
+FLOAT = 4
+# Ranks of which every one is timed; of more the figures are closed forms, or none.
+MOST_TIMED = 32
+
+
+class Mesh(NamedTuple):
+    """data x sequence ranks; parameters, gradients and optimiser state are cut over `shards` of them."""
+
+    data: int = 1
+    sequence: int = 1
+    shards: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data * self.sequence
+
+    def __str__(self) -> str:
+        return f"{self.data}x{self.sequence}" + (f"x{self.shards}" if self.shards > 1 else "")
+
+
+class Shape(NamedTuple):
+    """Of the model. Parameters and their gradients have param_itemsize bytes, activations itemsize."""
+
+    num_layers: int
+    embed_dim: int
+    ffn_dim: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    itemsize: int = 4
+    param_itemsize: int = 4
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @property
+    def kv_dim(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def block_matrices(self) -> int:
+        """Entries of the matrices of one block."""
+        e, f = self.embed_dim, self.ffn_dim
+        return (e + 2 * self.kv_dim) * e + e * e + 2 * e * f
+
+    @property
+    def block_parameters(self) -> int:
+        e, f = self.embed_dim, self.ffn_dim
+        biases = (e + 2 * self.kv_dim) + e + f + e
+        norms = 2 * (3 * e + f)
+        return self.block_matrices + biases + norms
+
+    @property
+    def num_parameters(self) -> int:
+        ends = 2 * self.vocab_size * self.embed_dim + 2 * self.embed_dim
+        return self.num_layers * self.block_parameters + ends
+
+
+@dataclass(frozen=True)
+class ModelJob:
+    """A model, its pattern and what is trained with it. batch: sequences of each data-parallel group."""
+
+    shape: Shape
+    pattern: DilatedPattern
+    seq_len: int
+    batch: int
+    mesh: Mesh
+    sharding: str = "contiguous"
+    num_threads: int = 1
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.batch, self.shape.head_dim, self.shape.itemsize, self.num_threads)
+
+    @property
+    def rows(self) -> int:
+        """Positions times batch of the rank that has most."""
+        return self.batch * -(-self.seq_len // self.mesh.sequence)
+
+
+class ModelMemory(NamedTuple):
+    """Bytes of one rank. host: what offloading keeps there."""
+
+    parameters: int
+    gradients: int
+    optimiser: int
+    activations: int
+    working: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self[:5])
+
+
+def model_memory(job: ModelJob, activations: str, traits: Traits) -> ModelMemory:
+    """The rank that holds most, at the largest moment of a step.
+
+    Args:
+        activations: one of ACTIVATIONS. Offloaded ones are checkpointed, and lie in the host's memory but for the block
+            at hand and the next.
+    """
+    shape, mesh = job.shape, job.mesh
+    cut = -(-shape.num_parameters // mesh.shards)
+    parameters, gradients = cut * shape.param_itemsize, cut * shape.param_itemsize
+    optimiser = 2 * cut * FLOAT + (cut * FLOAT if shape.param_itemsize < FLOAT else 0)  # 16-bit ones have a wide copy
+    block, ends, rest = _saved_of_block(shape), _saved_at_ends(shape), _saved_of_checkpoint(shape)
+    is_again = activations != "kept"
+    each = rest if is_again else block
+    held = min(2, shape.num_layers) if activations == "offloaded" else shape.num_layers
+    saved = job.rows * (held * each + ends)
+    host = job.rows * (shape.num_layers - held) * each
+    working = _working(job, traits, job.rows * (block - rest) if is_again else 0)
+    if mesh.shards > 1:  # the block at hand and the next one, whole, and the gradients of one
+        working += 3 * shape.block_parameters * shape.itemsize
+    elif shape.itemsize < shape.param_itemsize:
+        working += shape.num_parameters * shape.itemsize  # weights cast once a step
+    return ModelMemory(parameters, gradients, optimiser, saved, working, host)
+
+
+def _saved_of_block(shape: Shape) -> int:
+    """Bytes for each position."""
+    e, kv, f = shape.embed_dim, shape.kv_dim, shape.ffn_dim
+    numbers = 7 * e + (e + 2 * kv) + kv + 3 * f
+    return numbers * shape.itemsize + (shape.num_heads + 8) * FLOAT
+
+
+def _saved_of_checkpoint(shape: Shape) -> int:
+    return 2 * shape.embed_dim * shape.itemsize + shape.num_heads * FLOAT
+
+
+def _saved_at_ends(shape: Shape) -> int:
+    return 2 * shape.embed_dim * shape.itemsize + (2 + shape.head_dim) * FLOAT + 16
+
+
+def _working(job: ModelJob, traits: Traits, again: int) -> int:
+    """The most that the backward of the loss and of the last block takes beside what the forward saved.
+
+    again: of what is computed once more of a block.
+    """
+    shape = job.shape
+    row, wide = shape.embed_dim * shape.itemsize, shape.ffn_dim * shape.itemsize
+    attention = attention_of(job, traits).forward_backward
+    given = {"query", "key", "value", "out", "lse"}
+    beside = sum(item.num_bytes for item in attention.items if item.name.removesuffix(", own rows") not in given)
+    chunk = min(job.rows, max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // shape.vocab_size))
+    loss = chunk * shape.vocab_size * BYTES_PER_LOGIT + (job.rows - chunk) * row
+    # The gradient of the residual stream is there, and 2 E of the ends are gone; at the attention's turn 3 F and 3 E of
+    # the block too.
+    feed_forward = job.rows * (wide + row - 2 * row) + again
+    in_attention = beside + job.rows * (row - 5 * row - 3 * wide) + again
+    return max(loss, feed_forward, in_attention, 0)
+
+
+def attention_of(job: ModelJob, traits: Traits) -> AttentionMemory:
+    """Of one attention call on a rank that holds most."""
+    shape, ranks = job.shape, job.mesh.sequence
+    heads = (shape.num_heads, shape.num_kv_heads)
+    if why_not(job.pattern, job.seq_len, ranks, job.sharding, None) is None:
+        return Lockstep(job.pattern, job.seq_len, ranks, *heads, job.sizes).memory(traits)
+    shards = make_shards(job.sharding, default_lengths(job.sharding, job.seq_len, ranks))
+    plans = [make_plan(job.pattern, shards, rank, *heads) for rank in sorted({0, ranks // 2, ranks - 1})]
+    return max((attention_memory(p, job.sizes, traits) for p in plans), key=lambda x: x.forward_backward.num_bytes)
+
+
+class StepParts(NamedTuple):
+    """Seconds of a step, by what they go to. least and most differ where attention is between bounds.
+
+    matrices: the products with weights. attention: of all layers, waits included. gradients: their sum over ranks,
+    hidden by nothing.
+    """
+
+    matrices: float
+    attention: Bounds
+    gradients: float
+
+    @property
+    def bounds(self) -> Bounds:
+        others = self.matrices + self.gradients
+        return Bounds(others + self.attention.least, others + self.attention.most)
+
+
+def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts:
+    """One step of all ranks: forward, backward and the sum of gradients; the optimiser's own work is not counted."""
+    shape = job.shape
+    times = 3 if activations == "kept" else 4  # forward, and backward twice as much; forward again
+    products = 2 * job.rows * (times * shape.num_layers * shape.block_matrices + 3 * shape.vocab_size * shape.embed_dim)
+    attention = attention_seconds(job, hardware)
+    ranks = job.mesh.num_ranks
+    size = shape.num_parameters * shape.param_itemsize
+    passes = 3 if job.mesh.shards > 1 else 2  # scatter and gather; sharded weights are gathered twice
+    sum_seconds = passes * (ranks - 1) / ranks * size / hardware.bytes_per_second if ranks > 1 else 0.0
+    layers = Bounds(shape.num_layers * attention.least, shape.num_layers * attention.most)
+    return StepParts(products / hardware.flops_per_second, layers, sum_seconds)
+
+
+def attention_seconds(job: ModelJob, hardware: Hardware) -> Bounds:
+    """Of one layer, forward and backward."""
+    shape, ranks = job.shape, job.mesh.sequence
+    heads = (shape.num_heads, shape.num_kv_heads)
+    if ranks <= MOST_TIMED:
+        shards = make_shards(job.sharding, default_lengths(job.sharding, job.seq_len, ranks))
+        plans = [make_plan(job.pattern, shards, rank, *heads) for rank in range(ranks)]
+        seconds = model_step(plans, job.sizes, hardware).step_seconds
+        return Bounds(seconds, seconds)
+    if why_not(job.pattern, job.seq_len, ranks, job.sharding, None) is None:
+        return Lockstep(job.pattern, job.seq_len, ranks, *heads, job.sizes).step_seconds(hardware)
+    work = 14 * shape.head_dim * job.batch * pairs(job.pattern, job.seq_len, shape.num_heads) / ranks
+    return Bounds(work / hardware.flops_per_second, float("inf"))
+
+
+def flops_of_step(job: ModelJob) -> int:
+    """Useful ones, of all ranks: 6 for each entry of a matrix and position, 14 D for each pair."""
+    shape, tokens = job.shape, job.batch * job.mesh.data * job.seq_len
+    matrices = shape.num_layers * shape.block_matrices + shape.vocab_size * shape.embed_dim
+    attention = 14 * shape.head_dim * pairs(job.pattern, job.seq_len, shape.num_heads) * job.batch * job.mesh.data
+    return 6 * tokens * matrices + shape.num_layers * attention
+
+
+def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> int:
+    """Positions, a multiple of 1,024 for each rank of a sequence (or fewer than that), at which memory suffices; 0 if
+    none do. Longer sequences hold more, so halving finds it."""
+    unit = 1024 * job.mesh.sequence
+
+    def fits(count: int) -> bool:
+        return model_memory(_of_length(job, count * unit), activations, traits).total <= num_bytes
+
+    if not fits(1):
+        return 0
+    least, most = 1, 2
+    while fits(most) and most < 2**24:
+        least, most = most, 2 * most
+    while most - least > max(1, least // 256):
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least * unit
+
+
+def fewest_ranks(job: ModelJob, activations: str, traits: Traits, num_bytes: int, most: int = 65_536) -> int | None:
+    """Sequence-parallel ranks (powers of two) on which the length fits, or None up to `most`. A cut over as many ranks
+    as the job's mesh has stays; one over all ranks of the sequence grows with them."""
+    ranks = 1
+    while ranks <= min(most, job.seq_len):
+        shards = ranks * job.mesh.data if job.mesh.shards > 1 else 1
+        mesh = Mesh(job.mesh.data, ranks, shards)
+        if model_memory(_on(job, mesh), activations, traits).total <= num_bytes:
+            return ranks
+        ranks *= 2
+    return None
+
+
+def _of_length(job: ModelJob, seq_len: int) -> ModelJob:
+    return ModelJob(job.shape, job.pattern, seq_len, job.batch, job.mesh, job.sharding, job.num_threads)
+
+
+def _on(job: ModelJob, mesh: Mesh) -> ModelJob:
+    return ModelJob(job.shape, job.pattern, job.seq_len, job.batch, mesh, job.sharding, job.num_threads)

@@ -1,0 +1,129 @@
+"""Which pattern for a length and a budget, and what each would do. Pure integers but for shares, no torch.
+
+The rule: branches of LongNet's form, segment lengths w_0 * a**i and rates a**i up to the whole length, for ratios a of
+2, 4 and 8, and two branches alone (near everything, far one row in r). For each ratio w_0 is the largest power of two
+with which the pairs stay in the budget. So near keys are dense and far ones thin out, at one price in pairs.
+
+What a stack of layers can carry is not estimated but followed: from a query back through the branches, layer by layer,
+which positions it can have heard of (`reach`). Heads are mixed between layers, so a layer has the phases of all heads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from ..pattern import DilatedPattern
+from .totals import pairs
+
+RATIOS = (2, 4, 8)
+SHORTEST = 64
+# Longer sequences are followed over this many positions of them, which is no more than any layer's work in bytes.
+MOST_FOLLOWED = 2**22
+QUERIES = 4
+
+
+class Suggestion(NamedTuple):
+    """A pattern, and what was the rule for it."""
+
+    pattern: DilatedPattern
+    rule: str
+
+
+class Reach(NamedTuple):
+    """How far a stack carries.
+
+    shares: after each layer, the share of positions that the worst of some queries has heard of, of those that it may.
+    num_followed: positions of the sequence that was followed; shorter than the asked one where that is too long.
+    """
+
+    shares: tuple[float, ...]
+    num_followed: int
+
+    def layers_for(self, share: float) -> int | None:
+        """After how many layers at least so much is in reach, or None."""
+        return next((i + 1 for i, reached in enumerate(self.shares) if reached >= share), None)
+
+
+def suggestions(seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool) -> list[Suggestion]:
+    """The patterns of the rule whose pairs, over all heads, are at most `most_pairs`; those with most pairs first."""
+    found: dict[DilatedPattern, Suggestion] = {}
+    rules = [*((_longnet(ratio), f"LongNet's rule, ratio {ratio}") for ratio in RATIOS), (_two, "two branches")]
+    for make, rule in rules:
+        lengths = [SHORTEST * 2**k for k in range(seq_len.bit_length()) if SHORTEST * 2**k < seq_len]
+        for first in reversed(lengths):
+            pattern = make(first, seq_len, is_causal)
+            if pairs(pattern, seq_len, num_heads) <= most_pairs:
+                found.setdefault(pattern, Suggestion(pattern, rule))
+                break
+    if pairs(DilatedPattern.dense(is_causal=is_causal), seq_len, num_heads) <= most_pairs:
+        return [Suggestion(DilatedPattern.dense(is_causal=is_causal), "the budget allows dense attention")]
+    return sorted(found.values(), key=lambda x: -pairs(x.pattern, seq_len, num_heads))
+
+
+def _longnet(ratio: int) -> Callable[[int, int, bool], DilatedPattern]:
+    def make(first: int, seq_len: int, is_causal: bool) -> DilatedPattern:
+        return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
+
+    return make
+
+
+def _two(first: int, seq_len: int, is_causal: bool) -> DilatedPattern:
+    """As many rows of the whole sequence as of a near segment."""
+    return DilatedPattern((first, seq_len), (1, -(-seq_len // first)), is_causal=is_causal)
+
+
+def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int) -> Reach:
+    """Follow some queries back through the layers."""
+    n = min(seq_len, MOST_FOLLOWED)
+    groups = list(_groups(pattern, n, num_heads))
+    # The last query, and some that stand at odd places of all segments.
+    queries = sorted({n - 1, *(n - 1 - (i * n) // (2 * QUERIES) - 3 * i for i in range(1, QUERIES))} & set(range(n)))
+    shares = [1.0] * num_layers
+    for query in queries:
+        heard = bytearray(n)
+        heard[query] = 1
+        may = query + 1 if pattern.is_causal else n
+        for layer in range(num_layers):
+            before = bytes(heard)
+            for rows in groups:
+                part = before[rows]
+                last = part.rfind(1)
+                if last >= 0:
+                    seen = last + 1 if pattern.is_causal else len(part)
+                    heard[rows] = b"\1" * seen + heard[rows][seen:]
+            shares[layer] = min(shares[layer], heard.count(1) / may)
+            if heard.count(1) == may:
+                break
+    return Reach(tuple(shares), n)
+
+
+def _groups(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[slice]:
+    """Rows that see each other: of every segment, each phase that some head reads."""
+    for branch, (w, r) in enumerate(pattern.branches):
+        phases = {pattern.phase_of(branch, head, num_heads) for head in pattern.heads_of(branch, num_heads)}
+        for origin in range(0, n, w):
+            end = min(origin + w, n)
+            for phase in phases:
+                if phase is not None and origin + phase < end:
+                    yield slice(origin + phase, end, r)
+
+
+def unread_phases(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, int]]:
+    """For each branch how many phases no head reads, and how many there are."""
+    found = []
+    for branch, (w, r) in enumerate(pattern.branches):
+        read = {pattern.phase_of(branch, head, num_heads) for head in pattern.heads_of(branch, num_heads)}
+        there = min(w, r)
+        found.append((there - len({x for x in read if x is not None and x < there}), there))
+    return found
+
+
+def cache_rows(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int) -> int:
+    """Rows of all key/value heads that decoding at the end of the sequence keeps: of each branch the segment at hand,
+    in the phases that the query heads of a key/value head read."""
+    ratio, total = num_heads // num_kv_heads, 0
+    for branch, (w, r) in enumerate(pattern.branches):
+        for kv_head in range(num_kv_heads):
+            heads: Sequence[int] = range(kv_head * ratio, (kv_head + 1) * ratio)
+            phases = {pattern.phase_of(branch, head, num_heads) for head in heads} - {None}
+            total += len(phases) * -(-min(w, seq_len) // r)
+    return total

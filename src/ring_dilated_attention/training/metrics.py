@@ -1,0 +1,118 @@
+"""metrics.jsonl: a line for each step, written as the run goes; and the same for TensorBoard, if it is asked for.
+
+    {"run": "<its name>"}
+    {"step": 1, "loss": 5.54, "bits_per_byte": 8.0, "seconds": 0.9, "tokens_per_second": 36408.9,
+     "waited_seconds": [0.01, 0.02], "resident_bytes": [412000000, 411000000]}
+
+The two lists have an entry for each rank. Waited is the time in which a rank did nothing but wait for messages of the
+attention and its handshakes; the sum of gradients, which torch does by itself, is not in it.
+"""
+
+import json
+import math
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from .files import write_whole
+
+METRICS_FILE, TENSORBOARD_FOLDER = "metrics.jsonl", "tensorboard"
+
+
+class Step(NamedTuple):
+    """One step, as all ranks saw it."""
+
+    step: int
+    bits_per_byte: float
+    seconds: float
+    tokens: int
+    waited_seconds: list[float]
+    resident_bytes: list[int]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "loss": self.bits_per_byte * math.log(2),
+            "bits_per_byte": self.bits_per_byte,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens / self.seconds,
+            "waited_seconds": self.waited_seconds,
+            "resident_bytes": self.resident_bytes,
+        }
+
+
+class Metrics:
+    """Of one run; nothing on other ranks than the first.
+
+    Raises:
+        ValueError: if a file of another run, or of somebody else, is in the way.
+    """
+
+    def __init__(self, folder: Path, run: str, step: int, rank: int, *, tensorboard: bool = False) -> None:
+        self._file, self._writer = None, None
+        self._folder = folder
+        if rank != 0:
+            return
+        path = folder / METRICS_FILE
+        kept = lines_before(path, run, step) if path.exists() else [json.dumps({"run": run})]
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(f"{line}\n" for line in kept).encode(), partial(is_of, run=run), "this run")
+        self._file = path.open("a")
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=step + 1)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            if error is not None and not any(self._folder.glob("checkpoint-*")):  # of a run that left nothing
+                (self._folder / METRICS_FILE).unlink(missing_ok=True)
+        if self._writer is not None:
+            self._writer.close()
+
+    def add(self, step: Step) -> None:
+        if self._file is None:
+            return
+        row = step.as_json()
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for name in ("bits_per_byte", "loss", "tokens_per_second"):
+                self._writer.add_scalar(name, row[name], step.step)
+            self._writer.add_scalar("waited_seconds/most", max(step.waited_seconds), step.step)
+            self._writer.add_scalar("resident_bytes/most", max(step.resident_bytes), step.step)
+
+
+def is_of(content: bytes, run: str) -> bool:
+    """Whether a file is that of a run."""
+    return _parsed(content.decode(errors="replace").partition("\n")[0]).get("run") == run
+
+
+def lines_before(path: Path, run: str, step: int) -> list[str]:
+    """The lines of a run up to a step, from which it goes on; a line that was cut off by the end of a run is none."""
+    content = path.read_bytes()
+    lines = content.decode(errors="replace").splitlines()
+    if not is_of(content, run):
+        raise ValueError(f"{path} was not made by this run, and nothing is written over it. Move it away.")
+    return lines[:1] + [line for line in lines[1:] if 1 <= _parsed(line).get("step", 0) <= step]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def check_tensorboard() -> None:
+    if find_spec("tensorboard") is None:
+        raise ValueError("--tensorboard needs its package: pip install tensorboard. Without it there is metrics.jsonl")

@@ -1,0 +1,109 @@
+"""The doctor: what it measures, what it finds wrong, and a rank that does not come."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from ring_dilated_attention.commands import cli, doctor, doctor_facts, doctor_ranks
+from ring_dilated_attention.commands.hardware import machine_of
+
+
+def test_two_ranks_are_examined_and_a_plan_reads_it(tmp_path, capsys):
+    file = tmp_path / "here.toml"
+    code = cli.main(["doctor", "--ranks", "2", "--run-folder", str(tmp_path), "--save", str(file), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (1 if found["to_mend"] else 0)
+    assert [one["rank"] for one in found["ranks"]] == [0, 1]
+    assert found["ranks"][0]["agreement"]["passed"]
+    assert machine_of(str(file)).hardware.flops_per_second == pytest.approx(found["hardware"]["flops_per_second"])
+    argv = ["plan", "--seq-len", "4Ki", "--ranks", "2", "--segment-lengths", "4Ki", "--dilation-rates", "1"]
+    assert cli.main([*argv, "--hardware", str(file)]) == 0
+    assert "rda doctor on 2 ranks" in capsys.readouterr().out
+
+
+def one(rank, **more):
+    fine = {
+        "rank": rank, "host": f"h{rank}", "versions": {"torch": "2.13.0"}, "harmful": {}, "matter": {},
+        "interfaces": ["eth0", "lo"], "backends": {"cpu": None}, "folder": {"path": "/x", "free_bytes": 10**12},
+        "clock": 0.0, "agreement": {"passed": True, "quantity": "dq", "error": 1.0, "tolerance": 1e-6},
+        "links": {"large": {"1": 1.0, "2": 1.0, "3": 1.0}},
+    }  # fmt: skip
+    return fine | more
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"versions": {"torch": "2.12.0"}}, "torch differs: 2.13.0 on ranks 0, 1, 2; 2.12.0 on ranks 3"),
+        ({"matter": {"GLOO_SOCKET_IFNAME": "ib0"}}, "GLOO_SOCKET_IFNAME=ib0 is no interface of host h3: eth0, lo"),
+        ({"folder": {"path": "/x", "free_bytes": 10}}, "/x has 10.0 B left"),
+        ({"folder": {"path": "/x", "failure": "read-only"}}, "nothing can be written to /x: read-only"),
+        ({"clock": 9.0}, "clocks are 9.0 s apart"),
+        ({"backends": {"cpu": "no"}}, "no backend can serve"),
+        ({"links": {"large": {"1": 9.0, "2": 1.0, "3": 1.0}}}, "ranks 3 and 0 reach"),
+    ],
+)
+def test_what_is_wrong_is_said(fault, said):
+    assert doctor.to_mend([one(k) for k in range(4)]) == []
+    [problem] = doctor.to_mend([*(one(k) for k in range(3)), one(3, **fault)])
+    assert said in problem
+
+
+def test_wrong_results_come_first():
+    bad = {"passed": False, "quantity": "dq", "error": 1.0, "tolerance": 1e-6}
+    problems = doctor.to_mend([one(0, agreement=bad, clock=5.0), one(1, agreement=bad)])
+    assert problems[0].startswith("dq is off by 1.0e+00")
+    assert len(problems) == 2
+
+
+def test_obsolete_variables_are_named():
+    found = doctor_facts.harmful({"NCCL_TREE_THRESHOLD": "0", "NCCL_P2P_DISABLE": "0", "TRITON_INTERPRET": "1"})
+    assert set(found) == {"NCCL_TREE_THRESHOLD", "TRITON_INTERPRET"}
+
+
+@pytest.mark.parametrize(
+    ("card", "advice"), [(None, "float32"), ([6, 0], "float32: Pascal"), ([7, 0], "float16"), ([9, 0], "bfloat16")]
+)
+def test_the_dtype_for_a_card(card, advice):
+    assert doctor_facts.dtype_advice(None if card is None else {"capability": card}).startswith(advice)
+
+
+def test_a_message_that_is_no_slower_when_it_is_large():
+    """Catches a bandwidth of a petabyte on a machine that others use."""
+    rates = {"flops_per_second": 1.0, "backward_flops_per_second": 1.0, "call_seconds": 0.0, "around_seconds": 0.0}
+    links = {"small": {"1": 0.01}, "large": {"1": 0.01}, "handshake_seconds": 0.0}
+    found = doctor_ranks.hardware_of([{"rates": rates, "links": links}])
+    assert found.bytes_per_second == doctor_ranks.LARGE / 0.01
+
+
+def test_a_rank_that_does_not_join_is_named():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "doctor", "--timeout", "2"]
+    ended = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "2 of 3 ranks did not join within 2 s: 1, 2" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["--ranks", "0"], {}, "--ranks must be at least 1"),
+        (["--timeout", "0"], {}, "--timeout must be from 0"),
+        ([], {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "need MASTER_ADDR and MASTER_PORT to meet"),
+        (["--ranks", "2"], {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "leave --ranks"),
+    ],
+)
+def test_bad_requests_are_refused(arguments, environment, message, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""Numbers as people write and read them."""
+
+import argparse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import record
+from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands.numbers import BINARY, DECIMAL, amount, count, scaled, time_text
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("131072", 131_072), ("131,072", 131_072), ("131_072", 131_072), ("64Ki", 65_536), ("64ki", 65_536),
+     ("1M", 1_000_000), ("1.5k", 1500), ("1e6", 1_000_000), ("2 Gi", 2**31), ("0", 0), ("-3", -3)],
+)  # fmt: skip
+def test_a_count_is_what_was_meant(text, number):
+    assert count(text) == number
+
+
+@given(st.integers(1, 10**6), st.sampled_from(sorted((DECIMAL | BINARY).items())))
+def test_units_multiply(number, unit):
+    """Catches floats in between: 2^40 times a million is not one."""
+    assert count(f"{number}{unit[0]}") == number * unit[1]
+
+
+@pytest.mark.parametrize("text", ["", "M", "1.5", "12x", "1 2", "64KiB", "1e-3", "inf"])
+def test_what_is_no_count_is_quoted(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"thousands"):
+        count(text)
+
+
+def test_amounts():
+    assert [amount(x) for x in ("1e11", "500T", "2.5e-5")] == [1e11, 5e14, 2.5e-5]
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [(scaled(1.657e9, "B"), "1.66 GB"), (scaled(12, "B"), "12.0 B"), (scaled(999.6e9, "B"), "1,000 GB"),
+     (scaled(0, "B"), "0 B"), (scaled(98.95e13, "FLOP/s"), "990 TFLOP/s"), (scaled(0.5, "B"), "0.500 B"),
+     (time_text(90), "1.5 min"), (time_text(3.2e-5), "32 µs"), (time_text(86400 * 12.34), "12.3 days"),
+     (time_text(1e12), "31,688 years"), (time_text(0), "0 s")],
+)  # fmt: skip
+def test_quantities_are_shown_with_their_unit(found, text):
+    assert found == text
+
+
+def test_commands_take_them(capsys):
+    argv = ["plan", "--seq-len", "4Ki", "--segment-lengths", "1,024", "--dilation-rates", "1", "--ranks", "2"]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "work, GFLOP" in out
+    assert "peak, MB" in out
+    assert "|" not in out
+    with pytest.raises(SystemExit):
+        cli.main(["slice", "--seq-len", "1.5"])
+    assert "'1.5' is 1.5, not a whole number" in capsys.readouterr().err
+
+
+def test_a_table_of_the_page_becomes_one_of_a_terminal():
+    text = "A heading.\n\n" + record.markdown(("name", "time, s"), [("long name", "1.5"), ("b", "22.0")])
+    assert record.for_terminal(text).splitlines() == [
+        "A heading.", "", "name       time, s", "long name      1.5", "b             22.0"
+    ]  # fmt: skip

@@ -1,0 +1,223 @@
+"""A whole model, planned: parameters, what is saved, mesh and time; hardware files; and the alternatives."""
+
+import json
+
+import pytest
+import torch
+
+from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands.hardware import PRESETS, Machine, as_toml, machine_of
+from ring_dilated_attention.kernels.traits import TRAITS
+from ring_dilated_attention.models import longnet
+from ring_dilated_attention.models.config import LongNetConfig
+from ring_dilated_attention.models.longnet import LongNetLM
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan import model as planned
+from ring_dilated_attention.plan.alternatives import Job, advice, alternatives, recommended
+from ring_dilated_attention.plan.clock import Hardware
+from ring_dilated_attention.plan.memory import Sizes
+from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape, model_memory
+
+SMALL = dict(num_layers=3, embed_dim=48, num_heads=4, num_kv_heads=2, ffn_dim=80)
+
+
+def job_of(fields, n, mesh=None):
+    config = LongNetConfig((64, n), (1, 4), **fields)
+    kv_heads = config.num_kv_heads or config.num_heads
+    shape = Shape(
+        config.num_layers, config.embed_dim, config.ffn_dim or 4 * config.embed_dim, 256, config.num_heads, kv_heads
+    )
+    return config, ModelJob(shape, config.pattern, n, 1, mesh or Mesh())
+
+
+@pytest.mark.parametrize("fields", [SMALL, dict(num_layers=1, embed_dim=32, num_heads=4)])
+def test_parameters_are_the_models(fields):
+    config, job = job_of(fields, 512)
+    assert job.shape.num_parameters == sum(x.numel() for x in LongNetLM(config).parameters())
+    block = LongNetLM(config).blocks[0]
+    assert job.shape.block_parameters == sum(x.numel() for x in block.parameters())
+
+
+def test_the_loss_is_cut_as_in_the_model():
+    assert planned.LOSS_CHUNK_LOGITS == longnet.LOSS_CHUNK_LOGITS
+    assert planned.LOSS_CHUNK_ROWS == longnet.LOSS_CHUNK_ROWS
+
+
+@pytest.mark.parametrize("fields", [SMALL, dict(num_layers=2, embed_dim=32, num_heads=4)])
+def test_activations_are_what_autograd_saves(fields):
+    """Catches a tensor of a block that is forgotten, or counted twice. Storages, each once."""
+    n = 1024
+    config, job = job_of(fields, n)
+    model = LongNetLM(config)
+    known = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    saved, kept = {}, []
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+            kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model.loss(torch.randint(256, (1, n)))
+    found = model_memory(job, "kept", TRAITS["cpu"]).activations
+    assert found == pytest.approx(sum(saved.values()), rel=0.01)
+
+
+def test_a_mesh_cuts_what_it_should():
+    _, one = job_of(SMALL, 4096)
+    _, four = job_of(SMALL, 4096, Mesh(2, 4, 8))
+    a, b = (model_memory(job, "kept", TRAITS["cpu"]) for job in (one, four))
+    assert b.parameters == -(-a.parameters // 8)
+    assert b.optimiser == 2 * b.parameters
+    assert b.activations == pytest.approx(a.activations / 4)
+    offloaded = model_memory(one, "offloaded", TRAITS["cpu"])
+    checkpointed = model_memory(one, "checkpointed", TRAITS["cpu"])
+    assert offloaded.activations + offloaded.host == checkpointed.activations < a.activations
+
+
+def test_what_fits_is_the_border():
+    """One unit more does not fit; nor do half the ranks."""
+    _, job = job_of(SMALL, 2**16, Mesh(1, 2))
+    memory = model_memory(job, "kept", TRAITS["cpu"]).total
+    longest = planned.longest_sequence(job, "kept", TRAITS["cpu"], memory)
+    assert longest == 2**16
+    assert planned.fewest_ranks(job, "kept", TRAITS["cpu"], memory) == 2
+    assert planned.fewest_ranks(job, "kept", TRAITS["cpu"], 1000) is None
+    assert planned.longest_sequence(job, "kept", TRAITS["cpu"], 1000) == 0
+
+
+MODEL = ["plan", "--layers", "2", "--embed-dim", "64", "--heads", "4", "--seq-len", "4Ki", "--causal"]
+MODEL += ["--segment-lengths", "256", "4Ki", "--dilation-rates", "1", "8"]
+
+
+def test_the_command_plans_a_model(capsys):
+    argv = [*MODEL, "--mesh", "2x2", "--flops", "1T", "--bandwidth", "1G", "--tokens", "1e9", "--memory", "1G"]
+    assert cli.main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    kept = found["memory"]["kept"]
+    assert kept["fits"] is True
+    assert kept["total"] == sum(kept[x] for x in ("parameters", "gradients", "optimiser", "activations", "working"))
+    seconds = kept["step"]["seconds"][0]
+    assert found["tokens_per_step"] == 2 * 4096
+    assert kept["training_seconds"][0] == pytest.approx(1e9 / 8192 * seconds)
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    for words in ("a rank holds", "assumed of each rank: 1.00 TFLOP/s", "longest sequence", "tokens/s"):
+        assert words in out
+
+
+def test_memory_too_small_says_what_would_do(capsys):
+    assert cli.main([*MODEL, "--memory", "4M"]) == 0
+    assert "it does not fit; " in capsys.readouterr().out
+    assert cli.main([*MODEL, "--memory", "1K"]) == 0
+    assert "it does not fit on any number of ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": 64}, "lacks num_hidden_layers or n_layer or num_layers"),
+        ({"hidden_size": 64, "n_layer": -1, "vocab_size": 9, "n_head": 4}, "layers = -1 must be of integers"),
+        ([1], "holds no object"),
+    ],
+)
+def test_configs_that_do_not_serve(config, message, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    argv = ["plan", "--config", str(path), "--seq-len", "512", "--segment-lengths", "64", "--dilation-rates", "1"]
+    assert cli.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_gives_the_sizes(tmp_path, capsys):
+    fields = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 1000, "num_attention_heads": 4}
+    fields |= {"num_key_value_heads": 2, "intermediate_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    argv = ["plan", "--config", str(tmp_path), "--seq-len", "512", "--segment-lengths", "64", "--dilation-rates", "1"]
+    assert cli.main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_parameters"] == Shape(3, 64, 100, 1000, 4, 2).num_parameters
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--mesh", "2x3", "--ranks", "8"], "--mesh 2x3 has 2 * 3 = 6 ranks, and --ranks is 8"),
+        (["--mesh", "8"], "--mesh 8 is not DATAxSEQUENCE"),
+        (["--mesh", "2x4x3"], "8 ranks do not divide into groups of 3"),
+        (["--mesh", "1x8192"], "4,096 would own nothing"),
+        (["--memory", "0"], "--memory must be at least 1"),
+        (["--hardware", "h200"], "--hardware h200 is no file and no preset; presets are a100-nvlink"),
+    ],
+)
+def test_bad_meshes_are_refused(more, message, capsys):
+    assert cli.main([*MODEL, *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_hardware_files_come_back(tmp_path):
+    machine = Machine(Hardware(1.5e11, 2e9, 3e-4, 1.2e11, 1e-5, 2e-3), 4, 10**10, 'measured on "this"')
+    path = tmp_path / "here.toml"
+    path.write_text(as_toml(machine, ["a note"]))
+    assert machine_of(str(path)) == machine._replace(source="measured on 'this'")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("flops_per_second = 1e12", "has no table [hardware]"),
+        ("[hardware]\nflops_per_second = 1e12", "lacks bytes_per_second"),
+        ("[hardware]\nflops_per_second = 500\nbytes_per_second = 1e9", "500 seems to be in another unit"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = -1e9", "-1e+09 must be positive"),
+        ('[hardware]\nflops_per_second = 1e12\nbytes_per_second = "50 GB/s"', "must be a plain number of bytes"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 25", "another unit"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nspeed = 25", "speed is unknown"),
+        ("[hardware", "cannot be read"),
+    ],
+)
+def test_hardware_files_that_cannot_be(content, message, tmp_path):
+    path = tmp_path / "here.toml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r".") as refused:
+        machine_of(str(path))
+    assert message in str(refused.value)
+
+
+def test_presets_name_their_source():
+    assert all("arXiv" in machine.source for machine in PRESETS.values())
+
+
+def test_alternatives_are_ordered_by_their_figures():
+    job = Job(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
+    slow = Hardware(1e12, 1e8, 1e-5)
+    found = alternatives(job, slow, TRAITS["cpu"])
+    assert len(found) == 2 * 7
+    best, reason = recommended(found, None)
+    assert best is not None
+    assert best.function == "dilated"
+    assert best.step_seconds <= 1.02 * min(x.step_seconds for x in found if x.function == "dilated")
+    assert reason
+    said = advice(job, best, slow)
+    assert said is not None
+    assert said.startswith("bound by communication")
+    assert "at rate 16 instead of 4" in said
+    fast = Hardware(1e9, 1e12)
+    best, _ = recommended(alternatives(job, fast, TRAITS["cpu"]), None)
+    assert best is not None
+    assert advice(job, best, fast) is None
+    none, why = recommended(found, 1000)
+    assert none is None
+    assert why.startswith("none fits")
+
+
+def test_the_command_compares(capsys):
+    argv = ["plan", "--seq-len", "4Ki", "--segment-lengths", "4Ki", "--dilation-rates", "1", "--heads", "2"]
+    argv += ["--alternatives", "--flops", "1T", "--bandwidth", "1G"]
+    assert cli.main([*argv, "--ranks", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "not possible: dilated all-to-all" in out
+    assert "recommended: " in out
+    assert cli.main([*argv[:-4], "--ranks", "3"]) == 2
+    assert cli.main([*argv, "--ranks", "128"]) == 2
+    assert "--alternatives plans every rank of every way" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""Suggestions keep the budget, and what is said of them is the definition's."""
+
+import json
+
+import pytest
+
+from ring_dilated_attention.commands import cli
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.suggest import cache_rows, reach, suggestions, unread_phases
+from ring_dilated_attention.plan.totals import pairs
+from ring_dilated_attention.reference import multiplicity
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.05])
+def test_the_budget_is_kept_and_used(is_causal, share):
+    """Catches a first segment that could have been twice as long."""
+    n, heads = 16384, 4
+    most = share * pairs(DilatedPattern.dense(is_causal=is_causal), n, heads)
+    found = suggestions(n, heads, most, is_causal=is_causal)
+    assert len(found) >= 2
+    for pattern, rule in found:
+        assert pairs(pattern, n, heads) <= most
+        first = pattern.segment_lengths[0]
+        if "LongNet" in rule and 2 * first < n:
+            ratio = int(rule.split()[-1])
+            longer = DilatedPattern.longnet(n, first_length=2 * first, ratio=ratio, is_causal=is_causal)
+            assert pairs(longer, n, heads) > most
+
+
+def test_a_large_budget_is_dense_attention():
+    [one] = suggestions(4096, 2, 1e12, is_causal=True)
+    assert one.pattern == DilatedPattern.dense(is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        DilatedPattern((8, 64), (1, 8), is_causal=True),
+        DilatedPattern((8, 64), (1, 4)),
+        DilatedPattern((5, 21, 70), (1, 2, 9), is_causal=True, phase="blocked"),
+        DilatedPattern((8, 64), (2, 8), is_causal=True, heads="split"),
+    ],
+)
+def test_reach_is_powers_of_the_definition(pattern):
+    """Position by position, over all heads: what a query sees, then what those see."""
+    n, heads, layers = 67, 3, 4
+    sees = multiplicity(pattern, n, heads).sum(0) > 0
+    expected = []
+    heard = sees.new_zeros(n, n)
+    heard.fill_diagonal_(True)
+    queries = sorted({n - 1, *(n - 1 - (i * n) // 8 - 3 * i for i in range(1, 4))})
+    for _ in range(layers):
+        heard = (heard.long() @ sees.long() > 0) | heard
+        allowed = [q + 1 if pattern.is_causal else n for q in queries]
+        expected.append(min(heard[q].sum().item() / may for q, may in zip(queries, allowed, strict=True)))
+    assert reach(pattern, n, heads, layers).shares == pytest.approx(expected)
+
+
+def test_unread_phases_and_cache_by_hand():
+    pattern = DilatedPattern((8, 64), (1, 16), is_causal=True)
+    assert unread_phases(pattern, 4) == [(0, 1), (12, 16)]
+    assert cache_rows(pattern, 64, 4, 4) == 4 * 8 + 4 * 4
+    assert cache_rows(pattern, 64, 4, 1) == 8 + 4 * 4  # one head's keys, in four phases of the second branch
+    assert cache_rows(DilatedPattern.dense(is_causal=True), 64, 4, 2) == 2 * 64
+
+
+def test_the_command_explains(capsys):
+    argv = ["suggest", "--seq-len", "64Ki", "--heads", "4", "--speedup", "20", "--ranks", "4"]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    for words in ("pairs of dense's", "every key", "phases are read by no head", "decoding keeps", "in reach"):
+        assert words in out
+    assert cli.main([*argv, "--json"]) == 0
+    assert all(row["of_dense"] <= 1 / 20 for row in json.loads(capsys.readouterr().out)["suggestions"])
+    seconds = ["suggest", "--seq-len", "64Ki", "--heads", "4", "--seconds", "0.001", "--hardware", "h100-nvlink"]
+    assert cli.main(seconds) == 0
+    assert "assumed of each rank: 400 TFLOP/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--speedup", "0.5"], "--speedup must be at least 1"),
+        (["--speedup", "1e9"], "no pattern of the rule has as little as"),
+        (["--seconds", "1"], "--seconds needs --hardware"),
+        (["--speedup", "2", "--kv-heads", "3"], "cannot share 3 key/value heads"),
+        (["--speedup", "2", "--ranks", "1M"], "more than --seq-len"),
+    ],
+)
+def test_bad_budgets_are_refused(more, message, capsys):
+    assert cli.main(["suggest", "--seq-len", "4Ki", "--heads", "4", *more]) == 2
+    assert message in capsys.readouterr().err

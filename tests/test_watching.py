@@ -1,0 +1,86 @@
+"""What a run writes as it goes, and what its numbers are put beside."""
+
+import gzip
+import json
+import math
+
+import pytest
+
+from ring_dilated_attention.training.baselines import baselines, smoothed
+from ring_dilated_attention.training.data import Document
+from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics, Step, check_tensorboard
+from ring_dilated_attention.training.progress import BAR_COLUMNS, fitting
+
+
+def step(number):
+    return Step(number, 2.0, 0.5, 100, [0.1, 0.2], [10, 20])
+
+
+def written(folder):
+    return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+
+
+def test_each_step_is_there_at_once(tmp_path):
+    with Metrics(tmp_path / "new", "a", 0, 0) as metrics:
+        metrics.add(step(1))
+        first, row = written(tmp_path / "new")
+        assert first == {"run": "a"}
+        assert row["tokens_per_second"] == 200
+        assert row["loss"] == pytest.approx(2 * math.log(2))
+        assert row["waited_seconds"] == [0.1, 0.2]
+
+
+def test_a_resumed_run_goes_on_where_it_was_saved(tmp_path):
+    """Catches steps that are there twice, and a line that the end of a run cut off."""
+    with Metrics(tmp_path, "a", 0, 0) as metrics:
+        for number in range(1, 6):
+            metrics.add(step(number))
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 6, "lo')
+    with Metrics(tmp_path, "a", 3, 0) as metrics:
+        metrics.add(step(4))
+    assert [row.get("step") for row in written(tmp_path)] == [None, 1, 2, 3, 4]
+
+
+def test_other_files_are_left_alone(tmp_path):
+    (tmp_path / METRICS_FILE).write_text("mine\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl was not made by this run"):
+        Metrics(tmp_path, "a", 0, 0)
+    assert (tmp_path / METRICS_FILE).read_text() == "mine\n"
+
+
+def test_only_the_first_rank_writes(tmp_path):
+    with Metrics(tmp_path / "none", "a", 0, 1) as metrics:
+        metrics.add(step(1))
+    assert not (tmp_path / "none").exists()
+
+
+def test_tensorboard_is_asked_for_by_name(monkeypatch):
+    monkeypatch.setattr("ring_dilated_attention.training.metrics.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install tensorboard"):
+        check_tensorboard()
+
+
+def test_baselines_by_hand():
+    content = b"ab" * 512 + b"aaab" * 16  # trained on as many a as b; held out three of four are a
+    document = Document(content, "test", 64, 1)
+    found = baselines(document)
+    share = (512 + 1) / (1024 + 256)
+    assert found["unigram"] == pytest.approx(-math.log2(share))
+    assert found["gzip"] == 8 * len(gzip.compress(b"aaab" * 16, 9, mtime=0)) / 64
+
+
+def test_smoothing_keeps_length_and_lines():
+    values = [float(i) for i in range(100)]
+    assert smoothed(values) == pytest.approx(values)
+    assert smoothed([1.0]) == [1.0]
+    assert smoothed([]) == []
+    assert max(smoothed([0.0] * 50 + [1.0] + [0.0] * 49)) == pytest.approx(1 / 11)
+
+
+def test_the_bar_keeps_to_the_terminal():
+    parts = ["2.000 bits/byte", "1,000 tokens/s", "400+400 MB", "one attention: 5 MB"]
+    assert fitting(parts, 300) == ", ".join(parts)
+    for columns in range(BAR_COLUMNS + len(parts[0]), 120):
+        assert len(fitting(parts, columns)) <= columns - BAR_COLUMNS
+    assert fitting(parts, 10) == parts[0]
