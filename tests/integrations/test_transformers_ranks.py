@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, save_attention
-from ring_dilated_attention.integrations.transformers import SameSample, context_parallel
+from ring_dilated_attention.integrations.transformers import BoundedCache, SameSample, context_parallel
 from ring_dilated_attention.ranks.reduce import all_reduce
 
 LENGTHS = {"plain": 19, "short": 3}
@@ -181,7 +181,9 @@ def rank_shards_heads(rank, world_size):
             torch.testing.assert_close(grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
         assert set(model.state_dict()) == names
         with torch.no_grad():
-            assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False), written)
+            for cache in (None, BoundedCache(model)):
+                more = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 8, "do_sample": False}
+                assert torch.equal(model.generate(ids, **more), written)
     lost = make("llama", dtype=torch.float32)
     parallelize_module(lost.model.layers[0], mesh, plan)
     for linear in ("q_proj", "k_proj", "v_proj", "o_proj"):

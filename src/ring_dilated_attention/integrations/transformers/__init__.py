@@ -4,14 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .cache import BoundedCache
     from .config import register
     from .convert import convert_to_dilated
     from .ranks import context_parallel
     from .trainer import SameSample
 
-__all__ = ["SameSample", "context_parallel", "convert_to_dilated", "register"]
+__all__ = ["BoundedCache", "SameSample", "context_parallel", "convert_to_dilated", "register"]
 
-_HOME = {"SameSample": "trainer", "context_parallel": "ranks", "convert_to_dilated": "convert", "register": "config"}
+_HOME = {
+    "BoundedCache": "cache",
+    "SameSample": "trainer",
+    "context_parallel": "ranks",
+    "convert_to_dilated": "convert",
+    "register": "config",
+}
 
 
 def __getattr__(name: str) -> Any:

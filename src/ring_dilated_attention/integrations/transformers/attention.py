@@ -18,6 +18,7 @@ from ...attention import dilated_attention
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel, refuse
 from ..torch import held_heads
+from .cache import MARK, BoundedLayer
 from .config import pattern_of
 
 # What models ask of attention by keyword, and why it cannot be had. None and False do not ask.
@@ -62,11 +63,15 @@ def attend(
         pattern = pattern_of(module.config, is_causal=is_causal)
         num_heads = getattr(module.config, "num_attention_heads", query_BHMD.shape[1])
         heads = held_heads(module, query_BHMD.shape[1], num_heads) or range(num_heads)
-        _check_mask(attention_mask, num_heads, query_BHMD, key_BGSD, parallel)
+        bounded: BoundedLayer | None = getattr(key_BGSD, MARK, None)
+        if bounded is None:
+            _check_mask(attention_mask, num_heads, query_BHMD, key_BGSD, parallel)
     except ValueError as error:
         if parallel is not None:  # or the other ranks would wait for this one
             refuse(parallel.key, str(error))
         raise
+    if bounded is not None:
+        return bounded.attend(query_BHMD, key_BGSD, value_BGSD, attention_mask, heads, num_heads, scaling), None
     if attention_mask is not None and attention_mask.dim() == 3:
         bias_BHMS = attention_mask.unflatten(0, (-1, num_heads))[:, heads.start : heads.stop]
         return _attend_cached(query_BHMD, key_BGSD, value_BGSD, bias_BHMS, scaling), None
@@ -186,6 +191,10 @@ def _check_mask(
         )
     if mask.dim() == 2 and mask.dtype == torch.bool and mask.shape == (batch, num_rows):
         return
+    if mask.dtype == torch.uint8:
+        raise ValueError(
+            "a BoundedCache's rows came without its mark: this model changes keys after its cache has them."
+        )
     expected = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
     if mask.dim() == 3 and mask.is_floating_point() and mask.shape in expected:
         return
@@ -228,18 +237,25 @@ def make_mask(
 
     None          the rows are all of their sequences
     (B, M)        bool, False at padding; what a static cache holds beyond these rows is not written yet
+    (B, M)        uint8, 0 at padding: rows that go on from a BoundedCache, and from no other
     (H, M, S) or  log M of rows that go on from a cache: -inf where a query does not see a row, log 2 where it sees it
     (B * H, M, S) in two branches. The layout of torch's attention masks of three dims.
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         return attention_mask  # one of ours: generate makes those of a static cache beforehand
-    _refuse_rules(mask_function, kv_offset, local_size, use_vmap)
+    bounded = kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0
+    _refuse_rules(mask_function, 0 if bounded else kv_offset, local_size, use_vmap)
     if mask_function is bidirectional_mask_function and kv_length != q_length:
         raise ValueError(
             f"{q_length} queries and {kv_length} keys that see each other both ways: dilated attention is "
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
     compiling = torch.compiler.is_compiling()
+    if bounded:
+        if attention_mask is None:
+            return torch.ones(batch_size, q_length, dtype=torch.uint8, device=device)
+        _check_one_run(attention_mask)
+        return attention_mask[:, kv_offset : kv_offset + q_length].to(torch.uint8)
     if kv_length == q_length or (not compiling and int(q_offset) == 0):
         valid = None if attention_mask is None else attention_mask[:, :q_length]
         if kv_length > q_length and valid is None:

@@ -1,0 +1,157 @@
+"""A cache of transformers' own kind that holds what a later query can still see, and no more, at any length.
+
+B batch, H query heads, G key/value heads, M rows, D head dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ...attention import dilated_attention
+from ...run.cache import DilatedCache
+from .config import pattern_of
+
+MARK = "bounded_layer"  # a key that a layer's cache has seen says so to the attention function
+
+
+class BoundedCache(Cache):
+    """Of constant size: rings of about w / r rows of each branch, key/value head and phase (`DilatedCache`).
+
+        model.generate(ids, past_key_values=BoundedCache(model), max_new_tokens=1_000_000)
+
+    The tokens are those of transformers' own caches, which keep all positions. For one call of generate, or several
+    that go on from each other; `reset()` begins anew with a batch of the same size.
+
+    Args:
+        model: of transformers, with dilated attention.
+        max_len: the most positions of a sequence, if that is known: no ring is larger.
+        keep: how many positions can be taken back where a segment has ended in between: the length of a draft, for
+            assisted generation and prompt lookup.
+
+    Raises:
+        ValueError: for a model without a pattern.
+    """
+
+    def __init__(self, model: Any, *, max_len: int | None = None, keep: int = 0) -> None:
+        config = model.config
+        pattern_of(config, is_causal=True)
+        super().__init__(layers=[BoundedLayer(config, max_len, keep) for _ in range(config.num_hidden_layers)])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is allocated: 0 before the first forward, and from then on always the same."""
+        return sum(layer.cache.num_bytes for layer in self.layers if layer.cache is not None)
+
+
+class BoundedLayer(CacheLayerMixin):
+    """One layer's. `update` marks the new rows, and the attention function that is given them appends them."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, config: Any, max_len: int | None, keep: int) -> None:
+        super().__init__()
+        self.config, self.max_len, self.keep = config, max_len, keep
+        self.cache: DilatedCache | None = None
+        self.num_positions = 0  # padding too
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """All is allocated by the first call, which knows which heads there are."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        key_states = key_states.view_as(key_states)
+        setattr(key_states, MARK, self)
+        return key_states, value_states
+
+    def attend(
+        self,
+        query_BHMD: Tensor,
+        key_BGMD: Tensor,
+        value_BGMD: Tensor,
+        valid_BM: Tensor | None,
+        heads: range,
+        num_heads: int,
+        scale: float | None,
+    ) -> Tensor:
+        """out (B, M, H, D), 0 at padding: the rows are appended, and see what came before."""
+        pattern = pattern_of(self.config, is_causal=True)
+        query, key, value = (x.transpose(1, 2) for x in (query_BHMD, key_BGMD, value_BGMD))
+        batch, num_rows = query_BHMD.shape[0], query_BHMD.shape[2]
+        if self.cache is None:
+            sizes = (batch, num_heads, key_BGMD.shape[1] * num_heads // len(heads), key_BGMD.shape[3])
+            self.cache = DilatedCache(
+                pattern,
+                *sizes,
+                dtype=key_BGMD.dtype,
+                device=key_BGMD.device,
+                max_len=self.max_len,
+                keep=self.keep,
+                heads_held=heads,
+            )
+        lengths, back_BM = None, None
+        if valid_BM is not None and not valid_BM.all():  # of each entry one run: it is moved to the front, and back
+            lengths, first_B1 = valid_BM.sum(1), valid_BM.int().argmax(1, keepdim=True)
+            places_M = torch.arange(num_rows, device=valid_BM.device)
+            query, key, value = (_taken(x, (places_M + first_B1) % num_rows) for x in (query, key, value))
+            back_BM = (places_M - first_B1) % num_rows
+        out = dilated_attention(
+            query,
+            key,
+            value,
+            pattern,
+            scale=scale,
+            heads_held=heads,
+            num_heads=num_heads,
+            cache=self.cache,
+            lengths=lengths,
+        )
+        assert isinstance(out, Tensor)
+        self.num_positions += num_rows
+        return out if back_BM is None else _taken(out, back_BM)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of the new rows alone; `make_mask` knows the cache by an offset that is the query's."""
+        return query_length, self.num_positions
+
+    def get_seq_length(self) -> int:
+        return self.num_positions
+
+    def get_max_length(self) -> int:
+        return -1 if self.max_len is None else self.max_len
+
+    def reset(self) -> None:
+        self.num_positions = 0
+        if self.cache is not None:
+            self.cache.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last -tokens_to_remove positions."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass minus the number of positions to take back.")
+        if self.cache is not None and tokens_to_remove:
+            self.cache.crop(-tokens_to_remove)
+            self.num_positions += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache is not None:
+            self.batch_select_indices(torch.arange(self.cache.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.cache is not None:
+            self.cache = self.cache.fork(indices)
+
+    def offload(self) -> None:
+        raise ValueError("a BoundedCache is not moved to the CPU: it is small, and stays where it is.")
+
+    def prefetch(self) -> None:
+        raise ValueError("a BoundedCache is not moved to the CPU: it is small, and stays where it is.")
+
+
+def _taken(x_BMHD: Tensor, index_BM: Tensor) -> Tensor:
+    return x_BMHD.gather(1, index_BM[:, :, None, None].expand_as(x_BMHD))

@@ -1,0 +1,104 @@
+"""Generation from a cache of constant size, against recomputation of the whole sequence for each token."""
+
+import pytest
+import torch
+from test_transformers import GREEDY, recomputed
+from tiny import DECODERS, PATTERN, make, tokens
+from transformers import DynamicCache
+
+from ring_dilated_attention.integrations.transformers import BoundedCache
+from ring_dilated_attention.integrations.transformers.cache import MARK
+
+
+def prompts(kind):
+    ids, mask = tokens(3, 7), torch.ones(3, 7, dtype=torch.int64)
+    if kind == "unequal":
+        mask[0, :6], mask[1, :2] = 0, 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("kind", ["equal", "unequal"])
+@pytest.mark.parametrize("chunk", [None, 3])
+@torch.no_grad()
+def test_greedy(name, kind, chunk):
+    """Over several segments, padded on the left, prefilled in chunks of which one is padding alone."""
+    model = make(name)
+    ids, mask = prompts(kind)
+    cache = BoundedCache(model)
+    more = {} if chunk is None else {"prefill_chunk_size": chunk}
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY, **more)
+    sequences, logits = recomputed(model, ids, mask, 14)
+    assert torch.equal(out.sequences[:, 7:], sequences)
+    torch.testing.assert_close(torch.stack(out.logits, dim=1), logits.float(), rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_constant_memory():
+    """The same bytes after 20 and after 220 positions, fewer than transformers' cache has; and begun anew."""
+    model = make("llama")
+    cache, whole = BoundedCache(model), DynamicCache(config=model.config)
+    assert cache.num_bytes == 0
+    sizes, ids = [], tokens(2, 5)
+    for length in (20, 200):
+        ids = model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=length)
+        sizes.append(cache.num_bytes)
+    assert sizes[0] == sizes[1]
+    expected = model.generate(tokens(2, 5), past_key_values=whole, do_sample=False, max_new_tokens=220)
+    assert torch.equal(ids, expected)
+    held = sum(x.nbytes for layer in whole.layers for x in (layer.keys, layer.values))
+    assert sizes[0] < held / 8
+    cache.reset()
+    assert torch.equal(model.generate(tokens(2, 5), past_key_values=cache, do_sample=False, max_new_tokens=220), ids)
+
+
+@torch.no_grad()
+def test_sampling_beams_and_lookup():
+    """What transformers' own cache makes of them. A draft that is taken back needs keep."""
+    model = make("llama")
+    ids = tokens(2, 7)
+    for way in ({"do_sample": True, "top_k": 20}, {"do_sample": False, "num_beams": 3}):
+        found = []
+        for cache in (None, BoundedCache(model)):
+            torch.manual_seed(7)
+            found.append(model.generate(ids, max_new_tokens=20, past_key_values=cache, **way))
+        assert torch.equal(*found)
+    repeated = tokens(1, 5).repeat(1, 3)
+    lookup = {"max_new_tokens": 20, "do_sample": False, "prompt_lookup_num_tokens": 4}
+    expected = model.generate(repeated, max_new_tokens=20, do_sample=False)
+    assert torch.equal(model.generate(repeated, past_key_values=BoundedCache(model, keep=5), **lookup), expected)
+    with pytest.raises(ValueError, match="keep"):
+        model.generate(repeated, past_key_values=BoundedCache(model), **lookup)
+
+
+@torch.no_grad()
+def test_bad_input():
+    model, ids = make("llama"), tokens(2, 6)
+    with pytest.raises(ValueError, match="has no pattern"):
+        BoundedCache(make("llama", None))
+    mask = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
+    with pytest.raises(ValueError, match="row 1 has holes"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=3, past_key_values=BoundedCache(model))
+    with pytest.raises(ValueError, match="max_len=8"):
+        model.generate(ids, max_new_tokens=5, past_key_values=BoundedCache(model, max_len=8))
+    cache = BoundedCache(model)
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="pass minus the number"):
+        cache.crop(2)
+    layer = type(cache.layers[0])
+    update = layer.update
+    layer.update = lambda self, key, value, *more: (key, value)  # a model that changes keys afterwards
+    try:
+        with pytest.raises(ValueError, match="came without its mark"):
+            model(ids[:, :1], past_key_values=cache)
+    finally:
+        layer.update = update
+    assert not hasattr(ids, MARK)
+    assert PATTERN["segment_lengths"] == [4, 9]
+
+
+def test_training_with_a_cache_is_refused():
+    """It has no gradient."""
+    model = make("llama")
+    with pytest.raises(ValueError, match="has no gradient"):
+        model(tokens(1, 6), past_key_values=BoundedCache(model))
