@@ -21,6 +21,8 @@ from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.training.loop import average_gradients, make_optimizer, shard
 from ring_dilated_attention.training.options import Hyperparameters
 
+from .gate import gate
+from .measure import Sizes
 from .record import markdown
 
 SUMMARY = "memory of training by part, measured and planned"
@@ -48,21 +50,29 @@ def num_steps(settings: Settings) -> int:
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     rows = []
+    options = settings.hyperparameters
+    config = options.model_config()
+    sizes = Sizes(options.seq_len, config.num_heads, config.embed_dim // config.num_heads)
+    passed = gate(sizes, config.pattern)
     for num_ranks in settings.ranks:
         for how in ("kept", "checkpointed"):
             step(f"{num_ranks} ranks, activations {how}")
             launch = Launch(num_ranks, seconds=settings.seconds)
-            found = run_ranks(launch, _measure, settings.hyperparameters, how == "checkpointed")
-            planned = model_memory(_job(settings.hyperparameters, num_ranks), how, TRAITS["cpu"])._asdict()
+            found = run_ranks(launch, _measure, options, how == "checkpointed")
+            planned = model_memory(_job(options, num_ranks), how, TRAITS["cpu"])._asdict()
             measured = {name: max(rank[name] for rank in found) for name in PARTS}
             rows.append(
                 {
                     "ranks": num_ranks,
                     "activations_are": how,
-                    "hyperparameters": settings.hyperparameters.to_dict(),
+                    "segment_lengths": config.pattern.segment_lengths,
+                    "dilation_rates": config.pattern.dilation_rates,
+                    **sizes.as_json(),
+                    "hyperparameters": options.to_dict(),
                     "measured": measured,
                     "planned": {name: planned[name] for name in PARTS},
                     "target": TARGET,
+                    "gate": passed,
                 }
             )
     return rows

@@ -6,6 +6,7 @@ all ranks get a ValueError within seconds, nobody waits for the timeout, and the
 Groups of two, three and four ranks are started once, and serve cases until one goes wrong: then its group is ended.
 """
 
+import contextlib
 import functools
 import pickle
 import random
@@ -88,16 +89,16 @@ def serve(rank: int, world_size: int, broken: str | None) -> None:
     warnings.filterwarnings("ignore", message="ranks have .* positions, which no near-equal cut")
     warnings.filterwarnings("ignore", message="every rank has .* positions, as many as the sequence")
     torch.use_deterministic_algorithms(True)  # memory that is not initialised is NaN
-    if broken is not None:
-        fuzz_rank_breakages.RANK_BREAKAGES[broken]().__enter__()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads")) if world_size == 4 else None
-    desk = Desk(world_size, mesh)
-    number = 0
-    while True:
-        number += 1
-        distributed.store.wait([f"case {number}"], timedelta(days=1))
-        trial = desk.trial_of(random.Random(int(distributed.store.get(f"case {number}"))))
-        distributed.store.set(f"done {number} {rank}", pickle.dumps(trial))
+    # Held for as long as this process lives: a context that nobody holds is left at once.
+    with fuzz_rank_breakages.RANK_BREAKAGES[broken]() if broken is not None else contextlib.nullcontext():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads")) if world_size == 4 else None
+        desk = Desk(world_size, mesh)
+        number = 0
+        while True:
+            number += 1
+            distributed.store.wait([f"case {number}"], timedelta(days=1))
+            trial = desk.trial_of(random.Random(int(distributed.store.get(f"case {number}"))))
+            distributed.store.set(f"done {number} {rank}", pickle.dumps(trial))
 
 
 class Desk:
