@@ -12,6 +12,7 @@ import torch.distributed as dist
 from distributed import RankFailedError, run
 from tiny import DECODERS, PATTERN, SIZES, make, tokens
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import (
     DataCollatorWithFlattening,
@@ -113,6 +114,31 @@ def rank_counts_positions(rank, world_size):
 def test_positions_that_do_not_begin_at_0():
     """RoBERTa counts from the row behind that of padding. Catches other positions, and with them another model."""
     run(2, rank_counts_positions, seconds=120)
+
+
+def rank_shards_parameters(rank, world_size):
+    batch = batches("llama")["right"]
+    model = make("llama")
+    loss, gradients = loss_and_gradients(model, batch)
+    for first in (True, False):
+        model, parallel = make("llama"), ContextParallel(sharding="zigzag")
+        if first:
+            context_parallel(model, parallel)
+        for part in (*model.model.layers, model):
+            fully_shard(part)
+        if not first:
+            context_parallel(model, parallel)
+        out = model(**batch)
+        out.loss.backward()
+        torch.testing.assert_close(out.loss.detach(), loss, rtol=2e-6, atol=2e-7)
+        found = [x.grad.full_tensor() for x in model.parameters()]
+        torch.testing.assert_close(found, gradients, rtol=2e-6, atol=2e-7)
+        parallel.close()
+
+
+def test_parameters_sharded_over_the_same_ranks():
+    """FSDP2's hooks and ours on one model, in either order."""
+    run(2, rank_shards_parameters, seconds=120)
 
 
 def rank_checkpoints_and_compiles(rank, world_size):
