@@ -365,6 +365,9 @@ def rank_asks_too_much_of_trainer(rank, world_size, folder):
     trainer = SequenceTrainer(model=model, args=arguments, train_dataset=samples(8), eval_dataset=samples(9))
     assert "call context_parallel(model, ...)" in message_of(trainer.get_train_dataloader)
     context_parallel(model, parallel)
+    arguments.label_smoothing_factor = 0.1
+    assert "label_smoothing_factor=0.1: Trainer would compute" in message_of(trainer.get_train_dataloader)
+    arguments.label_smoothing_factor = 0.0
     assert "9 samples are no multiple of 8" in message_of(trainer.get_eval_dataloader)
     arguments.per_device_eval_batch_size = 3
     assert len(trainer.get_eval_dataloader()) == 3
