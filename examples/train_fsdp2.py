@@ -17,7 +17,6 @@ dist.init_process_group()
 replicas = 2 if dist.get_world_size() % 2 == 0 else 1
 mesh = init_device_mesh(device, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "cp"))
 parallel = ContextParallel(mesh["cp"])
-
 torch.manual_seed(0)  # the same parameters on every rank
 config = LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=4)
 model = NextTokenLoss(LongNetLM(config, parallel=parallel)).to(device)  # FSDP2 hooks the forward, so the loss is one
@@ -30,8 +29,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 generator = torch.Generator().manual_seed(1 + mesh.get_local_rank("dp"))  # a replica's ranks draw the same sample
 for step in range(20):
     start = torch.randint(0, 256, (1,), generator=generator)
-    tokens = (start + torch.arange(512)[None] * 7) % 256
-    loss = model(parallel.shard(tokens.to(device)))  # the mean of this replica's sequence, on both its ranks
+    batch = parallel.shard_batch({"tokens": (start + torch.arange(512)[None] * 7) % 256})  # checked to be the same
+    loss = model(batch["tokens"].to(device))  # the mean of this replica's sequence, on both its ranks
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     optimizer.step()

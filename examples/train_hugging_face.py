@@ -20,7 +20,6 @@ model = AutoModelForCausalLM.from_config(config)
 
 text = (Path(__file__).parent.parent / "README.md").read_bytes()
 samples = torch.tensor(list(text)).unfold(0, 512, 256)  # (samples, 512) bytes
-data = [{"input_ids": row, "labels": row} for row in samples]
 
 with TemporaryDirectory() as folder:
     arguments = TrainingArguments(
@@ -32,7 +31,7 @@ with TemporaryDirectory() as folder:
         logging_steps=20,
         report_to=[],
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": x, "labels": x} for x in samples])
     trainer.train()
     trainer.save_model(folder)  # the pattern and the name of the attention stand in its config.json
     model = AutoModelForCausalLM.from_pretrained(folder)

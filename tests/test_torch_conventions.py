@@ -321,6 +321,25 @@ def test_fsdp2_on_a_mesh_of_data_and_sequences():
     run(4, rank_shards_parameters)
 
 
+def rank_shards_over_the_ranks_of_a_sequence(rank, world_size):
+    torch.manual_seed(0)
+    expected, parameters = steps(NextTokenLoss(LongNetLM(CONFIG).double()), lambda batch: batch)
+    parallel = ContextParallel(sharding="zigzag")
+    torch.manual_seed(0)
+    model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).double())
+    for part in (*model.model.blocks, model):
+        fully_shard(part)
+    check_averaged(model, parallel)
+    found, found_parameters = steps(model, parallel.shard)
+    close(found, expected)
+    close(found_parameters, parameters)
+
+
+def test_fsdp2_over_the_ranks_of_a_sequence():
+    """Losses, norms and parameters of three clipped steps, with the mesh that FSDP2 takes where it is given none."""
+    run(2, rank_shards_over_the_ranks_of_a_sequence)
+
+
 def rank_computes_in_bfloat16(rank, world_size):
     parallel = ContextParallel()
     torch.manual_seed(0)

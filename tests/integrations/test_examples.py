@@ -73,11 +73,9 @@ def test_runs_in_a_minute(example, tmp_path):
 
 @pytest.mark.parametrize("example", [*CASES])
 def test_is_short(example):
-    """At most 40 lines of code; 60 with everything."""
+    """At most 40 lines with everything; these two have more to show."""
     lines = (EXAMPLES / f"{example}.py").read_text().splitlines()
-    assert len(lines) <= 60
-    code = "\n".join(lines).partition('"""\n\n')[2].splitlines()
-    assert len([line for line in code if line.strip() and not line.strip().startswith("#")]) <= 40
+    assert len(lines) <= (60 if example in ("convert_dense", "train_fabric") else 40)
 
 
 def anchors(page):

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import CONFIGS, DECODERS, PATTERN, make, tokens
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartModel,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from ring_dilated_attention import DilatedPattern, save_attention
 from ring_dilated_attention.integrations.transformers import attention as ours
@@ -193,6 +201,21 @@ def test_compiled_code_refuses_documents_that_it_cannot_see():
     inputs, _ = inputs_of("positions")
     with pytest.raises(RuntimeError, match="say where documents begin with cu_seq_lens_q"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["holes", "positions"])
+def test_compiled_code_refuses_what_a_padded_batch_cannot_hold(kind):
+    """Catches a mask with holes, and documents in a row with padding, that are refused by uncompiled code alone."""
+    mask, positions = torch.ones(2, 12, dtype=torch.int64), torch.arange(12).expand(2, -1).clone()
+    mask[1, :2] = 0
+    if kind == "holes":
+        mask[0, 3:5] = 0
+    else:
+        positions[0, 5:] -= 5
+    model = torch.compile(make("llama"), backend="aot_eager")
+    with pytest.raises(RuntimeError, match="attention_mask has holes, or position_ids that do not count on"):
+        model(tokens(2, 12), attention_mask=mask, position_ids=positions, use_cache=False)
     torch._dynamo.reset()
 
 
@@ -408,6 +431,36 @@ def test_refused_by_models():
     mask = torch.tensor([[1] * 6, [0] + [1] * 5])
     assert "position_ids do not count on at position 3 of row 1" in message_of(
         lambda: model(ids, attention_mask=mask, position_ids=two)
+    )
+
+
+def test_borders_and_padding():
+    """cu_seq_lens_q beside padding is refused, where it was left unread: documents saw each other. Compiled code does
+    not see that a mask hides nothing, and refuses it too."""
+    model, ids = make("llama"), tokens(1, 12)
+    borders = torch.tensor([0, 5, 10], dtype=torch.int32)
+    mask = torch.tensor([[1] * 10 + [0] * 2])
+    assert "cu_seq_lens_q with padding (attention_mask)" in message_of(
+        lambda: model(ids, attention_mask=mask, cu_seq_lens_q=borders)
+    )
+    borders, mask = torch.tensor([0, 5, 12], dtype=torch.int32), torch.ones_like(ids)
+    close(model(ids, attention_mask=mask, cu_seq_lens_q=borders).logits, model(ids, cu_seq_lens_q=borders).logits)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert "cu_seq_lens_q with padding (attention_mask)" in message_of(
+        lambda: compiled(ids, attention_mask=mask, cu_seq_lens_q=borders, use_cache=False)
+    )
+    torch._dynamo.reset()
+
+
+def test_two_sequences_of_one_length():
+    """Shapes do not tell cross-attention from self-attention there."""
+    register()
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = BartModel(BartConfig(vocab_size=61, **sizes, **heads, dilated_attention=PATTERN)).eval()
+    ids = tokens(1, 12)
+    assert "attends across sequences (encoder-decoder or cross-attention)" in message_of(
+        lambda: model(ids, decoder_input_ids=ids)
     )
 
 

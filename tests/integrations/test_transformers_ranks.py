@@ -10,13 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankFailedError, run
-from tiny import DECODERS, PATTERN, make, tokens
+from tiny import DECODERS, PATTERN, SIZES, make, tokens
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, save_attention
-from ring_dilated_attention.integrations.transformers import BoundedCache, SameSample, context_parallel
+from ring_dilated_attention.integrations.transformers import BoundedCache, SameSample, context_parallel, register
 from ring_dilated_attention.ranks.reduce import all_reduce
 
 LENGTHS = {"plain": 19, "short": 3}
@@ -83,6 +92,55 @@ def test_loss_and_gradients_of_one_rank(world_size):
     run(world_size, rank_trains, names, seconds=180)
 
 
+def rank_counts_positions(rank, world_size):
+    register()
+    torch.manual_seed(0)
+    no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    config = RobertaConfig(**SIZES, **no_dropout, max_position_embeddings=40, dilated_attention=PATTERN)
+    model = RobertaForMaskedLM(config).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15) if parameter.dim() > 1 else None
+    plain = {"input_ids": tokens(2, 19), "labels": tokens(2, 19, seed=2)}
+    assert (plain["input_ids"] == config.pad_token_id).any()  # a token that RoBERTa counts over
+    for batch in (plain, {**plain, "position_ids": torch.arange(2, 21)[None]}):
+        expected = loss_and_gradients(model, batch)
+        parallel = ContextParallel(sharding="zigzag")
+        handle = context_parallel(model, parallel)
+        torch.testing.assert_close(loss_and_gradients(model, batch, parallel), expected, rtol=2e-6, atol=2e-7)
+        handle.remove()
+        parallel.close()
+
+
+def test_positions_that_do_not_begin_at_0():
+    """RoBERTa counts from the row behind that of padding. Catches other positions, and with them another model."""
+    run(2, rank_counts_positions, seconds=120)
+
+
+def rank_shards_parameters(rank, world_size):
+    batch = batches("llama")["right"]
+    model = make("llama")
+    loss, gradients = loss_and_gradients(model, batch)
+    for first in (True, False):
+        model, parallel = make("llama"), ContextParallel(sharding="zigzag")
+        if first:
+            context_parallel(model, parallel)
+        for part in (*model.model.layers, model):
+            fully_shard(part)
+        if not first:
+            context_parallel(model, parallel)
+        out = model(**batch)
+        out.loss.backward()
+        torch.testing.assert_close(out.loss.detach(), loss, rtol=2e-6, atol=2e-7)
+        found = [x.grad.full_tensor() for x in model.parameters()]
+        torch.testing.assert_close(found, gradients, rtol=2e-6, atol=2e-7)
+        parallel.close()
+
+
+def test_parameters_sharded_over_the_same_ranks():
+    """FSDP2's hooks and ours on one model, in either order."""
+    run(2, rank_shards_parameters, seconds=120)
+
+
 def rank_checkpoints_and_compiles(rank, world_size):
     batch = batches("llama")["borders"]
     expected = loss_and_gradients(make("llama"), batch)
@@ -145,6 +203,13 @@ def rank_has_bad_input(rank, world_size):
     dense = make("llama", None)
     assert "LlamaForCausalLM has attn_implementation='sdpa'" in message_of(lambda: context_parallel(dense, parallel))
     assert "parallel must be a ContextParallel, got 2" in message_of(lambda: context_parallel(model, 2))
+    mixing = LlamaConfig(**SIZES, dilated_attention=PATTERN)
+    convolved = LlamaForCausalLM(mixing)
+    convolved.model.before = torch.nn.Conv1d(32, 32, 3)
+    assert "layers of Conv1d of 3: ranks exchange rows" in message_of(lambda: context_parallel(convolved, parallel))
+    mixing.layer_types = ["linear_attention", "full_attention"]
+    linear = LlamaForCausalLM(mixing)
+    assert "layers of linear_attention: ranks exchange" in message_of(lambda: context_parallel(linear, parallel))
     copied = copy.deepcopy(model)
     context_parallel(copied, parallel)
     assert copied(ids).logits.shape[1] == 6
@@ -300,6 +365,9 @@ def rank_asks_too_much_of_trainer(rank, world_size, folder):
     trainer = SequenceTrainer(model=model, args=arguments, train_dataset=samples(8), eval_dataset=samples(9))
     assert "call context_parallel(model, ...)" in message_of(trainer.get_train_dataloader)
     context_parallel(model, parallel)
+    arguments.label_smoothing_factor = 0.1
+    assert "label_smoothing_factor=0.1: Trainer would compute" in message_of(trainer.get_train_dataloader)
+    arguments.label_smoothing_factor = 0.0
     assert "9 samples are no multiple of 8" in message_of(trainer.get_eval_dataloader)
     arguments.per_device_eval_batch_size = 3
     assert len(trainer.get_eval_dataloader()) == 3

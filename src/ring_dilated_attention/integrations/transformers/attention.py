@@ -19,7 +19,7 @@ from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel, refuse
 from ..torch import held_heads
 from .cache import MARK, BoundedLayer
-from .config import pattern_of
+from .config import crosses, pattern_of
 
 # What models ask of attention by keyword, and why it cannot be had. None and False do not ask.
 REFUSED = {
@@ -34,6 +34,10 @@ REFUSED = {
 PACKED_IN_COMPILED_CODE = (
     "position_ids start anew inside a row, and compiled code cannot see where: say where documents begin with "
     "cu_seq_lens_q, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does."
+)
+PADDED_IN_COMPILED_CODE = (
+    "attention_mask has holes, or position_ids that do not count on: a padded batch holds one document per row, with "
+    "padding on the left or on the right. Uncompiled code says where."
 )
 
 
@@ -66,6 +70,7 @@ def attend(
         bounded: BoundedLayer | None = getattr(key_BGSD, MARK, None)
         if bounded is None:
             _check_mask(attention_mask, num_heads, query_BHMD, key_BGSD, parallel)
+        _check_borders(attention_mask, cu_seq_lens_q, position_ids, bounded)
     except ValueError as error:
         if parallel is not None:  # or the other ranks would wait for this one
             refuse(parallel.key, str(error))
@@ -114,11 +119,10 @@ def _attend_padded(
     dilated: Callable[[Rows, Tensor | None], Tensor], rows: Rows, valid_BM: Tensor, position_ids: Tensor | None
 ) -> Tensor:
     """Each entry of the batch becomes a document of its own length. 0 at padding."""
-    if not torch.compiler.is_compiling():
-        if valid_BM.all():
-            return dilated(rows, None)
-        _check_one_run(valid_BM)
-        _check_one_document(valid_BM, position_ids)
+    if not torch.compiler.is_compiling() and valid_BM.all():
+        return dilated(rows, None)
+    _check_one_run(valid_BM)
+    _check_one_document(valid_BM, position_ids)
     rows_T = valid_BM.flatten().nonzero().squeeze(1)
     lengths_B = valid_BM.sum(1)
     borders = F.pad(lengths_B[lengths_B > 0].cumsum(0), (1, 0)).to(torch.int32)
@@ -130,14 +134,16 @@ def _attend_padded(
 
 def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
     """Positions may begin anywhere in a row, but then count on."""
-    if position_ids is None or position_ids.dim() != 2:
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
         return
     resets = (position_ids.diff() != 1) & valid_BM[:, 1:] & valid_BM[:, :-1]
-    if resets.any():
+    if torch.compiler.is_compiling():
+        torch._assert_async(~resets.any(), PADDED_IN_COMPILED_CODE)
+    elif resets.any():
         row, place = resets.nonzero()[0].tolist()
         raise ValueError(
-            f"attention_mask has padding, and position_ids do not count on at position {place + 1} of row {row}: a "
-            "padded batch holds one document per row. Pack documents without an attention_mask."
+            f"position_ids do not count on at position {place + 1} of row {row}: a batch with padding (attention_mask) "
+            "or a BoundedCache holds one document per row. Pack documents without them."
         )
 
 
@@ -169,6 +175,11 @@ def _refuse_options(module: nn.Module, dropout: float, options: dict[str, Any]) 
         raise ValueError(
             f"{name} passes dropout={dropout} to dilated attention, which has none. Set the config's attention dropout "
             "to 0 when the model is made or loaded (attention_dropout, attn_pdrop or attention_probs_dropout_prob=0.0)."
+        )
+    if crosses(module.config):  # where both sequences are as long, shapes do not tell
+        raise ValueError(
+            f"{name} is of a model that attends across sequences (encoder-decoder or cross-attention), and dilated "
+            "attention is self-attention. Use another attn_implementation for this model."
         )
 
 
@@ -204,9 +215,26 @@ def _check_mask(
     )
 
 
+def _check_borders(
+    mask: Tensor | None, cu_seq_lens_q: Tensor | None, position_ids: Tensor | None, bounded: BoundedLayer | None
+) -> None:
+    """Documents are packed where there is neither padding nor a cache of one document."""
+    if cu_seq_lens_q is not None and (mask is not None or bounded is not None):
+        raise ValueError(
+            "cu_seq_lens_q with padding (attention_mask) or with rows of a cache: packed documents have neither. Leave "
+            "out attention_mask and the padding, and generate from one document per row."
+        )
+    if bounded is not None and position_ids is not None:
+        rows = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask.bool()
+        _check_one_document(rows, position_ids)
+
+
 def _check_one_run(valid_BM: Tensor) -> None:
     """In each row padding may stand on the left and on the right, and nowhere between."""
     starts = F.pad(valid_BM, (1, 0))[:, :-1].logical_not() & valid_BM
+    if torch.compiler.is_compiling():
+        torch._assert_async((starts.sum(1) <= 1).all(), PADDED_IN_COMPILED_CODE)
+        return
     wrong = (starts.sum(1) > 1).nonzero()
     if len(wrong):
         row = int(wrong[0])
@@ -267,8 +295,7 @@ def make_mask(
     first_B1, valid_BS = torch.zeros_like(rows_1S[:, :1]), torch.ones_like(rows_1S, dtype=torch.bool)
     if attention_mask is not None:
         valid_BS = F.pad(attention_mask, (0, kv_length - attention_mask.shape[1]))
-        if not compiling:
-            _check_one_run(valid_BS)
+        _check_one_run(valid_BS)
         first_B1 = valid_BS.int().argmax(1, keepdim=True)
     query_BM = q_offset + torch.arange(q_length, device=device) - first_B1
     pattern = pattern_of(config, is_causal=True)

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...pattern import DilatedPattern
-from .config import FIELD, NAME, register, to_fields
+from .config import FIELD, NAME, crosses, register, to_fields
 
 
 def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> Any:
@@ -67,7 +67,7 @@ def _refuse_config(name: str, config: Any) -> None:
         raise ValueError(
             f"{name} is made of parts with configs of their own ({parts}): convert the part that you mean."
         )
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    if crosses(config):
         raise ValueError(f"{name} attends across sequences, and dilated attention is self-attention.")
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if types is None and window is not None:

@@ -37,7 +37,8 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
         a handle, whose `remove()` takes this off again.
 
     Raises:
-        ValueError: if the model has no dilated attention, or does not take positions or further keywords.
+        ValueError: if the model has no dilated attention, has layers in which positions meet outside of it, or does not
+            take positions or further keywords.
     """
     if not isinstance(parallel, ContextParallel):
         raise ValueError(f"parallel must be a ContextParallel, got {parallel!r}.")
@@ -55,9 +56,22 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
             f"the forward of {name} takes no {'position_ids' if takes_more else 'further keywords'}: it could not tell "
             "its attention which rows a rank has."
         )
+    _refuse_other_mixing(name, model)
     if getattr(model, SHARDED, None) is not None:
         raise ValueError(f"{name} is on sequences that ranks share already: remove() the first handle.")
     return ShardedForward(model, parallel)
+
+
+def _refuse_other_mixing(name: str, model: nn.Module) -> None:
+    """Layers in which positions meet outside of attention would compute a shard as if it were all of the sequence."""
+    others = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
+    others |= {f"{type(x).__name__} of {x.kernel_size[0]}" for x in model.modules() if isinstance(x, nn.Conv1d)}
+    others.discard("Conv1d of 1")
+    if others:
+        raise ValueError(
+            f"{name} has layers of {', '.join(sorted(others))}: ranks exchange rows for dilated attention alone. Use a "
+            "model in which positions meet nowhere else."
+        )
 
 
 SHARDED = "sharded_forward"
@@ -143,14 +157,11 @@ class ShardedForward:
                 f"{ids.shape[1]} positions over {self.parallel.world_size} ranks are {lengths}: models of transformers "
                 "cannot compute a shard without positions. Give longer sequences, or fewer ranks."
             )
-        positions = given.get("position_ids")
-        if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        batch = {name: given[name] for name in CUT if name in given}
-        batch["position_ids"] = positions.expand(len(ids), -1)
-        borders = given.get("cu_seq_lens_q")
-        if borders is None:
+        positions, borders = given.get("position_ids"), given.get("cu_seq_lens_q")
+        if borders is None and positions is not None:
             borders = _borders(positions)
+        batch = {name: given[name] for name in CUT if name in given}
+        batch["position_ids"] = (_own_positions(model, ids) if positions is None else positions).expand(len(ids), -1)
         if borders is not None:
             batch["cu_seqlens"] = borders.to(torch.int32)
         causal_loss = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
@@ -183,6 +194,16 @@ def _refuse_what_is_no_training(given: dict[str, Any]) -> None:
         )
     if given.get("return_dict") is False:
         raise ValueError("return_dict=False: the loss of all ranks is put in by its name; leave return_dict out.")
+
+
+def _own_positions(model: nn.Module, ids: Tensor) -> Tensor:
+    """What the model would count by itself: from 0, but RoBERTa and its like from the row behind that of padding."""
+    for module in model.modules():
+        padding = getattr(getattr(module, "position_embeddings", None), "padding_idx", None)
+        if padding is not None:
+            valid = ids != padding
+            return valid.cumsum(1) * valid + padding
+    return torch.arange(ids.shape[1], device=ids.device)[None]
 
 
 def _borders(positions: Tensor) -> Tensor | None:

@@ -27,6 +27,12 @@ class SameSample:
     accelerator: Any
 
     def get_train_dataloader(self) -> Any:
+        smoothing = self.args.label_smoothing_factor
+        if smoothing:
+            raise ValueError(
+                f"label_smoothing_factor={smoothing}: Trainer would compute its own loss, of whole labels and of the "
+                "logits of a shard. Set it to 0: the model's loss is that of the whole sequence."
+            )
         return self._same(super().get_train_dataloader())  # type: ignore[misc]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
