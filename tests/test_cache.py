@@ -566,6 +566,32 @@ def test_a_call_that_fails_loses_nothing(monkeypatch):
     torch.testing.assert_close(out[1:], sequence.exact[0][1:, 18:32], rtol=1e-11, atol=1e-11)
 
 
+def test_a_token_that_fails_loses_nothing_that_is_kept(monkeypatch):
+    """Catches a row that can be gone back to, and over which a token was written that came to nothing: at the border
+    of both segments the ring is full of what keep holds. The first entry is through when the second fails."""
+    sequence = Sequence(batch=2)
+    cache = sequence.cache(keep=1)
+    sequence.append(cache, 0, 24)
+    cache.crop([0, 1])
+    rows = [torch.cat([x[:1, 24:25], x[1:, 23:24]]) for x in sequence.inputs]
+    memory, forward, calls = cache.memory.clone(), cpu.forward, []
+
+    def fails(*args):
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    monkeypatch.setattr(cpu, "forward", fails)
+    with pytest.raises(KeyboardInterrupt):
+        dilated_attention(*rows, PATTERN, cache=cache)
+    monkeypatch.setattr(cpu, "forward", forward)
+    assert cache.position.tolist() == [24, 23]
+    assert torch.equal(cache.memory.nan_to_num(7), memory.nan_to_num(7))
+    cache.crop([1, 0])
+    sequence.append(cache, 23, 24)
+
+
 def test_no_position():
     """Catches a kernel call without rows, which kills the process."""
     sequence = Sequence(batch=2)
