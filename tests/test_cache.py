@@ -535,6 +535,9 @@ def test_bad_input():
     unchanged(cache, lambda: cache.crop([1, 1, 1]), "3 numbers", "2 entries")
     unchanged(cache, lambda: cache.reset([2]), "reset([2])", "0 to 1")
     unchanged(cache, lambda: cache.fork([0, -1]), "fork([0, -1])", "0 to 1")
+    unchanged(cache, lambda: cache.reset(torch.tensor([False, True])), "reset([False, True])", "nonzero().flatten()")
+    unchanged(cache, lambda: cache.reset([0.5]), "reset([0.5])", "numbers of batch entries")
+    unchanged(cache, lambda: cache.crop([1.0, 0.0]), "crop([1.0, 0.0])", "whole numbers")
     with torch.no_grad():
         call([x[:, 26:28].clone().requires_grad_() for x in sequence.inputs])()  # nothing is recorded: fine
     assert cache.position.tolist() == [28, 28]
