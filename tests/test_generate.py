@@ -213,6 +213,7 @@ def test_weights():
 
     assert weights() == pytest.approx([1 / 8, 1 / 2, 1 / 8, 1 / 4])
     assert weights(temperature=0.5) == pytest.approx([x / 22 for x in (1, 16, 1, 4)])
+    assert weights(temperature=1e-310) == [0, 1, 0, 0]  # logits over that are beyond float64
     assert weights(top_k=1) == pytest.approx([0, 1, 0, 0])
     assert weights(top_k=2) == pytest.approx([0, 2 / 3, 0, 1 / 3])
     assert weights(top_k=3) == pytest.approx([1 / 7, 4 / 7, 0, 2 / 7])
