@@ -535,6 +535,9 @@ def test_bad_input():
     unchanged(cache, lambda: cache.crop([1, 1, 1]), "3 numbers", "2 entries")
     unchanged(cache, lambda: cache.reset([2]), "reset([2])", "0 to 1")
     unchanged(cache, lambda: cache.fork([0, -1]), "fork([0, -1])", "0 to 1")
+    unchanged(cache, lambda: cache.reset(torch.tensor([False, True])), "reset([False, True])", "nonzero().flatten()")
+    unchanged(cache, lambda: cache.reset([0.5]), "reset([0.5])", "numbers of batch entries")
+    unchanged(cache, lambda: cache.crop([1.0, 0.0]), "crop([1.0, 0.0])", "whole numbers")
     with torch.no_grad():
         call([x[:, 26:28].clone().requires_grad_() for x in sequence.inputs])()  # nothing is recorded: fine
     assert cache.position.tolist() == [28, 28]
@@ -564,6 +567,32 @@ def test_a_call_that_fails_loses_nothing(monkeypatch):
     out = dilated_attention(*rows, PATTERN, cache=cache)
     torch.testing.assert_close(out[:1], sequence.exact[0][:1, 17:31], rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(out[1:], sequence.exact[0][1:, 18:32], rtol=1e-11, atol=1e-11)
+
+
+def test_a_token_that_fails_loses_nothing_that_is_kept(monkeypatch):
+    """Catches a row that can be gone back to, and over which a token was written that came to nothing: at the border
+    of both segments the ring is full of what keep holds. The first entry is through when the second fails."""
+    sequence = Sequence(batch=2)
+    cache = sequence.cache(keep=1)
+    sequence.append(cache, 0, 24)
+    cache.crop([0, 1])
+    rows = [torch.cat([x[:1, 24:25], x[1:, 23:24]]) for x in sequence.inputs]
+    memory, forward, calls = cache.memory.clone(), cpu.forward, []
+
+    def fails(*args):
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    monkeypatch.setattr(cpu, "forward", fails)
+    with pytest.raises(KeyboardInterrupt):
+        dilated_attention(*rows, PATTERN, cache=cache)
+    monkeypatch.setattr(cpu, "forward", forward)
+    assert cache.position.tolist() == [24, 23]
+    assert torch.equal(cache.memory.nan_to_num(7), memory.nan_to_num(7))
+    cache.crop([1, 0])
+    sequence.append(cache, 23, 24)
 
 
 def test_no_position():

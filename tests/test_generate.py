@@ -81,6 +81,19 @@ def test_angles_of_far_positions_are_exact():
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_under_autocast():
+    """Catches a cache of the parameters' type, which calls in autocast's refuse: a model could not write there."""
+    torch.manual_seed(0)
+    module, x = MultiheadDilatedAttention(24, 4, CAUSAL, rotary=True), torch.randn(1, 30, 24)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache, expected = module.make_cache(1), module(x, x, x)[0]
+        parts = [module(y, y, y, cache=cache)[0] for y in x.split([20, *[1] * 10], dim=1)]
+        assert len(list(make().float().generate([[1, 2]], 3))) == 3
+    assert cache.dtype == torch.bfloat16
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected)  # as bfloat16 rounds
+    assert module.make_cache(1).dtype == torch.float32
+
+
 def test_what_a_layer_refuses():
     module = MultiheadDilatedAttention(24, 4, CAUSAL, rotary=True)
     x, cache = torch.randn(1, 3, 24), module.make_cache(1)
@@ -213,6 +226,7 @@ def test_weights():
 
     assert weights() == pytest.approx([1 / 8, 1 / 2, 1 / 8, 1 / 4])
     assert weights(temperature=0.5) == pytest.approx([x / 22 for x in (1, 16, 1, 4)])
+    assert weights(temperature=1e-310) == [0, 1, 0, 0]  # logits over that are beyond float64
     assert weights(top_k=1) == pytest.approx([0, 1, 0, 0])
     assert weights(top_k=2) == pytest.approx([0, 2 / 3, 0, 1 / 3])
     assert weights(top_k=3) == pytest.approx([1 / 7, 4 / 7, 0, 2 / 7])

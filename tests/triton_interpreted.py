@@ -499,7 +499,11 @@ def test_nobody_waits_for_the_device(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     with pytest.raises(AssertionError, match="read on the host"):
         append(68, num_new=2)
-    results = [append(68), append(69), append(69)]
+    results = [append(68), append(69)]
+    memory, progress = cache.memory.clone(), cache.progress.clone()
+    results.append(append(69))
     monkeypatch.undo()
     assert [bool(x.isfinite().all()) for x in results] == [True, True, False]
     assert results[2].isnan().all()
+    assert torch.equal(cache.memory.nan_to_num(7), memory.nan_to_num(7))  # nor does it lose anything
+    assert torch.equal(cache.progress, progress)

@@ -79,7 +79,7 @@ def dilated_attention(
         ExchangeError: when a rank does not come, within the timeout of `parallel`.
     """
     try:
-        query, key, value = map(_autocast, (query, key, value))
+        query, key, value = map(autocast, (query, key, value))
         heads = _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend, heads_held, num_heads)
         num_heads = query.shape[2] if num_heads is None else num_heads
         check_call(cache, query, key, value, pattern, parallel, cu_seqlens, lengths, heads, num_heads)
@@ -127,7 +127,7 @@ def _append(
     return append(*tensors, plan.pattern.text, plan.heads.start, plan.num_heads, *limits, call.kernel_scale, backend)
 
 
-def _autocast(x: Any) -> Any:
+def autocast(x: Any) -> Any:
     """As torch's own attention under autocast: floating types but float64 take the autocast type."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import dilated_attention, validate_cu_seqlens
+from .attention import autocast, dilated_attention, validate_cu_seqlens
 from .kernels.choose import check_backend
 from .pattern import DilatedPattern, is_integer
 from .plan.heads import held_heads
@@ -214,11 +214,12 @@ class MultiheadDilatedAttention(nn.Module):
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
 
     def make_cache(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> DilatedCache:
-        """A cache for this layer, of its heads, device and dtype. The arguments are those of `DilatedCache`."""
+        """A cache for this layer, of its heads, device and dtype: under autocast, where calls take that type too, of
+        autocast's. The arguments are those of `DilatedCache`."""
         weight = self.in_proj_weight
         return DilatedCache(
             *(self.pattern, batch, self.num_heads, self.num_kv_heads, self.head_dim),
-            dtype=weight.dtype,
+            dtype=autocast(weight.new_empty(0)).dtype,
             device=weight.device,
             max_len=max_len,
             keep=keep,

@@ -58,7 +58,8 @@ class Sampling:
 
     def weights(self, logits_BV: Tensor) -> Tensor:
         """Probabilities (B, V) up to a factor; 0 for tokens that are not drawn."""
-        falling, order = (logits_BV.double() / self.temperature).sort(dim=-1, descending=True, stable=True)
+        falling, order = logits_BV.double().sort(dim=-1, descending=True, stable=True)
+        falling = (falling - falling[:, :1]) / self.temperature  # the largest is 0: however cold, none is inf
         if self.top_k is not None:
             falling[:, self.top_k :] = -torch.inf
         falling = falling.softmax(-1)

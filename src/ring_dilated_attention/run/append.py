@@ -87,10 +87,18 @@ def append_now(
     check_append(plan, positions, counts)
     parts = list(_alike(positions, counts))
     results = []
-    for entries, position, count in parts:
-        q, k, v = (x[entries, :count] for x in (query, key, value))
-        attend = _one if count == 1 else _many
-        results.append(attend(plan, kernel, scale, q, k, v, memory[:, entries], position))
+    # A row alone is written before it attends. With keep, over one that can still be gone back to.
+    ones = [(memory[:, entries], position) for entries, position, count in parts if count == 1 and plan.keep]
+    written_over = [(slot, slot.clone()) for one in ones for slot in _next_slots(plan, *one)]
+    try:
+        for entries, position, count in parts:
+            q, k, v = (x[entries, :count] for x in (query, key, value))
+            attend = _one if count == 1 else _many
+            results.append(attend(plan, kernel, scale, q, k, v, memory[:, entries], position))
+    except BaseException:  # Ctrl-C too: a call that fails loses nothing
+        for slot, rows in written_over:
+            slot.copy_(rows)
+        raise
     for entries, position, count in parts:  # when nothing can fail any more: rows that were seen are written over
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
@@ -121,6 +129,12 @@ def ring_view(memory: Tensor, rings: Rings) -> Tensor:
     num_rings, (_, batch, _, head_dim) = len(rings.kv_heads), memory.shape
     rows = memory[:, :, rings.offset : rings.offset + num_rings * rings.capacity]
     return rows.view(2, batch, num_rings, rings.capacity, head_dim)
+
+
+def _next_slots(plan: CachePlan, memory: Tensor, t: int) -> Iterator[Tensor]:
+    """Where the row at position t goes, ring by ring: (2, B, G, D)."""
+    for _, rings in plan.of_position(t):
+        yield ring_view(memory, rings)[:, :, :, rings.before(t) % rings.capacity]
 
 
 def _one(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, is_integer
 from ..plan.cache import CachePlan, Rings, check_append, check_crop, plan_cache
 from ..plan.heads import held_heads
 from .append import held, packed, packed_size, place, unpack
@@ -195,6 +195,8 @@ class DilatedCache:
             ValueError: if a sequence has fewer positions, or rows that it would need again were dropped.
         """
         counts = torch.as_tensor(count).flatten().tolist()
+        if not all(is_integer(number) for number in counts):
+            raise ValueError(f"crop({counts}): positions are taken back in whole numbers.")
         counts = counts * self.batch if len(counts) == 1 else counts
         if len(counts) != self.batch:
             raise ValueError(f"crop({counts}) has {len(counts)} numbers, and the batch {self.batch} entries.")
@@ -302,7 +304,12 @@ class DilatedCache:
         }
 
     def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
-        entries = [int(row) for row in rows]
+        entries = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+        if not all(is_integer(row) for row in entries):  # a mask would be taken for the entries 0 and 1
+            raise ValueError(
+                f"{call}({entries}) takes the numbers of batch entries, as [0, 2]. Of a mask, pass "
+                "mask.nonzero().flatten()."
+            )
         if not all(0 <= row < self.batch for row in entries):
             raise ValueError(f"{call}({entries}): the batch has the entries 0 to {self.batch - 1}.")
         return torch.tensor(entries, dtype=torch.int64, device=self.device)

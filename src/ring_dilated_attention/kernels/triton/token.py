@@ -95,7 +95,8 @@ def append_one(
 ) -> tuple[Tensor, Tensor]:
     """out (B, 1, H, D) and lse (B, 1, H) of one new row for each batch entry, or none where `lengths` is 0.
 
-    Nothing is raised for a sequence that becomes too long, since nobody asks where it stands: its out and lse are NaN.
+    Nothing is raised for a sequence that would become too long, since nobody asks where it stands: its out and lse are
+    NaN, and its part of the cache stays as it was.
     """
     check(query, key, value, memory)
     batch, _, num_heads, head_dim = query.shape
@@ -105,6 +106,11 @@ def append_one(
         _captured.append(tables)
     num_branches, splits = len(plan.of_phase), tables.num_splits
     lengths = None if lengths is None else lengths.to(query.device, torch.int64).clamp(0, 1)
+    is_too_long = None
+    if plan.max_len is not None:
+        lengths = progress.new_ones(batch) if lengths is None else lengths
+        is_too_long = progress[0] + lengths > plan.max_len
+        lengths = lengths.masked_fill(is_too_long, 0)
     part_lse = query.new_empty((batch, num_heads, num_branches, splits), dtype=torch.float32)
     part_out = query.new_empty((*part_lse.shape, head_dim), dtype=torch.float32)
     out = query.new_empty((batch, 1, num_heads, head_dim))
@@ -133,19 +139,16 @@ def append_one(
             D=head_dim,
             BD=padded(head_dim),
         )
-    _move_on(plan, tables, progress, lengths, out, lse)
+    if is_too_long is not None:
+        lse.masked_fill_(is_too_long[:, None, None], torch.nan)
+        out.masked_fill_(is_too_long[:, None, None, None], torch.nan)
+    _move_on(plan, tables, progress, lengths)
     return out, lse
 
 
-def _move_on(
-    plan: CachePlan, tables: Tables, progress: Tensor, lengths: Tensor | None, out: Tensor, lse: Tensor
-) -> None:
-    """As `CachePlan.floor` and `check_append`, on the device."""
+def _move_on(plan: CachePlan, tables: Tables, progress: Tensor, lengths: Tensor | None) -> None:
+    """As `CachePlan.floor`, on the device."""
     position, floor = progress
     position += 1 if lengths is None else lengths
-    if plan.max_len is not None:
-        is_too_long = (position > plan.max_len)[:, None, None]
-        lse.masked_fill_(is_too_long, torch.nan)
-        out.masked_fill_(is_too_long[..., None], torch.nan)
     youngest = (position - position % tables.widths[:, None]).amax(0)
     torch.maximum(floor, torch.minimum(youngest, position - plan.keep), out=floor)
