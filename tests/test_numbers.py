@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import record
-from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands import cli, train
 from ring_dilated_attention.commands.numbers import BINARY, DECIMAL, amount, count, scaled, time_text
 
 
@@ -30,6 +30,13 @@ def test_units_multiply(number, unit):
 def test_what_is_no_count_is_quoted(text):
     with pytest.raises(argparse.ArgumentTypeError, match=r"thousands"):
         count(text)
+
+
+@pytest.mark.parametrize("text", ["1e999999999", "1e-999999999", "1e400", "1" + "0" * 400])
+def test_numbers_that_nothing_holds_are_refused_at_once(text):
+    """Catches a power of ten that is made for minutes, and a traceback instead of a sentence."""
+    with pytest.raises(argparse.ArgumentTypeError, match=r"beyond 400|more than a float"):
+        amount(text)
 
 
 def test_amounts():
@@ -57,6 +64,14 @@ def test_commands_take_them(capsys):
     with pytest.raises(SystemExit):
         cli.main(["slice", "--seq-len", "1.5"])
     assert "'1.5' is 1.5, not a whole number" in capsys.readouterr().err
+
+
+def test_train_takes_them():
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    argv = ["--seq-len", "32Ki", "--segment-lengths", "4Ki", "32,768", "--steps", "1e3", "--seed", "-1", "--ranks", "2"]
+    found = parser.parse_args(argv)
+    assert (found.seq_len, found.segment_lengths, found.steps, found.seed) == (32_768, [4096, 32_768], 1000, -1)
 
 
 def test_a_table_of_the_page_becomes_one_of_a_terminal():
