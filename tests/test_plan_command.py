@@ -271,6 +271,12 @@ def test_many_ranks_are_as_if_planned_one_by_one(capsys):
     assert least <= planned_all["model"]["step_seconds"] <= most
 
 
+def test_many_ranks_say_what_their_time_assumes(capsys):
+    argv = ["plan", "--seq-len", "1Mi", "--ranks", "256", "--segment-lengths", "1Mi", "--dilation-rates", "16"]
+    assert cli.main([*argv, "--flops", "5e12", "--bandwidth", "1e9"]) == 0
+    assert "assumed of each rank: 5.00 TFLOP/s, 1.00 GB/s one way" in capsys.readouterr().out
+
+
 def test_bounds_are_marked(capsys, monkeypatch):
     """What would take too long is sampled, and says so beforehand and in the answer."""
     monkeypatch.setattr(plan_large, "MOST_SECONDS", 0)
