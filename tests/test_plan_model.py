@@ -17,6 +17,7 @@ from ring_dilated_attention.plan.alternatives import Job, advice, alternatives, 
 from ring_dilated_attention.plan.clock import Hardware
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape, model_memory
+from ring_dilated_attention.plan.totals import branch_pairs, pairs
 
 SMALL = dict(num_layers=3, embed_dim=48, num_heads=4, num_kv_heads=2, ffn_dim=80)
 
@@ -251,6 +252,39 @@ def test_alternatives_are_ordered_by_their_figures():
     none, why = recommended(found, 1000)
     assert none is None
     assert why.startswith("none fits")
+
+
+def test_advice_counts_the_pairs_of_the_branch():
+    """Catches the work of all heads for a branch that has a few of them."""
+    pattern = DilatedPattern((512, 8192), (1, 4), is_causal=True, heads="split")
+    job, slow = Job(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e8, 1e-5)
+    parts = [branch_pairs(pattern, i, 8192, 4) for i in range(2)]
+    assert sum(parts) == pairs(pattern, 8192, 4)
+    ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "ring")
+    assert f"for {parts[1] / sum(parts):.0%} of the pairs" in str(advice(job, ring, slow))
+
+
+def test_a_branch_that_can_be_no_sparser_gets_other_advice():
+    pattern = DilatedPattern((512, 8192), (1, 4096), is_causal=True)
+    job, slow = Job(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e4, 1e-5)
+    ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "ring")
+    assert str(advice(job, ring, slow)).endswith("fewer ranks, or a faster link, would help")
+
+
+def test_dealing_heads_is_said_to_be_bound_too():
+    job = Job(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
+    slow = Hardware(1e12, 1e8, 1e-5)
+    [dealt, *_] = [x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "all_to_all"]
+    assert "bound by communication" in str(advice(job, dealt, slow))
+    assert "rates would not" in str(advice(job, dealt, slow))
+
+
+def test_one_plan_says_that_it_is_bound(capsys):
+    argv = [*CALL[:3], "--segment-lengths", "4Ki", "--dilation-rates", "4", "--ranks", "2", "--flops", "1T"]
+    assert cli.main([*argv, "--bandwidth", "1M"]) == 0
+    assert "bound by communication: a rank waits" in capsys.readouterr().out
+    assert cli.main([*argv, "--bandwidth", "1P"]) == 0
+    assert "bound by communication" not in capsys.readouterr().out
 
 
 def test_the_command_compares(capsys):

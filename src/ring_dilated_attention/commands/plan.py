@@ -143,6 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    sizes = sizes_of(arguments)
     rows = rank_rows(plans, memories, arguments)
     branches = branch_rows(pattern, shards, plans, arguments)
     step = step_of(plans, arguments, hardware)
@@ -163,6 +164,10 @@ def run(arguments: argparse.Namespace) -> int:
         if step is not None and machine is not None:
             print(described(machine.hardware, machine.source))
             print(model_line(step))
+            if is_compared and arguments.documents is None and arguments.align == 1:
+                job = Job(pattern, arguments.seq_len, arguments.ranks, *heads_and_documents(arguments)[:2], sizes)
+                said = plan_alternatives.advice_for(job, exchange.exchange, arguments.sharding, step, machine.hardware)
+                print(*([said] if said else []), sep="\n", end="\n" if said else "")
         if compared:
             print(sharding_lines(compared))
     if arguments.picture is not None:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..plan.alternatives import Job, advice, alternatives, recommended
-from ..plan.clock import Hardware
+from ..plan.alternatives import Alternative, Job, advice, alternatives, recommended
+from ..plan.clock import Hardware, StepTime
 from ..plan.memory import Traits
 from .hardware import described
 from .numbers import time_text
@@ -36,6 +36,14 @@ def found_for(
         "reason": reason,
         "advice": None if best is None else advice(job, best, hardware),
     }
+
+
+def advice_for(job: Job, exchange: str, sharding: str, step: StepTime, hardware: Hardware) -> str | None:
+    """What `advice` says of a step that was modelled already."""
+    if not step.balance or exchange == "none":
+        return None
+    one = Alternative("dilated", exchange, sharding, 1, step.balance, step_seconds=step.step_seconds)
+    return advice(job, one._replace(exposed=1 - step.efficiency / step.balance), hardware)
 
 
 def text(found: dict[str, Any]) -> str:
