@@ -284,7 +284,7 @@ def test_bounds_are_marked(capsys, monkeypatch):
     monkeypatch.setattr(plan, "seconds_of_planning", lambda job: 100.0)
     assert cli.main(["plan", "--seq-len", "2047", "--ranks", "100", *MANY]) == 0
     out, err = capsys.readouterr()
-    assert "planning 100 ranks takes 0 s at most, for a sample: 2,047 positions do not divide among 100 ranks" in err
-    assert "100 ranks, by bounds from 1 sampled ranks of 100" in out
+    assert "planning 100 ranks takes about 1 s, for a sample: 2,047 positions do not divide among 100 ranks" in err
+    assert "100 ranks, by bounds from 2 sampled ranks of 100" in out
     assert "at least " in out
     assert "at most " in out

@@ -287,6 +287,15 @@ def test_one_plan_says_that_it_is_bound(capsys):
     assert "bound by communication" not in capsys.readouterr().out
 
 
+def test_a_long_comparison_says_so_before(capsys, monkeypatch):
+    argv = [*CALL, "--alternatives", "--flops", "1T", "--bandwidth", "1G", "--ranks", "2"]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("ring_dilated_attention.commands.plan_alternatives.PLANS_A_RANK", 1e9)
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().err.startswith("comparing all ways of 2 ranks takes about ")
+
+
 def test_the_command_compares(capsys):
     argv = ["plan", "--seq-len", "4Ki", "--segment-lengths", "4Ki", "--dilation-rates", "1", "--heads", "2"]
     argv += ["--alternatives", "--flops", "1T", "--bandwidth", "1G"]
