@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import record
-from ring_dilated_attention.commands import cli, train
+from ring_dilated_attention.commands import cli, evaluate, generate, train
 from ring_dilated_attention.commands.numbers import BINARY, DECIMAL, amount, count, scaled, time_text
 
 
@@ -79,3 +79,14 @@ def test_a_table_of_the_page_becomes_one_of_a_terminal():
     assert record.for_terminal(text).splitlines() == [
         "A heading.", "", "name       time, s", "long name      1.5", "b             22.0"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [(generate, ["--prompt", "a", "--tokens"]), (evaluate, ["text", "--chunk"]), (evaluate, ["text", "--context"])],
+)
+def test_what_reads_a_run_takes_them(command, argv):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    found = parser.parse_args(["runs/one", *argv, "4Ki"])
+    assert vars(found)[argv[-1][2:]] == 4096
