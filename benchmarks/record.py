@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ring_dilated_attention.pattern import WHOLE_DOCUMENT
 from ring_dilated_attention.training.files import write_whole
 from ring_dilated_attention.training.report import hardware, versions
 
@@ -141,7 +142,11 @@ def for_terminal(text: str) -> str:
 
 def branches(row: dict[str, Any]) -> str:
     """A row's pattern in words."""
-    pairs = f"({', '.join(map(str, row['segment_lengths']))})/({', '.join(map(str, row['dilation_rates']))})"
+    is_whole = [w == WHOLE_DOCUMENT for w in row["segment_lengths"]]
+    lengths = ["whole" if whole else str(w) for whole, w in zip(is_whole, row["segment_lengths"], strict=True)]
+    pairs = f"({', '.join(lengths)})/({', '.join(map(str, row['dilation_rates']))})"
+    if is_whole == [True] and list(row["dilation_rates"]) == [1]:
+        pairs = "dense"
     return pairs + (" causal" if row.get("is_causal") else "")
 
 

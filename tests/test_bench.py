@@ -13,7 +13,7 @@ import torch
 from benchmarks import command, crossover, flops, gate, linear, measure, record, scaling
 from benchmarks.command import CASES, needs_gpu
 from ring_dilated_attention import kernels
-from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.pattern import WHOLE_DOCUMENT, DilatedPattern
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 
@@ -198,6 +198,19 @@ def test_allocator_events_are_exact():
 
 def test_quantiles():
     assert measure.quantiles([3.0, 1.0, 2.0]) == {"min": 1.0, "median": 2.0, "max": 3.0, "repeats": 3}
+
+
+def test_a_pattern_in_words():
+    """Catches 4611686018427387904 in a table."""
+    words = {
+        "dense": DilatedPattern.dense(is_causal=False),
+        "dense causal": DilatedPattern.dense(is_causal=True),
+        "(8, whole)/(1, 4) causal": DilatedPattern((8, WHOLE_DOCUMENT), (1, 4), is_causal=True),
+        "(8, 32)/(1, 4)": DilatedPattern((8, 32), (1, 4)),
+    }
+    for text, pattern in words.items():
+        row = {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
+        assert record.branches(row | {"is_causal": pattern.is_causal}) == text
 
 
 def test_markdown_is_aligned():

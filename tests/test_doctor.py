@@ -53,6 +53,33 @@ def test_what_is_wrong_is_said(fault, said):
     assert said in problem
 
 
+def test_the_table_has_clock_and_compute_capability_of_each_rank():
+    rates = {"flops_per_second": 1e12, "backward_flops_per_second": 1e12}
+    card = {"name": "P100", "capability": [6, 0], "memory_bytes": 16e9}
+    links = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
+    rates |= {"call_seconds": 0.0, "around_seconds": 0.0}
+    more = {"gpu": card, "rates": rates, "memory_bytes": 16e9, "threads": 1, "links": links}
+    newer = more | {"gpu": card | {"name": "A100", "capability": [8, 0]}, "clock": 0.25}
+    text = doctor.text([one(0, **more), one(1, **newer)])
+    for words in ("P100, compute capability 6.0", "A100, compute capability 8.0", "+250 ms"):
+        assert words in text
+    assert "dtype: float32: Pascal" in text
+    assert "dtype: bfloat16: " in text
+
+
+def test_ranks_of_a_host_share_its_memory():
+    """Catches a host's memory divided among the ranks of others too."""
+    everyone = [one(k, gpu=None, host=f"h{k // 2}", memory_bytes=8e9) for k in range(4)]
+    assert doctor.memory_of_each(everyone) == 4e9
+    assert doctor.memory_of_each([one(k, gpu={}, host="h", memory_bytes=8e9) for k in range(4)]) == 8e9
+
+
+def test_a_file_of_somebody_else_is_not_written_over(tmp_path, capsys):
+    (tmp_path / "notes.toml").write_text("mine")
+    assert cli.main(["doctor", "--save", str(tmp_path / "notes.toml")]) == 2
+    assert "notes.toml was not made by rda doctor" in capsys.readouterr().err
+
+
 def test_wrong_results_come_first():
     bad = {"passed": False, "quantity": "dq", "error": 1.0, "tolerance": 1e-6}
     problems = doctor.to_mend([one(0, agreement=bad, clock=5.0), one(1, agreement=bad)])

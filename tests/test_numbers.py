@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import record
-from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands import cli, evaluate, generate, train
 from ring_dilated_attention.commands.numbers import BINARY, DECIMAL, amount, count, scaled, time_text
 
 
@@ -30,6 +30,13 @@ def test_units_multiply(number, unit):
 def test_what_is_no_count_is_quoted(text):
     with pytest.raises(argparse.ArgumentTypeError, match=r"thousands"):
         count(text)
+
+
+@pytest.mark.parametrize("text", ["1e999999999", "1e-999999999", "1e400", "1" + "0" * 400])
+def test_numbers_that_nothing_holds_are_refused_at_once(text):
+    """Catches a power of ten that is made for minutes, and a traceback instead of a sentence."""
+    with pytest.raises(argparse.ArgumentTypeError, match=r"beyond 400|more than a float"):
+        amount(text)
 
 
 def test_amounts():
@@ -59,8 +66,27 @@ def test_commands_take_them(capsys):
     assert "'1.5' is 1.5, not a whole number" in capsys.readouterr().err
 
 
+def test_train_takes_them():
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    argv = ["--seq-len", "32Ki", "--segment-lengths", "4Ki", "32,768", "--steps", "1e3", "--seed", "-1", "--ranks", "2"]
+    found = parser.parse_args(argv)
+    assert (found.seq_len, found.segment_lengths, found.steps, found.seed) == (32_768, [4096, 32_768], 1000, -1)
+
+
 def test_a_table_of_the_page_becomes_one_of_a_terminal():
     text = "A heading.\n\n" + record.markdown(("name", "time, s"), [("long name", "1.5"), ("b", "22.0")])
     assert record.for_terminal(text).splitlines() == [
         "A heading.", "", "name       time, s", "long name      1.5", "b             22.0"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [(generate, ["--prompt", "a", "--tokens"]), (evaluate, ["text", "--chunk"]), (evaluate, ["text", "--context"])],
+)
+def test_what_reads_a_run_takes_them(command, argv):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    found = parser.parse_args(["runs/one", *argv, "4Ki"])
+    assert vars(found)[argv[-1][2:]] == 4096

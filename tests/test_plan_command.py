@@ -271,6 +271,12 @@ def test_many_ranks_are_as_if_planned_one_by_one(capsys):
     assert least <= planned_all["model"]["step_seconds"] <= most
 
 
+def test_many_ranks_say_what_their_time_assumes(capsys):
+    argv = ["plan", "--seq-len", "1Mi", "--ranks", "256", "--segment-lengths", "1Mi", "--dilation-rates", "16"]
+    assert cli.main([*argv, "--flops", "5e12", "--bandwidth", "1e9"]) == 0
+    assert "assumed of each rank: 5.00 TFLOP/s, 1.00 GB/s one way" in capsys.readouterr().out
+
+
 def test_bounds_are_marked(capsys, monkeypatch):
     """What would take too long is sampled, and says so beforehand and in the answer."""
     monkeypatch.setattr(plan_large, "MOST_SECONDS", 0)
@@ -278,7 +284,7 @@ def test_bounds_are_marked(capsys, monkeypatch):
     monkeypatch.setattr(plan, "seconds_of_planning", lambda job: 100.0)
     assert cli.main(["plan", "--seq-len", "2047", "--ranks", "100", *MANY]) == 0
     out, err = capsys.readouterr()
-    assert "planning 100 ranks takes 0 s at most, for a sample: 2,047 positions do not divide among 100 ranks" in err
-    assert "100 ranks, by bounds from 1 sampled ranks of 100" in out
+    assert "planning 100 ranks takes about 1 s, for a sample: 2,047 positions do not divide among 100 ranks" in err
+    assert "100 ranks, by bounds from 2 sampled ranks of 100" in out
     assert "at least " in out
     assert "at most " in out

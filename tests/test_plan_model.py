@@ -17,6 +17,7 @@ from ring_dilated_attention.plan.alternatives import Job, advice, alternatives, 
 from ring_dilated_attention.plan.clock import Hardware
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape, model_memory
+from ring_dilated_attention.plan.totals import branch_pairs, pairs
 
 SMALL = dict(num_layers=3, embed_dim=48, num_heads=4, num_kv_heads=2, ffn_dim=80)
 
@@ -90,6 +91,7 @@ def test_what_fits_is_the_border():
 
 MODEL = ["plan", "--layers", "2", "--embed-dim", "64", "--heads", "4", "--seq-len", "4Ki", "--causal"]
 MODEL += ["--segment-lengths", "256", "4Ki", "--dilation-rates", "1", "8"]
+CALL = ["plan", "--seq-len", "4Ki", "--segment-lengths", "256", "--dilation-rates", "1"]
 
 
 def test_the_command_plans_a_model(capsys):
@@ -120,6 +122,11 @@ def test_memory_too_small_says_what_would_do(capsys):
     [
         ({"hidden_size": 64}, "lacks num_hidden_layers or n_layer or num_layers"),
         ({"hidden_size": 64, "n_layer": -1, "vocab_size": 9, "n_head": 4}, "layers = -1 must be of integers"),
+        ({"hidden_size": 64, "n_layer": [2], "vocab_size": 9, "n_head": 4}, "layers = [2] must be one number"),
+        (
+            {"hidden_size": 64, "n_layer": 2, "vocab_size": 9, "n_head": 4, "segment_lengths": 8},
+            "segment_lengths = 8 must be a list",
+        ),
         ([1], "holds no object"),
     ],
 )
@@ -172,6 +179,9 @@ def test_hardware_files_come_back(tmp_path):
         ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = -1e9", "-1e+09 must be positive"),
         ('[hardware]\nflops_per_second = 1e12\nbytes_per_second = "50 GB/s"', "must be a plain number of bytes"),
         ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 25", "another unit"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 5", "another unit"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\ndtype = [1]", "dtype = [1] is unknown"),
+        (f"[hardware]\nflops_per_second = 1{'0' * 400}\nbytes_per_second = 1e9", "must be a plain number"),
         ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nspeed = 25", "speed is unknown"),
         ("[hardware", "cannot be read"),
     ],
@@ -184,8 +194,41 @@ def test_hardware_files_that_cannot_be(content, message, tmp_path):
     assert message in str(refused.value)
 
 
-def test_presets_name_their_source():
+def test_presets_name_their_source_and_what_has_none():
     assert all("arXiv" in machine.source for machine in PRESETS.values())
+    assert all("latency not measured here" in machine.source for machine in PRESETS.values())
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([*MODEL, "--alternatives"], "--alternatives: of one attention call, and not of a model"),
+        ([*MODEL, "--picture", "x", "--head-dim", "16"], "--picture, --head-dim: of one attention call"),
+        ([*MODEL, "--tokens", "1e9"], "--tokens asks for a time: give --hardware"),
+        ([*CALL, "--mesh", "8x8", "--vocab", "9"], "--mesh, --vocab: of a whole model only; add --layers"),
+        ([*CALL, "--memory", "1G"], "--memory: of a whole model only"),
+        ([*CALL, "--alternatives", "--exchange", "ring"], "--exchange: --alternatives compares all"),
+    ],
+)
+def test_options_that_nobody_would_read_are_refused(argv, message, capsys):
+    """Catches a mesh of 64 ranks that is planned as one."""
+    assert cli.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_runs_folder_is_causal(tmp_path, capsys, monkeypatch):
+    """Catches twice the attention of a run that is planned from its own folder."""
+    fields = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": None, "seq_len": 4096}
+    fields |= {"segment_lengths": [4096], "dilation_rates": [1]}
+    monkeypatch.setattr("ring_dilated_attention.commands.plan_model.find_checkpoint", lambda path: path)
+    monkeypatch.setattr(
+        "ring_dilated_attention.commands.plan_model.read_state", lambda path: {"hyperparameters": fields}
+    )
+    argv = ["plan", "--config", str(tmp_path), "--json"]
+    assert cli.main(argv) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert cli.main([*argv, "--causal"]) == 0
+    assert found == json.loads(capsys.readouterr().out)
 
 
 def test_alternatives_are_ordered_by_their_figures():
@@ -209,6 +252,48 @@ def test_alternatives_are_ordered_by_their_figures():
     none, why = recommended(found, 1000)
     assert none is None
     assert why.startswith("none fits")
+
+
+def test_advice_counts_the_pairs_of_the_branch():
+    """Catches the work of all heads for a branch that has a few of them."""
+    pattern = DilatedPattern((512, 8192), (1, 4), is_causal=True, heads="split")
+    job, slow = Job(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e8, 1e-5)
+    parts = [branch_pairs(pattern, i, 8192, 4) for i in range(2)]
+    assert sum(parts) == pairs(pattern, 8192, 4)
+    ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "ring")
+    assert f"for {parts[1] / sum(parts):.0%} of the pairs" in str(advice(job, ring, slow))
+
+
+def test_a_branch_that_can_be_no_sparser_gets_other_advice():
+    pattern = DilatedPattern((512, 8192), (1, 4096), is_causal=True)
+    job, slow = Job(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e4, 1e-5)
+    ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "ring")
+    assert str(advice(job, ring, slow)).endswith("fewer ranks, or a faster link, would help")
+
+
+def test_dealing_heads_is_said_to_be_bound_too():
+    job = Job(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
+    slow = Hardware(1e12, 1e8, 1e-5)
+    [dealt, *_] = [x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "all_to_all"]
+    assert "bound by communication" in str(advice(job, dealt, slow))
+    assert "rates would not" in str(advice(job, dealt, slow))
+
+
+def test_one_plan_says_that_it_is_bound(capsys):
+    argv = [*CALL[:3], "--segment-lengths", "4Ki", "--dilation-rates", "4", "--ranks", "2", "--flops", "1T"]
+    assert cli.main([*argv, "--bandwidth", "1M"]) == 0
+    assert "bound by communication: a rank waits" in capsys.readouterr().out
+    assert cli.main([*argv, "--bandwidth", "1P"]) == 0
+    assert "bound by communication" not in capsys.readouterr().out
+
+
+def test_a_long_comparison_says_so_before(capsys, monkeypatch):
+    argv = [*CALL, "--alternatives", "--flops", "1T", "--bandwidth", "1G", "--ranks", "2"]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("ring_dilated_attention.commands.plan_alternatives.PLANS_A_RANK", 1e9)
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().err.startswith("comparing all ways of 2 ranks takes about ")
 
 
 def test_the_command_compares(capsys):

@@ -65,6 +65,13 @@ def test_unread_phases_and_cache_by_hand():
     assert cache_rows(DilatedPattern.dense(is_causal=True), 64, 4, 2) == 2 * 64
 
 
+def test_what_it_suggests_can_be_planned(capsys):
+    """Catches a word for the whole document, which no other command reads."""
+    assert cli.main(["suggest", "--seq-len", "4Ki", "--heads", "4", "--speedup", "1"]) == 0
+    options = capsys.readouterr().out.partition("dense attention: ")[2].splitlines()[0]
+    assert cli.main(["plan", "--seq-len", "4Ki", *options.split()]) == 0
+
+
 def test_the_command_explains(capsys):
     argv = ["suggest", "--seq-len", "64Ki", "--heads", "4", "--speedup", "20", "--ranks", "4"]
     assert cli.main(argv) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from ring_dilated_attention.training.baselines import baselines, smoothed
 from ring_dilated_attention.training.data import Document
-from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics, Step, check_tensorboard
+from ring_dilated_attention.training.metrics import METRICS_FILE, TENSORBOARD_FOLDER, Metrics, Step, check_tensorboard
 from ring_dilated_attention.training.progress import BAR_COLUMNS, fitting
 
 
@@ -59,6 +59,18 @@ def test_tensorboard_is_asked_for_by_name(monkeypatch):
     monkeypatch.setattr("ring_dilated_attention.training.metrics.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install tensorboard"):
         check_tensorboard()
+
+
+@pytest.mark.filterwarnings("default")  # its packages' own
+def test_tensorboard_gets_what_the_file_gets(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+    with Metrics(tmp_path, "a", 0, 0, tensorboard=True) as metrics:
+        for number in (1, 2, 3):
+            metrics.add(step(number))
+    found = accumulator(str(tmp_path / TENSORBOARD_FOLDER)).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("tokens_per_second")] == [(k, 200) for k in (1, 2, 3)]
+    assert found.Scalars("waited_seconds/most")[0].value == pytest.approx(0.2)
+    assert found.Scalars("resident_bytes/most")[0].value == 20
 
 
 def test_baselines_by_hand():

@@ -5,10 +5,12 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ..training.files import check_mine, write_whole
 from .interrupts import leaving_at_once
 from .numbers import amount, count, scaled, size_text, time_text
 from .output import aligned, check_writable
@@ -52,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--ranks {arguments.ranks}, but a launcher started {place[1]} ranks: leave --ranks out")
         if arguments.save is not None:
             check_writable("--save", arguments.save.parent, arguments.save.name)
+            check_mine(arguments.save, is_saved, "rda doctor")
     except ValueError as error:
         print(f"rda doctor: {error}", file=sys.stderr)
         return 2
@@ -237,8 +240,7 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
         print("ready" if not problems else "not ready; mend, in this order:")
         print("".join(f"  {i + 1}. {problem}\n" for i, problem in enumerate(problems)), end="")
     if arguments.save is not None:
-        memory = min(one["memory_bytes"] for one in everyone)
-        memory = memory / len(everyone) if everyone[0]["gpu"] is None else memory
+        memory = memory_of_each(everyone)
         source = f"rda doctor on {len(everyone)} ranks, {everyone[0]['hardware']['processor']}"
         itemsize = 4 if everyone[0]["gpu"] is None else 2
         machine = Machine(hardware, itemsize, int(memory) if memory < float("inf") else None, source)
@@ -246,8 +248,18 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
         if len(everyone) == 1:
             notes.append("one rank: nothing was sent, and bytes_per_second is no measurement")
         arguments.save.parent.mkdir(parents=True, exist_ok=True)
-        arguments.save.write_text(as_toml(machine, notes))
+        write_whole(arguments.save, as_toml(machine, notes).encode(), is_saved, "rda doctor")
     return 1 if problems else 0
+
+
+def is_saved(content: bytes) -> bool:
+    return b'source = "rda doctor on ' in content
+
+
+def memory_of_each(everyone: list[dict[str, Any]]) -> float:
+    """Bytes that the rank with least may fill: a GPU's, or its share of its host's."""
+    num_there = Counter(one["host"] for one in everyone if one["gpu"] is None)
+    return min(float(one["memory_bytes"] / num_there.get(one["host"], 1)) for one in everyone)
 
 
 def text(everyone: list[dict[str, Any]]) -> str:
@@ -256,17 +268,22 @@ def text(everyone: list[dict[str, Any]]) -> str:
 
     first = everyone[0]
     lines = [", ".join(f"{name} {value}" for name, value in first["versions"].items())]
-    headers = ("rank", "host", "device", "memory", "forward", "backward", "free", "written")
+    headers = ("rank", "host", "device", "memory", "forward", "backward", "clock", "free", "written")
     rows = []
     for one in everyone:
         folder = one["folder"]
-        device = one["gpu"]["name"] if one["gpu"] else f"CPU, {one['threads']} threads"
+        device = f"CPU, {one['threads']} threads"
+        if one["gpu"]:
+            device = f"{one['gpu']['name']}, compute capability {'.'.join(map(str, one['gpu']['capability']))}"
         rates = one["rates"]
         free = size_text(folder.get("free_bytes", 0))
         written = scaled(folder.get("bytes_per_second", 0), "B/s")
         speeds = (scaled(rates["flops_per_second"], "FLOP/s"), scaled(rates["backward_flops_per_second"], "FLOP/s"))
-        rows.append((str(one["rank"]), one["host"], device, size_text(one["memory_bytes"]), *speeds, free, written))
-    lines += [aligned(headers, rows), f"dtype: {dtype_advice(first['gpu'])}"]
+        clock = f"{1e3 * (one['clock'] - first['clock']):+,.0f} ms"
+        place = (str(one["rank"]), one["host"], device, size_text(one["memory_bytes"]))
+        rows.append((*place, *speeds, clock, free, written))
+    lines.append(aligned(headers, rows))
+    lines += [f"dtype: {advice}" for advice in dict.fromkeys(dtype_advice(one["gpu"]) for one in everyone)]
     lines += [f"backend {name}: {reason or 'can serve'}" for name, reason in first["backends"].items()]
     lines.append(f"interfaces: {', '.join(first['interfaces'])}")
     lines += [f"{name}={value}" for name, value in first["matter"].items()]

@@ -17,6 +17,7 @@ from ..training.stream import blocks_of, pieces, without_headers
 from .generate import check_run
 from .interrupts import leaving_at_once
 from .limits import check_at_least
+from .numbers import count
 from .output import aligned, check_writable
 from .terminal import say
 
@@ -39,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="of any size; - is stdin")
     parser.add_argument(
         "--context",
-        type=int,
+        type=count,
         metavar="N",
         help="bytes of a context, 0 for one that never ends (default: a sequence of training)",
     )
-    parser.add_argument("--chunk", type=int, default=4096, metavar="N", help="bytes at a time (default 4096)")
+    parser.add_argument("--chunk", type=count, default=4096, metavar="N", help="bytes at a time (default 4096)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 

@@ -16,6 +16,7 @@ from ..training.checkpoint import find_checkpoint
 from ..training.data import Document, load_document
 from .interrupts import leaving_at_once
 from .limits import check_at_least
+from .numbers import count
 from .terminal import say
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what comes before")
     prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file of any length")
-    parser.add_argument("--tokens", type=int, default=400, metavar="N", help="bytes to write (default 400)")
+    parser.add_argument("--tokens", type=count, default=400, metavar="N", help="bytes to write (default 400)")
     parser.add_argument(
         "--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest byte (default 1)"
     )

@@ -9,13 +9,14 @@ dtype = "float32"                # of the rates
 source = "where the numbers are from"
 """
 
+import argparse
 import math
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..plan.clock import Hardware
-from .numbers import scaled, time_text
+from .numbers import amount, scaled, time_text
 
 
 class Machine(NamedTuple):
@@ -30,13 +31,17 @@ class Machine(NamedTuple):
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _A100 = "225 TFLOP/s in training with FlashAttention-2 (arXiv 2307.08691, section 4.2)"
 _H100 = "400 TFLOP/s in training Llama 3 405B (arXiv 2407.21783, table 4)"
-_SHARE = "80 % of a link's rate, as DeepSeek-V3 reached on NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
+_SHARE = (
+    "bandwidth and latency not measured here: 4 µs are assumed, and 80 % of a link's rate, the share that DeepSeek-V3 "
+    "reached on an H800's NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
+)
 PRESETS = {
     "a100-nvlink": Machine(Hardware(225e12, 240e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_SHARE}: of 300 GB/s"),
     "a100-infiniband": Machine(Hardware(225e12, 20e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_SHARE}: of 200 Gb/s"),
     "h100-nvlink": Machine(Hardware(400e12, 360e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 450 GB/s"),
     "h100-infiniband": Machine(Hardware(400e12, 40e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 400 Gb/s"),
 }
+LARGEST = 1e30  # of a rate; far beyond machines, and within floats
 # A rate below the first or a time above it is a number in another unit, not a machine.
 _RATES = {
     "flops_per_second": (1e6, "FLOPs in a second; 500 TFLOP/s are 5e14"),
@@ -45,11 +50,18 @@ _RATES = {
     "memory_bytes": (2**20, "bytes; 80 GB are 8e10"),
 }
 _TIMES = {
-    "latency_seconds": (10.0, "seconds; 5 µs are 5e-6"),
+    "latency_seconds": (1.0, "seconds; 5 µs are 5e-6"),
     "call_seconds": (10.0, "seconds; 5 µs are 5e-6"),
     "handshake_seconds": (10.0, "seconds; 5 µs are 5e-6"),
 }
 _TEXTS = ("dtype", "source")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hardware", metavar="NAME", help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}")
+    parser.add_argument("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
+    parser.add_argument("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
+    parser.add_argument("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
 
 
 def machine_of(name: str) -> Machine:
@@ -84,7 +96,7 @@ def _checked(name: str, fields: dict[str, Any]) -> Machine:
     if missing:
         raise ValueError(f"--hardware {name} lacks {' and '.join(missing)}")
     dtype = fields.get("dtype", "float32")
-    if dtype not in ITEMSIZE:
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ValueError(f"--hardware {name}: dtype = {dtype!r} is unknown; choose one of {', '.join(ITEMSIZE)}")
     hardware = Hardware(**{key: float(fields[key]) for key in Hardware._fields if key in fields})
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
@@ -93,12 +105,50 @@ def _checked(name: str, fields: dict[str, Any]) -> Machine:
 
 def _check_number(name: str, key: str, value: object) -> None:
     limit, unit = _RATES[key] if key in _RATES else _TIMES[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
         raise ValueError(f"--hardware {name}: {key} = {value!r} must be a plain number of {unit}")
     if value < 0 or (value == 0 and key in _RATES):
         raise ValueError(f"--hardware {name}: {key} = {value:g} must be positive, in {unit}")
     if (key in _RATES and value < limit) or (key in _TIMES and value > limit):
         raise ValueError(f"--hardware {name}: {key} = {value:g} seems to be in another unit: write {unit}")
+
+
+def machine_for(arguments: argparse.Namespace) -> Machine | None:
+    """The preset or file with the given numbers in place of its own, or None where a time is not asked for."""
+    values = (arguments.flops, arguments.bandwidth, arguments.latency)
+    names = ("flops_per_second", "bytes_per_second", "latency_seconds")
+    given = {field: value for field, value in zip(names, values, strict=True) if value is not None}
+    if arguments.hardware is None and not given:
+        return None
+    if arguments.hardware is None and None in (arguments.flops, arguments.bandwidth):
+        missing = "--flops" if arguments.flops is None else "--bandwidth"
+        raise ValueError(f"{missing} is missing: a time needs --flops and --bandwidth, or --hardware")
+    itemsize = ITEMSIZE[arguments.dtype]
+    machine = Machine(Hardware(0, 0), itemsize, None, "given")
+    if arguments.hardware is not None:
+        machine = machine_of(arguments.hardware)
+        if arguments.flops is None and itemsize != machine.itemsize:
+            raise ValueError(
+                f"--hardware {arguments.hardware} has the rate of {8 * machine.itemsize}-bit types, and --dtype is "
+                f"{arguments.dtype}. Choose --dtype {'bfloat16' if machine.itemsize == 2 else 'float32'}, or give "
+                "--flops."
+            )
+    if arguments.flops is not None:
+        given["backward_flops_per_second"] = None
+    hardware = machine.hardware._replace(**given)
+    for name, value, is_fine in (
+        ("--flops", hardware.flops_per_second, 0 < hardware.flops_per_second < math.inf),
+        ("--bandwidth", hardware.bytes_per_second, 0 < hardware.bytes_per_second < math.inf),
+        ("--latency", hardware.latency_seconds, 0 <= hardware.latency_seconds < math.inf),
+    ):
+        if not is_fine:
+            raise ValueError(f"{name} must be a positive number{', or 0' * (name == '--latency')}, got {value}")
+    source = (
+        f"{machine.source}; {', '.join(names[i] for i in range(3) if values[i] is not None)} as given"
+        if given
+        else machine.source
+    )
+    return machine._replace(hardware=hardware, source=source if arguments.hardware else "as given")
 
 
 def as_toml(machine: Machine, notes: list[str]) -> str:

@@ -7,7 +7,8 @@ from fractions import Fraction
 
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_NUMBER = re.compile(r"([+-]?\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
+MOST_EXPONENT = 400  # beyond a float's; 10**999999999 would be made for minutes before anybody could refuse it
+_NUMBER = re.compile(r"([+-]?\d[\d_,]*(?:\.\d+)?([eE][+-]?\d+)?)\s*([A-Za-z]*)")
 _RULE = "K, M, G, T are thousands, Ki, Mi, Gi, Ti are 1,024s: 1M = 1,000,000, 64Ki = 65,536, 1e6, 131,072"
 
 
@@ -31,14 +32,19 @@ def amount(text: str) -> float:
     """
     if text.strip().lower() in ("inf", "nan", "-inf"):
         return float(text)
-    return float(_parse(text))
+    try:
+        return float(_parse(text))
+    except OverflowError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than a float holds") from error
 
 
 def _parse(text: str) -> Fraction:
     found = _NUMBER.fullmatch(text.strip())
-    unit = {name.lower(): size for name, size in (DECIMAL | BINARY).items()}.get(found[2].lower()) if found else None
+    unit = {name.lower(): size for name, size in (DECIMAL | BINARY).items()}.get(found[3].lower()) if found else None
     if found is None or unit is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number ({_RULE})")
+    if found[2] is not None and abs(int(found[2][1:])) > MOST_EXPONENT:
+        raise argparse.ArgumentTypeError(f"{text!r} has an exponent beyond {MOST_EXPONENT}")
     return Fraction(found[1].replace("_", "").replace(",", "")) * unit
 
 

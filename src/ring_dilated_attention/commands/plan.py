@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import math
 import sys
-from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,11 +16,13 @@ from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
 from ..plan.sharing import branch_shares
 from . import plan_alternatives, plan_model
 from .figures import MOST_RANKS as MOST_DRAWN
-from .figures import check_pictures, draw
-from .hardware import ITEMSIZE, PRESETS, Machine, described, machine_of
-from .limits import MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_memory, check_ranks_fit
-from .numbers import amount, count
-from .output import check_writable, progress_bar
+from .figures import draw
+from .hardware import ITEMSIZE, Machine, described, machine_for
+from .hardware import add_options as add_hardware_options
+from .limits import check_ranks_fit
+from .numbers import count
+from .output import progress_bar
+from .plan_checks import check_documents, check_numbers, check_picture, check_together, check_work, complete
 from .plan_large import MOST_SECONDS, Large, add_options, closed, sampled, say_before, seconds_of_planning, text
 from .plan_report import (
     MOST_ROWS,
@@ -39,7 +39,6 @@ from .plan_report import (
 )
 
 MOST_COMPARED = 64
-BYTES_PER_HOP = 2_000  # 1,024 ranks that share a segment took 2.1 GB
 
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi --dilation-rates 1 16 256
@@ -87,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=count, default=1, metavar="B", help="sequences at a time (default 1)")
     parser.add_argument("--heads", type=count, metavar="H", help="query heads (default 12)")
     parser.add_argument("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
-    parser.add_argument("--head-dim", type=count, default=64, metavar="D", help="default 64")
+    parser.add_argument("--head-dim", type=count, metavar="D", help="default 64")
     parser.add_argument("--dtype", choices=ITEMSIZE, default="float32", help="of query, key and value")
     parser.add_argument(
         "--kernel",
@@ -106,10 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--documents", type=count, nargs="+", metavar="N", help="lengths of packed documents, which add up to --seq-len"
     )
-    parser.add_argument("--hardware", metavar="NAME", help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}")
-    parser.add_argument("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
-    parser.add_argument("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
-    parser.add_argument("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
+    add_hardware_options(parser)
     add_options(parser)
     parser.add_argument("--alternatives", action="store_true", help="by every exchange and sharding, side by side")
     plan_model.add_options(parser)
@@ -120,6 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         is_model = plan_model.is_asked_for(arguments)
+        check_together(arguments, is_model=is_model)
         if is_model:
             plan_model.fill_in(arguments)
         complete(arguments)
@@ -137,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
             return compare_all(arguments, pattern, machine)
         shards = split(arguments, arguments.seq_len)
         is_each_needed = arguments.every_rank or arguments.picture is not None or arguments.ranks <= MOST_COMPARED
-        if not is_each_needed and large(pattern, shards, hardware, arguments):
+        if not is_each_needed and large(pattern, shards, machine, arguments):
             return 0
         check_work(pattern, arguments)
         exchange = exchange_of(pattern, shards, arguments)
@@ -146,6 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    sizes = sizes_of(arguments)
     rows = rank_rows(plans, memories, arguments)
     branches = branch_rows(pattern, shards, plans, arguments)
     step = step_of(plans, arguments, hardware)
@@ -166,6 +164,10 @@ def run(arguments: argparse.Namespace) -> int:
         if step is not None and machine is not None:
             print(described(machine.hardware, machine.source))
             print(model_line(step))
+            if is_compared and arguments.documents is None and arguments.align == 1:
+                job = Job(pattern, arguments.seq_len, arguments.ranks, *heads_and_documents(arguments)[:2], sizes)
+                said = plan_alternatives.advice_for(job, exchange.exchange, arguments.sharding, step, machine.hardware)
+                print(*([said] if said else []), sep="\n", end="\n" if said else "")
         if compared:
             print(sharding_lines(compared))
     if arguments.picture is not None:
@@ -181,10 +183,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def large(
-    pattern: DilatedPattern, shards: tuple[Shard, ...], hardware: Hardware | None, arguments: argparse.Namespace
+    pattern: DilatedPattern, shards: tuple[Shard, ...], machine: Machine | None, arguments: argparse.Namespace
 ) -> bool:
     """Print the figures of a job of many ranks without planning each; False if that takes no longer."""
-    heads = heads_and_documents(arguments)
+    heads, hardware = heads_and_documents(arguments), None if machine is None else machine.hardware
     sizes, sharding = sizes_of(arguments), arguments.sharding
     job = Large(pattern, shards, arguments.seq_len, sharding, *heads, sizes, arguments.kernel)
     if arguments.exchange not in ("auto", "ring"):
@@ -202,6 +204,8 @@ def large(
     else:
         print(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
         print(text(job, found))
+        if machine is not None:
+            print(described(machine.hardware, machine.source))
     return True
 
 
@@ -215,30 +219,6 @@ def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
     )
 
 
-def check_numbers(arguments: argparse.Namespace) -> None:
-    for name in ("seq_len", "batch", "head_dim", "align", "memory", "layers", "embed_dim", "ffn_dim", "vocab"):
-        if getattr(arguments, name) is not None:
-            check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
-    if arguments.tokens is not None and not 1 <= arguments.tokens < math.inf:
-        raise ValueError(f"--tokens must be at least 1, got {arguments.tokens}")
-    if arguments.ranks is not None:
-        check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
-    check_at_least("--heads", arguments.heads, most=MOST_HEADS)
-    check_each("--segment-lengths", arguments.segment_lengths)
-    check_each("--dilation-rates", arguments.dilation_rates)
-    if arguments.sharding == "zigzag" and arguments.align != 1:
-        raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
-
-
-def complete(arguments: argparse.Namespace) -> None:
-    """What stands neither on the command line nor in a config."""
-    if arguments.heads is None:
-        arguments.heads = 12
-    for name in ("seq_len", "segment_lengths", "dilation_rates"):
-        if getattr(arguments, name) is None:
-            raise ValueError(f"--{name.replace('_', '-')} is missing")
-
-
 def model(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> int:
     question = plan_model.asked(arguments, pattern, machine)
     found = plan_model.figures(question)
@@ -249,93 +229,13 @@ def model(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machi
 def compare_all(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> int:
     if machine is None:
         raise ValueError("--alternatives compares times: give --hardware, or --flops and --bandwidth")
-    if arguments.documents is not None:
-        raise ValueError("--alternatives compares one document; leave out --documents")
     heads = heads_and_documents(arguments)[:2]
     job = Job(pattern, arguments.seq_len, arguments.ranks, *heads, sizes_of(arguments))
     found = plan_alternatives.found_for(
-        job, *machine[:1], machine.source, TRAITS[arguments.kernel], machine.memory_bytes
+        job, machine.hardware, machine.source, TRAITS[arguments.kernel], arguments.memory or machine.memory_bytes
     )
     print(json.dumps(found, indent=1) if arguments.json else plan_alternatives.text(found))
     return 0
-
-
-def check_work(pattern: DilatedPattern, arguments: argparse.Namespace) -> None:
-    """Raise ValueError if the plans of all ranks would not fit the memory."""
-    largest_shard = -(-arguments.seq_len // arguments.ranks)
-    # How many ranks share a segment of each branch that no shard holds.
-    shared = [-(-w // largest_shard) for w in pattern.segment_lengths if w > largest_shard]
-    num_hops = arguments.ranks * sum(min(arguments.ranks, number) for number in shared)
-    check_memory(
-        f"the plans of {arguments.ranks:,} ranks have about {num_hops:,} hops, which take",
-        num_hops * BYTES_PER_HOP,
-        "plan fewer --ranks, or one of many with rda slice --plan",
-    )
-
-
-def check_documents(arguments: argparse.Namespace) -> None:
-    lengths = arguments.documents
-    if lengths is None:
-        return
-    if min(lengths) < 1:
-        raise ValueError(f"--documents must be at least 1 each, got {min(lengths)}")
-    if sum(lengths) != arguments.seq_len:
-        raise ValueError(f"--documents add up to {sum(lengths)}, and --seq-len is {arguments.seq_len}")
-    if arguments.batch != 1:
-        raise ValueError(
-            f"--documents are packed into one sequence, so --batch must be 1, got {arguments.batch}. "
-            "Leave out --batch; more sequences are more documents."
-        )
-    if arguments.picture is not None:
-        raise ValueError("--picture draws one document; leave out --documents")
-
-
-def check_picture(arguments: argparse.Namespace) -> None:
-    """Before the work, which may take minutes."""
-    if arguments.picture is None:
-        return
-    if find_spec("matplotlib") is None:
-        raise ValueError("--picture needs matplotlib: pip install matplotlib")
-    check_writable("--picture", arguments.picture)
-    check_pictures(arguments.picture)
-
-
-def machine_for(arguments: argparse.Namespace) -> Machine | None:
-    """The preset or file with the given numbers in place of its own, or None where a time is not asked for."""
-    values = (arguments.flops, arguments.bandwidth, arguments.latency)
-    names = ("flops_per_second", "bytes_per_second", "latency_seconds")
-    given = {field: value for field, value in zip(names, values, strict=True) if value is not None}
-    if arguments.hardware is None and not given:
-        return None
-    if arguments.hardware is None and None in (arguments.flops, arguments.bandwidth):
-        missing = "--flops" if arguments.flops is None else "--bandwidth"
-        raise ValueError(f"{missing} is missing: a time needs --flops and --bandwidth, or --hardware")
-    itemsize = ITEMSIZE[arguments.dtype]
-    machine = Machine(Hardware(0, 0), itemsize, None, "given")
-    if arguments.hardware is not None:
-        machine = machine_of(arguments.hardware)
-        if arguments.flops is None and itemsize != machine.itemsize:
-            raise ValueError(
-                f"--hardware {arguments.hardware} has the rate of {8 * machine.itemsize}-bit types, and --dtype is "
-                f"{arguments.dtype}. Choose --dtype {'bfloat16' if machine.itemsize == 2 else 'float32'}, or give "
-                "--flops."
-            )
-    if arguments.flops is not None:
-        given["backward_flops_per_second"] = None
-    hardware = machine.hardware._replace(**given)
-    for name, value, is_fine in (
-        ("--flops", hardware.flops_per_second, 0 < hardware.flops_per_second < math.inf),
-        ("--bandwidth", hardware.bytes_per_second, 0 < hardware.bytes_per_second < math.inf),
-        ("--latency", hardware.latency_seconds, 0 <= hardware.latency_seconds < math.inf),
-    ):
-        if not is_fine:
-            raise ValueError(f"{name} must be a positive number{', or 0' * (name == '--latency')}, got {value}")
-    source = (
-        f"{machine.source}; {', '.join(names[i] for i in range(3) if values[i] is not None)} as given"
-        if given
-        else machine.source
-    )
-    return machine._replace(hardware=hardware, source=source if arguments.hardware else "as given")
 
 
 def split(arguments: argparse.Namespace, seq_len: int) -> tuple[Shard, ...]:

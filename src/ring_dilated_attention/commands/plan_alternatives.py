@@ -1,16 +1,23 @@
 """`rda plan --alternatives`: the same attention by every exchange and sharding, and dense, with a recommendation."""
 
+import sys
+import time
 from typing import Any
 
-from ..plan.alternatives import Job, advice, alternatives, recommended
-from ..plan.clock import Hardware
+from ..pattern import DilatedPattern
+from ..plan.alternatives import Alternative, Job, advice, alternatives, recommended
+from ..plan.clock import Hardware, StepTime
 from ..plan.memory import Traits
+from ..plan.planner import make_plan
+from ..plan.sharding import default_lengths, make_shards
 from .hardware import described
 from .numbers import time_text
 from .output import aligned
 
 # Each is planned and timed on every rank.
 MOST_RANKS = 64
+# What all ways take of each rank, in plans of one way and for each rank that it meets: measured on 32 and 64 ranks.
+PLANS_A_RANK = 0.8
 
 
 def found_for(
@@ -27,6 +34,7 @@ def found_for(
             f"{job.num_ranks:,}. Compare fewer ranks with as many positions each: n = "
             f"{job.seq_len // job.num_ranks * MOST_RANKS:,} on {MOST_RANKS}."
         )
+    say_before(job)
     rows = alternatives(job, hardware, traits)
     best, reason = recommended(rows, memory_bytes)
     return {
@@ -36,6 +44,25 @@ def found_for(
         "reason": reason,
         "advice": None if best is None else advice(job, best, hardware),
     }
+
+
+def say_before(job: Job) -> None:
+    """Nobody should wait without knowing for what: about how long, by one rank's part of dense attention by zigzag."""
+    began = time.monotonic()
+    dense = DilatedPattern.dense(is_causal=job.pattern.is_causal)
+    shards = make_shards("zigzag", default_lengths("zigzag", job.seq_len, job.num_ranks))
+    make_plan(dense, shards, job.num_ranks - 1, job.num_heads, job.num_kv_heads)
+    seconds = PLANS_A_RANK * job.num_ranks**2 * (time.monotonic() - began)
+    if seconds > 2:
+        print(f"comparing all ways of {job.num_ranks} ranks takes about {time_text(seconds)}", file=sys.stderr)
+
+
+def advice_for(job: Job, exchange: str, sharding: str, step: StepTime, hardware: Hardware) -> str | None:
+    """What `advice` says of a step that was modelled already."""
+    if not step.balance or exchange == "none":
+        return None
+    one = Alternative("dilated", exchange, sharding, 1, step.balance, step_seconds=step.step_seconds)
+    return advice(job, one._replace(exposed=1 - step.efficiency / step.balance), hardware)
 
 
 def text(found: dict[str, Any]) -> str:

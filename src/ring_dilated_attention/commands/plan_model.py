@@ -65,7 +65,7 @@ def fill_in(arguments: argparse.Namespace) -> None:
     if arguments.config is not None:
         found = read_config(arguments.config)
         for name, value in found.items():
-            if getattr(arguments, name) is None:
+            if getattr(arguments, name) is None or getattr(arguments, name) is False:
                 setattr(arguments, name, value)
     for name in ("layers", "embed_dim"):
         if getattr(arguments, name) is None:
@@ -83,10 +83,11 @@ def read_config(path: Path) -> dict[str, Any]:
         checkpoint = find_checkpoint(path)
         if checkpoint is None:
             raise ValueError(f"--config {path} has neither a config.json nor a checkpoint of rda train")
-        return _taken(str(path), read_state(checkpoint)["hyperparameters"] | {"vocab_size": 256})
+        fields = _taken(str(path), read_state(checkpoint)["hyperparameters"] | {"vocab_size": 256})
+        return fields | {"causal": True}  # as every model of rda train
     try:
         fields = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--config {file} cannot be read as JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"--config {file} holds no object of fields")
@@ -104,7 +105,12 @@ def _taken(where: str, fields: dict[str, Any]) -> dict[str, Any]:
     if missing:
         raise ValueError(f"--config {where} lacks {'; '.join(missing)}: add them, or give --layers, --embed-dim, ...")
     for name, value in found.items():
-        entries = value if isinstance(value, (list, tuple)) else [value]
+        is_list, is_branches = isinstance(value, list), name in ("segment_lengths", "dilation_rates")
+        if is_list != is_branches:
+            raise ValueError(
+                f"--config {where}: {name} = {value!r} must be {'a list' if is_branches else 'one number'}"
+            )
+        entries = value if is_list else [value]
         if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in entries):
             raise ValueError(f"--config {where}: {name} = {value!r} must be of integers of at least 1")
     return found

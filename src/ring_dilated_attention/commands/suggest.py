@@ -155,12 +155,13 @@ def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: st
     )
     lines = [start, *([assumed] if assumed else []), aligned(headers, rows)]
     for i, row in enumerate(found):
-        lines += ["", f"{i + 1}. {row['rule']}: {options(row)}", *words(arguments, row)]
+        lines += ["", f"{i + 1}. {row['rule']}: {options(row, arguments.seq_len)}", *words(arguments, row)]
     return "\n".join(lines)
 
 
-def options(row: dict[str, Any]) -> str:
-    lengths = " ".join("WHOLE" if w == WHOLE_DOCUMENT else str(w) for w in row["segment_lengths"])
+def options(row: dict[str, Any], seq_len: int) -> str:
+    """As other commands take them, which know no word for a whole document."""
+    lengths = " ".join(str(seq_len if w == WHOLE_DOCUMENT else w) for w in row["segment_lengths"])
     return f"--segment-lengths {lengths} --dilation-rates {' '.join(map(str, row['dilation_rates']))}"
 
 

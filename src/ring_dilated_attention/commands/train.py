@@ -29,6 +29,7 @@ from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from .generate import sample
 from .interrupts import leaving_at_once
 from .limits import check_memory, check_ranks_fit
+from .numbers import count
 from .terminal import UNREAD_EXIT_CODE, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
@@ -39,7 +40,7 @@ LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|
 EXAMPLES = """examples:
   rda train                                     one process, Python's standard library as the document
   rda train --ranks 2                           the same over two processes that share every sequence
-  rda train --data genome.fa --seq-len 65536    any files; FASTA headers are stripped
+  rda train --data genome.fa --seq-len 64Ki     any files; FASTA headers are stripped
   rda train --segment-lengths 32768 --dilation-rates 1
                                                 dense attention
   rda train --resume runs/20250131-120000       go on after Ctrl-C
@@ -59,7 +60,7 @@ those that gloo picks).
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("--ranks", type=int, metavar="P", help="processes that share every sequence (default 1)")
+    parser.add_argument("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
     exchanges = ("auto", *(name for name in EXCHANGES if name != "simulated"))
     parser.add_argument("--exchange", choices=exchanges, default="auto", help="how chunks travel (default auto)")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
     parser.add_argument(
         "--save-every",
-        type=int,
+        type=count,
         default=30,
         metavar="N",
         help="steps between checkpoints; older ones are deleted (default 30)",
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
     parser.add_argument("--json", action="store_true", help="print the record on stdout, all else on stderr")
     parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)  # by `launch`: where the ranks meet
-    add_hyperparameters(parser.add_argument_group("hyperparameters", "kept by a resumed run"))
+    add_hyperparameters(parser.add_argument_group("hyperparameters", "kept by a resumed run"), count)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from .exchange import RankPlan, plan_exchange
 from .memory import Sizes, Traits, attention_memory
 from .sharding import SHARDINGS, Cut
 from .sharing import branch_shares
-from .totals import pairs
+from .totals import branch_pairs, pairs
 
 # A part of a step that is only waiting; above it, more is gained on the way than in the kernel.
 BOUND_BY_COMMUNICATION = 0.2
@@ -119,8 +119,14 @@ def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alt
 
 def advice(job: Job, best: Alternative, hardware: Hardware) -> str | None:
     """Where a step is bound by communication: which branch sends for how little work, and what a rate would change."""
-    if best.exposed < BOUND_BY_COMMUNICATION or best.exchange == "all_to_all" or best.inner > 1:
+    if best.exposed < BOUND_BY_COMMUNICATION:
         return None
+    bound = f"bound by communication: a rank waits {best.exposed:.0%} of the step. "
+    if best.exchange == "all_to_all" or best.inner > 1:
+        return (
+            f"{bound}Dealing heads sends every position of queries, keys, values and outputs, whatever the pattern: "
+            "fewer key/value heads (grouped queries) or a faster link would help, and rates would not"
+        )
     plans = [x.plan for x in _plans(best, job)]
     cut = Cut(best.sharding, job.num_ranks)
     shards = cut.shards_of(cut.default_lengths(job.seq_len))
@@ -129,9 +135,12 @@ def advice(job: Job, best: Alternative, hardware: Hardware) -> str | None:
     if not shares[branch].sent:
         return None
     r = job.pattern.dilation_rates[branch]
-    rest = _rated(job.pattern, branch, r)
-    part = pairs(rest, job.seq_len, job.num_heads) / pairs(job.pattern, job.seq_len, job.num_heads)
+    work = branch_pairs(job.pattern, branch, job.seq_len, job.num_heads)
+    part = work / pairs(job.pattern, job.seq_len, job.num_heads)
     size = shares[branch].sent * job.sizes.unit * job.sizes.itemsize
+    said = f"{bound}Branch {branch} sends {size / 1e9:,.2f} GB in a forward for {part:.0%} of the pairs: "
+    if 4 * r > job.pattern.segment_lengths[branch]:
+        return f"{said}fewer ranks, or a faster link, would help"
     sparser = DilatedPattern(
         job.pattern.segment_lengths,
         [4 * x if i == branch else x for i, x in enumerate(job.pattern.dilation_rates)],
@@ -141,15 +150,9 @@ def advice(job: Job, best: Alternative, hardware: Hardware) -> str | None:
     )
     then = _weighed(best, job._replace(pattern=sparser), hardware, _NO_KERNEL)
     return (
-        f"bound by communication: a rank waits {best.exposed:.0%} of the step. Branch {branch} sends "
-        f"{size / 1e9:,.2f} GB in a forward for {part:.0%} of the pairs: at rate {4 * r:,} instead of {r:,} a step "
-        f"would take {1e3 * then.step_seconds:,.3g} ms instead of {1e3 * best.step_seconds:,.3g}"
+        f"{said}at rate {4 * r:,} instead of {r:,} a step would take {1e3 * then.step_seconds:,.3g} ms instead of "
+        f"{1e3 * best.step_seconds:,.3g}"
     )
-
-
-def _rated(pattern: DilatedPattern, branch: int, rate: int) -> DilatedPattern:
-    """The branch alone."""
-    return DilatedPattern((pattern.segment_lengths[branch],), (rate,), is_causal=pattern.is_causal)
 
 
 _NO_KERNEL = Traits(in_place=False, is_whole=False, scratch=lambda step, sizes, num_heads: 0)

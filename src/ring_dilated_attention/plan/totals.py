@@ -35,15 +35,19 @@ class Sent:
 
 def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
     """(query, key) pairs of all heads and branches, with multiplicity, for one batch entry."""
-    total = 0
-    for branch, (length, rate) in enumerate(pattern.branches):
-        whole, rest = divmod(seq_len, length)
-        for head in pattern.heads_of(branch, num_heads):
-            phase = pattern.phase_of(branch, head, num_heads)
-            assert phase is not None
-            for segments, stop in ((whole, length), (1, rest)):
-                rows = rows_before(stop, phase, rate)
-                total += segments * (rows * (rows + 1) // 2 if pattern.is_causal else rows * rows)
+    return sum(branch_pairs(pattern, branch, seq_len, num_heads) for branch in range(len(pattern.branches)))
+
+
+def branch_pairs(pattern: DilatedPattern, branch: int, seq_len: int, num_heads: int) -> int:
+    """Those of one branch, of the heads that run it and the phases that they read."""
+    total, (length, rate) = 0, pattern.branches[branch]
+    whole, rest = divmod(seq_len, length)
+    for head in pattern.heads_of(branch, num_heads):
+        phase = pattern.phase_of(branch, head, num_heads)
+        assert phase is not None
+        for segments, stop in ((whole, length), (1, rest)):
+            rows = rows_before(stop, phase, rate)
+            total += segments * (rows * (rows + 1) // 2 if pattern.is_causal else rows * rows)
     return total
 
 

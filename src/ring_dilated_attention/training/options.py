@@ -5,6 +5,7 @@ of ranks, the exchange, how often to save) is not here.
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -127,15 +128,16 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_hyperparameters(parser: argparse._ArgumentGroup) -> None:
-    """One option per field. An option that is not given leaves no attribute, so that `resolve` can tell."""
+def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], int]) -> None:
+    """One option per field, integers read by `whole`. An option that is not given leaves no attribute, so that
+    `resolve` can tell."""
     for item in fields(Hyperparameters):
         many = isinstance(item.default, tuple)
         suffix = "" if item.default in ((), None) else f" (default {_shown(item.default)})"
         parser.add_argument(
             flag(item.name),
             default=argparse.SUPPRESS,
-            type=item.metadata["type"],
+            type=whole if item.metadata["type"] is int else item.metadata["type"],
             nargs="+" if many else None,
             metavar="FILE" if item.name == "data" else "N" if item.metadata["type"] is int else "X",
             help=item.metadata["help"] + suffix,
