@@ -368,6 +368,9 @@ def rank_asks_too_much_of_trainer(rank, world_size, folder):
     arguments.label_smoothing_factor = 0.1
     assert "label_smoothing_factor=0.1: Trainer would compute" in message_of(trainer.get_train_dataloader)
     arguments.label_smoothing_factor = 0.0
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
+    assert "compute_loss_func would be given whole labels" in message_of(trainer.get_train_dataloader)
+    trainer.compute_loss_func = None
     assert "9 samples are no multiple of 8" in message_of(trainer.get_eval_dataloader)
     arguments.per_device_eval_batch_size = 3
     assert len(trainer.get_eval_dataloader()) == 3

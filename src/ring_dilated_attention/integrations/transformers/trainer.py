@@ -25,6 +25,7 @@ class SameSample:
     model: Any
     args: Any
     accelerator: Any
+    compute_loss_func: Any
 
     def get_train_dataloader(self) -> Any:
         smoothing = self.args.label_smoothing_factor
@@ -32,6 +33,11 @@ class SameSample:
             raise ValueError(
                 f"label_smoothing_factor={smoothing}: Trainer would compute its own loss, of whole labels and of the "
                 "logits of a shard. Set it to 0: the model's loss is that of the whole sequence."
+            )
+        if self.compute_loss_func is not None:
+            raise ValueError(
+                "compute_loss_func would be given whole labels and the logits of a shard. Leave it out: the model's "
+                "loss is that of the whole sample."
             )
         return self._same(super().get_train_dataloader())  # type: ignore[misc]
 
