@@ -32,6 +32,16 @@ def test_what_is_no_count_is_quoted(text):
         count(text)
 
 
+@pytest.mark.parametrize(
+    "text", ["1e309", "-1e309", "9" * 400, "9" * 5000, "9" * 400 + ".5", "1e999999999", "1e-999999999"]
+)
+@pytest.mark.parametrize("kind", [count, amount])
+def test_what_no_float_holds_is_refused_at_once(kind, text):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is beyond 1\.8e\+308") as caught:
+        kind(text)
+    assert len(str(caught.value)) < 100
+
+
 def test_amounts():
     assert [amount(x) for x in ("1e11", "500T", "2.5e-5")] == [1e11, 5e14, 2.5e-5]
 

@@ -3,11 +3,15 @@
 import argparse
 import math
 import re
+import sys
 from fractions import Fraction
+
+from ..training.options import in_short
 
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _NUMBER = re.compile(r"([+-]?\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
+_MOST_DIGITS = 400  # of a number or its exponent's size: no float is as long, and to write out 1e999999999 takes hours
 _RULE = "K, M, G, T are thousands, Ki, Mi, Gi, Ti are 1,024s: 1M = 1,000,000, 64Ki = 65,536, 1e6, 131,072"
 
 
@@ -39,7 +43,12 @@ def _parse(text: str) -> Fraction:
     unit = {name.lower(): size for name, size in (DECIMAL | BINARY).items()}.get(found[2].lower()) if found else None
     if found is None or unit is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number ({_RULE})")
-    return Fraction(found[1].replace("_", "").replace(",", "")) * unit
+    digits, _, exponent = found[1].replace("_", "").replace(",", "").lower().partition("e")
+    is_short = len(digits) <= _MOST_DIGITS and len(exponent) <= _MOST_DIGITS and abs(int(exponent or 0)) <= _MOST_DIGITS
+    number = Fraction(f"{digits}e{exponent or 0}") * unit if is_short else None
+    if number is None or abs(number) > sys.float_info.max:
+        raise argparse.ArgumentTypeError(f"{in_short(text.strip())} is beyond {sys.float_info.max:.1e}, or too fine")
+    return number
 
 
 def scaled(value: float, unit: str, *, digits: int = 3) -> str:
