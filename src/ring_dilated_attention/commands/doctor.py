@@ -9,6 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ..training.files import check_mine, write_whole
+from .hardware import MAKER, Machine, as_toml, is_saved
 from .interrupts import leaving_at_once
 from .numbers import amount, count, scaled, size_text, time_text
 from .output import aligned, check_writable
@@ -52,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--ranks {arguments.ranks}, but a launcher started {place[1]} ranks: leave --ranks out")
         if arguments.save is not None:
             check_writable("--save", arguments.save.parent, arguments.save.name)
+            check_mine(arguments.save, is_saved, MAKER)
     except ValueError as error:
         print(f"rda doctor: {error}", file=sys.stderr)
         return 2
@@ -226,7 +229,6 @@ def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
 
 def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int:
     from .doctor_ranks import hardware_of
-    from .hardware import Machine, as_toml
 
     problems = to_mend(everyone)
     hardware = hardware_of(everyone)
@@ -239,14 +241,14 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
     if arguments.save is not None:
         memory = min(one["memory_bytes"] for one in everyone)
         memory = memory / len(everyone) if everyone[0]["gpu"] is None else memory
-        source = f"rda doctor on {len(everyone)} ranks, {everyone[0]['hardware']['processor']}"
+        source = f"{MAKER} on {len(everyone)} ranks, {everyone[0]['hardware']['processor']}"
         itemsize = 4 if everyone[0]["gpu"] is None else 2
         machine = Machine(hardware, itemsize, int(memory) if memory < float("inf") else None, source)
         notes = [time.strftime("measured %Y-%m-%d"), f"torch {everyone[0]['versions']['torch']}"]
         if len(everyone) == 1:
             notes.append("one rank: nothing was sent, and bytes_per_second is no measurement")
         arguments.save.parent.mkdir(parents=True, exist_ok=True)
-        arguments.save.write_text(as_toml(machine, notes))
+        write_whole(arguments.save, as_toml(machine, notes).encode(), is_saved, MAKER)
     return 1 if problems else 0
 
 
