@@ -184,6 +184,14 @@ def test_refused_commands_make_no_folder(arguments, tmp_path, monkeypatch):
     assert len(list(Path("a/b/out").iterdir())) == (2 if arguments[0] == "plan" else 1)
 
 
+@pytest.mark.parametrize("path", ["/dev/full", "/dev/null"])
+def test_what_has_no_end_is_not_read_to_see_whose_it_is(path, monkeypatch, capsys):
+    """Catches a device that is read until memory is full."""
+    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} is read"))
+    assert cli.main(["slice", "--seq-len", "64", "--ranks", "4", "--record", path]) == 2
+    assert f"{path} is in the way: it is no regular file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[*PICTURES, "out"], [*SLICE, "out/record"]], ids=["plan", "slice"])
 def test_a_full_disk_is_a_sentence(arguments, tmp_path, monkeypatch, capsys):
     """No file may grow beyond 100 bytes: what the system says then is what it says of a full disk."""
