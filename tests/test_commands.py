@@ -208,6 +208,24 @@ def test_a_full_disk_is_a_sentence(arguments, tmp_path, monkeypatch, capsys):
     assert list(Path().iterdir()) == []
 
 
+def test_a_disk_that_is_full_after_the_first_step_leaves_nothing(tmp_path, monkeypatch, capsys):
+    """Catches metrics that stay, since closing their file fails as writing to it did."""
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_bytes(b"some text. " * 100)
+    sizes = ["--seq-len", "16", "--steps", "3", "--num-layers", "1", "--embed-dim", "8", "--num-heads", "2"]
+    branches = ["--segment-lengths", "16", "--dilation-rates", "1"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
+    try:
+        assert cli.main(["train", "--data", "text", *sizes, *branches]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = capsys.readouterr().err
+    assert error.rstrip().endswith("File too large")
+    assert "Traceback" not in error
+    assert list(Path().iterdir()) == [Path("text")]
+
+
 def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):
     def greedy(*_):
         raise MemoryError
