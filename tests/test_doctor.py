@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,16 @@ def test_what_it_did_not_write_is_not_overwritten(tmp_path, capsys, monkeypatch)
     assert cli.main(["doctor", "--save", str(file)]) == 2
     assert f"{file} was not made by rda doctor" in capsys.readouterr().err
     assert file.read_bytes() == before
+
+
+def test_more_ranks_than_memory_holds_are_not_started(capsys, monkeypatch):
+    monkeypatch.setattr(processes, "run_ranks", None)
+    assert cli.main(["doctor", "--ranks", "1M"]) == 2
+    assert "rda doctor: 1,000,000 processes with torch in each take 100,000.0 GB" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_is_a_finding():
+    assert doctor_facts.storage(Path("n" * 300))["failure"] == "File name too long"
 
 
 def one(rank, **more):

@@ -12,10 +12,12 @@ from typing import Any
 from ..training.files import check_mine, write_whole
 from .hardware import MAKER, Machine, as_toml, is_saved
 from .interrupts import leaving_at_once
+from .limits import check_at_least, check_memory
 from .numbers import amount, count, scaled, size_text, time_text
 from .output import aligned, check_writable
 
 LEAST_FREE = 10**9
+BYTES_OF_A_RANK = 10**8  # at least
 SLOW_PAIR = 0.5  # of the median pair's bandwidth
 MOST_SECONDS_APART = 1.0
 EXAMPLES = """examples:
@@ -48,8 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
         place = started()
         if not 0 < arguments.timeout <= 3600:
             raise ValueError(f"--timeout must be from 0 to 3,600 seconds, got {arguments.timeout:g}")
-        if arguments.ranks is not None and arguments.ranks < 1:
-            raise ValueError(f"--ranks must be at least 1, got {arguments.ranks}")
+        if arguments.ranks is not None:
+            check_at_least("--ranks", arguments.ranks)
+            needed = BYTES_OF_A_RANK * arguments.ranks
+            check_memory(f"{arguments.ranks:,} processes with torch in each take", needed, "use fewer --ranks")
         if arguments.ranks is not None and place is not None:
             raise ValueError(f"--ranks {arguments.ranks}, but a launcher started {place[1]} ranks: leave --ranks out")
         if arguments.save is not None:
