@@ -499,7 +499,8 @@ def rank_takes_a_mean(rank, world_size):
     expected.backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(model.weight.grad, reference.weight.grad)
-    assert "0 terms of a loss in all" in message_of(lambda: context.mean_loss(terms.detach(), 0))
+    for count in (0, float("nan"), float("inf")):
+        assert "terms of a loss in all" in message_of(lambda n=count: context.mean_loss(terms.detach(), n))
     assert "reduction='sum'" in message_of(lambda: context.mean_loss(torch.zeros(2), 2))
 
 
