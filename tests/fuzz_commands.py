@@ -13,13 +13,24 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 from fuzz import Output, Trial, captured, listing, no_pictures, sentence_of
 
 from benchmarks import command
-from ring_dilated_attention.commands import check, cli, figures, plan, terminal, train
+from ring_dilated_attention.commands import (
+    check,
+    cli,
+    doctor_facts,
+    doctor_ranks,
+    figures,
+    plan,
+    processes,
+    terminal,
+    train,
+)
 from ring_dilated_attention.commands.slice import command as slices
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
@@ -57,6 +68,9 @@ TAKE_PATHS = (
     "--picture",
     "--record",
     "--results",
+    "--save",
+    "--prompt-file",
+    "--hardware",
 )
 
 TRAIN = [
@@ -136,12 +150,45 @@ MORE_EMBED = [
     ["text.txt"],
     ["--out", "taken/record.json"],
 ]
+GENERATE = [["run"], ["--prompt", "line"], ["--tokens", "3"]]
+MORE_GENERATE = [
+    ["--temperature", "0"],
+    ["--temperature", "0.5"],
+    ["--top-k", "3"],
+    ["--top-p", "0.9"],
+    ["--seed", "1"],
+    ["--prompt-file", "text.txt"],
+]
+EVALUATE = [["run"], ["text.txt"]]
+MORE_EVALUATE = [
+    ["--context", "8"],
+    ["--context", "0"],
+    ["--chunk", "64"],
+    ["--picture", "a/bits.png"],
+    ["--picture", "taken/loss.png"],
+]
+SUGGEST = [["--seq-len", "512"], ["--heads", "2"], ["--speedup", "2"]]
+MORE_SUGGEST = [
+    ["--kv-heads", "1"],
+    ["--head-dim", "8"],
+    ["--layers", "3"],
+    ["--ranks", "4"],
+    ["--dtype", "float32"],
+    ["--hardware", "h100-nvlink"],
+    ["--not-causal"],
+]
+DOCTOR = [["--run-folder", "records"]]
+MORE_DOCTOR = [["--ranks", "1"], ["--timeout", "60"], ["--save", "a/here.toml"], ["--save", "taken/record.json"]]
 # How often, the words that are always there, and those that may be.
 COMMANDS = {
     "embed": (4, EMBED, MORE_EMBED),
     "train": (12, TRAIN, MORE_TRAIN),
     "plan": (12, PLAN, MORE_PLAN),
     "slice": (5, SLICE, MORE_SLICE),
+    "generate": (3, GENERATE, MORE_GENERATE),
+    "evaluate": (3, EVALUATE, MORE_EVALUATE),
+    "suggest": (3, SUGGEST, MORE_SUGGEST),
+    "doctor": (2, DOCTOR, MORE_DOCTOR),
     "check": (1, [["--ranks", "0"]], [["--timeout", "-1"]]),
     "bench": (1, [], [["flops"], ["--quick"]]),
     "benchmarks": (2, [["--page"]], [["--results", "records"], ["--results", "mine"]]),  # as python -m benchmarks
@@ -175,7 +222,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     os.chdir(folder / "here")
     arguments = draw(rng)
     before = listing(Path())
-    with no_pictures(), mock.patch.object(check, "run_trials", all_passed):  # which take seconds
+    with no_pictures(), mock.patch.object(check, "run_trials", all_passed), a_quick_doctor():  # which take seconds
         output = captured(lambda: run_command(arguments))
     output = output._replace(error=output.error.replace("a\nb", "a b"))  # a name of two lines
     complaint = judge(arguments, output, before, listing(Path()))
@@ -195,6 +242,24 @@ def all_passed(trials: Sequence[check.Trial], on_step: Callable[[], object], sec
     return [trial.row("passed", error=0.0, tolerance=1.0) for trial in trials]
 
 
+@contextlib.contextmanager
+def a_quick_doctor() -> Iterator[None]:
+    """Its one rank is this process, and its rates are not measured."""
+    names = ("flops_per_second", "backward_flops_per_second", "call_seconds", "around_seconds")
+
+    def here(launch: processes.Launch, function: Callable[..., Any], *rest: Any) -> list[Any]:
+        if launch.seconds < 1 or launch.world_size > 1:
+            raise processes.RankFailedError(f"no answer within {launch.seconds:.0f} s")
+        return [function(None, *rest)]
+
+    with (
+        mock.patch.object(processes, "run_ranks", here),
+        mock.patch.object(doctor_ranks, "rates", return_value=dict.fromkeys(names, 1.0)),
+        mock.patch.object(doctor_facts, "WRITTEN_BYTES", 2**20),
+    ):
+        yield
+
+
 def draw(rng: random.Random) -> list[str]:
     """A command line that is right, spoilt in none to three places."""
     weights = [weight for weight, _, _ in COMMANDS.values()]
@@ -208,7 +273,7 @@ def draw(rng: random.Random) -> list[str]:
     for _ in range(rng.choices([0, 1, 2, 3], [2, 4, 3, 2])[0]):
         spoil(rng, groups)
     for group in groups:  # it would do what it is asked for, for minutes
-        if group and group[0] in ("--steps", "--num-layers") and group[1:] and group[1].isdecimal():
+        if group and group[0] in ("--steps", "--num-layers", "--tokens") and group[1:] and group[1].isdecimal():
             group[1] = min(group[1], "8", key=lambda word: int(word[:99])) if int(group[1][:99]) < 2**63 else group[1]
     words = [word for group in groups for word in group]
     if rng.random() < 0.02:
@@ -246,8 +311,8 @@ def hostile(rng: random.Random, option: str) -> str:
 
 def judge(arguments: list[str], output: Output, before: dict, after: dict) -> str | None:
     """What is wrong with how a command ended, or None."""
-    # 1: some slides could not be embedded, and each is named.
-    if output.code not in (0, 2) and not (arguments[:1] == ["embed"] and output.code == 1):
+    # 1: some slides could not be embedded, and each is named; or the doctor found what is to be mended.
+    if output.code not in (0, 2) and not (arguments[:1] in (["embed"], ["doctor"]) and output.code == 1):
         return f"it ends with {output.code}: {output.error[-3000:]}"
     if "Traceback" in output.error:
         return f"a traceback: {output.error[-3000:]}"

@@ -342,11 +342,12 @@ class Desk:
             model = LongNetLM(draw_language_model(rng, head_multiple=self.world_size).config, parallel=parallel)
             wide = torch.zeros(1, rows.shape[1], module.embed_dim)
             batch = {"tokens": torch.zeros(1, seq_len, dtype=torch.int64)}
+            bad_batches = [None, {}, [1], {"x": 3}, {"tokens": x}, {1: x}, {"x": x.to_sparse()}, {"x": x.to("meta")}]
             methods: dict[str, tuple[Callable[[Any], Any], Any, list[Any]]] = {
                 "shard": (parallel.shard, x, [None, 3, x[0, 0], x[0], x.double(), x[:, :, :3], "x"]),
                 "shard's dim": (lambda dim: parallel.shard(x, dim), 1, [3, -4, None, "1", 1.0, 2**70]),
                 "unshard": (parallel.unshard, rows, [None, [1], rows[0, 0:0, 0], rows.double(), rows[:, :, :3]]),
-                "shard_batch": (parallel.shard_batch, batch, [None, {}, [1], {"x": 3}, {"tokens": x}, {1: x}]),
+                "shard_batch": (parallel.shard_batch, batch, bad_batches),
                 "source": (lambda source: parallel.shard_batch(batch, source=source), 0, [1, -1, "0", 1.5, True, 9]),
                 "mean_loss": (lambda y: parallel.mean_loss(y, 3), x.sum(), [None, "x", x, x[:0], 1j]),
                 "count": (lambda n: parallel.mean_loss(x.sum(), n), 3, [None, "x", torch.ones(2), 1j]),

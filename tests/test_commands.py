@@ -184,6 +184,14 @@ def test_refused_commands_make_no_folder(arguments, tmp_path, monkeypatch):
     assert len(list(Path("a/b/out").iterdir())) == (2 if arguments[0] == "plan" else 1)
 
 
+@pytest.mark.parametrize("path", ["/dev/full", "/dev/null"])
+def test_what_has_no_end_is_not_read_to_see_whose_it_is(path, monkeypatch, capsys):
+    """Catches a device that is read until memory is full."""
+    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} is read"))
+    assert cli.main(["slice", "--seq-len", "64", "--ranks", "4", "--record", path]) == 2
+    assert f"{path} is in the way: it is no regular file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[*PICTURES, "out"], [*SLICE, "out/record"]], ids=["plan", "slice"])
 def test_a_full_disk_is_a_sentence(arguments, tmp_path, monkeypatch, capsys):
     """No file may grow beyond 100 bytes: what the system says then is what it says of a full disk."""
@@ -198,6 +206,24 @@ def test_a_full_disk_is_a_sentence(arguments, tmp_path, monkeypatch, capsys):
     assert re.search(rf"rda {arguments[0]}: out/\S+: File too large\n$", error)
     assert "Traceback" not in error
     assert list(Path().iterdir()) == []
+
+
+def test_a_disk_that_is_full_after_the_first_step_leaves_nothing(tmp_path, monkeypatch, capsys):
+    """Catches metrics that stay, since closing their file fails as writing to it did."""
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_bytes(b"some text. " * 100)
+    sizes = ["--seq-len", "16", "--steps", "3", "--num-layers", "1", "--embed-dim", "8", "--num-heads", "2"]
+    branches = ["--segment-lengths", "16", "--dilation-rates", "1"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
+    try:
+        assert cli.main(["train", "--data", "text", *sizes, *branches]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = capsys.readouterr().err
+    assert error.rstrip().endswith("File too large")
+    assert "Traceback" not in error
+    assert list(Path().iterdir()) == [Path("text")]
 
 
 def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):

@@ -213,6 +213,11 @@ def rank_alone_errs_between_calls(rank, world_size):
         (lambda y: context.mean_loss(y, 3), x.sum(), x),
         (lambda count: context.mean_loss(x.sum(), count), 3, None),
         (lambda y: shift_left(context, y, 0), torch.zeros(1, 4, dtype=torch.int64), None),
+        (context.shard_batch, {"x": x}, {"x": x.to_sparse()}),
+        (context.shard_batch, {"x": x}, {"x": x.to("meta")}),
+        (context.shard_batch, {"x": x}, {"\udc80": x, "y": x[:, :3]}),
+        (lambda batch: context.shard_batch(batch, source=odd), {"x": x}, {1: x}),
+        (lambda batch: context.shard_batch(batch, source=odd), {"x": x}, {"x": x.to_sparse()}),
     ]
     for odd in range(world_size):
         for deed, right, wrong in deeds:
@@ -494,7 +499,8 @@ def rank_takes_a_mean(rank, world_size):
     expected.backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(model.weight.grad, reference.weight.grad)
-    assert "0 terms of a loss in all" in message_of(lambda: context.mean_loss(terms.detach(), 0))
+    for count in (0, float("nan"), float("inf")):
+        assert "terms of a loss in all" in message_of(lambda n=count: context.mean_loss(terms.detach(), n))
     assert "reduction='sum'" in message_of(lambda: context.mean_loss(torch.zeros(2), 2))
 
 

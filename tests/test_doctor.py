@@ -5,10 +5,11 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from ring_dilated_attention.commands import cli, doctor, doctor_facts, doctor_ranks
+from ring_dilated_attention.commands import cli, doctor, doctor_facts, doctor_ranks, processes
 from ring_dilated_attention.commands.hardware import machine_of
 
 
@@ -23,6 +24,27 @@ def test_two_ranks_are_examined_and_a_plan_reads_it(tmp_path, capsys):
     argv = ["plan", "--seq-len", "4Ki", "--ranks", "2", "--segment-lengths", "4Ki", "--dilation-rates", "1"]
     assert cli.main([*argv, "--hardware", str(file)]) == 0
     assert "rda doctor on 2 ranks" in capsys.readouterr().out
+
+
+def test_what_it_did_not_write_is_not_overwritten(tmp_path, capsys, monkeypatch):
+    """Before anything is measured, also where a preset was copied into the file by hand."""
+    monkeypatch.setattr(processes, "run_ranks", None)
+    file = tmp_path / "mine.toml"
+    file.write_text('[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nsource = "my own"\n')
+    before = file.read_bytes()
+    assert cli.main(["doctor", "--save", str(file)]) == 2
+    assert f"{file} was not made by rda doctor" in capsys.readouterr().err
+    assert file.read_bytes() == before
+
+
+def test_more_ranks_than_memory_holds_are_not_started(capsys, monkeypatch):
+    monkeypatch.setattr(processes, "run_ranks", None)
+    assert cli.main(["doctor", "--ranks", "1M"]) == 2
+    assert "rda doctor: 1,000,000 processes with torch in each take 100,000.0 GB" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_is_a_finding():
+    assert doctor_facts.storage(Path("n" * 300))["failure"] == "File name too long"
 
 
 def one(rank, **more):

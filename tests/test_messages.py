@@ -178,6 +178,7 @@ def test_cu_seqlens_of_positions(cu_seqlens):
     [
         ({"scale": "1"}, ("scale must be a finite number", "got '1'")),
         ({"scale": torch.tensor(1.0)}, ("scale must be a finite number", "got tensor(1.)")),
+        ({"scale": 1e39}, ("scale=1e+39 is beyond 3.4e+38", "Pass float64 tensors")),
         ({"scale": True}, ("scale must be a finite number", "got True")),
         ({"scale": 10**400}, ("scale must be a finite number", "got 1000")),
         ({"scale": float("nan")}, ("scale must be a finite number", "got nan")),

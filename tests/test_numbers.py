@@ -32,11 +32,14 @@ def test_what_is_no_count_is_quoted(text):
         count(text)
 
 
-@pytest.mark.parametrize("text", ["1e999999999", "1e-999999999", "1e400", "1" + "0" * 400])
-def test_numbers_that_nothing_holds_are_refused_at_once(text):
-    """Catches a power of ten that is made for minutes, and a traceback instead of a sentence."""
-    with pytest.raises(argparse.ArgumentTypeError, match=r"beyond 400|more than a float"):
-        amount(text)
+@pytest.mark.parametrize(
+    "text", ["1e309", "-1e309", "9" * 400, "9" * 5000, "9" * 400 + ".5", "1e999999999", "1e-999999999"]
+)
+@pytest.mark.parametrize("kind", [count, amount])
+def test_what_no_float_holds_is_refused_at_once(kind, text):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is beyond 1\.8e\+308") as caught:
+        kind(text)
+    assert len(str(caught.value)) < 100
 
 
 def test_amounts():

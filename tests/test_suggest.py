@@ -85,6 +85,13 @@ def test_the_command_explains(capsys):
     assert "assumed of each rank: 400 TFLOP/s" in capsys.readouterr().out
 
 
+def test_more_layers_than_can_add_anything_take_no_longer():
+    """Each would be followed: over 64Ki positions for minutes."""
+    pattern = DilatedPattern((64, 1024), (1, 16))
+    few, many = (reach(pattern, 2**16, 4, num_layers).shares for num_layers in (60, 10_000))
+    assert many == (*few, *[few[-1]] * 9_940)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -92,9 +99,12 @@ def test_the_command_explains(capsys):
         (["--speedup", "1e9"], "no pattern of the rule has as little as"),
         (["--seconds", "1"], "--seconds needs --hardware"),
         (["--speedup", "2", "--kv-heads", "3"], "cannot share 3 key/value heads"),
-        (["--speedup", "2", "--ranks", "1M"], "more than --seq-len"),
+        (["--speedup", "2", "--ranks", "8Ki"], "4,096 of them would own none"),
+        (["--speedup", "2", "--ranks", "1M"], "--ranks must be at most 65,536"),
+        (["--speedup", "2", "--layers", "1e15"], "--layers must be at most 10,000"),
+        (["--speedup", "2", "--head-dim", "1e40"], "--head-dim must be at most 9,223,372,036,854,775,807"),
     ],
 )
-def test_bad_budgets_are_refused(more, message, capsys):
+def test_bad_budgets_and_numbers_are_refused(more, message, capsys):
     assert cli.main(["suggest", "--seq-len", "4Ki", "--heads", "4", *more]) == 2
     assert message in capsys.readouterr().err

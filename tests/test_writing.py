@@ -230,13 +230,13 @@ def test_evaluate(folder, tmp_path, capsys):
     """Catches a context that is not that of training, and a table whose figures are not the record's."""
     (tmp_path / "text.txt").write_bytes(TEXT[:1000])
     arguments = ["evaluate", str(folder), str(tmp_path / "text.txt")]
-    assert main([*arguments, "--json", "--picture", str(tmp_path / "bits.png")]) == 0
+    assert main([*arguments, "--json", "--picture", str(tmp_path / "made" / "bits.png")]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["context"] == 96
     assert record["num_bytes"] == 1000 - 11  # contexts of which the first byte is not predicted
     assert sum(bucket["num_bytes"] for bucket in record["by_bytes_before"]) == 989
     assert record["peak_resident_bytes"] > 1e7
-    assert (tmp_path / "bits.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "made" / "bits.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "mine.png").write_bytes(b"mine")
     assert main([*arguments, "--picture", str(tmp_path / "mine.png")]) == 2
     assert "mine.png was not made by rda evaluate --picture" in capsys.readouterr().err

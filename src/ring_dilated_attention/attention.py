@@ -264,7 +264,7 @@ def _validate(
         raise ValueError(f"query {tuple(query.shape)} has an empty batch, heads or head_dim.")
     heads = held_heads(num_held, max(num_held // max(key.shape[2], 1), 1), heads_held, num_heads)
     pattern.check_heads(num_heads or num_held, key.shape[2] * (num_heads or num_held) // num_held)
-    _validate_scale(scale)
+    _validate_scale(scale, torch.float64 if query.dtype == torch.float64 else torch.float32)
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, batch)
     choose(backend, query)
@@ -277,7 +277,7 @@ def _validate(
     return heads
 
 
-def _validate_scale(scale: Any) -> None:
+def _validate_scale(scale: Any, dtype: torch.dtype) -> None:
     is_number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
     try:
         is_finite = is_number and abs(float(scale)) < math.inf
@@ -285,6 +285,11 @@ def _validate_scale(scale: Any) -> None:
         is_finite = False
     if scale is not None and not is_finite:
         raise ValueError(f"scale must be a finite number or None, got {scale!r}.")
+    if scale is not None and abs(float(scale)) > torch.finfo(dtype).max:
+        raise ValueError(
+            f"scale={float(scale):g} is beyond {torch.finfo(dtype).max:.1e}, the largest {dtype} number, in which "
+            "scores are made. Pass float64 tensors, or a smaller scale."
+        )
 
 
 def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ..training.files import check_mine, write_whole
+from .hardware import MAKER, Machine, as_toml, is_saved
 from .interrupts import leaving_at_once
+from .limits import check_at_least, check_memory
 from .numbers import amount, count, scaled, size_text, time_text
 from .output import aligned, check_writable
 
 LEAST_FREE = 10**9
+BYTES_OF_A_RANK = 10**8  # at least
 SLOW_PAIR = 0.5  # of the median pair's bandwidth
 MOST_SECONDS_APART = 1.0
 EXAMPLES = """examples:
@@ -48,13 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
         place = started()
         if not 0 < arguments.timeout <= 3600:
             raise ValueError(f"--timeout must be from 0 to 3,600 seconds, got {arguments.timeout:g}")
-        if arguments.ranks is not None and arguments.ranks < 1:
-            raise ValueError(f"--ranks must be at least 1, got {arguments.ranks}")
+        if arguments.ranks is not None:
+            check_at_least("--ranks", arguments.ranks)
+            needed = BYTES_OF_A_RANK * arguments.ranks
+            check_memory(f"{arguments.ranks:,} processes with torch in each take", needed, "use fewer --ranks")
         if arguments.ranks is not None and place is not None:
             raise ValueError(f"--ranks {arguments.ranks}, but a launcher started {place[1]} ranks: leave --ranks out")
         if arguments.save is not None:
             check_writable("--save", arguments.save.parent, arguments.save.name)
-            check_mine(arguments.save, is_saved, "rda doctor")
+            check_mine(arguments.save, is_saved, MAKER)
     except ValueError as error:
         print(f"rda doctor: {error}", file=sys.stderr)
         return 2
@@ -229,7 +234,6 @@ def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
 
 def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int:
     from .doctor_ranks import hardware_of
-    from .hardware import Machine, as_toml
 
     problems = to_mend(everyone)
     hardware = hardware_of(everyone)
@@ -241,19 +245,15 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
         print("".join(f"  {i + 1}. {problem}\n" for i, problem in enumerate(problems)), end="")
     if arguments.save is not None:
         memory = memory_of_each(everyone)
-        source = f"rda doctor on {len(everyone)} ranks, {everyone[0]['hardware']['processor']}"
+        source = f"{MAKER} on {len(everyone)} ranks, {everyone[0]['hardware']['processor']}"
         itemsize = 4 if everyone[0]["gpu"] is None else 2
         machine = Machine(hardware, itemsize, int(memory) if memory < float("inf") else None, source)
         notes = [time.strftime("measured %Y-%m-%d"), f"torch {everyone[0]['versions']['torch']}"]
         if len(everyone) == 1:
             notes.append("one rank: nothing was sent, and bytes_per_second is no measurement")
         arguments.save.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(arguments.save, as_toml(machine, notes).encode(), is_saved, "rda doctor")
+        write_whole(arguments.save, as_toml(machine, notes).encode(), is_saved, MAKER)
     return 1 if problems else 0
-
-
-def is_saved(content: bytes) -> bool:
-    return b'source = "rda doctor on ' in content
 
 
 def memory_of_each(everyone: list[dict[str, Any]]) -> float:

@@ -103,8 +103,9 @@ def interfaces() -> list[str]:
 
 def storage(folder: Path) -> dict[str, Any]:
     """Free bytes, and bytes in a second of one file that is flushed to the disk; or why nothing can be written."""
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    there = folder
     try:
+        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
         with tempfile.NamedTemporaryFile(dir=there) as file:
             began = time.perf_counter()
             file.write(os.urandom(2**20) * (WRITTEN_BYTES // 2**20))

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from ..training.checkpoint import find_checkpoint, read_state
 from ..training.data import FASTA_SUFFIXES
-from ..training.files import check_mine, is_our_picture, write_whole
+from ..training.files import check_mine, folder_made, is_our_picture, write_whole
 from ..training.memory import peak_resident_bytes
 from ..training.stream import blocks_of, pieces, without_headers
 from .generate import check_run
@@ -85,7 +85,8 @@ def evaluate(arguments: argparse.Namespace) -> dict:
         raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
     if arguments.picture is not None:
         picture = draw_buckets(buckets, f"{arguments.file}, contexts of {shown(context)}")
-        write_whole(arguments.picture, picture, is_our_picture, MAKER)
+        with folder_made(arguments.picture.parent):
+            write_whole(arguments.picture, picture, is_our_picture, MAKER)
     return {
         "file": arguments.file,
         "context": context,

@@ -28,6 +28,7 @@ class Machine(NamedTuple):
     source: str
 
 
+MAKER = "rda doctor"  # with which the source of what it measured begins
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _A100 = "225 TFLOP/s in training with FlashAttention-2 (arXiv 2307.08691, section 4.2)"
 _H100 = "400 TFLOP/s in training Llama 3 405B (arXiv 2407.21783, table 4)"
@@ -159,6 +160,11 @@ def as_toml(machine: Machine, notes: list[str]) -> str:
     lines = [f"# {note}" for note in notes] + ["[hardware]"]
     lines += [f"{key} = {value!r}" for key, value in numbers.items() if value is not None]
     return "\n".join([*lines, f'dtype = "{dtype}"', f'source = "{source}"', ""])
+
+
+def is_saved(content: bytes) -> bool:
+    """Whether a file is one that `rda doctor` wrote."""
+    return f'source = "{MAKER} '.encode() in content
 
 
 def described(hardware: Hardware, source: str) -> str:

@@ -3,12 +3,15 @@
 import argparse
 import math
 import re
+import sys
 from fractions import Fraction
+
+from ..training.options import in_short
 
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-MOST_EXPONENT = 400  # beyond a float's; 10**999999999 would be made for minutes before anybody could refuse it
-_NUMBER = re.compile(r"([+-]?\d[\d_,]*(?:\.\d+)?([eE][+-]?\d+)?)\s*([A-Za-z]*)")
+_NUMBER = re.compile(r"([+-]?\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
+_MOST_DIGITS = 400  # of a number or its exponent's size: no float is as long, and to write out 1e999999999 takes hours
 _RULE = "K, M, G, T are thousands, Ki, Mi, Gi, Ti are 1,024s: 1M = 1,000,000, 64Ki = 65,536, 1e6, 131,072"
 
 
@@ -32,20 +35,20 @@ def amount(text: str) -> float:
     """
     if text.strip().lower() in ("inf", "nan", "-inf"):
         return float(text)
-    try:
-        return float(_parse(text))
-    except OverflowError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than a float holds") from error
+    return float(_parse(text))
 
 
 def _parse(text: str) -> Fraction:
     found = _NUMBER.fullmatch(text.strip())
-    unit = {name.lower(): size for name, size in (DECIMAL | BINARY).items()}.get(found[3].lower()) if found else None
+    unit = {name.lower(): size for name, size in (DECIMAL | BINARY).items()}.get(found[2].lower()) if found else None
     if found is None or unit is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number ({_RULE})")
-    if found[2] is not None and abs(int(found[2][1:])) > MOST_EXPONENT:
-        raise argparse.ArgumentTypeError(f"{text!r} has an exponent beyond {MOST_EXPONENT}")
-    return Fraction(found[1].replace("_", "").replace(",", "")) * unit
+    digits, _, exponent = found[1].replace("_", "").replace(",", "").lower().partition("e")
+    is_short = len(digits) <= _MOST_DIGITS and len(exponent) <= _MOST_DIGITS and abs(int(exponent or 0)) <= _MOST_DIGITS
+    number = Fraction(f"{digits}e{exponent or 0}") * unit if is_short else None
+    if number is None or abs(number) > sys.float_info.max:
+        raise argparse.ArgumentTypeError(f"{in_short(text.strip())} is beyond {sys.float_info.max:.1e}, or too fine")
+    return number
 
 
 def scaled(value: float, unit: str, *, digits: int = 3) -> str:

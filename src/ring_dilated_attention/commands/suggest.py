@@ -9,7 +9,9 @@ from typing import Any
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 from ..plan.suggest import cache_rows, reach, suggestions, unread_phases
 from ..plan.totals import pairs, sent_by_all
+from ..training.options import MOST_LAYERS
 from .hardware import ITEMSIZE, described, machine_of
+from .limits import LARGEST, MOST_HEADS, check_at_least, check_ranks_fit
 from .numbers import amount, count, scaled, size_text
 from .output import aligned
 
@@ -23,6 +25,7 @@ positions in which a head reads one position in r; different heads read differen
 connect, a stack of layers can, from one branch into another. docs/planning.md has the rule and its limits: it counts
 work and follows connections, and knows nothing of what your data needs. Train the candidates and compare their losses.
 """
+MOST_RANKS = 2**16  # what they send is counted rank by rank, which takes seconds
 FLOPS_PER_PAIR = 14  # times the head dim: 2 products forward and 5 backward, 2 operations each
 
 
@@ -61,13 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> None:
+    most = {"heads": MOST_HEADS, "layers": MOST_LAYERS, "ranks": MOST_RANKS}
     for name in ("seq_len", "heads", "head_dim", "layers", "ranks"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
-    if arguments.ranks > arguments.seq_len:
-        raise ValueError(
-            f"--ranks {arguments.ranks:,} is more than --seq-len {arguments.seq_len:,} positions. Take fewer ranks."
-        )
+        check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name), most=most.get(name, LARGEST))
+    check_ranks_fit(arguments.ranks, arguments.seq_len)
     DilatedPattern.dense().check_heads(arguments.heads, kv_heads_of(arguments))
 
 

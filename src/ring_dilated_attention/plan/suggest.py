@@ -90,9 +90,11 @@ def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
                 if last >= 0:
                     seen = last + 1 if pattern.is_causal else len(part)
                     heard[rows] = b"\1" * seen + heard[rows][seen:]
-            shares[layer] = min(shares[layer], heard.count(1) / may)
-            if heard.count(1) == may:
+            share = heard.count(1) / may
+            if heard == before:  # further layers add nothing
+                shares[layer:] = [min(x, share) for x in shares[layer:]]
                 break
+            shares[layer] = min(shares[layer], share)
     return Reach(tuple(shares), n)
 
 

@@ -19,14 +19,17 @@ Batch = Mapping[str, Tensor]
 def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[str, Tensor]:
     """As `ContextParallel.shard_batch`."""
     ranks.check_all_here("shard_batch")
-    failure = _failure(batch, ranks, source)
     described: dict[str, Any] = {}
-    if batch is not None and not failure:
-        described = {name: [list(x.shape), str(x.dtype)] for name, x in batch.items()}
-    if source is None:
-        fields: dict[str, object] = {"call": "shard_batch", "shapes of the batch": described}
+    samples: dict[str, int] = {}
+    try:
+        failure = _failure(batch, ranks, source)
         if batch is not None and not failure:
-            fields["samples"] = {name: fingerprint(x) for name, x in batch.items()}
+            described = {name: [list(x.shape), str(x.dtype)] for name, x in batch.items()}
+            samples = {name: fingerprint(x) for name, x in batch.items()} if source is None else {}
+    except Exception as error:  # noqa: BLE001  whatever it is: the others would wait
+        failure = str(error) or type(error).__name__
+    if source is None:
+        fields: dict[str, object] = {"call": "shard_batch", "shapes of the batch": described, "samples": samples}
         try:
             ranks.agree(0, fields, failure)
         except ValueError as error:
@@ -79,8 +82,12 @@ def _failure(batch: Any, ranks: Ranks, source: int | None) -> str | None:
         return f"a batch must be a dict of tensors, got {type(batch).__name__}{'' if batch else ' without entries'}."
     lengths = {}
     for name, x in batch.items():
+        if not isinstance(name, str):
+            return f"the names of a batch must be strings, got {name!r}."
         if not isinstance(x, Tensor) or not x.dim():
             return f"batch[{name!r}] must be a tensor (N,) or (B, N, ...), got {type(x).__name__}."
+        if x.layout != torch.strided or x.is_meta:
+            return f"batch[{name!r}] must be a dense tensor with memory, got {x.layout} on {x.device}."
         dim = _dim(name, list(x.shape))
         if dim is not None:
             lengths[name] = x.shape[dim]
@@ -120,13 +127,13 @@ def _dealt(
     source: int,
 ) -> Tensor:
     """This rank's rows of a tensor that the source holds; each rank gets its own alone."""
-    parts = [like] * ranks.world_size
-    if whole is not None:
-        parts = [(whole if dim is None else own_rows(whole, shard, dim)).flatten().cpu() for shard in shards]
     own = list(shape)
     if dim is not None:
         own[dim] = sum(span.stop - span.start for span in shards[ranks.rank])
     size = torch.Size(own).numel()
     sizes = [size if peer == source else 0 for peer in range(ranks.world_size)]
     with all_or_none(ranks):
+        parts = [like] * ranks.world_size
+        if whole is not None:
+            parts = [(whole if dim is None else own_rows(whole, shard, dim)).flatten().cpu() for shard in shards]
         return ranks.scatter(parts, sizes, like, "shard_batch")[source].view(own)

@@ -298,7 +298,7 @@ class GroupLink:
     def texts(self, text: str, moment: str) -> list[str]:
         """Everybody's text, up to 1,024 bytes each."""
         record = torch.zeros(1024, dtype=torch.uint8, device="cpu")
-        encoded = text.encode()[: len(record)]
+        encoded = text.encode(errors="backslashreplace")[: len(record)]  # a name may hold what is no letter
         record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
         return [bytes(r[r != 0].tolist()).decode(errors="replace") for r in self.all_to_all(record, moment)]
 

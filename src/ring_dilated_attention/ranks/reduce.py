@@ -1,5 +1,6 @@
 """Sums over ranks, and the mean of a loss."""
 
+import math
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def mean_loss(ranks: Ranks, local_sum: Tensor, local_count: int | Tensor) -> Ten
         ranks.agree(0, {}, str(error) or type(error).__name__)  # the others are told at once
         raise
     total, count = all_reduce(ranks, both)
-    if count < 1:
+    if not 1 <= count < math.inf:
         raise ValueError(f"the ranks have {count:g} terms of a loss in all: a mean needs one at least.")
     return GlobalMean.apply(local_sum.reshape(()), total, count, ranks.world_size)
 

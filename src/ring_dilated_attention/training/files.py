@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,6 +61,8 @@ def folder_made(folder: Path) -> Iterator[Path]:
 def check_mine(path: Path, is_mine: Callable[[bytes], bool], maker: str) -> None:
     """Raise ValueError if there is a file that may not be replaced."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+            raise ValueError(f"{path} is in the way: it is no regular file. Move it away, or choose another place.")
         found = path.read_bytes()
     except FileNotFoundError:
         return

@@ -10,6 +10,7 @@ attention and its handshakes; the sum of gradients, which torch does by itself, 
 
 import json
 import math
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,7 +73,8 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError) if error is not None else nullcontext():  # a full disk has been said already
+                self._file.close()
             if error is not None and not any(self._folder.glob("checkpoint-*")):  # of a run that left nothing
                 (self._folder / METRICS_FILE).unlink(missing_ok=True)
         if self._writer is not None:

@@ -118,7 +118,7 @@ class Hyperparameters:
         return cls(**saved)
 
 
-def in_short(number: float) -> str:
+def in_short(number: float | str) -> str:
     """A number in digits, as long as somebody would read them."""
     text = str(number)
     return text if len(text) <= 40 else f"(a number of {len(text)} digits)"
