@@ -25,7 +25,7 @@ class Document:
     def __post_init__(self) -> None:
         needed = self.seq_len * (1 + self.num_held_out)
         if not self.content:
-            raise ValueError(f"{self.name} is empty: there is nothing to train on")
+            raise ValueError(f"{self.name} is empty: there is nothing to read")
         if len(self.content) < needed:
             longest = len(self.content) // (1 + self.num_held_out)
             remedy = f"or a --seq-len of at most {longest:,}" if longest > 1 else "or fewer --held-out-windows"
