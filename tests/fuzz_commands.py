@@ -247,7 +247,11 @@ def a_quick_doctor() -> Iterator[None]:
     """Its one rank is this process, and its rates are not measured."""
     names = ("flops_per_second", "backward_flops_per_second", "call_seconds", "around_seconds")
 
-    def here(launch: processes.Launch, function: Callable[..., Any], *rest: Any) -> list[Any]:
+    run_ranks = processes.run_ranks
+
+    def here(launch: processes.Launch, function: Callable[..., Any], *rest: Any, **options: Any) -> list[Any]:
+        if not function.__module__.endswith(".doctor"):
+            return run_ranks(launch, function, *rest, **options)
         if launch.seconds < 1 or launch.world_size > 1:
             raise processes.RankFailedError(f"no answer within {launch.seconds:.0f} s")
         return [function(None, *rest)]
