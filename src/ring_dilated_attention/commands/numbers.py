@@ -10,9 +10,13 @@ from ..training.options import in_short
 
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_NUMBER = re.compile(r"([+-]?\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
+# Commas stand between thousands alone: "2048,65536" is two numbers, which stand apart by a space.
+_NUMBER = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
 _MOST_DIGITS = 400  # of a number or its exponent's size: no float is as long, and to write out 1e999999999 takes hours
-_RULE = "K, M, G, T are thousands, Ki, Mi, Gi, Ti are 1,024s: 1M = 1,000,000, 64Ki = 65,536, 1e6, 131,072"
+_RULE = (
+    "K, M, G, T are thousands, Ki, Mi, Gi, Ti are 1,024s: 1M = 1,000,000, 64Ki = 65,536, 1e6, 131,072; several are set "
+    "apart by spaces"
+)
 
 
 def count(text: str) -> int:
