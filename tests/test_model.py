@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from ring_dilated_attention import ContextParallel, layers
-from ring_dilated_attention.layers import rotary_table
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.layers import multihead, rotary_table
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss, longnet
 
 CONFIG = LongNetConfig((8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2)
@@ -205,7 +205,7 @@ def test_the_backend_reaches_attention():
 def test_one_rotary_table_for_a_step(checkpointing, monkeypatch):
     """Not one for each block, nor again where a block is recomputed."""
     made = []
-    monkeypatch.setattr(layers, "rotary_table", lambda *args: made.append(args) or rotary_table(*args))
+    monkeypatch.setattr(multihead, "rotary_table", lambda *args: made.append(args) or rotary_table(*args))
     make(activation_checkpointing=checkpointing).loss(make_tokens(1, 37)).backward()
     assert len(made) == 1
 

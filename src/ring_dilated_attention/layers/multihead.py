@@ -1,26 +1,21 @@
-"""Modules built on `dilated_attention`.
+"""The attention module.
 
 Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedding, H query heads, G key/value heads,
 D head dim, T positions that are not padding.
 """
 
-import math
-from collections.abc import Sequence
-from numbers import Real
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import autocast, dilated_attention, validate_cu_seqlens
-from .kernels.choose import check_backend
-from .pattern import DilatedPattern, is_integer
-from .plan.heads import held_heads
-from .ranks.context import ContextParallel, context_named, refuse
-from .ranks.handshake import RefusedError
-from .run.cache import DilatedCache
-
-DEFAULT_ROTARY_BASE = 10_000.0
+from ..attention import autocast, dilated_attention, validate_cu_seqlens
+from ..pattern import DilatedPattern
+from ..plan.heads import held_heads
+from ..ranks.context import ContextParallel, refuse
+from ..ranks.handshake import RefusedError
+from ..run.cache import DilatedCache
+from .checks import check_heads, check_objects, check_tensor, is_integral, valid_lengths
+from .rotary import RotaryTable, document_positions, positions_on_ranks, rotary_base, rotary_table, rotate
 
 
 class MultiheadDilatedAttention(nn.Module):
@@ -68,8 +63,8 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_heads(embed_dim, num_heads, num_kv_heads)
-        _check_objects(pattern, parallel, backend)
+        check_heads(embed_dim, num_heads, num_kv_heads)
+        check_objects(pattern, parallel, backend)
         pattern.check_heads(num_heads, num_kv_heads)
         if dropout != 0.0:
             raise ValueError(f"dropout={dropout!r}: attention dropout is not supported; pass dropout=0.0")
@@ -87,7 +82,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.pattern = pattern
         self.parallel = parallel
         self.backend = backend
-        self.rotary_base = _rotary_base(rotary, self.head_dim)
+        self.rotary_base = rotary_base(rotary, self.head_dim)
         self.heads_held = range(num_heads) if heads_held is None else heads_held
         num_held = len(self.heads_held) if isinstance(heads_held, range) else num_heads
         ratio = num_heads // num_kv_heads
@@ -172,7 +167,7 @@ class MultiheadDilatedAttention(nn.Module):
         attn_mask: Tensor | None = None,
         *,
         is_causal: bool | None = None,
-        positions: "Tensor | RotaryTable | None" = None,
+        positions: Tensor | RotaryTable | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,
@@ -226,7 +221,7 @@ class MultiheadDilatedAttention(nn.Module):
             heads_held=None if len(self.heads_held) == self.num_heads else self.heads_held,
         )
 
-    def rotary_table(self, positions: Tensor) -> "RotaryTable":
+    def rotary_table(self, positions: Tensor) -> RotaryTable:
         """What `forward` takes for `positions`, made once for all layers with this head dim and base.
 
         positions: integer (N,), the place of each of this rank's rows, on the device of the inputs; or (B, N), where
@@ -240,10 +235,10 @@ class MultiheadDilatedAttention(nn.Module):
     def _table(
         self,
         query_BNE: Tensor,
-        positions: "Tensor | RotaryTable | None",
+        positions: Tensor | RotaryTable | None,
         cu_seqlens: Tensor | None,
         cache: DilatedCache | None,
-    ) -> "RotaryTable | None":
+    ) -> RotaryTable | None:
         if self.rotary_base is None:
             return None
         if isinstance(positions, RotaryTable):
@@ -253,7 +248,7 @@ class MultiheadDilatedAttention(nn.Module):
         return self.rotary_table(positions.to(query_BNE.device))
 
     def _heads(
-        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: "RotaryTable | None"
+        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """query, key and value of all heads, (B, N, H or G, D), rotated."""
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query_BNE, key_BNE, value_BNE))
@@ -290,7 +285,7 @@ class MultiheadDilatedAttention(nn.Module):
         return tuple(F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True))
 
     def _forward_padded(
-        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, mask_BN: Tensor, table: "RotaryTable | None"
+        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, mask_BN: Tensor, table: RotaryTable | None
     ) -> Tensor:
         batch, num_positions, _ = query_BNE.shape
         lengths_B = valid_lengths(mask_BN, batch, num_positions)
@@ -314,12 +309,12 @@ class MultiheadDilatedAttention(nn.Module):
         if cache is not None:
             return cache.next_positions(query_BNE.shape[1])
         if self.parallel is not None:
-            return _positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
+            return positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
         return document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
-            _check_tensor(name, x)
+            check_tensor(name, x)
             if x.dim() != 3 or x.shape[-1] != self.embed_dim:
                 remedy = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
                 raise ValueError(
@@ -335,7 +330,7 @@ class MultiheadDilatedAttention(nn.Module):
         if need_weights:
             raise ValueError("need_weights=True: the attention weights are never formed; pass need_weights=False")
         if attn_mask is not None:
-            _check_tensor("attn_mask", attn_mask)
+            check_tensor("attn_mask", attn_mask)
             raise ValueError(
                 f"attn_mask of shape {tuple(attn_mask.shape)}: who attends whom is the pattern's to say; pass "
                 "attn_mask=None, with is_causal=True in the pattern for a causal mask"
@@ -349,7 +344,7 @@ class MultiheadDilatedAttention(nn.Module):
             )
 
     def _check_positions(
-        self, positions: "Tensor | RotaryTable | None", query: Tensor, cache: DilatedCache | None
+        self, positions: Tensor | RotaryTable | None, query: Tensor, cache: DilatedCache | None
     ) -> None:
         if positions is None:
             return
@@ -363,7 +358,7 @@ class MultiheadDilatedAttention(nn.Module):
                 "positions and cache: rows are appended at cache.position. Leave positions out, or pass the table "
                 "rotary_table(cache.next_positions(N)), which the layers of a model can share"
             )
-        _check_tensor("positions", positions)
+        check_tensor("positions", positions)
         if positions.shape != query.shape[1:2]:
             raise ValueError(
                 f"positions have shape {tuple(positions.shape)}, the inputs need ({query.shape[1]},), one for each "
@@ -395,7 +390,7 @@ class MultiheadDilatedAttention(nn.Module):
     def _check_mask(self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if key_padding_mask is None:
             return
-        _check_tensor("key_padding_mask", key_padding_mask)
+        check_tensor("key_padding_mask", key_padding_mask)
         if self.parallel is not None:
             raise ValueError(
                 "key_padding_mask and parallel: a padded batch cannot be sharded; pack the documents into one row and "
@@ -403,139 +398,3 @@ class MultiheadDilatedAttention(nn.Module):
             )
         if cu_seqlens is not None:
             raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")
-
-
-def valid_lengths(key_padding_mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
-    """(B, N), True at padding -> (B,) lengths. In each row the padding must follow the valid positions."""
-    mask_BN = key_padding_mask_BN
-    if mask_BN.shape != (batch, num_positions):
-        raise ValueError(
-            f"key_padding_mask has shape {tuple(mask_BN.shape)}, the inputs need ({batch}, {num_positions})"
-        )
-    if mask_BN.is_floating_point():
-        # nn.TransformerEncoderLayer turns its bool mask into 0 and -inf before it calls the attention.
-        if not ((mask_BN == 0) | (mask_BN == -math.inf)).all():
-            raise ValueError("key_padding_mask is a float mask with values other than 0 and -inf: pass a bool mask")
-        mask_BN = mask_BN != 0
-    if mask_BN.dtype != torch.bool:
-        raise ValueError(f"key_padding_mask has dtype {mask_BN.dtype}: pass a bool mask, True at padding")
-    lengths_B = (~mask_BN).sum(1)
-    expected_BN = torch.arange(num_positions, device=mask_BN.device) >= lengths_B[:, None]
-    wrong = (mask_BN != expected_BN).nonzero()
-    if len(wrong):
-        row, first = wrong[0].tolist()
-        raise ValueError(
-            f"key_padding_mask row {row} has padding at position {first} and valid positions after it "
-            f"({int(lengths_B[row])} valid in all): padding must be on the right; move it there, or pack the documents "
-            "into one row and pass cu_seqlens"
-        )
-    return lengths_B
-
-
-@torch.library.custom_op("ring_dilated_attention::positions", mutates_args=())
-def _positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
-    """Positions within their document of this rank's rows, (N,) int64 on the CPU. An op, to be compiled as one: ranks
-    tell each other how many rows they have."""
-    context = context_named(parallel)
-    assert context is not None
-    given = None if cu_seqlens is None else cu_seqlens.tolist()
-    fields: dict[str, object] = {"call": "positions of MultiheadDilatedAttention", "cu_seqlens": given}
-    return context.local_positions(context.handshake(x.shape[1], fields), cu_seqlens)
-
-
-@_positions_on_ranks.register_fake
-def _(x: Tensor, *_: object) -> Tensor:
-    return torch.empty(x.shape[1], dtype=torch.int64, device="cpu")
-
-
-def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """0, 1, ... within each packed document, (N,) int64, of a sequence that one device holds."""
-    positions_N = torch.arange(num_positions, device=device)
-    if cu_seqlens is None:
-        return positions_N
-    starts = cu_seqlens.to(device, torch.int64)
-    return positions_N - starts[torch.searchsorted(starts, positions_N, right=True) - 1]
-
-
-class RotaryTable:
-    """cos_ND and sin_ND, each (N, D/2), of the angle by which each pair of each row is turned; or (B, N, D/2).
-
-    Not a tuple of tensors: those that a module is passed FSDP casts to the 16-bit type of its parameters.
-    """
-
-    def __init__(self, cos_ND: Tensor, sin_ND: Tensor, base: float) -> None:
-        self.cos_ND, self.sin_ND, self.base = cos_ND, sin_ND, base
-
-    def of_rows(self, rows: Tensor) -> "RotaryTable":
-        return RotaryTable(self.cos_ND[rows], self.sin_ND[rows], self.base)
-
-    def check(self, rows: Sequence[int], head_dim: int, base: float) -> None:
-        """Raise ValueError unless the table was made for these rows (B, N)."""
-        *batch, num_rows, half = self.cos_ND.shape
-        found = (num_rows, 2 * half, self.base)
-        if found != (rows[1], head_dim, base) or batch not in ([], [rows[0]]):
-            of_batch = f" of a batch of {batch[0]}" if batch else ""
-            raise ValueError(
-                "positions are a RotaryTable for {} rows of head_dim={} with base {}{}, ".format(*found, of_batch)
-                + f"the inputs need one for {rows[1]} rows of head_dim={head_dim} with base {base}"
-                + (f" of a batch of {rows[0]}" if batch else "")
-            )
-
-
-def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
-    """The table of the angles position * base^(-2i/D), on the device of the positions, (N,) or (B, N).
-
-    Angles are float64: at position 10^6 a float32 one is off by 0.06, and beyond 2^24 neighbours get the same one.
-    """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
-    angles_ND = positions.to(torch.float64)[..., None] * base**-exponents
-    return RotaryTable(angles_ND.cos().to(dtype), angles_ND.sin().to(dtype), base)
-
-
-def rotate(x_BNHD: Tensor, table: RotaryTable) -> Tensor:
-    """Rotates the pairs (x[i], x[i + D/2]) by the angle of their row, in the table's dtype; returned in x's dtype."""
-    first, second = x_BNHD.to(table.cos_ND.dtype).chunk(2, dim=-1)
-    cos, sin = table.cos_ND.unsqueeze(-2), table.sin_ND.unsqueeze(-2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNHD.dtype)
-
-
-def is_integral(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-
-
-def _check_tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
-
-
-def _check_objects(pattern: object, parallel: object, backend: str) -> None:
-    if not isinstance(pattern, DilatedPattern):
-        raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}")
-    if parallel is not None and not isinstance(parallel, ContextParallel):
-        raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}")
-    check_backend(backend)
-
-
-def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
-    for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if not is_integer(number):
-            raise ValueError(f"{name} must be an integer, got {number!r}")
-    if num_heads < 1 or embed_dim < 1:
-        raise ValueError(f"embed_dim={embed_dim} and num_heads={num_heads} must be at least 1")
-    if embed_dim % num_heads:
-        raise ValueError(
-            f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads} (remainder {embed_dim % num_heads}): "
-            "choose a number of heads that divides it"
-        )
-
-
-def _rotary_base(rotary: bool | float, head_dim: int) -> float | None:
-    if rotary is False:
-        return None
-    if head_dim % 2:
-        raise ValueError(f"rotary with head_dim={head_dim}: rotary embeddings rotate pairs, the head dim must be even")
-    if not isinstance(rotary, Real) or not (rotary is True or 1.0 < rotary < math.inf):
-        raise ValueError(
-            f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {DEFAULT_ROTARY_BASE:,.0f}"
-        )
-    return DEFAULT_ROTARY_BASE if rotary is True else float(rotary)

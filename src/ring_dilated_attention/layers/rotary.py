@@ -1,0 +1,94 @@
+"""Where rows stand in their documents, and the rotations that say so to queries and keys (RoFormer, arXiv 2104.09864).
+
+B batch, N positions, D head dim.
+"""
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ..ranks.context import context_named
+
+DEFAULT_ROTARY_BASE = 10_000.0
+
+
+class RotaryTable:
+    """cos_ND and sin_ND, each (N, D/2), of the angle by which each pair of each row is turned; or (B, N, D/2).
+
+    Not a tuple of tensors: those that a module is passed FSDP casts to the 16-bit type of its parameters.
+    """
+
+    def __init__(self, cos_ND: Tensor, sin_ND: Tensor, base: float) -> None:
+        self.cos_ND, self.sin_ND, self.base = cos_ND, sin_ND, base
+
+    def of_rows(self, rows: Tensor) -> "RotaryTable":
+        return RotaryTable(self.cos_ND[rows], self.sin_ND[rows], self.base)
+
+    def check(self, rows: Sequence[int], head_dim: int, base: float) -> None:
+        """Raise ValueError unless the table was made for these rows (B, N)."""
+        *batch, num_rows, half = self.cos_ND.shape
+        found = (num_rows, 2 * half, self.base)
+        if found != (rows[1], head_dim, base) or batch not in ([], [rows[0]]):
+            of_batch = f" of a batch of {batch[0]}" if batch else ""
+            raise ValueError(
+                "positions are a RotaryTable for {} rows of head_dim={} with base {}{}, ".format(*found, of_batch)
+                + f"the inputs need one for {rows[1]} rows of head_dim={head_dim} with base {base}"
+                + (f" of a batch of {rows[0]}" if batch else "")
+            )
+
+
+def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
+    """The table of the angles position * base^(-2i/D), on the device of the positions, (N,) or (B, N).
+
+    Angles are float64: at position 10^6 a float32 one is off by 0.06, and beyond 2^24 neighbours get the same one.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
+    angles_ND = positions.to(torch.float64)[..., None] * base**-exponents
+    return RotaryTable(angles_ND.cos().to(dtype), angles_ND.sin().to(dtype), base)
+
+
+def rotate(x_BNHD: Tensor, table: RotaryTable) -> Tensor:
+    """Rotates the pairs (x[i], x[i + D/2]) by the angle of their row, in the table's dtype; returned in x's dtype."""
+    first, second = x_BNHD.to(table.cos_ND.dtype).chunk(2, dim=-1)
+    cos, sin = table.cos_ND.unsqueeze(-2), table.sin_ND.unsqueeze(-2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNHD.dtype)
+
+
+def rotary_base(rotary: bool | float, head_dim: int) -> float | None:
+    if rotary is False:
+        return None
+    if head_dim % 2:
+        raise ValueError(f"rotary with head_dim={head_dim}: rotary embeddings rotate pairs, the head dim must be even")
+    if not isinstance(rotary, Real) or not (rotary is True or 1.0 < rotary < math.inf):
+        raise ValueError(
+            f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {DEFAULT_ROTARY_BASE:,.0f}"
+        )
+    return DEFAULT_ROTARY_BASE if rotary is True else float(rotary)
+
+
+def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """0, 1, ... within each packed document, (N,) int64, of a sequence that one device holds."""
+    positions_N = torch.arange(num_positions, device=device)
+    if cu_seqlens is None:
+        return positions_N
+    starts = cu_seqlens.to(device, torch.int64)
+    return positions_N - starts[torch.searchsorted(starts, positions_N, right=True) - 1]
+
+
+@torch.library.custom_op("ring_dilated_attention::positions", mutates_args=())
+def positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
+    """Positions within their document of this rank's rows, (N,) int64 on the CPU. An op, to be compiled as one: ranks
+    tell each other how many rows they have."""
+    context = context_named(parallel)
+    assert context is not None
+    given = None if cu_seqlens is None else cu_seqlens.tolist()
+    fields: dict[str, object] = {"call": "positions of MultiheadDilatedAttention", "cu_seqlens": given}
+    return context.local_positions(context.handshake(x.shape[1], fields), cu_seqlens)
+
+
+@positions_on_ranks.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return torch.empty(x.shape[1], dtype=torch.int64, device="cpu")
