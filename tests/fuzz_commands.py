@@ -71,6 +71,7 @@ TAKE_PATHS = (
     "--save",
     "--prompt-file",
     "--hardware",
+    "--config",
 )
 
 TRAIN = [
@@ -120,6 +121,19 @@ MORE_PLAN = [
     ["--flops", "1e12"],
     ["--bandwidth", "1e9"],
     ["--latency", "1e-6"],
+    ["--alternatives"],
+    ["--every-rank"],
+    ["--memory", "1Gi"],
+]
+MODEL = [["--layers", "2"], ["--embed-dim", "32"]]
+MORE_MODEL = [
+    ["--ffn-dim", "64"],
+    ["--vocab", "50"],
+    ["--mesh", "2x2"],
+    ["--mesh", "2x1x2"],
+    ["--tokens", "1e6"],
+    ["--config", "run"],
+    ["--config", "text.txt"],
 ]
 SLICE = [
     ["--seq-len", "64"],
@@ -272,6 +286,8 @@ def draw(rng: random.Random) -> list[str]:
     groups = [list(group) for group in [*always, *rng.sample(maybe, rng.randint(0, min(3, len(maybe))))]]
     if rng.random() < 0.3:
         groups.append(["--json"])
+    if name == "plan" and rng.random() < 0.3:
+        groups += [list(group) for group in [*MODEL, *rng.sample(MORE_MODEL, rng.randint(0, 3))]]
     if name == "plan" and rng.random() < 0.05:  # which takes seconds
         groups.append(["--picture", rng.choice(["pictures", *PATHS])])
     for _ in range(rng.choices([0, 1, 2, 3], [2, 4, 3, 2])[0]):

@@ -9,7 +9,8 @@ from fuzz_commands import broken, nothing
 from fuzz_simulated import RING_BREAKAGES
 from torch import Tensor
 
-from ring_dilated_attention import attention, layers
+from ring_dilated_attention import attention
+from ring_dilated_attention.layers import multihead
 from ring_dilated_attention.models import longnet
 from ring_dilated_attention.plan.sharding import Span
 from ring_dilated_attention.ranks import context, handshake, processes, reshard
@@ -38,7 +39,7 @@ def _own_rows_from_the_end(x: Tensor, shard: tuple[Span, ...], dim: int) -> Tens
 _connect, _mean_loss, _own_rows = processes.Processes.connect, context.mean_loss, reshard.own_rows
 
 RANK_BREAKAGES: dict[str, Callable[[], Any]] = {
-    "a refusal stays at home": broken("refuse", nothing, attention, layers),
+    "a refusal stays at home": broken("refuse", nothing, attention, multihead),
     "calls are not compared": broken("_fingerprint", lambda value: 0, handshake),
     "a constructor fails at home": broken("connect", _fail_at_home, processes.Processes),
     "the mean of each shard": broken("mean_loss", _mean_of_each_shard, context),

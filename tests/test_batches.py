@@ -14,8 +14,9 @@ import torch
 
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.program import Post, Terms, steps
+from ring_dilated_attention.plan.program import steps
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.step import Post, Terms
 from ring_dilated_attention.ranks.link import GroupLink
 
 LENGTH = 60

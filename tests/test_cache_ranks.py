@@ -151,7 +151,7 @@ def disagree(rank, world_size):
     _, key, value = (parallel.shard(x) for x in whole(12))
     with pytest.raises(ValueError, match=r"ranks disagree on to: rank 0 has 0, rank 1 has 1"):
         DilatedCache.gather(parallel, key, value, PATTERN, 4, to=rank)
-    with pytest.raises(ValueError, match=r"rank 1 refused the call: keep=-1 must not be negative|keep=-1"):
+    with pytest.raises(ValueError, match=r"keep=-1 must be an integer"):
         DilatedCache.gather(parallel, key, value, PATTERN, 4, keep=-rank)
     with pytest.raises(ValueError, match=r"to=2: the ranks are 0 to 1"):
         DilatedCache.gather(parallel, key, value, PATTERN, 4, to=2)

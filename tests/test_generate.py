@@ -250,14 +250,14 @@ def test_draws_follow_the_weights():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (([[1]], -1), {}, "max_new_tokens=-1 must not be negative"),
+        (([[1]], -1), {}, "max_new_tokens=-1 must be an integer of at least 0"),
         (([], 1), {}, "there is no prompt"),
         (([[1], []], 1), {}, r"prompt 1 has shape \(0,\).*one or more integers"),
         (([[0.5]], 1), {}, "prompt 0 has .*float32"),
         ((torch.zeros(3, dtype=torch.int64), 1), {}, r"prompt 0 has shape \(\).*Pass tokens \(batch, N\)"),
         (([[1]], 1), {"temperature": -0.1}, "temperature=-0.1"),
         (([[1]], 1), {"temperature": float("nan")}, "temperature=nan"),
-        (([[1]], 1), {"top_k": 0}, "top_k=0 must be at least 1"),
+        (([[1]], 1), {"top_k": 0}, "top_k=0 must be an integer of at least 1"),
         (([[1]], 1), {"top_p": 0.0}, "top_p=0.0 must be above 0"),
         (([[1]], 1), {"top_p": 1.5}, "top_p=1.5 must be above 0"),
         (([[1], [2]], 1), {"caches": 1}, "made for batch 1, and the call has 2"),

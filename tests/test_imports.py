@@ -29,7 +29,7 @@ HARMLESS = {
     "init_process_group",
     "destroy_process_group",
 }
-HARMLESS |= {"TCPStore", "PrefixStore"}  # where ranks meet
+HARMLESS |= {"TCPStore", "PrefixStore", "Work"}  # where ranks meet; what is waited for
 HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}
 
 # The second sums over tensor parallel ranks by torch's DTensor, as torch's own parallel styles do.

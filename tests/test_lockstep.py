@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.advice import exposed_of
 from ring_dilated_attention.plan.clock import Hardware, model_step
 from ring_dilated_attention.plan.lockstep import Lockstep, why_not, zigzag_balance
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharing import branch_shares
 
 
 @st.composite
@@ -62,6 +64,9 @@ def test_lockstep_is_the_plans_and_the_clock(job, hardware, itemsize):
     assert step <= bounds.most * (1 + 1e-9)
     if not pattern.is_causal:
         assert bounds.is_exact
+    shares = branch_shares(pattern, shards, plans, *heads)
+    assert found.sent_of_branches() == [share.sent * sizes.unit * itemsize for share in shares]
+    assert found.exposed(hardware) <= exposed_of(model_step(plans, sizes, hardware)) + 1e-9
 
 
 @settings(max_examples=60, deadline=None)

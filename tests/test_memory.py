@@ -13,12 +13,12 @@ from ring_dilated_attention.commands.processes import Launch, run_ranks
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.kernels.traits import TRAITS, no_scratch
-from ring_dilated_attention.plan import program
+from ring_dilated_attention.plan import step
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.program import Packing
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards, split_lengths
+from ring_dilated_attention.plan.step import Packing
 from ring_dilated_attention.ranks.held import Held
 from ring_dilated_attention.ranks.measuring import measuring
 from ring_dilated_attention.ranks.one_rank import Delivered, OtherRanks
@@ -131,7 +131,7 @@ def test_a_third_chunk_buffer_would_be_seen(monkeypatch):
         pack(call, step)
         call.forgotten = call.flat(step.size, call.dtype)
 
-    monkeypatch.setitem(executor._Executor.do, program.Pack, with_another)
+    monkeypatch.setitem(executor._Executor.do, step.Pack, with_another)
     shards = make_shards("contiguous", split_lengths(2048, 4))
     rank_plan, sizes = plan_exchange("ring", DilatedPattern((2048,), (1,)), shards, 1, 4, 4), Sizes(1, 64, 4)
     planned = attention_memory(rank_plan.plan, sizes, VISIBLE)

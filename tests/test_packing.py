@@ -11,9 +11,10 @@ from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.plan import Tile
-from ring_dilated_attention.plan.program import Compute, Copy, Free, Packing, Terms, packed, steps
+from ring_dilated_attention.plan.program import steps
 from ring_dilated_attention.plan.rows import Rows
 from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.plan.step import Compute, Copy, Free, Packing, Terms, packed
 from ring_dilated_attention.reference import dilated_attention_reference
 
 ALWAYS = Packing(distance=1, num_bytes=1, max_rows=2**16)

@@ -1,11 +1,12 @@
 """A whole model, planned: parameters, what is saved, mesh and time; hardware files; and the alternatives."""
 
 import json
+import re
 
 import pytest
 import torch
 
-from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands import cli, plan, plan_large
 from ring_dilated_attention.commands.hardware import PRESETS, Machine, as_toml, machine_of
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.models import longnet
@@ -13,7 +14,7 @@ from ring_dilated_attention.models.config import LongNetConfig
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import model as planned
-from ring_dilated_attention.plan.alternatives import Job, advice, alternatives, recommended
+from ring_dilated_attention.plan.alternatives import Job, advice_on, alternatives, recommended
 from ring_dilated_attention.plan.clock import Hardware
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape, model_memory
@@ -241,14 +242,14 @@ def test_alternatives_are_ordered_by_their_figures():
     assert best.function == "dilated"
     assert best.step_seconds <= 1.02 * min(x.step_seconds for x in found if x.function == "dilated")
     assert reason
-    said = advice(job, best, slow)
+    said = advice_on(job, best, slow)
     assert said is not None
     assert said.startswith("bound by communication")
     assert "at rate 16 instead of 4" in said
     fast = Hardware(1e9, 1e12)
     best, _ = recommended(alternatives(job, fast, TRAITS["cpu"]), None)
     assert best is not None
-    assert advice(job, best, fast) is None
+    assert advice_on(job, best, fast) is None
     none, why = recommended(found, 1000)
     assert none is None
     assert why.startswith("none fits")
@@ -261,28 +262,53 @@ def test_advice_counts_the_pairs_of_the_branch():
     parts = [branch_pairs(pattern, i, 8192, 4) for i in range(2)]
     assert sum(parts) == pairs(pattern, 8192, 4)
     ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "ring")
-    assert f"for {parts[1] / sum(parts):.0%} of the pairs" in str(advice(job, ring, slow))
+    assert f"for {parts[1] / sum(parts):.0%} of the pairs" in str(advice_on(job, ring, slow))
 
 
 def test_a_branch_that_can_be_no_sparser_gets_other_advice():
     pattern = DilatedPattern((512, 8192), (1, 4096), is_causal=True)
     job, slow = Job(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e4, 1e-5)
     ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "ring")
-    assert str(advice(job, ring, slow)).endswith("fewer ranks, or a faster link, would help")
+    assert str(advice_on(job, ring, slow)).endswith("fewer ranks, or a faster link, would help")
 
 
 def test_dealing_heads_is_said_to_be_bound_too():
     job = Job(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
     slow = Hardware(1e12, 1e8, 1e-5)
     [dealt, *_] = [x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "all_to_all"]
-    assert "bound by communication" in str(advice(job, dealt, slow))
-    assert "rates would not" in str(advice(job, dealt, slow))
+    assert "bound by communication" in str(advice_on(job, dealt, slow))
+    assert "rates would not" in str(advice_on(job, dealt, slow))
 
 
 def test_one_plan_says_that_it_is_bound(capsys):
     argv = [*CALL[:3], "--segment-lengths", "4Ki", "--dilation-rates", "4", "--ranks", "2", "--flops", "1T"]
     assert cli.main([*argv, "--bandwidth", "1M"]) == 0
     assert "bound by communication: a rank waits" in capsys.readouterr().out
+    assert cli.main([*argv, "--bandwidth", "1P"]) == 0
+    assert "bound by communication" not in capsys.readouterr().out
+    assert cli.main([*argv, "--bandwidth", "1M", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["advice"].startswith("bound by communication")
+    for more in (["--documents", "3Ki", "1Ki"], ["--align", "8"]):
+        assert cli.main([*argv, "--bandwidth", "1M", *more]) == 0
+        assert "at rate 16 instead of 4 a step would take" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "said"),
+    [
+        ("1Mi", "bound by communication: a rank waits at least {} at rate 256 instead of 64 a step would take {}"),
+        ("1000001", "bound by communication: a rank waits at least {}(one rank){}it would send 25% of that"),
+    ],
+)
+def test_many_ranks_are_said_to_be_bound(seq_len, said, capsys, monkeypatch):
+    """By closed forms, and by ranks that were sampled."""
+    for module in (plan, plan_large):
+        monkeypatch.setattr(module, "MOST_SECONDS", 0.01)
+    argv = ["plan", "--seq-len", seq_len, "--ranks", "256", "--segment-lengths", "1Ki", "1Mi"]
+    argv += ["--dilation-rates", "1", "64", "--causal", "--flops", "1e15"]
+    assert cli.main([*argv, "--bandwidth", "1G"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(".*".join(re.escape(part) for part in said.split("{}")), out), out
     assert cli.main([*argv, "--bandwidth", "1P"]) == 0
     assert "bound by communication" not in capsys.readouterr().out
 

@@ -21,8 +21,10 @@ from .pattern import DilatedPattern
 from .plan.heads import held_heads
 from .plan.memory import Sizes
 from .plan.sharding import Cut, documents_of
+from .ranks.borders import validate_cu_seqlens
 from .ranks.call import Call
 from .ranks.context import ContextParallel, context_named, refuse
+from .ranks.origin import why_foreign
 from .ranks.ranks import Ranks
 from .run.append import append, append_now
 from .run.cache import DilatedCache, check_call
@@ -79,6 +81,7 @@ def dilated_attention(
         ExchangeError: when a rank does not come, within the timeout of `parallel`.
     """
     try:
+        check_cuts(parallel, query=query, key=key, value=value)
         query, key, value = map(autocast, (query, key, value))
         heads = _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend, heads_held, num_heads)
         num_heads = query.shape[2] if num_heads is None else num_heads
@@ -107,6 +110,14 @@ def dilated_attention(
     if parallel is not None and torch.compiler.is_compiling():
         parallel.kept.add_(number)  # a graph drops a call that it does not use; a tensor that outlives it is a use
     return (out, lse) if return_lse else out
+
+
+def check_cuts(parallel: ContextParallel | None, **tensors: object) -> None:
+    """Raise ValueError for a shard that was cut otherwise than `parallel` cuts."""
+    if isinstance(parallel, ContextParallel):
+        for name, x in tensors.items():
+            if failure := why_foreign(name, x, parallel.ranks):
+                raise ValueError(f"{failure}.")
 
 
 def _append(
@@ -290,24 +301,6 @@ def _validate_scale(scale: Any, dtype: torch.dtype) -> None:
             f"scale={float(scale):g} is beyond {torch.finfo(dtype).max:.1e}, the largest {dtype} number, in which "
             "scores are made. Pass float64 tensors, or a smaller scale."
         )
-
-
-def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
-    """What can be said of borders before the length of the whole sequence is known."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
-        raise ValueError(
-            f"cu_seqlens must be a 1-D int32 tensor, got {got}. Make it with torch.tensor(..., dtype=int32)."
-        )
-    if cu_seqlens.layout != torch.strided:
-        raise ValueError(f"cu_seqlens must be a dense tensor, got layout {cu_seqlens.layout}. Call .to_dense().")
-    if cu_seqlens.device.type == "meta" or cu_seqlens.numel() < 2:
-        raise ValueError(
-            f"cu_seqlens must hold the borders (0, ..., N) of one document at least, got {cu_seqlens.numel()} entries "
-            f"on {cu_seqlens.device}."
-        )
-    if batch != 1:
-        raise ValueError(f"cu_seqlens packs documents into one sequence, so batch must be 1, got {batch}. Flatten it.")
 
 
 @torch.library.custom_op("ring_dilated_attention::forward", mutates_args=())

@@ -21,6 +21,7 @@ from ..plan.exchange import EXCHANGES
 from ..ranks.context import ContextParallel
 from .compare import DTYPES, Case, Squares, measure, measure_cached, worst
 from .limits import check_at_least, check_ranks_fit
+from .numbers import count
 from .output import progress_bar
 from .processes import Launch, RankFailedError, Worker, run_ranks
 
@@ -170,7 +171,7 @@ float64, 4 in float32 on a GPU). Exit codes: 0 all rows passed or cannot run her
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[1, 2, 3], metavar="P", help="numbers of ranks (default 1 2 3)"
+        "--ranks", type=count, nargs="+", default=[1, 2, 3], metavar="P", help="numbers of ranks (default 1 2 3)"
     )
     parser.add_argument(
         "--timeout",

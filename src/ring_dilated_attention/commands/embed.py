@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..models.torchscale_config import PADDINGS
 from .embeddings import EmbeddingFile, Entry
+from .numbers import count
 from .output import check_writable, progress_bar
 from .processes import RankFailedError
 
@@ -59,14 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     zero_rows = "count the zero rows that the weights were trained with (default), or leave them out"
     add("--padding", choices=PADDINGS, default="torchscale", help=zero_rows)
     sides = "side of a slide by which segment lengths are set (default 262144; GigaPath's fine-tuning has 250000)"
-    add("--max-wsi-size", type=int, default=262_144, metavar="PIXELS", help=sides)
+    add("--max-wsi-size", type=count, default=262_144, metavar="PIXELS", help=sides)
     steps = "from tile to tile, in the units of the coordinates (default 256), or `file`: what each file states"
     add("--tile-size", metavar="PIXELS", help=steps)
-    add("--heads", type=int, default=16, metavar="H", help="attention heads of the weights (default 16)")
+    add("--heads", type=count, default=16, metavar="H", help="attention heads of the weights (default 16)")
     add("--dtype", choices=DTYPES, default="float32", help="16 bits under autocast (default float32)")
     add("--device", default="cpu", help="cpu (default), cuda or another of torch's")
-    add("--batch", type=int, default=1, metavar="N", help="slides, of any sizes, embedded at once (default 1)")
-    add("--ranks", type=int, default=1, metavar="P", help="processes that share every slide (default 1)")
+    add("--batch", type=count, default=1, metavar="N", help="slides, of any sizes, embedded at once (default 1)")
+    add("--ranks", type=count, default=1, metavar="P", help="processes that share every slide (default 1)")
     add("--keys", nargs=2, metavar=("FEATURES", "COORDS"), help="names of the arrays in the files, if others")
     add("--json", action="store_true", help="print what became of each slide on stdout, all else on stderr")
 

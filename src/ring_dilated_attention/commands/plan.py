@@ -8,9 +8,11 @@ from pathlib import Path
 
 from ..kernels.traits import TRAITS
 from ..pattern import PHASE_RULES, DilatedPattern
+from ..plan.advice import Waiting, advice, exposed_of
 from ..plan.alternatives import Job
 from ..plan.clock import Hardware, StepTime, model_step
 from ..plan.exchange import EXCHANGES, Choice, RankPlan, choose_exchange, plan_exchange
+from ..plan.lockstep import Bounds
 from ..plan.memory import AttentionMemory, Sizes, attention_memory
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
 from ..plan.sharing import branch_shares
@@ -143,17 +145,18 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    sizes = sizes_of(arguments)
     rows = rank_rows(plans, memories, arguments)
     branches = branch_rows(pattern, shards, plans, arguments)
     step = step_of(plans, arguments, hardware)
     # Planning many ranks once more for each sharding takes minutes, and the comparison says little new there.
     is_compared = 1 < arguments.ranks <= MOST_COMPARED
     compared = compare_shardings(pattern, exchange.exchange, arguments, hardware) if is_compared else []
+    said = None if step is None else advised(pattern, exchange.exchange, step, branches, arguments, hardware)
     if arguments.json:
         found = as_json(rows, memories, branches) | {"shardings": [row._asdict() for row in compared]}
         found["exchange"] = exchange._asdict()
-        print(json.dumps(found if step is None else found | {"model": model_json(step, hardware)}, indent=1))
+        found |= {} if step is None else {"model": model_json(step, hardware), "advice": said}
+        print(json.dumps(found, indent=1))
     else:
         print(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
         print(table(rows, step))
@@ -164,10 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
         if step is not None and machine is not None:
             print(described(machine.hardware, machine.source))
             print(model_line(step))
-            if is_compared and arguments.documents is None and arguments.align == 1:
-                job = Job(pattern, arguments.seq_len, arguments.ranks, *heads_and_documents(arguments)[:2], sizes)
-                said = plan_alternatives.advice_for(job, exchange.exchange, arguments.sharding, step, machine.hardware)
-                print(*([said] if said else []), sep="\n", end="\n" if said else "")
+            print_if_any(said)
         if compared:
             print(sharding_lines(compared))
     if arguments.picture is not None:
@@ -206,7 +206,13 @@ def large(
         print(text(job, found))
         if machine is not None:
             print(described(machine.hardware, machine.source))
+            print_if_any(found["advice"])
     return True
+
+
+def print_if_any(said: str | None) -> None:
+    if said is not None:
+        print(said)
 
 
 def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
@@ -283,6 +289,26 @@ def step_of(plans: list[RankPlan], arguments: argparse.Namespace, hardware: Hard
         return None
     dealings = [x.dealing for x in plans if x.dealing is not None]
     return model_step([x.plan for x in plans], sizes_of(arguments), hardware, dealings or None)
+
+
+def advised(
+    pattern: DilatedPattern,
+    exchange: str,
+    step: StepTime,
+    branches: list[BranchRow],
+    arguments: argparse.Namespace,
+    hardware: Hardware | None,
+) -> str | None:
+    def again(other: DilatedPattern) -> Bounds:
+        plans = make_plans(other, split(arguments, arguments.seq_len), exchange, arguments)
+        then = step_of(plans, arguments, hardware)
+        assert then is not None
+        return Bounds.exactly(then.step_seconds)
+
+    sent = [row.forward_sent_bytes for row in branches]
+    waiting = Waiting(exposed_of(step), Bounds.exactly(step.step_seconds), sent, is_dealt=exchange == "all_to_all")
+    borders = heads_and_documents(arguments)[2] or (0, arguments.seq_len)
+    return advice(pattern, arguments.heads, borders, waiting, again)
 
 
 def rank_rows(plans: list[RankPlan], memories: list[AttentionMemory], arguments: argparse.Namespace) -> list[RankRow]:

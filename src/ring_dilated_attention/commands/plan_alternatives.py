@@ -5,8 +5,8 @@ import time
 from typing import Any
 
 from ..pattern import DilatedPattern
-from ..plan.alternatives import Alternative, Job, advice, alternatives, recommended
-from ..plan.clock import Hardware, StepTime
+from ..plan.alternatives import Job, advice_on, alternatives, recommended
+from ..plan.clock import Hardware
 from ..plan.memory import Traits
 from ..plan.planner import make_plan
 from ..plan.sharding import default_lengths, make_shards
@@ -42,7 +42,7 @@ def found_for(
         "alternatives": [row._asdict() | {"name": row.name} for row in rows],
         "recommended": None if best is None else best._asdict() | {"name": best.name},
         "reason": reason,
-        "advice": None if best is None else advice(job, best, hardware),
+        "advice": None if best is None else advice_on(job, best, hardware),
     }
 
 
@@ -55,14 +55,6 @@ def say_before(job: Job) -> None:
     seconds = PLANS_A_RANK * job.num_ranks**2 * (time.monotonic() - began)
     if seconds > 2:
         print(f"comparing all ways of {job.num_ranks} ranks takes about {time_text(seconds)}", file=sys.stderr)
-
-
-def advice_for(job: Job, exchange: str, sharding: str, step: StepTime, hardware: Hardware) -> str | None:
-    """What `advice` says of a step that was modelled already."""
-    if not step.balance or exchange == "none":
-        return None
-    one = Alternative("dilated", exchange, sharding, 1, step.balance, step_seconds=step.step_seconds)
-    return advice(job, one._replace(exposed=1 - step.efficiency / step.balance), hardware)
 
 
 def text(found: dict[str, Any]) -> str:

@@ -5,16 +5,19 @@ import sys
 import time
 from functools import lru_cache
 from itertools import pairwise
+from math import inf
 from typing import Any, NamedTuple
 
 from ..kernels.traits import TRAITS
 from ..pattern import DilatedPattern
+from ..plan.advice import Waiting, advice
 from ..plan.clock import Hardware
-from ..plan.lockstep import Lockstep, why_not, zigzag_balance
+from ..plan.lockstep import Bounds, Lockstep, why_not, zigzag_balance
 from ..plan.memory import Sizes, attention_memory
 from ..plan.plan import Plan
 from ..plan.planner import make_plan
 from ..plan.sharding import Shard
+from ..plan.sharing import branch_shares
 from ..plan.totals import pairs
 from .numbers import scaled, size_text, time_text
 from .output import aligned
@@ -47,7 +50,15 @@ class Large(NamedTuple):
 
 def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
     """All figures, exact but for the time of causal patterns, which may be two bounds."""
-    form = Lockstep(job.pattern, job.seq_len, job.num_ranks, job.num_heads, job.num_kv_heads, job.sizes)
+
+    def form_of(pattern: DilatedPattern) -> Lockstep:
+        return Lockstep(pattern, job.seq_len, job.num_ranks, job.num_heads, job.num_kv_heads, job.sizes)
+
+    def again(pattern: DilatedPattern) -> Bounds | None:
+        assert hardware is not None
+        return form_of(pattern).step_seconds(hardware) if job._replace(pattern=pattern).obstacle() is None else None
+
+    form = form_of(job.pattern)
     forward, both = form.largest_sent()
     flops = FLOPS_PER_PAIR * job.sizes.head_dim * job.sizes.batch
     memory = form.memory(TRAITS[job.kernel]).forward_backward
@@ -69,7 +80,10 @@ def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
         ],
     }
     if hardware is not None:
-        found["step_seconds"] = form.step_seconds(hardware)._asdict()
+        seconds = form.step_seconds(hardware)
+        found["step_seconds"] = seconds._asdict()
+        waiting = Waiting(form.exposed(hardware), seconds, form.sent_of_branches())
+        found["advice"] = advice(job.pattern, job.num_heads, (0, job.seq_len), waiting, again)
     return found
 
 
@@ -77,9 +91,9 @@ def sampled(job: Large, hardware: Hardware | None) -> dict[str, Any]:
     """Bounds: totals are exact where one document is planned, the largest figures those of the ranks looked at."""
     flops = FLOPS_PER_PAIR * job.sizes.head_dim * job.sizes.batch
     began, num = time.monotonic(), job.num_ranks
-    # First and last, then ever finer halves; few steps reach the extremes of most patterns.
+    # The last two, then ever finer halves; few steps reach the extremes of most patterns.
     order = dict.fromkeys(
-        [num - 1, 0, *(round((num - 1) * (2 * i + 1) / 2**k) for k in range(1, 8) for i in range(2 ** (k - 1)))]
+        [num - 1, num - 2, 0, *(round((num - 1) * (2 * i + 1) / 2**k) for k in range(1, 8) for i in range(2 ** (k - 1)))]
     )
     ranks, work, sent, peaks = [], [], [], []
     for rank in order:
@@ -87,8 +101,10 @@ def sampled(job: Large, hardware: Hardware | None) -> dict[str, Any]:
         ranks.append(rank)
         work.append(plan.pairs)
         sent.append([plan.bytes_sent(*job.sizes[:3], backward=backward) for backward in (False, True)])
+        if sent[-1] == max(sent):
+            sender = plan
         peaks.append(attention_memory(plan, job.sizes, TRAITS[job.kernel]).forward_backward)
-        # The first and the last at least: of a causal pattern one computes most, and the other sends.
+        # The last two at least: of a causal pattern one computes most, and the other sends most chunks.
         if len(ranks) > 1 and time.monotonic() - began > MOST_SECONDS / 2:
             break
     borders = job.documents or (0, job.seq_len)
@@ -107,9 +123,15 @@ def sampled(job: Large, hardware: Hardware | None) -> dict[str, Any]:
         "peak_items": [item._asdict() for item in peak.items],
     }
     if hardware is not None:
+        compute = [2 / 7 * found["largest_flops"], 5 / 7 * found["largest_flops"]]
+        busy = sum(hardware.compute_seconds(x, backward=i == 1, calls=0) for i, x in enumerate(compute))
         ways = found["largest_sent_bytes"] / hardware.bytes_per_second
-        least = max(found["largest_flops"] / hardware.flops_per_second, ways) + 2 * hardware.latency_seconds
+        least = max(busy, ways) + 2 * hardware.handshake
         found["step_seconds"] = {"least": least, "most": None}
+        shares = branch_shares(job.pattern, job.shards, [sender], job.num_heads, job.num_kv_heads, job.documents)
+        bytes_sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
+        waiting = Waiting(1 - busy / least, Bounds(least, inf), bytes_sent, senders="one rank")
+        found["advice"] = advice(job.pattern, job.num_heads, borders, waiting, lambda pattern: None)
     return found
 
 

@@ -1,5 +1,7 @@
 """The same call at a size that can be checked densely, or drawn. Pure integers, no torch."""
 
+from dataclasses import replace
+
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 
 
@@ -16,7 +18,4 @@ def scaled_down(pattern: DilatedPattern, seq_len: int, most: int) -> tuple[Dilat
         w if w == WHOLE_DOCUMENT else max(1, w // divisor, min(w, r))
         for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
     ]
-    small = DilatedPattern(
-        tuple(lengths), pattern.dilation_rates, is_causal=pattern.is_causal, phase=pattern.phase, heads=pattern.heads
-    )
-    return small, -(-seq_len // divisor), divisor
+    return replace(pattern, segment_lengths=lengths), -(-seq_len // divisor), divisor

@@ -198,7 +198,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
             prepared()  # nobody to be told: what this rank refuses comes before what keeps it from the others
             raise
         run = together(parallel, prepared)
-        agree(parallel, fingerprint(run))
+        agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
             run = together(parallel, partial(claim_folder, arguments, run, stack))
             was_complete = run.is_complete

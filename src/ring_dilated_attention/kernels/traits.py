@@ -1,7 +1,7 @@
 """What programs and memory depend on of each kernel. No torch, so that a laptop can plan with it."""
 
 from ..plan.memory import Sizes, Traits
-from ..plan.program import Compute, Packing
+from ..plan.step import Compute, Packing
 
 KEY_BLOCK = 512
 

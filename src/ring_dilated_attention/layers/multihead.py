@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import autocast, dilated_attention, validate_cu_seqlens
+from ..attention import autocast, check_cuts, dilated_attention
 from ..pattern import DilatedPattern
 from ..plan.heads import held_heads
+from ..ranks.borders import validate_cu_seqlens
 from ..ranks.context import ContextParallel, refuse
 from ..ranks.handshake import RefusedError
 from ..run.cache import DilatedCache
@@ -189,6 +190,7 @@ class MultiheadDilatedAttention(nn.Module):
         """
         try:
             self._check_inputs(query, key, value)
+            check_cuts(self.parallel, query=query, key=key, value=value)
             self._check_unsupported(need_weights, attn_mask, is_causal)
             self._check_mask(key_padding_mask, cu_seqlens)
             self._check_cache(query, cache, lengths, key_padding_mask)

@@ -5,15 +5,21 @@ B batch, N positions, E embedding, V vocabulary.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..pattern import is_integer
 from ..run.cache import DilatedCache
 
 STOPPED = -1
 PREFILL_CHUNK = 4096
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 class LanguageModel(Protocol):
@@ -37,12 +43,14 @@ class Sampling:
     stop: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 (the likeliest token) or a positive number.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for all tokens.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or None for all tokens.")
+        if not is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature!r} must be 0 (the likeliest token) or a positive number.")
+        if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
+            raise ValueError(f"top_k={self.top_k!r} must be an integer of at least 1, or None for all tokens.")
+        if self.top_p is not None and (not is_number(self.top_p) or not 0 < self.top_p <= 1):
+            raise ValueError(f"top_p={self.top_p!r} must be above 0 and at most 1, or None for all tokens.")
+        if self.seed is not None and not is_integer(self.seed):
+            raise ValueError(f"seed={self.seed!r} must be an integer, or None to draw anew each time.")
 
     def generators(self, batch: int, device: torch.device) -> list[torch.Generator]:
         """One for each row, so that what a row draws does not depend on the others."""
@@ -78,8 +86,8 @@ def generate(
     caches: Sequence[DilatedCache] | None,
 ) -> Iterator[Tensor]:
     """See `LongNetLM.generate`."""
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative.")
+    if not is_integer(max_new_tokens) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 0.")
     device = model.head.weight.device
     padded_BN, lengths = pad(tokens, device)
     if caches is None:

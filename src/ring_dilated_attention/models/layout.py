@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention import validate_cu_seqlens
 from ..plan.sharding import Shard, check_documents, make_shards
+from ..ranks.borders import validate_cu_seqlens
 from ..ranks.context import ContextParallel
 
 

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import save_attention, validate_cu_seqlens
+from ..attention import save_attention
 from ..layers import MultiheadDilatedAttention, RotaryTable, document_positions, is_integral
 from ..plan.sharding import check_documents
+from ..ranks.borders import validate_cu_seqlens
 from ..ranks.context import ContextParallel
+from ..ranks.origin import why_foreign
 from ..run.cache import DilatedCache
 from .config import LongNetConfig
 from .generate import Sampling, generate
@@ -277,7 +279,9 @@ class LongNetLM(nn.Module):
             failure = (
                 f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
             )
-        elif self.parallel is not None and not self._knows(tokens_BN):
+        elif self.parallel is not None and (foreign := why_foreign("tokens", tokens_BN, self.parallel.ranks)):
+            failure = foreign
+        elif not self._knows(tokens_BN):
             failure = f"tokens from {tokens_BN.min()} to {tokens_BN.max()}, but vocab_size={self.config.vocab_size}"
         elif cu_seqlens is not None:
             try:
@@ -310,7 +314,7 @@ class LongNetLM(nn.Module):
 
     def _knows(self, tokens_BN: Tensor) -> bool:
         """Whether all tokens have an embedding. (On a GPU torch asserts it, without waiting.)"""
-        if tokens_BN.device.type != "cpu" or not tokens_BN.numel():
+        if tokens_BN.device.type != "cpu" or not tokens_BN.numel() or torch.compiler.is_compiling():
             return True
         return bool((tokens_BN >= 0).all()) and bool((tokens_BN < self.config.vocab_size).all())
 

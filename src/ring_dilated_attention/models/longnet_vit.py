@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ranks.context import ContextParallel
+from ..ranks.origin import why_foreign
 from ..ranks.reduce import SumOverRanks
 from .checked_loading import CheckedLoading
 from .torchscale import LongNetEncoder
@@ -264,6 +265,9 @@ class LongNetViT(CheckedLoading):
     def _check(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None, all_layer_embed: bool) -> int:
         """The number of tiles over all ranks. A ValueError on every rank if one of them has input that cannot be."""
         failure = self._shape_failure(x, coords, lengths)
+        if self.parallel is not None:
+            for name, given in (("features", x), ("coords", coords)):
+                failure = failure or why_foreign(name, given, self.parallel.ranks)
         batch, num_own = (0, 0) if failure else x.shape[:2]
         tile_counts: tuple[int, ...] = (num_own,)
         if self.parallel is not None:

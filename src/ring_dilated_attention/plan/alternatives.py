@@ -3,15 +3,14 @@
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
+from .advice import BOUND_BY_COMMUNICATION, Waiting, advice, exposed_of
 from .clock import Hardware, model_step
 from .exchange import RankPlan, plan_exchange
+from .lockstep import Bounds
 from .memory import Sizes, Traits, attention_memory
 from .sharding import SHARDINGS, Cut
 from .sharing import branch_shares
-from .totals import branch_pairs, pairs
 
-# A part of a step that is only waiting; above it, more is gained on the way than in the kernel.
-BOUND_BY_COMMUNICATION = 0.2
 # Two steps whose times differ by less are alike: what sends less, then what holds less, is better.
 ALIKE = 1.02
 
@@ -74,14 +73,12 @@ def _weighed(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> 
     step = model_step([x.plan for x in plans], job.sizes, hardware, dealings or None)
     peaks = [attention_memory(x.plan, job.sizes, traits, x.dealing).forward_backward.num_bytes for x in plans]
     sent = [sum(x.bytes_sent(job.sizes, backward=b) for b in (False, True)) for x in plans]
-    # Of the busiest rank; that others wait for it is balance.
-    exposed = 1 - step.efficiency / step.balance
     return one._replace(
         balance=step.balance,
         sent_bytes=max(sent),
         peak_bytes=max(peaks),
         step_seconds=step.step_seconds,
-        exposed=exposed,
+        exposed=exposed_of(step),
     )
 
 
@@ -117,42 +114,22 @@ def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alt
     return best, why
 
 
-def advice(job: Job, best: Alternative, hardware: Hardware) -> str | None:
-    """Where a step is bound by communication: which branch sends for how little work, and what a rate would change."""
-    if best.exposed < BOUND_BY_COMMUNICATION:
-        return None
-    bound = f"bound by communication: a rank waits {best.exposed:.0%} of the step. "
-    if best.exchange == "all_to_all" or best.inner > 1:
-        return (
-            f"{bound}Dealing heads sends every position of queries, keys, values and outputs, whatever the pattern: "
-            "fewer key/value heads (grouped queries) or a faster link would help, and rates would not"
-        )
-    plans = [x.plan for x in _plans(best, job)]
-    cut = Cut(best.sharding, job.num_ranks)
-    shards = cut.shards_of(cut.default_lengths(job.seq_len))
-    shares = branch_shares(job.pattern, shards, plans, job.num_heads, job.num_kv_heads)
-    branch = max(range(len(shares)), key=lambda i: shares[i].sent)
-    if not shares[branch].sent:
-        return None
-    r = job.pattern.dilation_rates[branch]
-    work = branch_pairs(job.pattern, branch, job.seq_len, job.num_heads)
-    part = work / pairs(job.pattern, job.seq_len, job.num_heads)
-    size = shares[branch].sent * job.sizes.unit * job.sizes.itemsize
-    said = f"{bound}Branch {branch} sends {size / 1e9:,.2f} GB in a forward for {part:.0%} of the pairs: "
-    if 4 * r > job.pattern.segment_lengths[branch]:
-        return f"{said}fewer ranks, or a faster link, would help"
-    sparser = DilatedPattern(
-        job.pattern.segment_lengths,
-        [4 * x if i == branch else x for i, x in enumerate(job.pattern.dilation_rates)],
-        is_causal=job.pattern.is_causal,
-        phase=job.pattern.phase,
-        heads=job.pattern.heads,
-    )
-    then = _weighed(best, job._replace(pattern=sparser), hardware, _NO_KERNEL)
-    return (
-        f"{said}at rate {4 * r:,} instead of {r:,} a step would take {1e3 * then.step_seconds:,.3g} ms instead of "
-        f"{1e3 * best.step_seconds:,.3g}"
-    )
+def advice_on(job: Job, best: Alternative, hardware: Hardware) -> str | None:
+    """What `advice` says of one of `alternatives`."""
+    is_dealt = best.exchange == "all_to_all" or best.inner > 1
+    sent = [0] * len(job.pattern.branches)
+    if not is_dealt and best.exposed >= BOUND_BY_COMMUNICATION:
+        plans = [x.plan for x in _plans(best, job)]
+        cut = Cut(best.sharding, job.num_ranks)
+        shards = cut.shards_of(cut.default_lengths(job.seq_len))
+        shares = branch_shares(job.pattern, shards, plans, job.num_heads, job.num_kv_heads)
+        sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
+
+    def again(pattern: DilatedPattern) -> Bounds:
+        return Bounds.exactly(_weighed(best, job._replace(pattern=pattern), hardware, _NO_KERNEL).step_seconds)
+
+    step = Waiting(best.exposed, Bounds.exactly(best.step_seconds), sent, is_dealt=is_dealt)
+    return advice(job.pattern, job.num_heads, (0, job.seq_len), step, again)
 
 
 _NO_KERNEL = Traits(in_place=False, is_whole=False, scratch=lambda step, sizes, num_heads: 0)

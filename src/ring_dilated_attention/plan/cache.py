@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..pattern import DilatedPattern, HeadGroup
+from ..pattern import DilatedPattern, HeadGroup, is_integer
 from .plan import Plan, Tile
 from .planner import make_plan
 from .rows import Rows
@@ -187,10 +187,10 @@ def plan_cache(
     Raises:
         ValueError: if the pattern is not causal or cannot run on these heads, or for sizes that cannot be.
     """
-    if max_len is not None and max_len < 1:
-        raise ValueError(f"max_len={max_len} must be at least 1, or None for sequences of any length.")
-    if keep < 0:
-        raise ValueError(f"keep={keep} must not be negative: it is the number of positions that can be taken back.")
+    if max_len is not None and (not is_integer(max_len) or max_len < 1):
+        raise ValueError(f"max_len={max_len!r} must be an integer of at least 1, or None for sequences of any length.")
+    if not is_integer(keep) or keep < 0:
+        raise ValueError(f"keep={keep!r} must be an integer of at least 0, the positions that can be taken back.")
     pattern.cache_rows(num_heads, num_kv_heads)  # refuses what no cache can serve
     found: list[Rings] = []
     of_phase: list[dict[int, tuple[Rings, ...]]] = []

@@ -26,7 +26,8 @@ from typing import NamedTuple
 from .dealing import Dealing
 from .memory import Sizes, row_bytes
 from .plan import Message, Plan
-from .program import STAGES, Compute, Deal, Part, Post, Terms, Wait, steps
+from .program import steps
+from .step import STAGES, Compute, Deal, Part, Post, Terms, Wait
 
 
 class Hardware(NamedTuple):

@@ -12,10 +12,10 @@ also sends and receives each gradient that goes home (a bound by test against th
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import lcm
+from math import comb, lcm
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
@@ -32,6 +32,10 @@ class Bounds(NamedTuple):
 
     least: float
     most: float
+
+    @classmethod
+    def exactly(cls, seconds: float) -> "Bounds":
+        return cls(seconds, seconds)
 
     @property
     def is_exact(self) -> bool:
@@ -147,6 +151,22 @@ class Lockstep:
     def num_hops(self) -> int:
         return max((branch.group - 1 for branch in self.straddling.values()), default=0)
 
+    def sent_of_branches(self) -> list[int]:
+        """Bytes of keys and values that all ranks together send of each branch in a forward."""
+        unit, found = self.sizes.unit * self.sizes.itemsize, [0] * len(self.pattern.branches)
+        for i, branch in self.straddling.items():
+            whole, rest = divmod(self.num_ranks, branch.group)
+            # Along a line of g ranks 1, 2, ... g - 1 chunks leave; around a ring g - 1 leave each.
+            chunks = whole * comb(branch.group, 2) + comb(rest, 2)
+            found[i] = unit * branch.rows * (chunks if self.pattern.is_causal else self.num_ranks * (branch.group - 1))
+        return found
+
+    def exposed(self, hardware: Hardware) -> float:
+        """The share of a step in which the busiest rank waits: at least so much, where the time is two bounds."""
+        calls = self._home_calls + sum(len(branch.tiles) * (branch.group - 1) for branch in self.straddling.values())
+        work = sum(self._seconds(self.pairs_of(self.busiest), k, hardware, calls) for k in (2, 5))
+        return max(0.0, 1 - work / self.step_seconds(hardware).least)
+
     def largest_sent(self) -> tuple[int, int]:
         """Bytes of a forward, and of a forward with its backward, of the ranks that send most."""
         unit, gradient = self.sizes.unit * self.sizes.itemsize, self.sizes.unit * self.sizes.sum_itemsize
@@ -156,7 +176,7 @@ class Lockstep:
     def memory(self, traits: Traits) -> AttentionMemory:
         """Of a rank in the middle of its rings: buffers and tiles are the same at every hop, so four shards tell it."""
         lengths = [min(w, 4 * self.length) if w > self.length else w for w in self.pattern.segment_lengths]
-        small = _with_lengths(self.pattern, lengths)
+        small = replace(self.pattern, segment_lengths=lengths)
         num_ranks = min(4, self.num_ranks)
         shards = make_shards("contiguous", (self.length,) * num_ranks)
         plans = [make_plan(small, shards, k, self.num_heads, self.num_kv_heads) for k in range(num_ranks)]
@@ -166,7 +186,7 @@ class Lockstep:
         """Of one forward and its backward, under the rules of `clock.py`."""
         most = self._forward(hardware) + self._backward(hardware)
         if not self.pattern.is_causal or not self.straddling:
-            return Bounds(most, most)
+            return Bounds.exactly(most)
         handshakes = 2 * hardware.handshake
         busiest = self.pairs_of(self.busiest)
         work = self._seconds(busiest, 2, hardware, 0) + self._seconds(busiest, 5, hardware, 0)
@@ -232,7 +252,7 @@ class Lockstep:
     def _home_calls(self) -> int:
         shards = make_shards("contiguous", (self.length,) * min(2, self.num_ranks))
         lengths = [min(w, 2 * self.length) if w > self.length else w for w in self.pattern.segment_lengths]
-        small = _with_lengths(self.pattern, lengths)
+        small = replace(self.pattern, segment_lengths=lengths)
         return len(make_plan(small, shards, 0, self.num_heads, self.num_kv_heads).local)
 
     def _hop_calls(self, hop: int) -> int:
@@ -266,9 +286,7 @@ class Lockstep:
         is_split = self.pattern.heads == "split"
         lengths = [w if i == branch else 1 for i in range(len(self.pattern.branches))] if is_split else [w]
         rates = list(self.pattern.dilation_rates) if is_split else [r]
-        one = DilatedPattern(
-            lengths, rates, is_causal=self.pattern.is_causal, phase=self.pattern.phase, heads=self.pattern.heads
-        )
+        one = replace(self.pattern, segment_lengths=lengths, dilation_rates=rates)
         shards = make_shards("contiguous", (self.length,) * min(2, self.num_ranks))
         return make_plan(one, shards, rank, self.num_heads, self.num_kv_heads)
 
@@ -338,9 +356,3 @@ class _Way:
             return 0.0
         self.free = max(posted, self.free) + sum(sizes) / self.hardware.bytes_per_second
         return self.free + self.hardware.latency_seconds
-
-
-def _with_lengths(pattern: DilatedPattern, lengths: list[int]) -> DilatedPattern:
-    return DilatedPattern(
-        lengths, pattern.dilation_rates, is_causal=pattern.is_causal, phase=pattern.phase, heads=pattern.heads
-    )

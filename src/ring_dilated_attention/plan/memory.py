@@ -1,7 +1,7 @@
 """Memory of one attention call on one rank: the bytes of what its program makes and lets go. Pure integers, no torch.
 
 So the figure is a sum over named items, and no formula. What is counted is what torch's allocator gives out. What a
-kernel takes beside its results is said next to the kernels (`kernels/scratch.py`) and given here. Not counted: the
+kernel takes beside its results is said next to the kernels (`kernels/traits.py`) and given here. Not counted: the
 column that a gradient of lse needs, the float32 copies of one tile that the float16 backward makes on CPUs, the packed
 keys and values of one tile that torch's bfloat16 kernel makes on CPUs with AMX, and what the transport allocates.
 """
@@ -11,7 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from .dealing import Dealing
 from .plan import Plan
-from .program import (
+from .program import steps
+from .step import (
     Add,
     Compute,
     Copy,
@@ -31,7 +32,6 @@ from .program import (
     Wait,
     Whole,
     Zero,
-    steps,
 )
 
 

@@ -5,211 +5,44 @@
 Nothing else knows what happens when: what is made, sent, awaited, computed, merged and let go stands here, once, for
 one device, for a ring (arXiv 2310.01889), for all chunks in one round (`plan.gathered`) and for heads dealt to ranks.
 
-Steps call tensors by name: "query", "key", "value", "out", "lse", their gradients "dout", "dlse", "dq", "dk", "dv", the
-results of one tile, the flat buffers of chunks, and "cached key" and "cached value" (B, rows, G, D), the memory of a
-cache. Sizes of buffers are in units of B * D elements.
-
 A rank holds its shards, two K‖V buffers and, in backward, two dK‖dV buffers; nothing else that it receives is kept.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from .dealing import Dealing
 from .plan import Hop, Message, Plan, Tile
-from .rows import Block, Rows
+from .rows import Rows
+from .step import (
+    BUFFERS,
+    CACHED_ROWS,
+    GRADIENTS,
+    OWN_CHUNKS,
+    OWN_ROWS,
+    RECEIVED,
+    Add,
+    Compute,
+    Copy,
+    Deal,
+    Finish,
+    Free,
+    Home,
+    Merge,
+    Pack,
+    Part,
+    Post,
+    Prepare,
+    Start,
+    Step,
+    Take,
+    Terms,
+    Wait,
+    Whole,
+    Zero,
+    packed,
+)
 
-OWN_ROWS = "own rows"  # where a tile reads keys that are in no buffer
-CACHED_ROWS = "cached rows"
-OWN_CHUNKS, RECEIVED = BUFFERS = ("own chunks of K and V", "received chunks of K and V")
-GRADIENTS = ("dK and dV of received chunks", "dK and dV that arrive")
-STAGES = ("forward", "backward")
 _GIVEN = {"forward": ("query", "key", "value"), "backward": ("dout", "query", "key", "value", "out", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
-
-
-class Packing(NamedTuple):
-    """From when on a kernel reads the rows of a tile faster if they are copied side by side before.
-
-    distance: bytes from one row to the next. num_bytes: of an element of each of a segment's rows.
-    max_rows: query rows that are copied at a time; a tile of more is computed in pieces.
-    """
-
-    distance: int
-    num_bytes: int
-    max_rows: int
-
-
-class Terms(NamedTuple):
-    """What a program depends on beside the plan.
-
-    in_place: the kernel merges and adds by itself; else it gives the results of one tile, to be merged and added.
-    is_whole: the kernel makes the whole pass by itself (one device).
-    widens: accumulators are of a wider dtype than the inputs (float32 for 16-bit types).
-    folds: batch and segments are one stride in every tensor; else a tile of several segments is a call per batch entry.
-    dealing: heads are dealt for positions before, and positions for heads afterwards.
-    has_dlse: of backward: lse has a gradient.
-    packing: the kernel's, in forward. distances: bytes from one position to the next in query, and in key and value.
-    itemsize: bytes of an element of them.
-    """
-
-    in_place: bool = False
-    is_whole: bool = False
-    widens: bool = False
-    batch: int = 1
-    folds: bool = True
-    dealing: Dealing | None = None
-    has_dlse: bool = False
-    packing: Packing | None = None
-    distances: tuple[int, int] = (0, 0)
-    itemsize: int = 4
-
-
-class Deal(NamedTuple):
-    """Put in the place of a tensor its rows of all ranks that deal, of this rank's heads; or the other way around."""
-
-    name: str
-    to_heads: bool
-
-
-class Pack(NamedTuple):
-    """Make a buffer of own key/value rows, dilated, side by side."""
-
-    name: str
-    size: int
-    packs: tuple[tuple[Rows, Block], ...]
-
-
-class Take(NamedTuple):
-    """Make a buffer with nothing in it yet. is_sum: in the accumulators' dtype."""
-
-    name: str
-    size: int
-    is_sum: bool
-
-
-class Free(NamedTuple):
-    """Let tensors go."""
-
-    names: tuple[str, ...]
-
-
-class Part(NamedTuple):
-    """A message, and where it lies: from `start` on in a buffer."""
-
-    name: str
-    start: int
-    message: Message
-
-
-class Post(NamedTuple):
-    """Start to send and to receive; by `ticket` it is awaited, what is sent and what comes maybe apart. An error says
-    the moment."""
-
-    ticket: str
-    moment: str
-    sends: tuple[Part, ...]
-    receives: tuple[Part, ...]
-    is_apart: bool = False
-
-
-class Wait(NamedTuple):
-    """Wait for what a post sends and receives, or for one of both. Waiting again returns at once."""
-
-    ticket: str
-    sent: bool = True
-    received: bool = True
-
-
-class Zero(NamedTuple):
-    """Let sums in a part of a buffer start from zero."""
-
-    part: Part
-
-
-class Start(NamedTuple):
-    """Make an accumulator (of out: and of lse). is_covered: first tiles write all of it; else it holds the identity."""
-
-    name: str
-    is_covered: bool
-
-
-class Prepare(NamedTuple):
-    """Make what a kernel that adds in place reads in backward beside the tensors: delta."""
-
-
-class Copy(NamedTuple):
-    """Copy the rows that a tile reads of "query", "key" or "value" side by side."""
-
-    name: str
-    rows: Rows
-    entry: int | None
-
-    @property
-    def copied(self) -> str:
-        return packed(self.name)
-
-
-def packed(name: str) -> str:
-    """What the rows of one piece of a tile are called, copied side by side."""
-    return f"{name} rows of one piece"
-
-
-class Compute(NamedTuple):
-    """Run the kernel on a tile.
-
-    entry: of the batch, or None for all at once.
-    what: "partial" (out and lse), "gradients" (dq, dk and dv) or, of kernels that add in place, "dq" or "dk and dv".
-    keys: the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS.
-    sums: the buffer to which a kernel adds dk and dv in place, or OWN_ROWS.
-    """
-
-    tile: Tile
-    entry: int | None
-    what: str
-    keys: str
-    sums: str = OWN_ROWS
-
-
-class Merge(NamedTuple):
-    """Merge a tile's partial into out and lse. how: "adopt" it as the accumulator, "write" it, or "merge"."""
-
-    tile: Tile
-    entry: int | None
-    how: str
-
-
-class Add(NamedTuple):
-    """Add a tile's gradient to dq, dk or dv, or to a buffer of chunks' gradients. how: "adopt", "write" or "add"."""
-
-    name: str
-    tile: Tile
-    entry: int | None
-    how: str
-    sums: str = OWN_ROWS
-
-
-class Home(NamedTuple):
-    """Add the finished gradient of an own chunk, which lies in a buffer, to dk and dv where it was dilated from."""
-
-    part: Part
-
-
-class Finish(NamedTuple):
-    """Turn an accumulator into a result: out and gradients in the input's dtype, lse in float32 or float64."""
-
-    name: str
-
-
-class Whole(NamedTuple):
-    """Let the kernel make all results of the stage by itself."""
-
-    stage: str
-
-
-Exchanges = Deal | Pack | Take | Free | Post | Wait | Zero | Home
-Computes = Start | Prepare | Copy | Compute | Merge | Add | Finish | Whole
-Step = Exchanges | Computes
 
 
 def steps(plan: Plan, stage: str, terms: Terms) -> Iterator[Step]:

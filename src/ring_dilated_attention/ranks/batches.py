@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..plan.sharding import Shard, check_documents, document_positions
 from .handshake import all_or_none
+from .origin import remember
 from .ranks import Ranks
 from .reshard import own_rows
 
@@ -45,7 +46,8 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
         described = _told(ranks, described, source, failure)
         whole = batch if ranks.rank == source else None
     length = ranks.last_whole = _length(described)
-    shards = ranks.shards(ranks.lengths_of(length))
+    lengths = ranks.lengths_of(length)
+    shards = ranks.shards(lengths)
     local: dict[str, Tensor] = {}
     for name, (shape, dtype) in described.items():
         dim = _dim(name, shape)
@@ -60,6 +62,9 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
         check_documents(borders, length)
         ranges = document_positions(shards[ranks.rank], borders)
         local[POSITIONS] = torch.cat([torch.arange(r.start, r.stop) for r in (range(0), *ranges)])
+    if len(shards) > 1:
+        for name in local.keys() - {BORDERS}:
+            remember(local[name], ranks, lengths)
     return local
 
 

@@ -12,11 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..pattern import is_integer
 from ..plan.sharding import Cut, check_documents, document_positions
 from .arguments import check_arguments, check_one_rank, resolve_group
 from .batches import shard_batch
+from .borders import validate_cu_seqlens
 from .link import ExchangeError
 from .one_rank import OneRank, OtherRanks
+from .origin import remember, why_foreign
 from .processes import Processes, note_dropped
 from .ranks import Ranks
 from .reduce import mean_loss
@@ -151,7 +154,8 @@ class ContextParallel:
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all.
 
-        All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.)
+        All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) What
+        it returns remembers how it was cut: where it is passed on as it is, a context that cuts otherwise refuses it.
 
         Raises:
             ValueError: on every rank, where shapes differ: they would be no cut of one sequence.
@@ -161,8 +165,11 @@ class ContextParallel:
         fields = {} if failure else {**rows_fields("shard", x, dim), "length of the whole": x.shape[dim]}
         self.handshake(0, fields, failure)
         self.ranks.last_whole = x.shape[dim]
-        shards = self.ranks.shards(self.ranks.lengths_of(x.shape[dim]))
-        return x if len(shards) == 1 else ShardRows.apply(x, self.ranks, shards, dim)
+        lengths = self.ranks.lengths_of(x.shape[dim])
+        shards = self.ranks.shards(lengths)
+        if len(shards) == 1:
+            return x
+        return remember(ShardRows.apply(x, self.ranks, shards, dim), self.ranks, lengths)
 
     def shard_batch(self, batch: Mapping[str, Tensor] | None, *, source: int | None = None) -> dict[str, Tensor]:
         """This rank's rows of one sample of a data loader: tokens, labels, position ids, masks, borders of documents.
@@ -186,7 +193,7 @@ class ContextParallel:
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The full tensor, from every rank's rows. What follows is the same on every rank: the gradient is a slice."""
         self.ranks.check_all_here("unshard")
-        failure = dim_failure("unshard", x, dim)
+        failure = dim_failure("unshard", x, dim) or why_foreign("the tensor", x, self.ranks)
         length, fields = (0, {}) if failure else (x.shape[dim], rows_fields("unshard", x, dim))
         shards = self.ranks.shards(self.handshake(length, fields, failure))
         return x if len(shards) == 1 else UnshardRows.apply(x, self.ranks, shards, dim)
@@ -215,7 +222,12 @@ class ContextParallel:
         Args:
             seq_len: the length of the whole sequence.
             cu_seqlens: global borders of packed documents.
+
+        Raises:
+            ValueError: for a length or borders that cannot be.
         """
+        if not is_integer(seq_len) or seq_len < 0:
+            raise ValueError(f"seq_len must be an integer of at least 0, got {seq_len!r}.")
         return self.local_positions(self.ranks.lengths_of(seq_len), cu_seqlens)
 
     def local_positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
@@ -223,6 +235,7 @@ class ContextParallel:
         shard = self.ranks.shards(lengths)[self.rank]
         borders = [0, sum(lengths)]
         if cu_seqlens is not None:
+            validate_cu_seqlens(cu_seqlens, 1)
             borders = cu_seqlens.tolist()
             check_documents(borders, sum(lengths))
         ranges = document_positions(shard, borders)

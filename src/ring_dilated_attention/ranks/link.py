@@ -3,16 +3,13 @@
 Each is awaited exactly once, and errors name the group, the moment and the peer.
 """
 
-import atexit
 import re
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from queue import SimpleQueue
-from threading import Event, Thread
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -20,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..plan.plan import Message
+from .waiting import Handle, Progress, Sentinel, Waiter, start_thread, wait_for_each, with_threads
 
-_UNUSED_TAG = 1  # all messages of calls have tag 0
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
+_UNUSED_TAG = 1  # all messages of calls have tag 0
 _Message = tuple[Callable[..., dist.Work | None], Tensor, int, str]  # isend or irecv, what, peer, what an error says
 
 
@@ -44,14 +42,6 @@ class Wait(NamedTuple):
     end: float
 
 
-class Handle(NamedTuple):
-    """A message to wait for, what an error says of it, and its peer."""
-
-    work: dist.Work
-    deed: str
-    peer: int
-
-
 @dataclass
 class GroupPending:
     """Messages in flight. `wait` returns when they have been sent and received; waiting again returns at once.
@@ -61,11 +51,11 @@ class GroupPending:
 
     link: "GroupLink | None"
     moment: str
-    handles: list["Handle"] = field(default_factory=list)
+    handles: list[Handle] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     unstaged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     posted: float = field(default_factory=time.perf_counter)
-    progress: "_Progress | None" = None  # of a thread that waits for them already, while waits are recorded
+    progress: Progress | None = None  # of a thread that waits for them already, while waits are recorded
 
     def wait(self) -> None:
         if not self.handles:
@@ -102,8 +92,8 @@ class GroupLink:
         self.links.append(self)
         # Which transport serves which type of device. (dist.get_backend names one, or the user's text, or "undefined".)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        self._waiter: _Waiter | None = None
-        self._sentinels: dict[int, _Sentinel] = {}  # by peer
+        self._waiter: Waiter | None = None
+        self._sentinels: dict[int, Sentinel] = {}  # by peer
         self.waits: list[Wait] | None = None  # a list while waits are recorded
 
     def open(self) -> None:
@@ -127,29 +117,29 @@ class GroupLink:
 
         On gloo in a thread, to watch the peer meanwhile. When a connection breaks, gloo ends the waits for messages
         that have not begun, but not for one that is partly through (signalException in gloo/transport/tcp/pair.cc):
-        that one lasts until its timeout. A receive that has not begun tells of it (`_Sentinel`).
+        that one lasts until its timeout. A receive that has not begun tells of it (`Sentinel`).
         """
-        handles, progress = tuple(pending.handles), pending.progress or _Progress()
+        handles, progress = tuple(pending.handles), pending.progress or Progress()
         if not self.on_gloo(pending.tensors[0]):
-            _wait_for_each(handles, progress)
+            wait_for_each(handles, progress)
         elif pending.progress is None:
             if self._waiter is None:
-                self._waiter = _Waiter()
-                _with_threads.add(self)
+                self._waiter = Waiter()
+                with_threads.add(self)
             self._waiter.queue.put((handles, progress))
         while not progress.ended.wait(_WATCH_SECONDS):
             self._watch(handles, progress, pending.moment)
         if progress.error is not None:
             self.fail(pending.moment, handles[progress.num_done].deed, progress.error)
 
-    def _watch(self, handles: Sequence[Handle], progress: "_Progress", moment: str) -> None:
+    def _watch(self, handles: Sequence[Handle], progress: Progress, moment: str) -> None:
         """Fail if the peer that is waited for has gone."""
         num_done = progress.num_done
         if num_done == len(handles):
             return
         peer = self.order[handles[num_done].peer]
         if peer not in self._sentinels:
-            self._sentinels[peer] = _Sentinel(self.group, peer)
+            self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
         error = self._sentinels[peer].error
         # A rank that is done with everything may leave when its last message has come through.
         if error is not None and not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
@@ -181,17 +171,20 @@ class GroupLink:
     def _disconnect(self) -> None:
         if self.backends.get("cpu") != "gloo":
             return
-        nothing = torch.empty(1, device="cpu")
         for peer in self.order:
             if peer != self.order[self.rank]:
                 with suppress(RuntimeError):
-                    self.group.recv([nothing], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+                    self._receive_nothing(peer).wait(timedelta(milliseconds=1))
+
+    def _receive_nothing(self, peer: int) -> dist.Work:
+        """A receive that nobody answers."""
+        return self.group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
 
     def close(self) -> None:
         """Give the group back. Its sockets and threads go with the last reference, which a sentinel would keep."""
         if self._sentinels and not self.failure:
             self.end_threads()
-        _with_threads.discard(self)
+        with_threads.discard(self)
         self.failure = self.failure or "it was closed"
         with suppress(ValueError, AssertionError):  # torch.distributed was shut down before
             dist.destroy_process_group(self.group)
@@ -260,9 +253,9 @@ class GroupLink:
                 deeds = [", ".join(deeds)] * len(works)
             pending.handles += map(Handle, works, deeds, peers)
         if self.waits is not None and on_gloo and pending.handles:
-            pending.progress = _Progress()
-            _with_threads.add(self)
-            _start(_wait_for_each, list(pending.handles), pending.progress)
+            pending.progress = Progress()
+            with_threads.add(self)
+            start_thread(wait_for_each, list(pending.handles), pending.progress)
         return pending
 
     def _stages(self, x: Tensor) -> bool:
@@ -320,86 +313,6 @@ class GroupLink:
         sends = [(parts[peer].contiguous(), peer) for peer in self._others() if len(parts[peer])]
         self.exchange(sends, [(pieces[peer], peer) for peer in self._others() if sizes[peer]], moment).wait()
         return pieces
-
-
-_with_threads: "weakref.WeakSet[GroupLink]" = weakref.WeakSet()
-_threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
-
-
-def _start(function: Callable[..., None], *args: object) -> None:
-    thread = Thread(target=function, args=args, daemon=True)
-    _threads.add(thread)
-    thread.start()
-
-
-@atexit.register
-def _end_all_threads() -> None:
-    """A thread that comes back from gloo when Python is ending aborts the process (std::terminate)."""
-    for link in list(_with_threads):
-        link.end_threads()
-    for thread in list(_threads):
-        thread.join(timeout=2)
-
-
-class _Sentinel:
-    """A receive that nobody answers. It fails as soon as the connection does, also where an end closed its context.
-
-    One for each peer that was ever waited for long, in a thread of its own: one for each look would stay with gloo.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self.error: RuntimeError | None = None
-        try:
-            work = group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
-        except RuntimeError as error:
-            self.error = error
-            return
-        _start(self._wait, work)
-
-    def _wait(self, work: dist.Work) -> None:
-        try:
-            work.wait(timedelta(days=3650))
-        except RuntimeError as error:
-            self.error = error
-
-
-class _Progress:
-    """Of the waits for some messages."""
-
-    def __init__(self) -> None:
-        self.num_done = 0
-        self.error: RuntimeError | None = None
-        self.end = 0.0
-        self.ended = Event()
-
-
-_Queue = SimpleQueue[tuple[Sequence[Handle], _Progress] | None]
-
-
-class _Waiter:
-    """Waits for messages in a thread of its own, for as long as it lives."""
-
-    def __init__(self) -> None:
-        self.queue: _Queue = SimpleQueue()
-        _start(_serve, self.queue)
-        weakref.finalize(self, self.queue.put, None)
-
-
-def _serve(queue: _Queue) -> None:
-    while (entry := queue.get()) is not None:
-        _wait_for_each(*entry)
-        del entry  # and with it the messages' memory
-
-
-def _wait_for_each(handles: Sequence[Handle], progress: _Progress) -> None:
-    try:
-        for handle in handles:
-            handle.work.wait()
-            progress.num_done += 1
-    except RuntimeError as error:
-        progress.error = error
-    progress.end = time.perf_counter()
-    progress.ended.set()
 
 
 def _reason(error: Exception) -> str:

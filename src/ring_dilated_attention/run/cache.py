@@ -61,8 +61,8 @@ class DilatedCache:
         if not isinstance(pattern, DilatedPattern):
             raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}.")
         for name, size in (("batch", batch), ("num_heads", num_heads), ("head_dim", head_dim)):
-            if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1.")
+            if not is_integer(size) or size < 1:
+                raise ValueError(f"{name}={size!r} must be an integer of at least 1.")
         self.plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
         self.batch, self.head_dim = batch, head_dim
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -106,33 +106,19 @@ class DilatedCache:
         ranks = parallel.ranks
         ranks.check_all_here("DilatedCache.gather")
         gets_one = to is None or to == ranks.rank
-        cache, failure = None, None
+        cache, failure, length, fields = None, None, 0, {}
         try:
-            if key.dim() != 4 or key.shape != value.shape:
-                shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-                raise ValueError(f"key and value must both be (batch, positions, key/value heads, head dim): {shapes}.")
             if to is not None and not 0 <= to < ranks.world_size:
                 raise ValueError(f"to={to}: the ranks are 0 to {ranks.world_size - 1}, and None is each of them.")
-            batch, _, num_kv_held, head_dim = key.shape
-            num_kv_heads = num_kv_held * num_heads // (len(heads_held) if isinstance(heads_held, range) else num_heads)
-            plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
+            plan = _plan_of_rows(key, value, pattern, num_heads, max_len, keep, heads_held)
+            batch, length, _, head_dim = key.shape
             if gets_one:
-                cache = cls(
-                    *(pattern, batch, num_heads, num_kv_heads, head_dim),
-                    dtype=key.dtype,
-                    device=key.device,
-                    max_len=max_len,
-                    keep=keep,
-                    heads_held=heads_held,
-                )
+                cache = cls._of(plan, batch, head_dim, key.dtype, key.device)
+            fields = {"call": "DilatedCache.gather", "pattern": pattern, "to": to, "max_len": max_len, "keep": keep}
+            fields |= {"shape": (num_heads, batch, *key.shape[2:]), "heads held": heads_held}
+            fields |= {"dtype": key.dtype, "device": key.device.type}
         except Exception as error:  # noqa: BLE001  whatever it is: the others would wait
             failure = str(error) or type(error).__name__
-        length, fields = 0, {}
-        if failure is None:
-            length = key.shape[1]
-            fields = {"call": "DilatedCache.gather", "pattern": pattern, "to": to, "max_len": max_len, "keep": keep}
-            fields |= {"shape": (num_heads, batch, num_kv_held, head_dim), "heads held": heads_held}
-            fields |= {"dtype": key.dtype, "device": key.device.type}
         lengths = ranks.agree(length, fields, failure)
         position = sum(lengths)
         check_append(plan, [0], [position])
@@ -207,7 +193,7 @@ class DilatedCache:
     def fork(self, rows: Sequence[int] | Tensor) -> "DilatedCache":
         """A new cache whose entry i goes on from entry rows[i] of this one: for beams, or answers to one prompt."""
         entries = self._entries("fork", rows)
-        new = self._like(len(entries))
+        new = self._of(self.plan, len(entries), self.head_dim, self.dtype, self.device)
         torch.index_select(self.memory, 1, entries, out=new.memory)
         torch.index_select(self.progress, 1, entries, out=new.progress)
         return new
@@ -314,20 +300,13 @@ class DilatedCache:
             raise ValueError(f"{call}({entries}): the batch has the entries 0 to {self.batch - 1}.")
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
 
-    def _like(self, batch: int) -> "DilatedCache":
-        plan = self.plan
-        return DilatedCache(
-            self.pattern,
-            batch,
-            plan.num_heads,
-            plan.num_kv_heads,
-            self.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-            max_len=plan.max_len,
-            keep=plan.keep,
-            heads_held=plan.held,
-        )
+    @classmethod
+    def _of(
+        cls, plan: CachePlan, batch: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> "DilatedCache":
+        sizes = (plan.pattern, batch, plan.num_heads, plan.num_kv_heads, head_dim)
+        limits: dict[str, Any] = {"max_len": plan.max_len, "keep": plan.keep, "heads_held": plan.held}
+        return cls(*sizes, dtype=dtype, device=device, **limits)
 
     def _bytes_of_rows(self) -> int:
         return 2 * self.batch * self.num_rows * self.head_dim * self.dtype.itemsize
@@ -364,6 +343,23 @@ def _plan(
         held_heads(num_held, num_heads // num_kv_heads, heads_held, num_heads)
         heads_held = None if len(heads_held) == num_heads else heads_held
     return plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
+
+
+def _plan_of_rows(
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    num_heads: int,
+    max_len: int | None,
+    keep: int,
+    heads_held: range | None,
+) -> CachePlan:
+    """The plan of a cache for such keys and values."""
+    if key.dim() != 4 or key.shape != value.shape:
+        shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
+        raise ValueError(f"key and value must both be (batch, positions, key/value heads, head dim): {shapes}.")
+    num_kv_heads = key.shape[2] * num_heads // (len(heads_held) if isinstance(heads_held, range) else num_heads)
+    return _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
 
 
 def check_call(

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..kernels.contract import BackwardRows, Kernel, Pass
 from ..plan.exchange import RankPlan
-from ..plan.program import (
+from ..plan.program import steps
+from ..plan.rows import Block, Rows
+from ..plan.step import (
     CACHED_ROWS,
     OWN_ROWS,
     Add,
@@ -33,9 +35,7 @@ from ..plan.program import (
     Whole,
     Zero,
     packed,
-    steps,
 )
-from ..plan.rows import Block, Rows
 from .dealing import to_heads, to_positions
 from .link import Dealer, Link, Pending
 from .merge import merge_

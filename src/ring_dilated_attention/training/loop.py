@@ -44,7 +44,7 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     model = LongNetLM(options.model_config(), parallel=parallel, activation_checkpointing=run.activation_checkpointing)
     optimizer = make_optimizer(model, options)
     loss_of = average_gradients(NextTokenLoss(model), parallel)
-    state = initial_state(run)
+    state = together(parallel, partial(initial_state, run))
     together(parallel, partial(load, run, model, optimizer))
     resident_before, stopping = resident_bytes(), False
     writes = partial(Metrics, run.folder, state["run"], state["step"], parallel.rank, tensorboard=run.tensorboard)

@@ -1,0 +1,98 @@
+"""Where a step is bound by communication: which branch sends for how little work, and what would help. No torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..pattern import DilatedPattern
+from .clock import StepTime
+from .lockstep import Bounds
+from .totals import branch_pairs
+
+# A part of a step that is only waiting; above it, more is gained on the way than in the kernel.
+BOUND_BY_COMMUNICATION = 0.2
+SPARSER = 4
+
+
+class Waiting(NamedTuple):
+    """A step as advice reads it.
+
+    exposed: the share of it in which its busiest rank waits; that others wait for that rank is balance. At least so
+        much, where the step's seconds are bounds.
+    sent_bytes: of each branch in a forward; of `senders`.
+    is_dealt: heads are dealt for positions, on all ranks or inside groups of them.
+    """
+
+    exposed: float
+    seconds: Bounds
+    sent_bytes: Sequence[int]
+    senders: str = "all ranks together"
+    is_dealt: bool = False
+
+
+def exposed_of(step: StepTime) -> float:
+    """That of the busiest rank."""
+    return 1 - step.efficiency / step.balance if step.balance else 0.0
+
+
+def advice(
+    pattern: DilatedPattern,
+    num_heads: int,
+    borders: Sequence[int],
+    step: Waiting,
+    again: Callable[[DilatedPattern], Bounds | None],
+) -> str | None:
+    """One or two sentences, or None where a step is not bound by communication.
+
+    Args:
+        borders: of documents, the first 0 and the last the length.
+        again: the time of the same step under another pattern, None where it is not known.
+    """
+    if step.exposed < BOUND_BY_COMMUNICATION:
+        return None
+    bound = f"bound by communication: a rank waits {'' if step.seconds.is_exact else 'at least '}{step.exposed:.0%}"
+    if step.is_dealt:
+        return (
+            f"{bound} of the step. Dealing heads sends every position of queries, keys, values and outputs, whatever "
+            "the pattern: fewer key/value heads (grouped queries) or a faster link would help, and rates would not"
+        )
+    size, branch = max((size, i) for i, size in enumerate(step.sent_bytes))
+    if not size:
+        return None
+    rate, sparser = _sparser(pattern, branch)
+    said = (
+        f"{bound} of the step. Branch {branch} sends {size / 1e9:,.2f} GB in a forward ({step.senders}) for "
+        f"{_share_of_pairs(pattern, branch, num_heads, borders):.0%} of the pairs: "
+    )
+    if sparser is None:
+        return f"{said}fewer ranks, or a faster link, would help"
+    then = again(sparser)
+    if then is None:
+        return f"{said}at rate {SPARSER * rate:,} instead of {rate:,} it would send {1 / SPARSER:.0%} of that"
+    return (
+        f"{said}at rate {SPARSER * rate:,} instead of {rate:,} a step would take {_span(then)} instead of "
+        f"{_span(step.seconds)}"
+    )
+
+
+def _sparser(pattern: DilatedPattern, branch: int) -> tuple[int, DilatedPattern | None]:
+    """The branch's rate, and the pattern with a higher one; None where segments are too short for it."""
+    rate = pattern.dilation_rates[branch]
+    if SPARSER * rate > pattern.segment_lengths[branch]:
+        return rate, None
+    rates = [SPARSER * x if i == branch else x for i, x in enumerate(pattern.dilation_rates)]
+    return rate, replace(pattern, dilation_rates=rates)
+
+
+def _share_of_pairs(pattern: DilatedPattern, branch: int, num_heads: int, borders: Sequence[int]) -> float:
+    work = [
+        sum(branch_pairs(pattern, i, stop - start, num_heads) for start, stop in pairwise(borders))
+        for i in range(len(pattern.branches))
+    ]
+    return work[branch] / sum(work)
+
+
+def _span(seconds: Bounds) -> str:
+    least, most = (f"{1e3 * x:,.3g}" for x in seconds)
+    return f"{least} ms" if least == most else f"{least} to {most} ms"

@@ -1,0 +1,55 @@
+"""What a shard remembers of how it was cut, so that it is not taken for another one.
+
+The mark is on the tensor, and goes where that goes, into what copy, pickle and torch.save make of it too. An op makes
+another tensor, of which nothing is known: then lengths alone can tell (`Ranks.notice`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .ranks import Ranks
+
+_MARK = "ring_dilated_attention_origin"
+
+
+class Origin(NamedTuple):
+    """Rank `rank`'s rows, `shard`, of a sequence that was cut into rows of these lengths."""
+
+    sharding: str
+    lengths: tuple[int, ...]
+    rank: int
+    shard: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}'s rows of {sum(self.lengths)} positions, cut {self.sharding} as {self.lengths}"
+
+
+def remember(x: Tensor, ranks: Ranks, lengths: Sequence[int]) -> Tensor:
+    """x itself, which are this rank's rows."""
+    shard = tuple((span.start, span.stop) for span in ranks.shards(lengths)[ranks.rank])
+    # Of plain tuples, which torch.load(weights_only=True) takes.
+    setattr(x, _MARK, (ranks.cut.sharding, tuple(lengths), ranks.rank, shard))
+    return x
+
+
+def why_foreign(name: str, x: object, ranks: Ranks) -> str | None:
+    """Why a tensor cannot be this rank's rows, if it is known how it was cut; else None."""
+    if torch.compiler.is_compiling():  # a graph knows no attributes of its inputs
+        return None
+    mark = getattr(x, _MARK, None)
+    if mark is None or _is_own(origin := Origin(*mark), ranks):
+        return None
+    here = "one rank alone" if ranks.world_size == 1 else f"rank {ranks.rank} of {ranks.world_size}"
+    return (
+        f"{name} is {origin}; this context is of {here} and cuts {ranks.cut.sharding}. Cut the whole with the context "
+        "that computes with it: parallel.shard or parallel.shard_batch"
+    )
+
+
+def _is_own(origin: Origin, ranks: Ranks) -> bool:
+    if len(origin.lengths) != ranks.world_size or ranks.cut.lengths not in (None, origin.lengths):
+        return False
+    return ranks.shards(origin.lengths)[ranks.rank] == origin.shard
