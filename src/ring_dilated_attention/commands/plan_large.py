@@ -82,7 +82,7 @@ def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
     if hardware is not None:
         seconds = form.step_seconds(hardware)
         found["step_seconds"] = seconds._asdict()
-        waiting = Waiting(form.exposed(hardware), seconds, form.sent_of_branches())
+        waiting = Waiting(form.exposed(hardware, seconds), seconds, form.sent_of_branches())
         found["advice"] = advice(job.pattern, job.num_heads, (0, job.seq_len), waiting, again)
     return found
 
@@ -93,7 +93,12 @@ def sampled(job: Large, hardware: Hardware | None) -> dict[str, Any]:
     began, num = time.monotonic(), job.num_ranks
     # The last two, then ever finer halves; few steps reach the extremes of most patterns.
     order = dict.fromkeys(
-        [num - 1, num - 2, 0, *(round((num - 1) * (2 * i + 1) / 2**k) for k in range(1, 8) for i in range(2 ** (k - 1)))]
+        [
+            num - 1,
+            num - 2,
+            0,
+            *(round((num - 1) * (2 * i + 1) / 2**k) for k in range(1, 8) for i in range(2 ** (k - 1))),
+        ]
     )
     ranks, work, sent, peaks = [], [], [], []
     for rank in order:

@@ -51,7 +51,7 @@ def advice(
     """
     if step.exposed < BOUND_BY_COMMUNICATION:
         return None
-    bound = f"bound by communication: a rank waits {'' if step.seconds.is_exact else 'at least '}{step.exposed:.0%}"
+    bound = f"bound by communication: a rank waits {'' if step.seconds.is_exact else 'at least '}{_share(step.exposed)}"
     if step.is_dealt:
         return (
             f"{bound} of the step. Dealing heads sends every position of queries, keys, values and outputs, whatever "
@@ -91,6 +91,11 @@ def _share_of_pairs(pattern: DilatedPattern, branch: int, num_heads: int, border
         for i in range(len(pattern.branches))
     ]
     return work[branch] / sum(work)
+
+
+def _share(part: float) -> str:
+    """What is not the whole should not be called so."""
+    return f"{part:.0%}" if part < 0.99 else "99%"
 
 
 def _span(seconds: Bounds) -> str:

@@ -12,9 +12,10 @@ also sends and receives each gradient that goes home (a bound by test against th
 """
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import comb, lcm
 from typing import NamedTuple
 
@@ -161,11 +162,11 @@ class Lockstep:
             found[i] = unit * branch.rows * (chunks if self.pattern.is_causal else self.num_ranks * (branch.group - 1))
         return found
 
-    def exposed(self, hardware: Hardware) -> float:
+    def exposed(self, hardware: Hardware, seconds: Bounds) -> float:
         """The share of a step in which the busiest rank waits: at least so much, where the time is two bounds."""
         calls = self._home_calls + sum(len(branch.tiles) * (branch.group - 1) for branch in self.straddling.values())
         work = sum(self._seconds(self.pairs_of(self.busiest), k, hardware, calls) for k in (2, 5))
-        return max(0.0, 1 - work / self.step_seconds(hardware).least)
+        return max(0.0, 1 - work / seconds.least)
 
     def largest_sent(self) -> tuple[int, int]:
         """Bytes of a forward, and of a forward with its backward, of the ranks that send most."""
@@ -198,55 +199,62 @@ class Lockstep:
         return Bounds(least, max(most, least))
 
     def _forward(self, hardware: Hardware) -> float:
-        handshake = hardware.handshake if self.num_ranks > 1 else 0.0
-        now, way = handshake, _Way(hardware)
-        arrives = way.carry(now, self._chunk_bytes(1))
-        now += self._seconds(self._home_pairs, 2, hardware, self._home_calls)
-        for hop in range(1, self.num_hops + 1):
+        now, way, arrives = self._begin(hardware, products=2)
+        for hop in self._hops(hardware):
             now = max(now, arrives)
-            arrives = way.carry(now, self._chunk_bytes(hop + 1))
-            now += self._seconds(self._hop_pairs(hop), 2, hardware, self._hop_calls(hop))
+            arrives = way.carry(now, hop.chunks)
+            now += hop.forward
         return now
 
     def _backward(self, hardware: Hardware) -> float:
         """As `program.py` orders it: gradients leave one hop behind the chunks, finished ones first."""
-        handshake = hardware.handshake if self.num_ranks > 1 else 0.0
-        now, way = handshake, _Way(hardware)
-        arrives = way.carry(now, self._chunk_bytes(1))
-        now += self._seconds(self._home_pairs, 5, hardware, self._home_calls)
+        now, way, arrives = self._begin(hardware, products=5)
         onward = left = 0.0
-        for hop in range(1, self.num_hops + 1):
+        for hop in self._hops(hardware):
             now = max(now, arrives)
-            arrives = way.carry(now, self._chunk_bytes(hop + 1))
-            first = next(branch.tiles[0] for branch in self.straddling.values() if branch.group > hop)
-            now = max(now + self._seconds(first, 5, hardware, 1), onward)
-            now += self._seconds(self._hop_pairs(hop) - first, 5, hardware, self._hop_calls(hop) - 1)
+            arrives = way.carry(now, hop.chunks)
+            now = max(now + hop.first, onward) + hop.others
             now = max(now, left)
-            finished, goes_on = self._gradient_bytes(hop)
             left = 0.0
-            if finished:
-                left = now = way.carry(now, finished)
-            onward = way.carry(now, goes_on)
+            if hop.finished:
+                left = now = way.carry(now, hop.finished)
+            onward = way.carry(now, hop.onward)
             left = max(left, onward)
         return max(now, left)
 
-    @property
-    def _home_pairs(self) -> int:
-        return self.local_pairs + sum(branch.own_pairs for branch in self.straddling.values())
+    def _begin(self, hardware: Hardware, products: int) -> tuple[float, "_Way", float]:
+        """Of a stage: when own tiles are done, and when the first chunks are there."""
+        now = hardware.handshake if self.num_ranks > 1 else 0.0
+        way, unit = _Way(hardware), self.sizes.unit * self.sizes.itemsize
+        arrives = way.carry(now, sum(b.rows for b in self.straddling.values()) * unit / hardware.bytes_per_second)
+        pairs_at_home = self.local_pairs + sum(branch.own_pairs for branch in self.straddling.values())
+        return now + self._seconds(pairs_at_home, products, hardware, self._home_calls), way, arrives
 
-    def _hop_pairs(self, hop: int) -> int:
-        return sum(branch.hop_pairs for branch in self.straddling.values() if branch.group > hop)
+    def _hops(self, hardware: Hardware) -> Iterator["_Hop"]:
+        """One after the other. They change only where the ring of a branch ends."""
+        ends = {end for branch in self.straddling.values() for end in (branch.group - 2, branch.group - 1)}
+        for before, last in pairwise(sorted({0, *ends})):
+            yield from repeat(self._hop(last, hardware), last - before)
 
-    def _chunk_bytes(self, hop: int) -> list[int]:
-        unit = self.sizes.unit * self.sizes.itemsize
-        return [branch.rows * unit for branch in self.straddling.values() if branch.group > hop]
-
-    def _gradient_bytes(self, hop: int) -> tuple[list[int], list[int]]:
-        """Of a hop: those that are finished, and those that go on. Causal, some of every chunk's end at any hop."""
-        unit = self.sizes.unit * self.sizes.sum_itemsize
-        here = [branch for branch in self.straddling.values() if branch.group > hop]
-        finished = [b.rows * unit for b in here if self.pattern.is_causal or b.group == hop + 1]
-        return finished, [b.rows * unit for b in here if b.group > hop + 1]
+    def _hop(self, number: int, hardware: Hardware) -> "_Hop":
+        here = [branch for branch in self.straddling.values() if branch.group > number]
+        onward = [branch for branch in here if branch.group > number + 1]
+        # Causal, some of every chunk's end at any hop.
+        finished = [branch for branch in here if self.pattern.is_causal or branch not in onward]
+        chunk, gradient = (
+            self.sizes.unit * size / hardware.bytes_per_second
+            for size in (self.sizes.itemsize, self.sizes.sum_itemsize)
+        )
+        work, calls = sum(branch.hop_pairs for branch in here), sum(len(branch.tiles) for branch in here)
+        first = here[0].tiles[0]
+        return _Hop(
+            forward=self._seconds(work, 2, hardware, calls),
+            first=self._seconds(first, 5, hardware, 1),
+            others=self._seconds(work - first, 5, hardware, calls - 1),
+            chunks=sum(branch.rows for branch in onward) * chunk,
+            finished=sum(branch.rows for branch in finished) * gradient,
+            onward=sum(branch.rows for branch in onward) * gradient,
+        )
 
     @cached_property
     def _home_calls(self) -> int:
@@ -254,9 +262,6 @@ class Lockstep:
         lengths = [min(w, 2 * self.length) if w > self.length else w for w in self.pattern.segment_lengths]
         small = replace(self.pattern, segment_lengths=lengths)
         return len(make_plan(small, shards, 0, self.num_heads, self.num_kv_heads).local)
-
-    def _hop_calls(self, hop: int) -> int:
-        return sum(len(branch.tiles) for branch in self.straddling.values() if branch.group > hop)
 
     def _seconds(self, num_pairs: int, products: int, hardware: Hardware, calls: int) -> float:
         flops = products * 2 * self.sizes.head_dim * self.sizes.batch * num_pairs
@@ -344,15 +349,27 @@ def _piece_pairs(is_causal: bool, phases: list[int], r: int, start: int, stop: i
     return total
 
 
+class _Hop(NamedTuple):
+    """Seconds of what a rank does at a hop: its tiles, forward, and backward the first and the others; and what passes
+    meanwhile: the next hop's chunks, gradients that are finished, and those that go on."""
+
+    forward: float
+    first: float
+    others: float
+    chunks: float
+    finished: float
+    onward: float
+
+
 class _Way:
     """A rank's way out, and the same one in: messages one after the other."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware, self.free = hardware, 0.0
 
-    def carry(self, posted: float, sizes: list[int]) -> float:
-        """When the last of these is there."""
-        if not sizes:
+    def carry(self, posted: float, seconds: float) -> float:
+        """When the last of messages is there that take so long to pass; 0 if there are none."""
+        if not seconds:
             return 0.0
-        self.free = max(posted, self.free) + sum(sizes) / self.hardware.bytes_per_second
+        self.free = max(posted, self.free) + seconds
         return self.free + self.hardware.latency_seconds

@@ -6,6 +6,7 @@ the dilation rate. A *band* is a stretch of a head group's heads whose rows form
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..pattern import HeadGroup
@@ -98,20 +99,23 @@ def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Ite
             yield piece(stop - rest, stop), 1 if stop == end else 0
 
 
-def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> list[Band]:
+@lru_cache(maxsize=1024)  # a rank's queries meet one chunk after the other
+def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[Band, ...]:
     """Cut the heads of a group where their rows in a piece stop being one strided view. Heads without rows drop out."""
     start, stop = piece.start - origin, piece.stop - origin
     bands: list[Band] = []
+    lo = hi = first = count = 0  # of the band that grows
     for j in range(len(group.query_heads) if group.phase_step else 1):
-        first = start + (group.phase + j * group.phase_step - start) % rate
-        num_rows = max(0, -(-(stop - first) // rate))
-        row = piece.row + first - start
-        last = bands[-1] if bands else None
-        if num_rows and last and last.hi == j and last.num_rows == num_rows and row == last.first + (j - last.lo):
-            bands[-1] = last._replace(hi=j + 1)
-        elif num_rows:
-            bands.append(Band(j, j + 1 if group.phase_step else len(group.query_heads), row, num_rows))
-    return bands
+        ahead = (group.phase + j * group.phase_step - start) % rate
+        num_rows = max(0, -(-(stop - start - ahead) // rate))
+        row = piece.row + ahead
+        if count and hi == j and num_rows == count and row == first + (j - lo):
+            hi = j + 1
+            continue
+        if count:
+            bands.append(Band(lo, hi, first, count))
+        lo, hi, first, count = j, j + 1 if group.phase_step else len(group.query_heads), row, num_rows
+    return (*bands, Band(lo, hi, first, count)) if count else tuple(bands)
 
 
 def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
@@ -127,8 +131,11 @@ def matches(group: HeadGroup, queries: Sequence[Band], keys: Sequence[Band]) -> 
         for k in keys:
             lo, hi = max(q.lo, k.lo), min(q.hi, k.hi)
             if lo < hi:
-                a, b = (r._replace(lo=lo, hi=hi, first=r.first + (lo - r.lo) * group.phase_step) for r in (q, k))
-                yield a, b
+                step = group.phase_step
+                yield (
+                    Band(lo, hi, q.first + (lo - q.lo) * step, q.num_rows),
+                    Band(lo, hi, k.first + (lo - k.lo) * step, k.num_rows),
+                )
 
 
 def query_rows(group: HeadGroup, band: Band, rate: int) -> Rows:
