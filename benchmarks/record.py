@@ -86,7 +86,8 @@ def is_page(content: bytes) -> bool:
 
 
 def write_page(folder: Path, render: Mapping[str, Callable[[list[dict[str, Any]]], str]]) -> Path:
-    """Make the page: a table for each record."""
+    """Make the page: a table for each record. A record that was renamed, as linear.other-cpu.json, stays beside new
+    ones: of another machine, say."""
     parts = [
         "# Benchmarks",
         "",
@@ -94,10 +95,10 @@ def write_page(folder: Path, render: Mapping[str, Callable[[list[dict[str, Any]]
         "branches, heads and dtype at a small size against the definition in float64.",
     ]
     for name, table in render.items():
-        path = folder / f"{name}.json"
-        if path.exists():
-            record = read_record(path)
-            parts += ["", f"## {name}", "", table(record["rows"]), "", provenance(record)]
+        records = [read_record(path) for path in sorted(folder.glob(f"{name}.*json"), key=lambda path: len(path.name))]
+        parts += ["", f"## {name}"] if records else []
+        for record in records:
+            parts += ["", table(record["rows"]), "", provenance(record)]
     page = page_of(folder)
     page.parent.mkdir(parents=True, exist_ok=True)
     write_whole(page, ("\n".join(parts) + "\n").encode(), is_page, "python -m benchmarks")

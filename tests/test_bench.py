@@ -124,6 +124,19 @@ def test_a_full_disk_is_a_sentence(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
 
 
+def test_records_of_two_machines_stand_side_by_side(tmp_path):
+    results = Path(__file__).parent.parent / "benchmarks" / "results"
+    (tmp_path / "results").mkdir()
+    for name in ("linear.json", "linear.other-cpu.json"):
+        record = json.loads((results / "linear.json").read_text())
+        record["hardware"]["processor"] = name
+        (tmp_path / "results" / name).write_text(json.dumps(record))
+    assert command.main(["--page", "--results", str(tmp_path / "results")]) == 0
+    page = (tmp_path / "README.md").read_text()
+    assert page.count("## linear") == 1
+    assert page.index(": linear.json, ") < page.index(": linear.other-cpu.json, ")
+
+
 def test_a_page_is_made_anew(tmp_path):
     """From records of any age: those of this repository make its page again."""
     benchmarks = Path(__file__).parent.parent / "benchmarks"

@@ -222,6 +222,7 @@ def test_dropping_a_row_too_early_is_seen(monkeypatch):
         (lambda: DilatedPattern((8,), (1,)).cache_rows(1, 1), ("needs a causal pattern", "is_causal=True")),
         (lambda: PAPER.cache_rows(4, 3), ("4 query heads", "3 key/value heads")),
         (lambda: plan_cache(PAPER, 1, 1, 0), ("max_len=0", "at least 1", "None")),
+        (lambda: plan_cache(PAPER, 1, 1, "x"), ("max_len='x'", "an integer of at least 1")),
         (lambda: plan_cache(PAPER, 1, 1, None, -1), ("keep=-1", "an integer of at least 0")),
         (
             lambda: check_append(plan_cache(PAPER, 1, 1, 10), [0, 8], [3, 3]),

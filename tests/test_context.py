@@ -571,3 +571,17 @@ def rank_passes_a_shard_of_another_cut(rank, world_size):
 def test_a_shard_remembers_how_it_was_cut():
     """Catches a zigzag shard in a contiguous context: of the right length, and wrong without a word."""
     run(2, rank_passes_a_shard_of_another_cut)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (("8",), "seq_len must be an integer of at least 0, got '8'"),
+        ((-1,), "seq_len must be an integer of at least 0, got -1"),
+        ((8, [0, 8]), "cu_seqlens must be a 1-D int32 tensor, got [0, 8]"),
+        ((8, torch.tensor([0.0, 8.0])), "cu_seqlens must be a 1-D int32 tensor, got torch.float32"),
+        ((8, torch.tensor([0, 7], dtype=torch.int32)), "end at the length of the sequence, 8; got [0, 7]"),
+    ],
+)
+def test_positions_that_cannot_be(arguments, fragment):
+    assert fragment in message_of(lambda: ContextParallel().positions(*arguments))
