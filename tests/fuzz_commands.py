@@ -26,6 +26,7 @@ from ring_dilated_attention.commands import (
     doctor_facts,
     doctor_ranks,
     figures,
+    numbers,
     plan,
     processes,
     terminal,
@@ -358,7 +359,7 @@ def judge(arguments: list[str], output: Output, before: dict, after: dict) -> st
 
 def last_number(arguments: list[str], option: str, default: int) -> int:
     given = [after for word, after in pairwise(arguments) if word == option]
-    return int(given[-1]) if given else default
+    return numbers.count(given[-1]) if given else default
 
 
 def is_help(arguments: list[str]) -> bool:
