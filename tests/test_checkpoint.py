@@ -257,8 +257,9 @@ DAMAGES = {
     "a negative step": (change(step=-6), "step is -6 of 6, and the folder's name says 6"),
     "another step": (change(step=5), "step is 5 of 6, and the folder's name says 6"),
     "too many steps": (change(hyperparameters__steps=5), "step is 6 of 5"),
-    "a loss that is none": (change(bits_per_byte=[1.0] * 5 + [float("nan")]), "bits_per_byte should be 6 finite"),
-    "losses of fewer steps": (change(bits_per_byte=[1.0] * 5), "bits_per_byte should be 6 finite numbers, one for"),
+    "a loss that is none": (change(bits_per_byte=[1.0] * 5 + [float("nan")]), "bits_per_byte should be 6 numbers"),
+    "steps that took no time": (change(step_seconds=[0.0] * 6), "step_seconds should be 6 numbers from"),
+    "losses of fewer steps": (change(bits_per_byte=[1.0] * 5), "bits_per_byte should be 6 numbers from 0 to"),
     "a hyperparameter is missing": (change(hyperparameters__seed=None), "hyperparameters lack ['seed']"),
     "a foreign hyperparameter": (change(hyperparameters__wd=1), "and have ['wd'] besides"),
     "a mistyped hyperparameter": (change(hyperparameters__seq_len=48.0), "hyperparameter seq_len is 48.0, not int"),
@@ -280,6 +281,14 @@ DEEPER_DAMAGES = {
     "a foreign moment": (
         edit(OPTIMIZER_FILE, lambda t: t.update({"momentum/x": torch.zeros(1)})),
         "it has besides 1 tensors, 'momentum/x' first",
+    ),
+    "a moment of another step": (
+        edit(OPTIMIZER_FILE, lambda t: t[max(t)].fill_(-1.0)),
+        f"{OPTIMIZER_FILE} is damaged: 'step/",
+    ),
+    "squares below zero": (
+        edit(OPTIMIZER_FILE, lambda t: t[max(x for x in t if "exp_avg_sq" in x)].fill_(-1.0)),
+        "is a mean of squares below 0",
     ),
     "a foreign parameter": (edit(MODEL_FILE, lambda t: t.update({"x": torch.zeros(1)})), "it has besides 1 tensors"),
     "a parameter is no number": (
@@ -385,6 +394,16 @@ class TestCommand:
             assert not Path(folder).exists()
         error = capsys.readouterr().err
         assert re.search(r"\nrda train: one/checkpoint-000002 cannot be written: .*File too large.*\n$", error)
+
+    def test_a_disk_without_any_room(self, little_space, capsys):
+        """Catches ranks that wait for ever in torch's store, and a lock that is left behind since it was not signed."""
+        for num_bytes, ranks, said in ((0, [], "new/.rda-train.lock"), (200, ["--ranks", "2"], "/rda-train-")):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            assert main([*ARGUMENTS[:-1], "new", *ranks]) == 2
+            assert not Path("new").exists()
+            error = capsys.readouterr().err
+            assert said in error
+            assert error.endswith(": File too large\n")
 
     def test_other_files_in_the_folder_stay(self, capsys):
         Path("new/unfinished-thesis").mkdir(parents=True)

@@ -500,8 +500,11 @@ def rank_takes_a_mean(rank, world_size):
     expected.backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(model.weight.grad, reference.weight.grad)
-    for count in (0, float("nan"), float("inf")):
-        assert "terms of a loss in all" in message_of(lambda n=count: context.mean_loss(terms.detach(), n))
+    assert "terms of a loss in all" in message_of(lambda: context.mean_loss(terms.detach(), 0))
+    for count in (float("nan"), float("inf"), -5, True):
+        assert "must be one number of at least 0" in message_of(lambda n=count: context.mean_loss(terms.detach(), n))
+    one = -5 if rank else 8  # what one rank gets wrong, all learn
+    assert "at least 0, of terms in the sum, got -5" in message_of(lambda: context.mean_loss(terms.detach(), one))
     assert "reduction='sum'" in message_of(lambda: context.mean_loss(torch.zeros(2), 2))
 
 
@@ -566,6 +569,12 @@ def rank_passes_a_shard_of_another_cut(rank, world_size):
     model = LongNetLM(config, parallel=zigzag)
     assert "tokens is rank" in message_of(lambda: model.loss(batch["tokens"], batch["cu_seqlens"]))
     model.loss(batch["tokens"] + 0, batch["cu_seqlens"])  # of what an op made of it nothing is known
+    assert f"got rank {rank}'s rows" in message_of(lambda: here.shard(own))
+    with pytest.warns(UserWarning, match=r"without parallel= it is taken for a whole sequence"):
+        dilated_attention(own, own, own, PATTERN)
+    assert "return_lse must be True or False, got 3" in message_of(
+        lambda: dilated_attention(own, own, own, PATTERN, parallel=here, return_lse=3 if rank else False)
+    )
 
 
 def test_a_shard_remembers_how_it_was_cut():

@@ -246,6 +246,7 @@ def test_heads_and_positions_that_look_swapped():
         ({"exchange": "broadcast"}, ("exchange='broadcast' is unknown", "auto", *EXCHANGES)),
         ({"exchange": None}, ("exchange=None is unknown", *EXCHANGES)),
         ({"timeout": 3}, ("timeout must be a positive datetime.timedelta", "got 3")),
+        ({"timeout": timedelta.max}, ("from a millisecond to ten years", "got datetime.timedelta(days=999999999")),
         ({"timeout": timedelta(0)}, ("timeout must be a positive datetime.timedelta", "timedelta(0)")),
         ({"align": 0}, ("align must be an integer of at least 1", "got 0")),
         ({"align": 2.0}, ("align must be an integer of at least 1", "got 2.0")),

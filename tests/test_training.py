@@ -298,7 +298,7 @@ class TestCommand:
         assert process.returncode == 130
         assert "Traceback" not in error
         steps = int(find_checkpoint(Path("run")).name.split("-")[1])
-        assert error.endswith(f"saved at step {steps}; go on with: rda train --resume run --ranks 2\n")
+        assert error.endswith(f"saved at step {steps}; go on with: rda train --resume run --ranks 2 --save-every 5\n")
         assert json.loads(Path("run/record.json").read_text())["steps_done"] == steps
 
     def test_ranks_end_when_their_launcher_is_killed(self):
@@ -323,7 +323,7 @@ class TestCommand:
         assert "Traceback" not in error
         assert re.search(r"\nrda train: rank 0 on host \S+ lost another: ", error)
         last = r"\nrda train: the ranks failed: rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-\d+; "
-        last += r"go on with: rda train --resume run --ranks 2\n$"
+        last += r"go on with: rda train --resume run --ranks 2 --save-every 5\n$"
         assert re.search(last, error)
 
     @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])

@@ -96,3 +96,21 @@ def test_the_bar_keeps_to_the_terminal():
     for columns in range(BAR_COLUMNS + len(parts[0]), 120):
         assert len(fitting(parts, columns)) <= columns - BAR_COLUMNS
     assert fitting(parts, 10) == parts[0]
+
+
+@pytest.mark.parametrize(("error", "is_kept"), [(RuntimeError, True), (OSError, False), (ValueError, False)])
+def test_a_run_that_fails_leaves_its_metrics(error, is_kept, tmp_path):
+    """Catches figures that are gone when they are wanted most. A run that is refused leaves no trace."""
+
+    def ends(folder, num_steps, error):
+        with Metrics(folder, "a", 0, 0) as metrics:
+            for number in range(num_steps):
+                metrics.add(step(number + 1))
+            raise error
+
+    with pytest.raises(error):
+        ends(tmp_path, 1, error)
+    assert (tmp_path / METRICS_FILE).exists() == is_kept
+    with pytest.raises(RuntimeError):
+        ends(tmp_path / "new", 0, RuntimeError)
+    assert not (tmp_path / "new" / METRICS_FILE).exists()

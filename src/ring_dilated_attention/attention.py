@@ -24,7 +24,7 @@ from .plan.sharding import Cut, documents_of
 from .ranks.borders import validate_cu_seqlens
 from .ranks.call import Call
 from .ranks.context import ContextParallel, context_named, refuse
-from .ranks.origin import why_foreign
+from .ranks.origin import origin_of, why_foreign
 from .ranks.ranks import Ranks
 from .run.append import append, append_now
 from .run.cache import DilatedCache, check_call
@@ -84,6 +84,8 @@ def dilated_attention(
         check_cuts(parallel, query=query, key=key, value=value)
         query, key, value = map(autocast, (query, key, value))
         heads = _validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend, heads_held, num_heads)
+        if not isinstance(return_lse, bool):
+            raise ValueError(f"return_lse must be True or False, got {return_lse!r}.")
         num_heads = query.shape[2] if num_heads is None else num_heads
         check_call(cache, query, key, value, pattern, parallel, cu_seqlens, lengths, heads, num_heads)
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -113,11 +115,15 @@ def dilated_attention(
 
 
 def check_cuts(parallel: ContextParallel | None, **tensors: object) -> None:
-    """Raise ValueError for a shard that was cut otherwise than `parallel` cuts."""
-    if isinstance(parallel, ContextParallel):
-        for name, x in tensors.items():
+    """Raise ValueError for a shard that was cut otherwise than `parallel` cuts; warn of one without ranks."""
+    for name, x in tensors.items():
+        if isinstance(parallel, ContextParallel):
             if failure := why_foreign(name, x, parallel.ranks):
                 raise ValueError(f"{failure}.")
+        elif parallel is None and (origin := origin_of(x)) is not None:
+            text = f"{name} is {origin}, and without parallel= it is taken for a whole sequence."
+            warnings.warn(text, stacklevel=4)
+            return
 
 
 def _append(

@@ -6,6 +6,7 @@ What can be refused is refused before any rank starts and before torch is import
 import argparse
 import json
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -33,6 +34,7 @@ from .numbers import count
 from .terminal import UNREAD_EXIT_CODE, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
+DEFAULTS = {"exchange": "auto", "save_every": 30}
 MEMORY = "use a smaller --embed-dim or fewer --num-layers"
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
 # What gloo says in a gradient's sum, which goes through torch's own group, when another rank has ended.
@@ -62,14 +64,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
     exchanges = ("auto", *(name for name in EXCHANGES if name != "simulated"))
-    parser.add_argument("--exchange", choices=exchanges, default="auto", help="how chunks travel (default auto)")
+    parser.add_argument(
+        "--exchange", choices=exchanges, default=DEFAULTS["exchange"], help="how chunks travel (default auto)"
+    )
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
     parser.add_argument("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
     parser.add_argument(
         "--save-every",
         type=count,
-        default=30,
+        default=DEFAULTS["save_every"],
         metavar="N",
         help="steps between checkpoints; older ones are deleted (default 30)",
     )
@@ -154,9 +158,22 @@ def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
             return code  # the ranks have said why, or nobody reads it
     reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended.codes))}"
     checkpoint = find_checkpoint(run.folder)
-    onward = f"; go on with: rda train --resume {run.folder} --ranks {arguments.ranks}" if checkpoint else ""
+    onward = f"; go on with: {resume_command(arguments, run.folder)}" if checkpoint else ""
     say(f"rda train: {reason}; newest checkpoint: {checkpoint or 'none'}{onward}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
+
+
+def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
+    """What goes on with a run as it was started: a checkpoint holds its hyperparameters, and nothing else."""
+    words = ["--resume", str(folder), *(["--ranks", str(arguments.ranks)] if arguments.ranks else [])]
+    for name in ("activation_checkpointing", "tensorboard"):
+        words += [f"--{name.replace('_', '-')}"] if getattr(arguments, name) else []
+    for name, default in DEFAULTS.items():
+        value = getattr(arguments, name)
+        words += [f"--{name.replace('_', '-')}", str(value)] if value != default else []
+    is_launched = num_ranks_started() > 1 and arguments.launched is None
+    start = "torchrun ... -m ring_dilated_attention.commands.cli train" if is_launched else "rda train"
+    return f"{start} {shlex.join(words)}"
 
 
 def causes(codes: Sequence[int]) -> list[str]:
@@ -188,7 +205,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         from ..training.agreement import Refusal, agree, together
         from ..training.loop import TrainingDiverged, train
 
-    rank = rank_started()
+    rank, folder = rank_started(), Path()
     try:
         prepared = attempt(partial(prepare_checked, arguments))
         try:
@@ -201,7 +218,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
             run = together(parallel, partial(claim_folder, arguments, run, stack))
-            was_complete = run.is_complete
+            was_complete, folder = run.is_complete, run.folder
             with StopRequest(watch_stdin=arguments.launched is not None, second_aborts=False) as stop:
                 record = train(run, parallel, stop)
             if rank == 0:
@@ -224,6 +241,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
         if not isinstance(error, ExchangeError) and not LOST_CONNECTION.search(str(error)):
             raise
         say(f"rda train: rank {rank} on host {socket.gethostname()} lost another: {first_line(error)}")
+        if rank == 0 and arguments.launched is None and find_checkpoint(folder) is not None:
+            say(f"rda train: go on with: {resume_command(arguments, folder)}")
         return FAILED_EXIT_CODE
     # The launcher reads the record; from any other code torchrun would make a traceback.
     return 0 if record["status"] == "complete" or arguments.launched else INTERRUPTED_EXIT_CODE
@@ -282,8 +301,7 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any], *, w
     if arguments.json:
         print(json.dumps(record))
     if record["status"] == "interrupted":
-        ranks = f" --ranks {record['num_ranks']}" if arguments.ranks else ""
-        say(f"saved at step {steps}; go on with: rda train --resume {folder}{ranks}")
+        say(f"saved at step {steps}; go on with: {resume_command(arguments, Path(folder))}")
 
 
 def first_line(error: Exception) -> str:

@@ -12,6 +12,9 @@ from ..plan.exchange import EXCHANGES
 from ..plan.sharding import SHARDINGS
 from .one_rank import OtherRanks
 
+# torch counts timeouts in milliseconds; nobody waits ten years.
+LEAST_TIMEOUT, MOST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3650)
+
 
 def check_arguments(
     num_ranks: int,
@@ -39,8 +42,10 @@ def check_arguments(
             f"exchange={exchange!r} cannot run on a 2-D mesh, whose last axis deals heads already; choose how "
             "chunks travel along the first axis: 'auto', 'ring' or 'all_gather'."
         )
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise ValueError(f"timeout must be a positive datetime.timedelta, got {timeout!r}.")
+    if not isinstance(timeout, timedelta) or not LEAST_TIMEOUT <= timeout <= MOST_TIMEOUT:
+        raise ValueError(
+            f"timeout must be a positive datetime.timedelta, from a millisecond to ten years, got {timeout!r}."
+        )
     if isinstance(align, bool) or not isinstance(align, int) or align < 1:
         raise ValueError(f"align must be an integer of at least 1, got {align!r}.")
     if sharding == "zigzag" and (align != 1 or lengths is not None):

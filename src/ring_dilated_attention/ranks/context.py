@@ -19,7 +19,7 @@ from .batches import shard_batch
 from .borders import validate_cu_seqlens
 from .link import ExchangeError
 from .one_rank import OneRank, OtherRanks
-from .origin import remember, why_foreign
+from .origin import origin_of, remember, why_foreign
 from .processes import Processes, note_dropped
 from .ranks import Ranks
 from .reduce import mean_loss
@@ -162,6 +162,8 @@ class ContextParallel:
         """
         self.ranks.check_all_here("shard")
         failure = dim_failure("shard", x, dim)
+        if not failure and (origin := origin_of(x)) is not None:
+            failure = f"shard takes a whole sequence, and got {origin}"
         fields = {} if failure else {**rows_fields("shard", x, dim), "length of the whole": x.shape[dim]}
         self.handshake(0, fields, failure)
         self.ranks.last_whole = x.shape[dim]

@@ -35,12 +35,18 @@ def remember(x: Tensor, ranks: Ranks, lengths: Sequence[int]) -> Tensor:
     return x
 
 
-def why_foreign(name: str, x: object, ranks: Ranks) -> str | None:
-    """Why a tensor cannot be this rank's rows, if it is known how it was cut; else None."""
+def origin_of(x: object) -> Origin | None:
+    """How a tensor was cut, if it is one that `remember` was given."""
     if torch.compiler.is_compiling():  # a graph knows no attributes of its inputs
         return None
     mark = getattr(x, _MARK, None)
-    if mark is None or _is_own(origin := Origin(*mark), ranks):
+    return None if mark is None else Origin(*mark)
+
+
+def why_foreign(name: str, x: object, ranks: Ranks) -> str | None:
+    """Why a tensor cannot be this rank's rows, if it is known how it was cut; else None."""
+    origin = origin_of(x)
+    if origin is None or _is_own(origin, ranks):
         return None
     here = "one rank alone" if ranks.world_size == 1 else f"rank {ranks.rank} of {ranks.world_size}"
     return (

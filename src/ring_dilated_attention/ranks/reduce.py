@@ -41,8 +41,8 @@ def _sum_and_count(local_sum: Any, local_count: Any) -> Tensor:
             "reduction='sum'."
         )
     count = torch.as_tensor(local_count)
-    if count.numel() != 1 or count.is_complex():
-        raise ValueError(f"local_count must be one number, of terms in the sum, got {local_count!r}.")
+    if count.numel() != 1 or count.is_complex() or count.dtype == torch.bool or not 0 <= count.item() < math.inf:
+        raise ValueError(f"local_count must be one number of at least 0, of terms in the sum, got {local_count!r}.")
     return torch.stack([x.detach().reshape(()).double().cpu() for x in (local_sum, count)])
 
 

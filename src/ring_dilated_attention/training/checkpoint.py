@@ -133,6 +133,11 @@ def load_checkpoint(checkpoint: Path, model: "nn.Module", optimizer: "Optimizer"
         expected |= {f"{field}/{name}": parameter for field in ("exp_avg", "exp_avg_sq")}
         expected[f"step/{name}"] = torch.zeros((), dtype=torch.float32)
     moments = _load(checkpoint / OPTIMIZER_FILE, expected)
+    for key, x in moments.items():
+        if key.startswith("step/") and x.item() != step_of(checkpoint):
+            raise ValueError(f"{checkpoint / OPTIMIZER_FILE} is damaged: {key!r} is {x.item():g}, not the run's step")
+        if key.startswith("exp_avg_sq/") and bool((x < 0).any()):
+            raise ValueError(f"{checkpoint / OPTIMIZER_FILE} is damaged: {key!r} is a mean of squares below 0")
     with torch.no_grad():
         for name, x in parameters.items():
             by_name[name].copy_(x)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from .interrupt import NOTICE, SIGNALS, STDERR
 
 # Ranks learn from their connections that one of them failed, and say so, before they are ended.
 GRACE_SECONDS, POLL_SECONDS = 10, 0.05
+STORE_BYTES = 1500  # about what two ranks tell each other there
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
@@ -71,6 +73,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
     previous = {number: signal.signal(number, request) for number in SIGNALS}
     try:
         with tempfile.TemporaryDirectory(prefix="rda-train-") as folder:
+            _check_room(Path(folder))
             command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", *arguments]
             try:
                 for rank in range(num_ranks):
@@ -86,6 +89,15 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
         for descriptor in [asked] if num_requests else [asked, asking]:
             os.close(descriptor)
     return Ended(tuple(process.returncode for process in processes), num_requests > 1)
+
+
+def _check_room(folder: Path) -> None:
+    """torch's store waits for ever on a disk that is full."""
+    try:
+        (folder / "room").write_bytes(bytes(STORE_BYTES))
+    except OSError as error:
+        error.filename = error.filename or str(folder)
+        raise
 
 
 def _start(command: Sequence[str], rank: int, environment: Mapping[str, str], asked: int) -> subprocess.Popen[bytes]:

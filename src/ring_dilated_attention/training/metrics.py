@@ -53,14 +53,14 @@ class Metrics:
 
     def __init__(self, folder: Path, run: str, step: int, rank: int, *, tensorboard: bool = False) -> None:
         self._file, self._writer = None, None
-        self._folder = folder
+        self._folder, self._has_steps = folder, False
         if rank != 0:
             return
         path = folder / METRICS_FILE
         kept = lines_before(path, run, step) if path.exists() else [json.dumps({"run": run})]
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(f"{line}\n" for line in kept).encode(), partial(is_of, run=run), "this run")
-        self._file = path.open("a")
+        self._file, self._has_steps = path.open("a"), len(kept) > 1
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -75,7 +75,9 @@ class Metrics:
         if self._file is not None:
             with suppress(OSError) if error is not None else nullcontext():  # a full disk has been said already
                 self._file.close()
-            if error is not None and not any(self._folder.glob("checkpoint-*")):  # of a run that left nothing
+            # A run that is refused (a full disk, say) leaves no trace; one that fails leaves what it had come to.
+            is_trace = isinstance(error, (ValueError, OSError)) or not self._has_steps
+            if error is not None and is_trace and not any(self._folder.glob("checkpoint-*")):
                 (self._folder / METRICS_FILE).unlink(missing_ok=True)
         if self._writer is not None:
             self._writer.close()
@@ -86,6 +88,7 @@ class Metrics:
         row = step.as_json()
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        self._has_steps = True
         if self._writer is not None:
             for name in ("bits_per_byte", "loss", "tokens_per_second"):
                 self._writer.add_scalar(name, row[name], step.step)

@@ -89,7 +89,12 @@ def _lock(path: Path, kind: int) -> int:
                 _sign(descriptor, path)
             if _is_there(descriptor, path):
                 return descriptor
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError):
+                error.filename = error.filename or str(path)
+            if is_made and kind == fcntl.LOCK_EX:  # on a full disk, say: nobody's, and not signed
+                with suppress(OSError):
+                    path.unlink()
             os.close(descriptor)
             raise
         os.close(descriptor)  # its last owner removed it just now

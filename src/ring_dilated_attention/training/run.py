@@ -184,11 +184,12 @@ def _check_state(state: dict[str, Any], step: int) -> None:
     options = Hyperparameters.from_dict(state["hyperparameters"])
     if state["step"] != step or not 1 <= step <= options.steps:
         raise ValueError(f"step is {state['step']} of {options.steps}, and the folder's name says {step}")
-    for name in ("bits_per_byte", "step_seconds"):
-        if len(state[name]) != step or not all(isinstance(x, float) and math.isfinite(x) for x in state[name]):
-            raise ValueError(f"{name} should be {step} finite numbers, one for each step, and has {len(state[name])}")
+    for name, least in (("bits_per_byte", 0.0), ("step_seconds", math.ulp(0.0))):
+        if len(state[name]) != step or not all(isinstance(x, float) and least <= x < MOST for x in state[name]):
+            raise ValueError(f"{name} should be {step} numbers from {least:g} to {MOST:g}, one for each step")
 
 
+MOST = 1e9  # bits per byte, or seconds of a step
 # Of every state, as JSON gives it back.
 _STATE = {
     "run": str,
