@@ -1,7 +1,7 @@
 """What a shard remembers of how it was cut, so that it is not taken for another one.
 
 The mark is on the tensor, and goes where that goes, into what copy, pickle and torch.save make of it too. An op makes
-another tensor, of which nothing is known: then lengths alone can tell (`Ranks.notice`).
+another tensor, of which nothing is known but its length: what looks like a mistake is warned of (`Ranks.notice`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 from .ranks import Ranks
 
 _MARK = "ring_dilated_attention_origin"
+_last: list["Origin"] = []  # the last one of this process
 
 
 class Origin(NamedTuple):
@@ -31,8 +32,20 @@ def remember(x: Tensor, ranks: Ranks, lengths: Sequence[int]) -> Tensor:
     """x itself, which are this rank's rows."""
     shard = tuple((span.start, span.stop) for span in ranks.shards(lengths)[ranks.rank])
     # Of plain tuples, which torch.load(weights_only=True) takes.
-    setattr(x, _MARK, (ranks.cut.sharding, tuple(lengths), ranks.rank, shard))
+    mark = (ranks.cut.sharding, tuple(lengths), ranks.rank, shard)
+    setattr(x, _MARK, mark)
+    _last[:] = [Origin(*mark)]
     return x
+
+
+def why_doubtful(lengths: Sequence[int], ranks: Ranks) -> str | None:
+    """Why rows of these numbers may be those that another context has cut, otherwise; for ranks that have cut none."""
+    if ranks.last_whole is not None or not _last or _last[0].lengths != tuple(lengths) or _is_own(_last[0], ranks):
+        return None
+    return (
+        f"ranks have {tuple(lengths)} positions, as many as the sequence that was cut last, by a context that cuts "
+        f"{_last[0].sharding}; they are taken for {ranks.cut.sharding} shards. Cut with the context that computes"
+    )
 
 
 def origin_of(x: object) -> Origin | None:

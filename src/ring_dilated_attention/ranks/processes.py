@@ -17,6 +17,7 @@ from ..plan.sharding import Cut, ring_order
 from .call import Call
 from .handshake import agree
 from .link import ExchangeError, GroupLink
+from .origin import why_doubtful
 from .ranks import Links, Ranks, call_fields
 
 
@@ -156,6 +157,8 @@ class Processes(Ranks):
                 f"every rank has {self.last_whole} positions, as many as the sequence that was cut last: they are "
                 f"taken for one of {total}. Pass what `shard` returns"
             )
+        elif doubt := why_doubtful(lengths, self):
+            text = doubt
         elif tuple(lengths) not in (self.cut.default_lengths(total), tuple(alike)):
             text = (
                 f"ranks have {tuple(lengths)} positions, which no near-equal cut of one sequence of {total} gives "
