@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,13 +12,15 @@ from ..kernels.traits import TRAITS
 from ..pattern import DilatedPattern
 from ..plan.model import (
     ACTIVATIONS,
+    SEARCHED_TO,
     Mesh,
     ModelJob,
     Shape,
-    fewest_ranks,
+    attention_of,
     flops_of_step,
     longest_sequence,
     model_memory,
+    smallest_mesh,
     step_parts,
 )
 from ..training.checkpoint import find_checkpoint, read_state
@@ -23,6 +28,8 @@ from .hardware import ITEMSIZE, Machine, described
 from .numbers import amount, count, scaled, size_text, time_text
 from .output import aligned
 
+# That are planned for what fits, of which most serve all three ways to keep activations.
+LENGTHS_AND_MESHES = 80
 # What a config.json calls each field: Llama's and its kin's word, GPT-2's, ours.
 _FIELDS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -179,6 +186,15 @@ def asked(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machi
     return Asked(job, arguments.kernel, machine, arguments.tokens, memory)
 
 
+def say_before(question: Asked) -> None:
+    """Nobody should wait without knowing for what: about how long the search takes, by the plan of one more length."""
+    began, job = time.monotonic(), question.job
+    attention_of(replace(job, seq_len=job.seq_len + 1), TRAITS[question.kernel])
+    seconds = LENGTHS_AND_MESHES * (time.monotonic() - began)
+    if seconds > 2:
+        print(f"searching for what fits takes about {time_text(seconds)}", file=sys.stderr)
+
+
 def figures(question: Asked) -> dict[str, Any]:
     job, traits = question.job, TRAITS[question.kernel]
     tokens = job.batch * job.mesh.data * job.seq_len
@@ -189,6 +205,8 @@ def figures(question: Asked) -> dict[str, Any]:
         "flops_per_step": flops_of_step(job),
         "memory": {},
     }
+    if question.memory is not None:
+        say_before(question)
     for how in ACTIVATIONS:
         memory = model_memory(job, how, traits)
         row: dict[str, Any] = memory._asdict() | {"total": memory.total}
@@ -207,7 +225,8 @@ def figures(question: Asked) -> dict[str, Any]:
         if question.memory is not None:
             row["fits"] = memory.total <= question.memory
             row["longest_sequence"] = longest_sequence(job, how, traits, question.memory)
-            row["fewest_ranks"] = fewest_ranks(job, how, traits, question.memory)
+            mesh = smallest_mesh(job, how, traits, question.memory)
+            row["smallest_mesh"] = None if mesh is None else mesh._asdict()
         found["memory"][how] = row
     return found
 
@@ -228,12 +247,12 @@ def text(question: Asked, found: dict[str, Any]) -> str:
     if question.memory is not None:
         rows = [
             ("fits", *("yes" if row["fits"] else "no" for row in columns)),
-            ("longest sequence, positions", *(f"{row['longest_sequence']:,}" for row in columns)),
-            ("fewest ranks for this length", *(str(row["fewest_ranks"] or "none") for row in columns)),
+            (f"longest sequence, to {SEARCHED_TO:.1%}", *(f"{row['longest_sequence']:,}" for row in columns)),
+            ("fewest ranks for this length", *(_mesh_text(row["smallest_mesh"]) for row in columns)),
         ]
         lines += ["", aligned((f"in {size_text(question.memory)} a rank", *ACTIVATIONS), rows)]
         if not any(row["fits"] for row in columns):
-            lines.append(_remedy(columns))
+            lines.append(_remedy(question))
     return "\n".join(lines)
 
 
@@ -262,11 +281,23 @@ def _span(bounds: list[float]) -> str:
     return f"at least {time_text(least)}" if most == float("inf") else f"{time_text(least)} to {time_text(most)}"
 
 
-def _remedy(columns: list[dict[str, Any]]) -> str:
-    fitting = [(row["fewest_ranks"], how) for row, how in zip(columns, ACTIVATIONS, strict=True) if row["fewest_ranks"]]
-    if fitting:
-        ranks, how = min(fitting)
-        return f"it does not fit; {ranks:,} ranks a sequence would do, with activations {how}"
-    return (
-        "it does not fit on any number of ranks: cut the states over ranks too (--mesh DxSxF), or take a smaller model"
-    )
+def _mesh_text(mesh: dict[str, int] | None) -> str:
+    return "none" if mesh is None else str(Mesh(**mesh))
+
+
+def _remedy(question: Asked) -> str:
+    """The smallest mesh on which it fits; where none does with the states as they are cut, cut over all ranks."""
+    assert question.memory is not None
+    job, traits = question.job, TRAITS[question.kernel]
+    over_all = job.mesh._replace(shards=job.mesh.num_ranks)
+    if over_all.num_ranks == 1:  # one rank has nothing to share: two
+        over_all = Mesh(1, 2, 2)
+    for mesh in (job.mesh, over_all):
+        fitting = []
+        for how in ACTIVATIONS:
+            smallest = smallest_mesh(replace(job, mesh=mesh), how, traits, question.memory)
+            fitting += [] if smallest is None else [(smallest.num_ranks, ACTIVATIONS.index(how), smallest)]
+        if fitting:
+            _, index, smallest = min(fitting)
+            return f"it does not fit; --mesh {smallest} would do, with activations {ACTIVATIONS[index]}"
+    return "it does not fit on any number of ranks, not even with the states cut over all: take a smaller model"
