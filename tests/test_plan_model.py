@@ -108,18 +108,18 @@ def test_the_fewest_ranks_need_not_be_a_power_of_two(ranks, there):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "found"),
+    ("mesh", "enough", "found"),
     [
-        (Mesh(2, 2, 2), Mesh(2, 8, 2)),  # as the job's
-        (Mesh(2, 2, 4), Mesh(2, 8, 16)),  # over all, as the job's
-        (Mesh(1, 4, 4), Mesh(1, 8, 8)),
-        (Mesh(2, 6, 4), Mesh(2, 8, 4)),  # four do not divide the ranks of seven sequence-parallel ones
+        (Mesh(2, 2, 2), Mesh(2, 8, 2), Mesh(2, 8, 2)),  # as the job's
+        (Mesh(2, 2, 4), Mesh(2, 8, 16), Mesh(2, 8, 16)),  # over all, as the job's
+        (Mesh(1, 4, 4), Mesh(1, 8, 8), Mesh(1, 8, 8)),
+        (Mesh(2, 6, 4), Mesh(2, 7, 4), Mesh(2, 8, 4)),  # 14 ranks do not divide into groups of four
     ],
 )
-def test_the_cut_of_the_states_stays(mesh, found):
+def test_the_cut_of_the_states_stays(mesh, enough, found):
     """Catches states that are cut over more ranks than the job says, and a mesh that the command would refuse."""
     _, job = job_of(SMALL, 2**14, mesh)
-    memory = total_of(replace(job, mesh=found))
+    memory = total_of(replace(job, mesh=enough))
     assert planned.smallest_mesh(job, "kept", TRAITS["cpu"], memory) == found
 
 
@@ -181,7 +181,7 @@ def test_the_command_plans_a_model(capsys):
 
 def test_memory_too_small_says_what_would_do(capsys):
     """And that does. One rank of a sequence has too little for the states alone, unless they are cut over several."""
-    for mesh, memory in (("1x1", "4M"), ("2x2x2", "4M"), ("1x2", "1M")):
+    for mesh, memory in (("1x1", "4M"), ("2x2x2", "4M"), ("1x2", "1M"), ("1x1", "1M")):
         assert cli.main([*MODEL, "--mesh", mesh, "--memory", memory]) == 0
         said = re.search("it does not fit; --mesh (.*) would do, with activations (.*)", capsys.readouterr().out)
         assert said is not None, mesh
@@ -199,6 +199,9 @@ def test_a_long_search_says_so_before(capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("searching for what fits takes about ")
 
 
+GOOD = {"hidden_size": 64, "n_layer": 2, "vocab_size": 9, "n_head": 4}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -209,6 +212,11 @@ def test_a_long_search_says_so_before(capsys, monkeypatch):
             {"hidden_size": 64, "n_layer": 2, "vocab_size": 9, "n_head": 4, "segment_lengths": 8},
             "segment_lengths = 8 must be a list",
         ),
+        (GOOD | {"num_local_experts": 8}, "num_local_experts = 8 is a model of experts"),
+        (GOOD | {"num_experts": 128}, "num_experts = 128 is a model of experts"),
+        (GOOD | {"head_dim": 128}, "head_dim = 128 over 4 heads is not the width of 64"),
+        (GOOD | {"head_dim": "16"}, "head_dim = '16' over 4 heads is not the width of 64"),
+        (GOOD | {"hidden_size": 2**62}, "of 4,611,686,018,427,387,904 (feed-forward"),
         ([1], "holds no object"),
     ],
 )
@@ -222,17 +230,21 @@ def test_configs_that_do_not_serve(config, message, tmp_path, capsys):
 
 def test_a_config_gives_the_sizes(tmp_path, capsys):
     fields = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 1000, "num_attention_heads": 4}
-    fields |= {"num_key_value_heads": 2, "intermediate_size": 100}
+    fields |= {"num_key_value_heads": 2, "intermediate_size": 100, "head_dim": 16, "num_experts": 1}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     argv = ["plan", "--config", str(tmp_path), "--seq-len", "512", "--segment-lengths", "64", "--dilation-rates", "1"]
     assert cli.main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_parameters"] == Shape(3, 64, 100, 1000, 4, 2).num_parameters
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.startswith("counted as a LongNetLM of these sizes (")
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--mesh", "2x3", "--ranks", "8"], "--mesh 2x3 has 2 * 3 = 6 ranks, and --ranks is 8"),
+        (["--mesh", "1x8Ki"], "4,096 would own nothing"),
+        (["--mesh", "8x"], "--mesh 8x is not DATAxSEQUENCE"),
         (["--mesh", "8"], "--mesh 8 is not DATAxSEQUENCE"),
         (["--mesh", "2x4x3"], "8 ranks do not divide into groups of 3"),
         (["--mesh", "1x8192"], "4,096 would own nothing"),

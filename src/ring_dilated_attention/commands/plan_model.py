@@ -24,10 +24,12 @@ from ..plan.model import (
     step_parts,
 )
 from ..training.checkpoint import find_checkpoint, read_state
+from ..training.options import in_short
 from .hardware import ITEMSIZE, Machine, described
 from .numbers import amount, count, scaled, size_text, time_text
 from .output import aligned
 
+MOST_PARAMETERS = 10**15  # a thousand times the largest models: more is a slip of the keyboard
 # That are planned for what fits, of which most serve all three ways to keep activations.
 LENGTHS_AND_MESHES = 80
 # What a config.json calls each field: Llama's and its kin's word, GPT-2's, ours.
@@ -42,6 +44,7 @@ _FIELDS = {
     "dilation_rates": ("dilation_rates",),
     "seq_len": ("seq_len",),
 }
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _OPTIONAL = ("ffn_dim", "kv_heads", "segment_lengths", "dilation_rates", "seq_len")
 
 
@@ -120,7 +123,24 @@ def _taken(where: str, fields: dict[str, Any]) -> dict[str, Any]:
         entries = value if is_list else [value]
         if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in entries):
             raise ValueError(f"--config {where}: {name} = {value!r} must be of integers of at least 1")
+    _check_kind(where, fields, found)
     return found
+
+
+def _check_kind(where: str, fields: dict[str, Any], found: dict[str, Any]) -> None:
+    """Refuse models whose sizes would be far from a LongNetLM's."""
+    experts = next((key for key in _EXPERTS if isinstance(fields.get(key), int) and fields[key] > 1), None)
+    if experts is not None:
+        raise ValueError(
+            f"--config {where}: {experts} = {fields[experts]} is a model of experts, which is not planned: give "
+            "--layers, --embed-dim, ... of a model without"
+        )
+    head_dim, embed_dim, heads = fields.get("head_dim"), found["embed_dim"], found["heads"]
+    if head_dim is not None and (not isinstance(head_dim, int) or head_dim * heads != embed_dim):
+        raise ValueError(
+            f"--config {where}: head_dim = {head_dim!r} over {heads:,} heads is not the width of {embed_dim:,}, which "
+            "is not planned: give --layers, --embed-dim, --heads, ... of a model where it is"
+        )
 
 
 def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
@@ -128,11 +148,11 @@ def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
     if text is None:
         return Mesh(1, num_ranks or 1)
     try:
-        sizes = [int(part) for part in text.lower().split("x")]
-    except ValueError:
+        sizes = [count(part) for part in text.lower().split("x")]
+    except argparse.ArgumentTypeError:
         sizes = []
     if not 2 <= len(sizes) <= 3 or min(sizes) < 1:
-        raise ValueError(f"--mesh {text} is not DATAxSEQUENCE or DATAxSEQUENCExSHARDS, as 8x8 or 8x8x64")
+        raise ValueError(f"--mesh {in_short(text)} is not DATAxSEQUENCE or DATAxSEQUENCExSHARDS, as 8x8 or 8x8x64")
     mesh = Mesh(*sizes)
     if num_ranks is not None and mesh.num_ranks != num_ranks:
         raise ValueError(
@@ -181,6 +201,11 @@ def asked(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machi
     for name, value in shape._asdict().items():
         if value < 1:
             raise ValueError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
+    if shape.num_parameters > MOST_PARAMETERS:
+        raise ValueError(
+            f"a model of {shape.num_layers:,} layers of {embed_dim:,} (feed-forward {shape.ffn_dim:,}, vocabulary "
+            f"{shape.vocab_size:,}) has more than {MOST_PARAMETERS:.0e} parameters: give smaller sizes"
+        )
     job = ModelJob(shape, pattern, arguments.seq_len, arguments.batch, mesh, arguments.sharding)
     memory = arguments.memory or (machine.memory_bytes if machine is not None else None)
     return Asked(job, arguments.kernel, machine, arguments.tokens, memory)
@@ -200,6 +225,7 @@ def figures(question: Asked) -> dict[str, Any]:
     tokens = job.batch * job.mesh.data * job.seq_len
     found: dict[str, Any] = {
         "mesh": job.mesh._asdict(),
+        "counted_as": "LongNetLM",
         "num_parameters": job.shape.num_parameters,
         "tokens_per_step": tokens,
         "flops_per_step": flops_of_step(job),
@@ -233,11 +259,12 @@ def figures(question: Asked) -> dict[str, Any]:
 
 def text(question: Asked, found: dict[str, Any]) -> str:
     job = question.job
+    parameters = scaled(found["num_parameters"], "parameters")
     ranks = f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)})"
     each = -(-job.seq_len // job.mesh.sequence)
     lines = [
-        f"{scaled(found['num_parameters'], 'parameters')}; {ranks}; each {each:,} of {job.seq_len:,} positions, "
-        f"batch {job.batch}",
+        f"counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): {parameters}",
+        f"{ranks}; each {each:,} of {job.seq_len:,} positions, batch {job.batch}",
         aligned(("a rank holds", *ACTIVATIONS), _memory_rows(found)),
     ]
     columns = [found["memory"][how] for how in ACTIVATIONS]
