@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +17,15 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import model as planned
 from ring_dilated_attention.plan.alternatives import Job, advice_on, alternatives, recommended
 from ring_dilated_attention.plan.clock import Hardware
-from ring_dilated_attention.plan.memory import Sizes
+from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape, model_memory
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.plan.totals import branch_pairs, pairs
 
 SMALL = dict(num_layers=3, embed_dim=48, num_heads=4, num_kv_heads=2, ffn_dim=80)
+
+LONG = DilatedPattern((2048, 30_000, 2**26), (1, 16, 1024), is_causal=True)
 
 
 def job_of(fields, n, mesh=None):
@@ -80,14 +85,77 @@ def test_a_mesh_cuts_what_it_should():
 
 
 def test_what_fits_is_the_border():
-    """One unit more does not fit; nor do half the ranks."""
+    """A little more does not fit; nor does one rank less."""
     _, job = job_of(SMALL, 2**16, Mesh(1, 2))
-    memory = model_memory(job, "kept", TRAITS["cpu"]).total
-    longest = planned.longest_sequence(job, "kept", TRAITS["cpu"], memory)
-    assert longest == 2**16
-    assert planned.fewest_ranks(job, "kept", TRAITS["cpu"], memory) == 2
-    assert planned.fewest_ranks(job, "kept", TRAITS["cpu"], 1000) is None
+    memory = total_of(job)
+    assert 2**16 <= planned.longest_sequence(job, "kept", TRAITS["cpu"], memory) <= 2**16 * (1 + planned.SEARCHED_TO)
+    assert planned.smallest_mesh(job, "kept", TRAITS["cpu"], memory) == Mesh(1, 2)
+    assert planned.smallest_mesh(job, "kept", TRAITS["cpu"], 1000) is None
     assert planned.longest_sequence(job, "kept", TRAITS["cpu"], 1000) == 0
+
+
+def total_of(job):
+    return model_memory(job, "kept", TRAITS["cpu"]).total
+
+
+@pytest.mark.parametrize(("ranks", "there"), [(6, 6), (1, 6), (7, 7), (64, 11)])
+def test_the_fewest_ranks_need_not_be_a_power_of_two(ranks, there):
+    """Catches eight ranks for a job that fits on its own six."""
+    _, job = job_of(SMALL, 2**14, Mesh(1, ranks))
+    found = planned.smallest_mesh(job, "kept", TRAITS["cpu"], total_of(replace(job, mesh=Mesh(1, there))))
+    assert found is not None
+    assert found.sequence == there
+
+
+@pytest.mark.parametrize(
+    ("mesh", "enough", "found"),
+    [
+        (Mesh(2, 2, 2), Mesh(2, 8, 2), Mesh(2, 8, 2)),  # as the job's
+        (Mesh(2, 2, 4), Mesh(2, 8, 16), Mesh(2, 8, 16)),  # over all, as the job's
+        (Mesh(1, 4, 4), Mesh(1, 8, 8), Mesh(1, 8, 8)),
+        (Mesh(2, 6, 4), Mesh(2, 7, 4), Mesh(2, 8, 4)),  # 14 ranks do not divide into groups of four
+    ],
+)
+def test_the_cut_of_the_states_stays(mesh, enough, found):
+    """Catches states that are cut over more ranks than the job says, and a mesh that the command would refuse."""
+    _, job = job_of(SMALL, 2**14, mesh)
+    memory = total_of(replace(job, mesh=enough))
+    assert planned.smallest_mesh(job, "kept", TRAITS["cpu"], memory) == found
+
+
+def test_short_sequences_fit_too():
+    """Catches a zero where fewer than 1,024 positions a rank would do."""
+    _, job = job_of(SMALL, 2048, Mesh(1, 8))
+    longest = planned.longest_sequence(job, "kept", TRAITS["cpu"], total_of(replace(job, seq_len=800)))
+    assert longest == 800
+
+
+def test_what_fits_is_searched_without_a_plan_of_many_ranks(monkeypatch):
+    """Catches lengths and meshes for which plans of 65,536 ranks are made."""
+
+    def few(pattern, shards, *others):
+        assert len(shards) <= planned.FEW
+        return make_plan(pattern, shards, *others)
+
+    monkeypatch.setattr(planned, "make_plan", few)
+    for sharding in ("contiguous", "zigzag"):
+        job = ModelJob(Shape(2, 64, 256, 256, 4, 4), LONG, 2**26 + 1, 1, Mesh(1, 2**16), sharding)
+        assert planned.longest_sequence(job, "kept", TRAITS["cpu"], 10**9) > 2**26
+        assert planned.smallest_mesh(job, "kept", TRAITS["cpu"], 10**9) is not None
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("seq_len", [24 * 4096 + 5, 24 * 5000])
+@pytest.mark.parametrize("branches", [((2048, 98304), (1, 16)), ((700, 9000, 60000), (1, 2, 8)), ((30000,), (4,))])
+def test_few_ranks_hold_what_many_do(branches, seq_len, sharding):
+    """By the plans of all 24."""
+    pattern = DilatedPattern(*branches, is_causal=True)
+    job = ModelJob(Shape(1, 64, 256, 256, 4, 4), pattern, seq_len, 1, Mesh(1, 24), sharding)
+    shards = make_shards(sharding, default_lengths(sharding, seq_len, 24))
+    plans = [make_plan(pattern, shards, rank, 4, 4) for rank in range(24)]
+    most = max(attention_memory(p, job.sizes, TRAITS["cpu"]).forward_backward.num_bytes for p in plans)
+    found = planned.attention_of(job, TRAITS["cpu"]).forward_backward.num_bytes
+    assert found == pytest.approx(most, rel=0.15)
 
 
 MODEL = ["plan", "--layers", "2", "--embed-dim", "64", "--heads", "4", "--seq-len", "4Ki", "--causal"]
@@ -112,10 +180,26 @@ def test_the_command_plans_a_model(capsys):
 
 
 def test_memory_too_small_says_what_would_do(capsys):
-    assert cli.main([*MODEL, "--memory", "4M"]) == 0
-    assert "it does not fit; " in capsys.readouterr().out
+    """And that does. One rank of a sequence has too little for the states alone, unless they are cut over several."""
+    for mesh, memory in (("1x1", "4M"), ("2x2x2", "4M"), ("1x2", "1M"), ("1x1", "1M")):
+        assert cli.main([*MODEL, "--mesh", mesh, "--memory", memory]) == 0
+        said = re.search("it does not fit; --mesh (.*) would do, with activations (.*)", capsys.readouterr().out)
+        assert said is not None, mesh
+        assert cli.main([*MODEL, "--mesh", said[1], "--memory", memory, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["memory"][said[2]]["fits"] is True
     assert cli.main([*MODEL, "--memory", "1K"]) == 0
     assert "it does not fit on any number of ranks" in capsys.readouterr().out
+
+
+def test_a_long_search_says_so_before(capsys, monkeypatch):
+    assert cli.main([*MODEL, "--memory", "1G"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("ring_dilated_attention.commands.plan_model.LENGTHS_AND_MESHES", 1e9)
+    assert cli.main([*MODEL, "--memory", "1G"]) == 0
+    assert capsys.readouterr().err.startswith("searching for what fits takes about ")
+
+
+GOOD = {"hidden_size": 64, "n_layer": 2, "vocab_size": 9, "n_head": 4}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +212,11 @@ def test_memory_too_small_says_what_would_do(capsys):
             {"hidden_size": 64, "n_layer": 2, "vocab_size": 9, "n_head": 4, "segment_lengths": 8},
             "segment_lengths = 8 must be a list",
         ),
+        (GOOD | {"num_local_experts": 8}, "num_local_experts = 8 is a model of experts"),
+        (GOOD | {"num_experts": 128}, "num_experts = 128 is a model of experts"),
+        (GOOD | {"head_dim": 128}, "head_dim = 128 over 4 heads is not the width of 64"),
+        (GOOD | {"head_dim": "16"}, "head_dim = '16' over 4 heads is not the width of 64"),
+        (GOOD | {"hidden_size": 2**62}, "of 4,611,686,018,427,387,904 (feed-forward"),
         ([1], "holds no object"),
     ],
 )
@@ -141,17 +230,21 @@ def test_configs_that_do_not_serve(config, message, tmp_path, capsys):
 
 def test_a_config_gives_the_sizes(tmp_path, capsys):
     fields = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 1000, "num_attention_heads": 4}
-    fields |= {"num_key_value_heads": 2, "intermediate_size": 100}
+    fields |= {"num_key_value_heads": 2, "intermediate_size": 100, "head_dim": 16, "num_experts": 1}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     argv = ["plan", "--config", str(tmp_path), "--seq-len", "512", "--segment-lengths", "64", "--dilation-rates", "1"]
     assert cli.main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_parameters"] == Shape(3, 64, 100, 1000, 4, 2).num_parameters
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.startswith("counted as a LongNetLM of these sizes (")
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--mesh", "2x3", "--ranks", "8"], "--mesh 2x3 has 2 * 3 = 6 ranks, and --ranks is 8"),
+        (["--mesh", "1x8Ki"], "4,096 would own nothing"),
+        (["--mesh", "8x"], "--mesh 8x is not DATAxSEQUENCE"),
         (["--mesh", "8"], "--mesh 8 is not DATAxSEQUENCE"),
         (["--mesh", "2x4x3"], "8 ranks do not divide into groups of 3"),
         (["--mesh", "1x8192"], "4,096 would own nothing"),

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,20 +12,26 @@ from ..kernels.traits import TRAITS
 from ..pattern import DilatedPattern
 from ..plan.model import (
     ACTIVATIONS,
+    SEARCHED_TO,
     Mesh,
     ModelJob,
     Shape,
-    fewest_ranks,
+    attention_of,
     flops_of_step,
     longest_sequence,
     model_memory,
+    smallest_mesh,
     step_parts,
 )
 from ..training.checkpoint import find_checkpoint, read_state
+from ..training.options import in_short
 from .hardware import ITEMSIZE, Machine, described
 from .numbers import amount, count, scaled, size_text, time_text
 from .output import aligned
 
+MOST_PARAMETERS = 10**15  # a thousand times the largest models: more is a slip of the keyboard
+# That are planned for what fits, of which most serve all three ways to keep activations.
+LENGTHS_AND_MESHES = 80
 # What a config.json calls each field: Llama's and its kin's word, GPT-2's, ours.
 _FIELDS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -35,6 +44,7 @@ _FIELDS = {
     "dilation_rates": ("dilation_rates",),
     "seq_len": ("seq_len",),
 }
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _OPTIONAL = ("ffn_dim", "kv_heads", "segment_lengths", "dilation_rates", "seq_len")
 
 
@@ -113,7 +123,24 @@ def _taken(where: str, fields: dict[str, Any]) -> dict[str, Any]:
         entries = value if is_list else [value]
         if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in entries):
             raise ValueError(f"--config {where}: {name} = {value!r} must be of integers of at least 1")
+    _check_kind(where, fields, found)
     return found
+
+
+def _check_kind(where: str, fields: dict[str, Any], found: dict[str, Any]) -> None:
+    """Refuse models whose sizes would be far from a LongNetLM's."""
+    experts = next((key for key in _EXPERTS if isinstance(fields.get(key), int) and fields[key] > 1), None)
+    if experts is not None:
+        raise ValueError(
+            f"--config {where}: {experts} = {fields[experts]} is a model of experts, which is not planned: give "
+            "--layers, --embed-dim, ... of a model without"
+        )
+    head_dim, embed_dim, heads = fields.get("head_dim"), found["embed_dim"], found["heads"]
+    if head_dim is not None and (not isinstance(head_dim, int) or head_dim * heads != embed_dim):
+        raise ValueError(
+            f"--config {where}: head_dim = {head_dim!r} over {heads:,} heads is not the width of {embed_dim:,}, which "
+            "is not planned: give --layers, --embed-dim, --heads, ... of a model where it is"
+        )
 
 
 def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
@@ -121,11 +148,11 @@ def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
     if text is None:
         return Mesh(1, num_ranks or 1)
     try:
-        sizes = [int(part) for part in text.lower().split("x")]
-    except ValueError:
+        sizes = [count(part) for part in text.lower().split("x")]
+    except argparse.ArgumentTypeError:
         sizes = []
     if not 2 <= len(sizes) <= 3 or min(sizes) < 1:
-        raise ValueError(f"--mesh {text} is not DATAxSEQUENCE or DATAxSEQUENCExSHARDS, as 8x8 or 8x8x64")
+        raise ValueError(f"--mesh {in_short(text)} is not DATAxSEQUENCE or DATAxSEQUENCExSHARDS, as 8x8 or 8x8x64")
     mesh = Mesh(*sizes)
     if num_ranks is not None and mesh.num_ranks != num_ranks:
         raise ValueError(
@@ -174,9 +201,23 @@ def asked(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machi
     for name, value in shape._asdict().items():
         if value < 1:
             raise ValueError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
+    if shape.num_parameters > MOST_PARAMETERS:
+        raise ValueError(
+            f"a model of {shape.num_layers:,} layers of {embed_dim:,} (feed-forward {shape.ffn_dim:,}, vocabulary "
+            f"{shape.vocab_size:,}) has more than {MOST_PARAMETERS:.0e} parameters: give smaller sizes"
+        )
     job = ModelJob(shape, pattern, arguments.seq_len, arguments.batch, mesh, arguments.sharding)
     memory = arguments.memory or (machine.memory_bytes if machine is not None else None)
     return Asked(job, arguments.kernel, machine, arguments.tokens, memory)
+
+
+def say_before(question: Asked) -> None:
+    """Nobody should wait without knowing for what: about how long the search takes, by the plan of one more length."""
+    began, job = time.monotonic(), question.job
+    attention_of(replace(job, seq_len=job.seq_len + 1), TRAITS[question.kernel])
+    seconds = LENGTHS_AND_MESHES * (time.monotonic() - began)
+    if seconds > 2:
+        print(f"searching for what fits takes about {time_text(seconds)}", file=sys.stderr)
 
 
 def figures(question: Asked) -> dict[str, Any]:
@@ -184,11 +225,14 @@ def figures(question: Asked) -> dict[str, Any]:
     tokens = job.batch * job.mesh.data * job.seq_len
     found: dict[str, Any] = {
         "mesh": job.mesh._asdict(),
+        "counted_as": "LongNetLM",
         "num_parameters": job.shape.num_parameters,
         "tokens_per_step": tokens,
         "flops_per_step": flops_of_step(job),
         "memory": {},
     }
+    if question.memory is not None:
+        say_before(question)
     for how in ACTIVATIONS:
         memory = model_memory(job, how, traits)
         row: dict[str, Any] = memory._asdict() | {"total": memory.total}
@@ -207,18 +251,20 @@ def figures(question: Asked) -> dict[str, Any]:
         if question.memory is not None:
             row["fits"] = memory.total <= question.memory
             row["longest_sequence"] = longest_sequence(job, how, traits, question.memory)
-            row["fewest_ranks"] = fewest_ranks(job, how, traits, question.memory)
+            mesh = smallest_mesh(job, how, traits, question.memory)
+            row["smallest_mesh"] = None if mesh is None else mesh._asdict()
         found["memory"][how] = row
     return found
 
 
 def text(question: Asked, found: dict[str, Any]) -> str:
     job = question.job
+    parameters = scaled(found["num_parameters"], "parameters")
     ranks = f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)})"
     each = -(-job.seq_len // job.mesh.sequence)
     lines = [
-        f"{scaled(found['num_parameters'], 'parameters')}; {ranks}; each {each:,} of {job.seq_len:,} positions, "
-        f"batch {job.batch}",
+        f"counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): {parameters}",
+        f"{ranks}; each {each:,} of {job.seq_len:,} positions, batch {job.batch}",
         aligned(("a rank holds", *ACTIVATIONS), _memory_rows(found)),
     ]
     columns = [found["memory"][how] for how in ACTIVATIONS]
@@ -228,12 +274,12 @@ def text(question: Asked, found: dict[str, Any]) -> str:
     if question.memory is not None:
         rows = [
             ("fits", *("yes" if row["fits"] else "no" for row in columns)),
-            ("longest sequence, positions", *(f"{row['longest_sequence']:,}" for row in columns)),
-            ("fewest ranks for this length", *(str(row["fewest_ranks"] or "none") for row in columns)),
+            (f"longest sequence, to {SEARCHED_TO:.1%}", *(f"{row['longest_sequence']:,}" for row in columns)),
+            ("fewest ranks for this length", *(_mesh_text(row["smallest_mesh"]) for row in columns)),
         ]
         lines += ["", aligned((f"in {size_text(question.memory)} a rank", *ACTIVATIONS), rows)]
         if not any(row["fits"] for row in columns):
-            lines.append(_remedy(columns))
+            lines.append(_remedy(question))
     return "\n".join(lines)
 
 
@@ -262,11 +308,23 @@ def _span(bounds: list[float]) -> str:
     return f"at least {time_text(least)}" if most == float("inf") else f"{time_text(least)} to {time_text(most)}"
 
 
-def _remedy(columns: list[dict[str, Any]]) -> str:
-    fitting = [(row["fewest_ranks"], how) for row, how in zip(columns, ACTIVATIONS, strict=True) if row["fewest_ranks"]]
-    if fitting:
-        ranks, how = min(fitting)
-        return f"it does not fit; {ranks:,} ranks a sequence would do, with activations {how}"
-    return (
-        "it does not fit on any number of ranks: cut the states over ranks too (--mesh DxSxF), or take a smaller model"
-    )
+def _mesh_text(mesh: dict[str, int] | None) -> str:
+    return "none" if mesh is None else str(Mesh(**mesh))
+
+
+def _remedy(question: Asked) -> str:
+    """The smallest mesh on which it fits; where none does with the states as they are cut, cut over all ranks."""
+    assert question.memory is not None
+    job, traits = question.job, TRAITS[question.kernel]
+    over_all = job.mesh._replace(shards=job.mesh.num_ranks)
+    if over_all.num_ranks == 1:  # one rank has nothing to share: two
+        over_all = Mesh(1, 2, 2)
+    for mesh in (job.mesh, over_all):
+        fitting = []
+        for how in ACTIVATIONS:
+            smallest = smallest_mesh(replace(job, mesh=mesh), how, traits, question.memory)
+            fitting += [] if smallest is None else [(smallest.num_ranks, ACTIVATIONS.index(how), smallest)]
+        if fitting:
+            _, index, smallest = min(fitting)
+            return f"it does not fit; --mesh {smallest} would do, with activations {ACTIVATIONS[index]}"
+    return "it does not fit on any number of ranks, not even with the states cut over all: take a smaller model"
