@@ -325,19 +325,34 @@ def test_numbers_in_another_byte_order(weights, slides, tmp_path):
     assert torch.equal(read(tmp_path / "out.st")[0]["a"], read(tmp_path / "native.st")[0]["a"])
 
 
-def test_a_slide_that_does_not_fit_the_memory(weights, slides, tmp_path, capsys, monkeypatch):
+def device_is_full():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+
+@pytest.mark.parametrize(
+    ("allocate", "message"),
+    [
+        (device_is_full, "Tried to allocate 9 GiB"),
+        (lambda: torch.empty(2**50), "can't allocate memory: you tried to allocate 4503599627370496 bytes"),
+        (lambda: np.empty(2**50), "Unable to allocate 8.00 PiB"),
+        (lambda: bytearray(2**60), "MemoryError"),
+    ],
+    ids=["cuda", "cpu", "numpy", "python"],
+)
+def test_a_slide_that_does_not_fit_the_memory(allocate, message, weights, slides, tmp_path, capsys, monkeypatch):
     """It is named, and the others are embedded; a batch that does not fit is embedded slide by slide."""
     forward = LongNetViT.forward
 
     def limited(self, x, *args, **options):
         if x.shape[:2].numel() > 100:
-            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+            allocate()
         return forward(self, x, *args, **options)
 
     monkeypatch.setattr(LongNetViT, "forward", limited)
     large = write(tmp_path / "large.npz", *tiles(101))
     assert embed(weights, tmp_path / "out.st", large, *slides, "--batch", 4) == 1
-    assert f"{large}: tried to allocate 9 GiB" in capsys.readouterr().err
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"rda embed: {large}: ")]
+    assert message in line
     assert read(tmp_path / "out.st")[0].keys() == LENGTHS.keys()
 
 

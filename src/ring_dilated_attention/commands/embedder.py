@@ -17,6 +17,7 @@ from ..ranks.context import ContextParallel, refuse
 from .embeddings import fingerprint
 from .processes import Launch, Worker, run_ranks
 from .slides import Keys, Slide, open_slide
+from .terminal import is_out_of_memory
 
 DEFAULT_TILE_SIZE = 256.0
 SECONDS = 20 * 24 * 3600.0  # after which ranks are ended; poll takes no more than 24 days
@@ -100,8 +101,8 @@ def _embed_here(
     """Why nothing can be embedded, or None when all slides have been reported."""
     try:
         model = _load(options, parallel, device)
-    except (ValueError, RuntimeError) as error:  # torch's word for a device that is not there
-        return str(error).splitlines()[0]
+    except (ValueError, MemoryError, RuntimeError) as error:  # the last is torch's of a device
+        return first_line(error)
     for start in range(0, len(options.slides), options.batch):
         for group in _read(options, options.slides[start : start + options.batch], parallel, report):
             for result in _embed(model, options, group, device):
@@ -180,13 +181,16 @@ def _tile_size(given: str | None, slide: Slide) -> float:
 
 
 def _embed(model: LongNetViT, options: Options, group: list[Tiles], device: str) -> Iterator[Result]:
+    failure = None
     try:
         embeddings = _forward(model, options, group, device)
-    except (ValueError, torch.OutOfMemoryError) as error:
-        if model.parallel is not None and not isinstance(error, ValueError):
-            raise  # one rank has left a call in its middle: the others cannot go on
+    except (ValueError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, ValueError) and (model.parallel is not None or not is_out_of_memory(error)):
+            raise  # of several ranks one has left a call in its middle: the others cannot go on
+        failure = first_line(error)
+    if failure is not None:  # the error is gone, and with it what the call had computed
         if len(group) == 1:
-            yield group[0].result(None, first_line(error))
+            yield group[0].result(None, failure)
             return
         for tiles in group:  # the others can be embedded still
             yield from _embed(model, options, [tiles], device)
