@@ -35,6 +35,7 @@ class Options(NamedTuple):
     max_wsi_size: int
     tile_size: str | None
     heads: int
+    depth: int | None
     dtype: str
     device: str
     batch: int
@@ -66,11 +67,26 @@ class Tiles(NamedTuple):
         return Result(self.name, embedding, self.num_tiles, self.tile_size, self.fingerprint, failure)
 
 
+def check_device(device: str, num_ranks: int) -> None:
+    """A ValueError if so many processes cannot compute on a device, or if there is no such device."""
+    try:
+        kind = torch.device(device)
+        if kind.type == "cuda" and num_ranks > 1:
+            if kind.index is not None:
+                raise ValueError(f"each of {num_ranks} ranks takes a GPU of its own: pass --device cuda")
+            if torch.cuda.device_count() < num_ranks:
+                raise ValueError(f"{num_ranks} ranks take a GPU each, and there are {torch.cuda.device_count()}")
+        else:
+            torch.ones(1, device=device).cpu()
+    except (ValueError, RuntimeError, AssertionError) as error:  # the last two are torch's
+        raise ValueError(f"--device {device} cannot be used: {first_line(error)}") from error
+
+
 def embed_all(options: Options, num_ranks: int, take: Callable[[Result], None]) -> None:
     """Calls `take` with each slide's result, as they come.
 
     Raises:
-        ValueError: if the weights or the device cannot be used.
+        ValueError: if the weights cannot be used.
     """
     if num_ranks == 1:
         refusals = [_embed_here(options, None, options.device, take)]
@@ -114,17 +130,14 @@ def _load(options: Options, parallel: ContextParallel | None, device: str) -> Lo
     model, _ = load_slide_encoder(
         options.weights,
         num_heads=options.heads,
+        depth=options.depth,
         max_wsi_size=options.max_wsi_size,
         global_pool=options.embedding == "pooled",
         padding=options.padding,
+        dtype=torch.float64 if options.dtype == "float64" else torch.float32,
         parallel=parallel,
     )
-    depth = model.encoder.config.num_layers
-    if options.layer.isdecimal() and int(options.layer) > depth:
-        raise ValueError(
-            f"--layer {options.layer}: {options.weights} has {depth} layers, whose states are 0 to {depth}"
-        )
-    return model.to(device, torch.float64 if options.dtype == "float64" else torch.float32)
+    return model.to(device)
 
 
 def _read(
