@@ -17,6 +17,9 @@ from benchmarks import checkout
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
+from ring_dilated_attention.models.longnet_vit import DILATION_RATES
+from ring_dilated_attention.pattern import Branch
+from ring_dilated_attention.plan.zero_rows import is_misaligned
 
 needs_gigapath = pytest.mark.skipif(bool(checkout.why_not("GIGAPATH_CHECKOUT")), reason="no checkout of GigaPath")
 POOLED, CLASS = SLIDES["aligned, pooled"], SLIDES["aligned, class token"]
@@ -352,6 +355,18 @@ def test_sizes_that_are_refused(options, message):
     }
     with pytest.raises(ValueError, match=message):
         LongNetViT(**{**sizes, **options})
+
+
+@pytest.mark.parametrize("max_wsi_size", [262_144, 250_000])
+def test_the_page_says_from_where_on_rows_are_misplaced(max_wsi_size):
+    """A number of tiles; with the class token there is one token more."""
+    page = (Path(__file__).parent.parent / "docs" / "gigapath.md").read_text()
+    [line] = [line for line in page.splitlines() if line.startswith("| long slides |")]
+    for segment_length, rate in zip(segment_lengths_for(max_wsi_size), DILATION_RATES, strict=True):
+        branch = Branch(segment_length, rate)
+        is_misplaced = is_misaligned(branch, segment_length + 1)
+        assert is_misplaced == (f"{segment_length:,}" in line)
+        assert not is_misaligned(branch, segment_length)
 
 
 def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
