@@ -156,6 +156,7 @@ MORE_EMBED = [
     ["--tile-size", "64"],
     ["--tile-size", "file"],
     ["--heads", "16"],
+    ["--depth", "1"],
     ["--dtype", "bfloat16"],
     ["--device", "cpu"],
     ["--batch", "2"],

@@ -1,4 +1,4 @@
-"""`rda embed`: every kind of file, batches and ranks, going on, and bad slides beside others."""
+"""`rda embed`: every kind of file, batches and ranks, and bad slides beside others."""
 
 import json
 import os
@@ -10,71 +10,27 @@ import numpy as np
 import pytest
 import torch
 from distributed import run
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torchscale_cases import fill, waves
+from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, write
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli, embedder
-from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry, fingerprint
-from ring_dilated_attention.commands.processes import RankFailedError
 from ring_dilated_attention.commands.slides import Keys
-from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
-from ring_dilated_attention.models.longnet_vit import DILATION_RATES
-
-WIDTH, DEPTH = 32, 2
-LENGTHS = {"a": 40, "b": 7, "c": 93}
-
-
-def tiles(length, seed=0):
-    return waves(length, 5, seed=seed).float(), ((waves(length, 2, seed=seed + 1) + 1) * 5000).long()
-
-
-def write(path, features, coords, names=("features", "coords"), attributes=None):
-    arrays = {name: x for name, x in zip(names, (features, coords), strict=True) if x is not None}
-    if path.suffix == ".h5":
-        h5py = pytest.importorskip("h5py")
-        with h5py.File(path, "w") as file:
-            for name, x in arrays.items():
-                file[name] = x.numpy()
-                file[name].attrs.update(attributes or {})
-    elif path.suffix == ".npz":
-        np.savez(path, **{name: x.numpy() for name, x in arrays.items()}, **(attributes or {}))
-    else:
-        torch.save({**arrays, **(attributes or {})}, path)
-    return path
+from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
 
 @pytest.fixture
 def weights(tmp_path):
-    branches = {"segment_lengths": segment_lengths_for(), "dilation_rates": DILATION_RATES}
-    model = fill(LongNetViT(5, WIDTH, DEPTH, 16, **branches))
-    torch.save({"model": model.state_dict()}, tmp_path / "slide_encoder.pth")
-    return tmp_path / "slide_encoder.pth"
+    return make_weights(tmp_path)
 
 
 @pytest.fixture
 def slides(tmp_path):
-    """One file of each kind."""
-    (tmp_path / "slides").mkdir()
-    kinds = {"a": ".h5", "b": ".npz", "c": ".pt"}
-    return [
-        write(tmp_path / "slides" / f"{name}{kinds[name]}", *tiles(length, i))
-        for i, (name, length) in enumerate(LENGTHS.items())
-    ]
+    return make_slides(tmp_path)
 
 
-def embed(weights, out, *arguments):
-    return cli.main(["embed", *map(str, arguments), "--weights", str(weights), "--out", str(out)])
-
-
-def read(out):
-    with safe_open(out, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118  not a dict
-
-
-def expected(weights, name, layer, **options):
+def expected(weights, name, layer, tile_size=256, **options):
     model, _ = load_slide_encoder(weights, **options)
+    model.tile_size = tile_size  # set afterwards: it serves coordinates, and segments stay as they are
     features, coords = tiles(LENGTHS[name], list(LENGTHS).index(name))
     with torch.no_grad():
         return torch.stack(model(features[None], coords[None], layer != "encoder"))[:, 0]
@@ -106,8 +62,9 @@ def test_embeddings_are_the_models(arguments, options, weights, slides, tmp_path
         torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-6)
     kind = "class token" if "class" in arguments else "mean over the tiles"
     assert kind in metadata["embedding"]
-    assert metadata["embedding"] in capsys.readouterr().out
+    assert f"{metadata['embedding']}; weights of 2 layers x 32" in capsys.readouterr().out
     assert json.loads(metadata["slides"])["c"][1] == 93
+    assert json.loads(metadata["settings"])["model"] == "2 layers x 32"
 
 
 def test_several_processes(weights, slides, tmp_path):
@@ -140,93 +97,11 @@ def rank_reads(rank, world_size, options):
 
 
 def test_a_slide_that_one_rank_cannot_read(weights, slides):
-    given = ("pooled", "last", "torchscale", 262_144, None, 16, "float32", "cpu", 1, Keys())
+    given = ("pooled", "last", "torchscale", 262_144, None, 16, None, "float32", "cpu", 1, Keys())
     options = embedder.Options([(path.stem, path) for path in slides], weights, *given)
     first, second = run(2, rank_reads, options)
     assert first == [("a", None), ("b", "rank 1 refused the call: the disk is gone"), ("c", None)]
     assert second == [("a", None), ("b", "the disk is gone"), ("c", None)]
-
-
-def test_goes_on_where_it_ended(weights, slides, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "out.safetensors"
-    assert embed(weights, out, slides[0]) == 0
-    first = out.read_bytes()
-    assert embed(weights, out, slides[0]) == 0
-    assert "0 slides embedded, 1 were there already" in capsys.readouterr().out
-    assert out.read_bytes() == first
-    forward, calls = LongNetViT.forward, []
-
-    def interrupted(*args, **options):
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return forward(*args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LongNetViT, "forward", interrupted)
-        assert embed(weights, out, *slides) == 130
-    assert read(out)[0].keys() == {"a", "b"}
-    capsys.readouterr()
-    assert embed(weights, out, *slides, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["slides"].keys() == {"a", "b", "c"}
-    (tmp_path / "first").write_bytes(first)
-    assert torch.equal(read(out)[0]["a"], read(tmp_path / "first")[0]["a"])
-
-
-def test_processes_that_die(weights, slides, tmp_path, capsys, monkeypatch):
-    """What was embedded before is saved, and no traceback of the command's own is shown."""
-
-    def killed(options, num_ranks, take):
-        take(embedder.Result("a", [1.0], 40, 256.0, fingerprint(slides[0], Keys())))
-        raise RankFailedError("rank 1: died without a word")
-
-    out = tmp_path / "out.safetensors"
-    with monkeypatch.context() as patch:
-        patch.setattr(embedder, "embed_all", killed)
-        assert embed(weights, out, *slides, "--ranks", 2) == 1
-    error = capsys.readouterr().err
-    assert "the processes failed. What was embedded before is saved" in error
-    assert error.endswith("rank 1: died without a word\n")
-    assert embed(weights, out, *slides) == 0
-    assert "2 slides embedded, 1 were there already" in capsys.readouterr().out
-
-
-def test_two_processes_lose_nothing(tmp_path):
-    """Both write the same file: what the other has written meanwhile is kept."""
-    settings = {"embedding": "the mean", "dtype": "float32"}
-    mine, other = (EmbeddingFile(tmp_path / "out.st", settings) for _ in range(2))
-    other.add("b", [2.0], Entry("1", 1, 256.0))
-    other.write()
-    mine.add("a", [1.0], Entry("1", 1, 256.0))
-    mine.write()
-    assert read(tmp_path / "out.st")[0] == {"a": torch.ones(1), "b": torch.full((1,), 2.0)}
-    assert EmbeddingFile(tmp_path / "out.st", settings).entries.keys() == {"a", "b"}
-
-
-def test_other_settings_are_not_mixed(weights, slides, tmp_path, capsys):
-    out = tmp_path / "out.safetensors"
-    assert embed(weights, out, slides[0]) == 0
-    before = out.read_bytes()
-    assert embed(weights, out, slides[1], "--padding", "exact") == 2
-    assert "made with padding='torchscale', not 'exact'" in capsys.readouterr().err
-    (tmp_path / "again").mkdir()
-    for length in (41, LENGTHS["a"]):  # the second is a file of the same size
-        other = write(tmp_path / "again" / "a.h5", *tiles(length, 3))
-        assert embed(weights, out, other) == 2
-        assert "'a' is in" in capsys.readouterr().err
-    assert other.stat().st_size == slides[0].stat().st_size
-    assert embed(weights, out, slides[0], "--keys", "features", "coords") == 2
-    assert "or from other arrays in it: rename" in capsys.readouterr().err
-    save_file({"a": torch.ones(2)}, tmp_path / "mine.safetensors")
-    assert embed(weights, tmp_path / "mine.safetensors", slides[0]) == 2
-    assert "`rda embed` did not make it" in capsys.readouterr().err
-    (tmp_path / "text").write_text("mine")
-    assert embed(weights, tmp_path / "text", slides[0]) == 2
-    assert "is there and cannot be read" in capsys.readouterr().err
-    assert (tmp_path / "text").read_text() == "mine"
-    assert out.read_bytes() == before
-    assert not list(tmp_path.glob("*unfinished*"))
 
 
 def damaged_in_the_middle(path, signature):
@@ -325,19 +200,34 @@ def test_numbers_in_another_byte_order(weights, slides, tmp_path):
     assert torch.equal(read(tmp_path / "out.st")[0]["a"], read(tmp_path / "native.st")[0]["a"])
 
 
-def test_a_slide_that_does_not_fit_the_memory(weights, slides, tmp_path, capsys, monkeypatch):
+def device_is_full():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+
+@pytest.mark.parametrize(
+    ("allocate", "message"),
+    [
+        (device_is_full, "Tried to allocate 9 GiB"),
+        (lambda: torch.empty(2**50), "can't allocate memory: you tried to allocate 4503599627370496 bytes"),
+        (lambda: np.empty(2**50), "Unable to allocate 8.00 PiB"),
+        (lambda: bytearray(2**60), "MemoryError"),
+    ],
+    ids=["cuda", "cpu", "numpy", "python"],
+)
+def test_a_slide_that_does_not_fit_the_memory(allocate, message, weights, slides, tmp_path, capsys, monkeypatch):
     """It is named, and the others are embedded; a batch that does not fit is embedded slide by slide."""
     forward = LongNetViT.forward
 
     def limited(self, x, *args, **options):
         if x.shape[:2].numel() > 100:
-            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+            allocate()
         return forward(self, x, *args, **options)
 
     monkeypatch.setattr(LongNetViT, "forward", limited)
     large = write(tmp_path / "large.npz", *tiles(101))
     assert embed(weights, tmp_path / "out.st", large, *slides, "--batch", 4) == 1
-    assert f"{large}: tried to allocate 9 GiB" in capsys.readouterr().err
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"rda embed: {large}: ")]
+    assert message in line
     assert read(tmp_path / "out.st")[0].keys() == LENGTHS.keys()
 
 
@@ -371,7 +261,14 @@ def test_the_tile_size_that_a_file_states(weights, tmp_path):
         ([os.fsdecode(b"\xff.npz")], "'\\udcff.npz': safetensors has no place for a slide of this name"),
         (["--weights", "other.pth"], "other.pth does not hold a slide encoder's weights"),
         (["--weights", "none.pth"], "none.pth cannot be read: No such file"),
-        (["--device", "no"], "no"),
+        (["--weights", "short.pth"], "short.pth holds 11 layers x 384, and published encoders of this width have 12"),
+        (["--weights", "short.pth", "--depth", "12"], "short.pth holds 11 layers x 384, and asked for were 12 layers"),
+        (["--depth", "0"], "--depth 0 must be at least 1"),
+        (["--device", "no"], "--device no cannot be used: "),
+        (["--device", "meta"], "--device meta cannot be used: "),
+        (["--device", "cuda:99"], "--device cuda:99 cannot be used: "),
+        (["--device", "cuda", "--ranks", "99"], "--device cuda cannot be used: 99 ranks take a GPU each"),
+        (["--device", "cuda:0", "--ranks", "2"], "--device cuda:0 cannot be used: each of 2 ranks takes"),
     ],
 )
 def test_refused_before_anything_is_written(arguments, message, weights, tmp_path, capsys, monkeypatch):
@@ -384,23 +281,15 @@ def test_refused_before_anything_is_written(arguments, message, weights, tmp_pat
     for name in ("__metadata__.npz", os.fsdecode(b"\xff.npz")):
         write(tmp_path / name, *tiles(4))
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
+    if "short.pth" in arguments:
+        make_weights(tmp_path, 384, 11).rename(tmp_path / "short.pth")
     slides = [] if arguments[0] == "a.h5" else ["a.h5"]
     given = ["--weights", str(weights)] if "--weights" not in arguments else []
     assert cli.main(["embed", *slides, *arguments, *given, "--out", "out.st"]) == 2
     error = capsys.readouterr().err
     assert message in error.splitlines()[-1]
+    assert "Traceback" not in error
     assert not (tmp_path / "out.st").exists()
-
-
-def test_a_disk_that_is_full_is_a_sentence(weights, slides, tmp_path, capsys):
-    """safetensors has errors of its own, which are no OSError."""
-    from safetensors import SafetensorError
-
-    full = SafetensorError("I/O error: No space left on device (os error 28)")
-    with mock.patch("safetensors.torch.save_file", side_effect=full):
-        assert embed(weights, tmp_path / "out.safetensors", slides[2]) == 2
-    assert "out.safetensors cannot be written: I/O error: No space left" in capsys.readouterr().err
-    assert not list(tmp_path.glob("out.safetensors*"))
 
 
 def test_what_it_needs(weights, tmp_path, monkeypatch, capsys):
@@ -416,3 +305,29 @@ def test_what_it_needs(weights, tmp_path, monkeypatch, capsys):
 def test_options_are_refused_before_torch_is_imported():
     code = "import sys; from ring_dilated_attention.commands import embed; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu_is_a_sentence(weights, slides, tmp_path, capsys):
+    assert embed(weights, tmp_path / "out.st", *slides, "--device", "cuda") == 2
+    assert capsys.readouterr().err.startswith("rda embed: --device cuda cannot be used: ")
+
+
+def test_weights_of_another_depth_when_told(tmp_path, slides, capsys):
+    """A file that lacks its last layers is a whole model too: of a published width it is taken only when told so."""
+    weights = make_weights(tmp_path, 384, 1)
+    assert embed(weights, tmp_path / "out.st", slides[0], "--depth", "1") == 0
+    assert "weights of 1 layers x 384" in capsys.readouterr().out
+
+
+def test_float64_is_exact(slides, tmp_path):
+    """Neither weights nor anything else is rounded to float32 on the way."""
+    weights = make_weights(tmp_path)
+    exact = {name: x.double() * (1 + 1e-9) for name, x in torch.load(weights)["model"].items()}
+    torch.save(exact, weights)
+    assert embed(weights, tmp_path / "out.st", slides[0], "--dtype", "float64") == 0
+    states = expected(weights, "a", "last", global_pool=True)
+    assert states.dtype == torch.float64
+    torch.testing.assert_close(read(tmp_path / "out.st")[0]["a"], states[-1], rtol=1e-13, atol=1e-13)
+    rounded = expected(weights, "a", "last", global_pool=True, dtype=torch.float32)
+    assert (rounded - states).abs().max() > 1e-10

@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import run
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchscale_cases import SLIDES, Slide, fill, kept, waves
 
 from benchmarks import checkout
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
-from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
+from ring_dilated_attention.models import LongNetViT, segment_lengths_for
+from ring_dilated_attention.models.longnet_vit import DILATION_RATES
+from ring_dilated_attention.pattern import Branch
+from ring_dilated_attention.plan.zero_rows import is_misaligned
 
 needs_gigapath = pytest.mark.skipif(bool(checkout.why_not("GIGAPATH_CHECKOUT")), reason="no checkout of GigaPath")
 POOLED, CLASS = SLIDES["aligned, pooled"], SLIDES["aligned, class token"]
@@ -77,8 +79,9 @@ def test_published_sizes(name, num_parameters, first):
     assert weights["patch_embed.proj.weight"].shape[1] == first
     assert "encoder.layers.11.self_attn.inner_attn_ln.bias" in weights
     assert model.encoder.pattern.branches[3] == (185_363, 8)
-    with pytest.raises(ValueError, match="no published size 'giga'; choose one of"):
-        LongNetViT.published("giga")
+    for unknown in ("giga", ["gigapath"]):
+        with pytest.raises(ValueError, match=r"no published size \[?'giga.*; choose one of"):
+            LongNetViT.published(unknown)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +94,40 @@ def test_published_sizes(name, num_parameters, first):
 )
 def test_segment_lengths(max_wsi_size, expected):
     assert segment_lengths_for(max_wsi_size) == expected
-    with pytest.raises(ValueError, match="max_wsi_size=100 is less than one tile"):
+    with pytest.raises(ValueError, match="max_wsi_size=100 is less than one tile of 256 pixels"):
         segment_lengths_for(100)
+    with pytest.raises(ValueError, match="tile_size='256' must be a number"):
+        segment_lengths_for(tile_size="256")
+
+
+@needs_gigapath
+@pytest.mark.parametrize("tile_size", [100, 224, 256, 300, 512, 1024, 4096])
+@pytest.mark.parametrize("max_wsi_size", [262_144, 250_000, 16_384])
+def test_segment_lengths_are_gigapaths(max_wsi_size, tile_size):
+    """Its function, at every tile size that it is given; it writes numpy 2's integers as np.int64(1024)."""
+    encoder = checkout.slide_encoder(5, 32, 1, slide_ngrids=2)
+    written = type(encoder).get_optimal_segment_length(encoder, max_wsi_size, tile_size)
+    found = tuple(map(int, re.findall(r"\d+(?=[,)\]])", written)))
+    assert segment_lengths_for(max_wsi_size, tile_size) == found
+
+
+@needs_gigapath
+def test_a_tile_size_changes_the_segments_as_in_gigapath():
+    """Given to both constructors it is another embedding than 256's, and the same in both; set afterwards it is not."""
+    original = checkout.slide_encoder(5, 32, 2, slide_ngrids=20, max_wsi_size=2048, tile_size=512, global_pool=True)
+    fill(original.double()).pos_embed = Slide._table(original)
+    segments = segment_lengths_for(2048, 512)
+    assert segments == (1024, 362, 128, 45, 16)
+    x, coords = waves(1, 93, 5), (waves(1, 93, 2, seed=1) + 1) * 5000
+    sizes = {"slide_ngrids": 20, "tile_size": 512, "dilation_rates": (1, 2, 4, 8, 16), "global_pool": True}
+    model = fill(LongNetViT(5, 32, 2, 16, segment_lengths=segments, **sizes).double())
+    with checkout.activations_in_float64(), torch.no_grad():
+        torch.testing.assert_close(model(x, coords)[0], original(x, coords)[0], rtol=1e-11, atol=1e-12)
+        afterwards = fill(LongNetViT(5, 32, 2, 16, segment_lengths=segment_lengths_for(2048), **sizes).double())
+        assert not torch.allclose(afterwards(x, coords)[0], model(x, coords)[0])
+    with torch.device("meta"):
+        published = LongNetViT.published("gigapath-flash", tile_size=512)
+    assert published.encoder.pattern.segment_lengths == segment_lengths_for(tile_size=512)
 
 
 def test_a_table_of_positions_is_never_made():
@@ -298,8 +333,14 @@ def test_lengths_that_are_refused():
     ("options", "message"),
     [
         ({"embed_dim": 18}, "embed_dim=18 is not a multiple of 4"),
-        ({"tile_size": 0}, "tile_size=0 must all be positive"),
-        ({"tile_size": float("inf")}, "tile_size=inf must all be positive and finite"),
+        ({"tile_size": 0}, "tile_size=0 must be a number, positive and finite"),
+        ({"tile_size": float("inf")}, "tile_size=inf must be a number, positive and finite"),
+        ({"tile_size": "256"}, "tile_size='256' must be a number"),
+        ({"mlp_ratio": float("inf")}, "mlp_ratio=inf must be a number, positive and finite"),
+        ({"mlp_ratio": float("nan")}, "mlp_ratio=nan must be a number"),
+        ({"depth": 2.0}, "depth=2.0 must be a whole number, at least 1"),
+        ({"num_heads": "16"}, "num_heads='16' must be a whole number"),
+        ({"in_chans": 0}, "in_chans=0 must be a whole number, at least 1"),
         ({"padding": "none"}, "padding='none' is unknown"),
     ],
 )
@@ -316,82 +357,16 @@ def test_sizes_that_are_refused(options, message):
         LongNetViT(**{**sizes, **options})
 
 
-def save(weights, path):
-    if path.suffix == ".safetensors":
-        from safetensors.torch import save_file
-
-        save_file(weights, path)
-    else:
-        torch.save({"model": weights}, path)
-    return path
-
-
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_load_slide_encoder(tmp_path, suffix):
-    """The size is that of the weights; their dtype is float32, as the model's."""
-    model = LongNetViT(
-        5, 32, 2, 16, slide_ngrids=20, segment_lengths=segment_lengths_for(), dilation_rates=(1, 2, 4, 8, 16)
-    )
-    weights = fill(model).state_dict()
-    loaded, left = load_slide_encoder(save(weights, tmp_path / f"weights.{suffix}"))
-    assert left == ([], [])
-    assert not loaded.training
-    x, coords = POOLED.inputs()
-    torch.testing.assert_close(loaded(x, coords), model(x, coords), rtol=1e-6, atol=1e-6)
-    more = {**{f"module.{name}": x for name, x in weights.items()}, "mask_token": torch.ones(1)}
-    path = save(more, tmp_path / f"more.{suffix}")
-    with pytest.raises(ValueError, match="1 tensors that a LongNetViT has no place for: mask_token"):
-        load_slide_encoder(path)
-    del more["module.norm.bias"]
-    path = save(more, tmp_path / f"fewer.{suffix}")
-    assert load_slide_encoder(path, strict=False)[1] == (["norm.bias"], ["mask_token"])
-
-
-def test_weights_that_are_refused(tmp_path):
-    whole = fill(Slide(2048, 5, True).model()).state_dict()
-    weights = dict(whole)
-    del weights["encoder.layers.1.ffn.fc1.weight"]
-    with pytest.raises(ValueError, match=r"few\.pth: the weights do not fit .* missing encoder.layers.1.ffn.fc1"):
-        load_slide_encoder(save(weights, tmp_path / "few.pth"))
-    with pytest.raises(ValueError, match="not hold a slide encoder's weights: of cls_token there is no such tensor"):
-        load_slide_encoder(save({"a": torch.ones(2)}, tmp_path / "other.pth"))
-    torch.save(nn.Linear(2, 2), tmp_path / "module.pth")
-    with pytest.raises(ValueError, match=r"module\.pth cannot be read with weights_only=True, and is not"):
-        load_slide_encoder(tmp_path / "module.pth")
-    path = save(whole | {"cls_token": torch.ones(1, 1, 0)}, tmp_path / "narrow.pth")
-    with pytest.raises(ValueError, match=r"of cls_token there is shape \(1, 1, 0\)"):
-        load_slide_encoder(path)
-    path = save(whole, tmp_path / "bit.pth")
-    damaged = bytearray(path.read_bytes())
-    damaged[damaged.find(whole["norm.weight"].numpy().tobytes())] ^= 1
-    path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"bit\.pth cannot be read as weights: it is damaged: the checksum of"):
-        load_slide_encoder(path)
-    torch.save([1, 2], tmp_path / "list.pth")
-    with pytest.raises(ValueError, match=r"list\.pth holds no tensors by name, but a list"):
-        load_slide_encoder(tmp_path / "list.pth")
-    for name in ("damaged.pth", "damaged.safetensors"):
-        (tmp_path / name).write_bytes(b"weights")
-        with pytest.raises(ValueError, match=f"{name} cannot be read"):
-            load_slide_encoder(tmp_path / name)
-    with pytest.raises(ValueError, match=r"none\.pth cannot be read as weights: .*No such file"):
-        load_slide_encoder(tmp_path / "none.pth")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [torch.Tensor.to_sparse, torch.Tensor.bool, torch.Tensor.char, torch.Tensor.cfloat, lambda x: x.to("meta")],
-    ids=["sparse", "bool", "int8", "complex", "meta"],
-)
-def test_weights_that_would_become_other_numbers(change):
-    """torch casts them without a word, or fails when it has loaded the tensors before them."""
-    model = Slide(2048, 5, True).model().float()
-    before = copy.deepcopy(model.state_dict())
-    weights = {name: x + 1 for name, x in before.items()}
-    weights["norm.weight"] = change(weights["norm.weight"])
-    with pytest.raises(ValueError, match=r"is unchanged: norm\.weight has torch\.\S+ and .* expected floating numbers"):
-        model.load_state_dict(weights, strict=False)
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+@pytest.mark.parametrize("max_wsi_size", [262_144, 250_000])
+def test_the_page_says_from_where_on_rows_are_misplaced(max_wsi_size):
+    """A number of tiles; with the class token there is one token more."""
+    page = (Path(__file__).parent.parent / "docs" / "gigapath.md").read_text()
+    [line] = [line for line in page.splitlines() if line.startswith("| long slides |")]
+    for segment_length, rate in zip(segment_lengths_for(max_wsi_size), DILATION_RATES, strict=True):
+        branch = Branch(segment_length, rate)
+        is_misplaced = is_misaligned(branch, segment_length + 1)
+        assert is_misplaced == (f"{segment_length:,}" in line)
+        assert not is_misaligned(branch, segment_length)
 
 
 def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):

@@ -131,6 +131,17 @@ def test_map_names():
     assert mapped.left == ["model.layer_norm.weight", "step"]
 
 
+def test_cross_attention_is_refused():
+    """By its name, where it belongs to the part that is mapped: what is left would be another model."""
+    own = LongNetEncoder(SMALL).state_dict()
+    cross = {"layers.0.encoder_attn.k_proj.weight": torch.ones(8, 8)}
+    whole = {f"encoder.{name}": x for name, x in own.items()} | {f"decoder.{name}": x for name, x in cross.items()}
+    for given, prefix in ((own | cross, ""), (whole, "decoder.")):
+        with pytest.raises(ValueError, match=r"layers\.0\.encoder_attn\.k_proj\.weight belongs to cross-attention"):
+            map_names(given, LongNetEncoder(SMALL), prefix=prefix)
+    assert map_names(whole, LongNetEncoder(SMALL), prefix="encoder.").state_dict.keys() == own.keys()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -173,11 +184,26 @@ def test_settings_that_are_refused(settings, message):
         TorchscaleConfig.from_torchscale({**SEQUENCES["encoder"].settings(), **settings})
 
 
+def test_a_side_is_asked_for_where_there_are_both():
+    """An EncoderDecoderConfig has sizes of its own for each."""
+    encoder, decoder = (SEQUENCES[name].settings() for name in ("encoder", "decoder"))
+    both = {**decoder, **encoder, "encoder_layers": 3, "decoder_layers": 5}
+    with pytest.raises(ValueError, match="have encoder_layers and decoder_layers: pass side='encoder' or"):
+        TorchscaleConfig.from_torchscale(both)
+    for side, num_layers in (("encoder", 3), ("decoder", 5)):
+        assert TorchscaleConfig.from_torchscale(both, side=side, num_tokens=11).num_layers == num_layers
+    with pytest.raises(ValueError, match="side='decoder', but the settings have neither"):
+        TorchscaleConfig.from_torchscale(encoder, side="decoder")
+    with pytest.raises(ValueError, match="side='left' is unknown"):
+        TorchscaleConfig.from_torchscale(both, side="left")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"padding": "zeros"}, "padding='zeros' is unknown; choose one of"),
-        ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"num_layers": 0}, "num_layers=0 must be a whole number, at least 1"),
+        ({"num_layers": 2.0}, "num_layers=2.0 must be a whole number"),
         ({"deepnorm": True}, "deepnorm=True is for models that normalise after the residual"),
         ({"shares_embedding": True, "num_logits": 12}, "num_tokens=11 and num_logits=12: the embedding"),
         ({"embed_dim": 6, "xpos_scale_base": 512}, "xpos with a head dim of 3"),

@@ -24,6 +24,7 @@ from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, 
 from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
 from ring_dilated_attention.kernels.triton.shapes import Shape
 from ring_dilated_attention.kernels.triton.strips import bundle_size
+from ring_dilated_attention.models import torchscale_attention
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
@@ -204,6 +205,24 @@ def test_compiled_whole(kind):
             assert torch.equal(x, y)
         rules = (call.pattern.text, 0.3, "triton", "", "qkv", True, 0, 2)
         torch.library.opcheck(torch.ops.ring_dilated_attention.forward.default, (*inputs, None, *rules))
+
+
+@pytest.mark.parametrize("branches", [[(8, 1), (16, 2)], [(8, 2), (13, 4)]], ids=["aligned", "misaligned"])
+def test_torchscales_attention(branches):
+    """Catches a backend that is not handed on, or whose log-sum-exp or its gradient does not serve the gate."""
+    pattern = pattern_of(branches, phase="blocked")
+    inputs, dout = [torch.randn(1, 29, 4, 16) for _ in range(3)], torch.randn(1, 29, 4, 16)
+
+    def run(backend):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = torchscale_attention(*leaves, pattern, backend=backend)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    with mock.patch.object(launch, "config_for", side_effect=launch.config_for) as launched:
+        results = run("triton")
+        assert {"forward", "key_gradient"} <= {call.args[0] for call in launched.mock_calls}
+    for x, y in zip(results, run("cpu"), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_explain_names_the_shape_of_the_tiles():

@@ -61,9 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--padding", choices=PADDINGS, default="torchscale", help=zero_rows)
     sides = "side of a slide by which segment lengths are set (default 262144; GigaPath's fine-tuning has 250000)"
     add("--max-wsi-size", type=count, default=262_144, metavar="PIXELS", help=sides)
-    steps = "from tile to tile, in the units of the coordinates (default 256), or `file`: what each file states"
+    steps = (
+        "from tile to tile, in the units of the coordinates (default 256), or `file`: what each file states; segment "
+        "lengths stay those of 256"
+    )
     add("--tile-size", metavar="PIXELS", help=steps)
     add("--heads", type=count, default=16, metavar="H", help="attention heads of the weights (default 16)")
+    layers = "layers that the weights must have (default: 12 if they are 768 or 384 wide, as the published ones)"
+    add("--depth", type=count, metavar="LAYERS", help=layers)
     add("--dtype", choices=DTYPES, default="float32", help="16 bits under autocast (default float32)")
     add("--device", default="cpu", help="cpu (default), cuda or another of torch's")
     add("--batch", type=count, default=1, metavar="N", help="slides, of any sizes, embedded at once (default 1)")
@@ -80,9 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
         keys = Keys(*((name,) for name in arguments.keys)) if arguments.keys else Keys()
         slides = find_slides(arguments.slides)
         file = EmbeddingFile(arguments.out, settings_of(arguments))
-        todo = [(name, path) for name, path in slides.items() if not file.has(name, path, keys)]
+        todo, failures = sort_out(slides, file, keys)
         check_writable("--out", arguments.out.resolve().parent, arguments.out.name)
-        failures = embed(arguments, keys, todo, file)
+        num_known = len(slides) - len(todo) - len(failures)
+        failures |= embed(arguments, keys, todo, file)
     except (ValueError, OSError) as error:
         print(f"rda embed: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
@@ -95,15 +101,30 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     for name, failure in failures.items():
         print(f"rda embed: {slides[name]}: {failure}", file=sys.stderr)
-    before = f", {len(slides) - len(todo)} were there already" if len(todo) < len(slides) else ""
+    before = f", {num_known} were there already" if num_known else ""
     print(
-        f"{len(todo) - len(failures)} slides embedded{before}; {file.path}: {file.settings['embedding']}",
+        f"{len(slides) - len(failures) - num_known} slides embedded{before}; {file.path}: "
+        f"{file.settings['embedding']}; weights of {file.settings['model']}",
         file=sys.stderr if arguments.json else sys.stdout,
     )
     if arguments.json:
         done = {name: entry._asdict() for name, entry in file.entries.items() if name in slides}
         print(json.dumps({"out": str(file.path), "settings": file.settings, "slides": done, "failures": failures}))
     return 1 if failures else 0
+
+
+def sort_out(
+    slides: dict[str, Path], file: EmbeddingFile, keys: "Keys"
+) -> tuple[list[tuple[str, Path]], dict[str, str]]:
+    """The slides that the file does not hold, and why others cannot be added to it, by name."""
+    todo, failures = [], {}
+    for name, path in slides.items():
+        try:
+            if not file.has(name, path, keys):
+                todo.append((name, path))
+        except ValueError as error:
+            failures[name] = str(error)
+    return todo, failures
 
 
 def embed(
@@ -149,8 +170,8 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if arguments.layer not in LAYERS and not arguments.layer.isdecimal():
         raise ValueError(f"--layer {arguments.layer} is none of {', '.join(LAYERS)}, nor a number from 0 on")
-    for name in ("ranks", "batch", "heads", "max_wsi_size"):
-        if getattr(arguments, name) < 1:
+    for name in ("ranks", "batch", "heads", "depth", "max_wsi_size"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
     if arguments.ranks > 1 and arguments.batch > 1:
         raise ValueError(
@@ -170,23 +191,44 @@ def files_of(path: Path) -> list[Path]:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that decides what an embedding is, for the file's metadata."""
-    which = LAYERS.get(arguments.layer)
-    which = which or f"of state {arguments.layer} of all_layer_embed=True, then the model's LayerNorm"
-    if arguments.weights.exists() and not arguments.weights.is_file():
-        raise ValueError(f"--weights {arguments.weights} is no regular file: a device may have no end")
-    try:
-        with arguments.weights.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ValueError(f"--weights {arguments.weights} cannot be read: {error.strerror}") from error
+    """All that decides what an embedding is, for the file's metadata, in one way of writing.
+
+    Raises:
+        ValueError: if the weights cannot be used so, or on no such device.
+    """
+    from ..models.weights import read_weights, slide_encoder_size
+    from .embedder import DEFAULT_TILE_SIZE, check_device
+
+    digest = digest_of(arguments.weights)
+    check_device(arguments.device, arguments.ranks)
+    size = slide_encoder_size(arguments.weights, read_weights(arguments.weights), arguments.depth)
+    layer = arguments.layer
+    if layer not in LAYERS:
+        if int(layer) > size.depth:
+            raise ValueError(
+                f"--layer {layer}: {arguments.weights} has {size.depth} layers, whose states are 0 to {size.depth}"
+            )
+        layer = "last" if int(layer) == size.depth else str(int(layer))
+    which = LAYERS.get(layer, f"of state {layer} of all_layer_embed=True, then the model's LayerNorm")
+    tile_size = arguments.tile_size
     return {
         "embedding": f"{EMBEDDINGS[arguments.embedding]} {which}",
-        "layer": arguments.layer,
+        "model": str(size),
+        "layer": layer,
         "padding": arguments.padding,
         "max_wsi_size": arguments.max_wsi_size,
-        "tile_size": arguments.tile_size,
+        "tile_size": tile_size if tile_size == "file" else float(tile_size or DEFAULT_TILE_SIZE),
         "heads": arguments.heads,
         "dtype": arguments.dtype,
         "weights_sha256": digest,
     }
+
+
+def digest_of(weights: Path) -> str:
+    if weights.exists() and not weights.is_file():
+        raise ValueError(f"--weights {weights} is no regular file: a device may have no end")
+    try:
+        with weights.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"--weights {weights} cannot be read: {error.strerror}") from error

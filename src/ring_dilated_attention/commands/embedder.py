@@ -17,6 +17,7 @@ from ..ranks.context import ContextParallel, refuse
 from .embeddings import fingerprint
 from .processes import Launch, Worker, run_ranks
 from .slides import Keys, Slide, open_slide
+from .terminal import is_out_of_memory
 
 DEFAULT_TILE_SIZE = 256.0
 SECONDS = 20 * 24 * 3600.0  # after which ranks are ended; poll takes no more than 24 days
@@ -34,6 +35,7 @@ class Options(NamedTuple):
     max_wsi_size: int
     tile_size: str | None
     heads: int
+    depth: int | None
     dtype: str
     device: str
     batch: int
@@ -65,11 +67,26 @@ class Tiles(NamedTuple):
         return Result(self.name, embedding, self.num_tiles, self.tile_size, self.fingerprint, failure)
 
 
+def check_device(device: str, num_ranks: int) -> None:
+    """A ValueError if so many processes cannot compute on a device, or if there is no such device."""
+    try:
+        kind = torch.device(device)
+        if kind.type == "cuda" and num_ranks > 1:
+            if kind.index is not None:
+                raise ValueError(f"each of {num_ranks} ranks takes a GPU of its own: pass --device cuda")
+            if torch.cuda.device_count() < num_ranks:
+                raise ValueError(f"{num_ranks} ranks take a GPU each, and there are {torch.cuda.device_count()}")
+        else:
+            torch.ones(1, device=device).cpu()
+    except (ValueError, RuntimeError, AssertionError) as error:  # the last two are torch's
+        raise ValueError(f"--device {device} cannot be used: {first_line(error)}") from error
+
+
 def embed_all(options: Options, num_ranks: int, take: Callable[[Result], None]) -> None:
     """Calls `take` with each slide's result, as they come.
 
     Raises:
-        ValueError: if the weights or the device cannot be used.
+        ValueError: if the weights cannot be used.
     """
     if num_ranks == 1:
         refusals = [_embed_here(options, None, options.device, take)]
@@ -100,8 +117,8 @@ def _embed_here(
     """Why nothing can be embedded, or None when all slides have been reported."""
     try:
         model = _load(options, parallel, device)
-    except (ValueError, RuntimeError) as error:  # torch's word for a device that is not there
-        return str(error).splitlines()[0]
+    except (ValueError, MemoryError, RuntimeError) as error:  # the last is torch's of a device
+        return first_line(error)
     for start in range(0, len(options.slides), options.batch):
         for group in _read(options, options.slides[start : start + options.batch], parallel, report):
             for result in _embed(model, options, group, device):
@@ -113,17 +130,14 @@ def _load(options: Options, parallel: ContextParallel | None, device: str) -> Lo
     model, _ = load_slide_encoder(
         options.weights,
         num_heads=options.heads,
+        depth=options.depth,
         max_wsi_size=options.max_wsi_size,
         global_pool=options.embedding == "pooled",
         padding=options.padding,
+        dtype=torch.float64 if options.dtype == "float64" else torch.float32,
         parallel=parallel,
     )
-    depth = model.encoder.config.num_layers
-    if options.layer.isdecimal() and int(options.layer) > depth:
-        raise ValueError(
-            f"--layer {options.layer}: {options.weights} has {depth} layers, whose states are 0 to {depth}"
-        )
-    return model.to(device, torch.float64 if options.dtype == "float64" else torch.float32)
+    return model.to(device)
 
 
 def _read(
@@ -180,13 +194,16 @@ def _tile_size(given: str | None, slide: Slide) -> float:
 
 
 def _embed(model: LongNetViT, options: Options, group: list[Tiles], device: str) -> Iterator[Result]:
+    failure = None
     try:
         embeddings = _forward(model, options, group, device)
-    except (ValueError, torch.OutOfMemoryError) as error:
-        if model.parallel is not None and not isinstance(error, ValueError):
-            raise  # one rank has left a call in its middle: the others cannot go on
+    except (ValueError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, ValueError) and (model.parallel is not None or not is_out_of_memory(error)):
+            raise  # of several ranks one has left a call in its middle: the others cannot go on
+        failure = first_line(error)
+    if failure is not None:  # the error is gone, and with it what the call had computed
         if len(group) == 1:
-            yield group[0].result(None, first_line(error))
+            yield group[0].result(None, failure)
             return
         for tiles in group:  # the others can be embedded still
             yield from _embed(model, options, [tiles], device)

@@ -34,13 +34,19 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
         say(f"{command}: {in_words(error)}")
         return 2
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):  # what torch says
+        if not is_out_of_memory(error):
             raise
         say(f"{command}: there is not enough memory")
         return 2
     finally:
         if is_process:
             ignore_from_now_on()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory has run out: Python's error, or a RuntimeError by what torch writes there, for CPUs and GPUs."""
+    texts = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def prepare_streams() -> None:

@@ -32,6 +32,8 @@ class CheckedLoading(nn.Module):
             ValueError: for tensors of other shapes or without floating numbers, and with strict=True for names that are
                 missing or unknown.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"state_dict must be a dict of tensors by name, got a {type(state_dict).__name__}.")
         failure = _failure(self, state_dict, strict)
         if failure:
             raise ValueError(f"the weights do not fit this {type(self).__name__}, which is unchanged: {failure}.")
@@ -83,12 +85,17 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
 
     Drops what wrappers put around names (DDP's "module.", torch.compile's "_orig_mod.", FSDP's and fairscale's), and
     `prefix`, such as "encoder." for a part of a larger model.
+
+    Raises:
+        ValueError: for a decoder with cross-attention, which the models here do not have.
     """
     own = set(model.state_dict())
     mapped: dict[str, Tensor] = {}
     left = []
     for key, x in state_dict.items():
         name = _bare(key, prefix, own)
+        if "encoder_attn" in (name or "" if prefix else key):
+            raise ValueError(f"{key} belongs to cross-attention, which is not served: the model would be another.")
         if name in own and name not in mapped and isinstance(x, Tensor):
             mapped[name] = x
         else:

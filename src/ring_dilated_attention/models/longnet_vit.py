@@ -8,11 +8,13 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..pattern import is_integer
 from ..ranks.context import ContextParallel
 from ..ranks.origin import why_foreign
 from ..ranks.reduce import SumOverRanks
@@ -38,19 +40,28 @@ PUBLISHED = {
 }
 
 
-def segment_lengths_for(max_wsi_size: int = 262_144) -> tuple[int, ...]:
+def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> tuple[int, ...]:
     """GigaPath's five segment lengths: from 2^10 to the power of two below the number of tiles of a square slide.
 
     Args:
-        max_wsi_size: the side of that slide, in pixels, of which a tile has 256. The published weights are used with
-            262,144 (the default of the original code) and with 250,000 (its fine-tuning scripts), which is another
-            function; their files do not say which.
+        max_wsi_size: the side of that slide, in pixels. The published weights are used with 262,144 (the default of the
+            original code) and with 250,000 (its fine-tuning scripts), which is another function; their files do not say
+            which.
+        tile_size: pixels of a tile's side. The published weights are used with 256.
     """
-    num_tiles = (max_wsi_size // 256) ** 2
+    for name, number in (("max_wsi_size", max_wsi_size), ("tile_size", tile_size)):
+        check_size(name, number)
+    num_tiles = int(max_wsi_size // tile_size) ** 2
     if num_tiles < 1:
-        raise ValueError(f"max_wsi_size={max_wsi_size} is less than one tile of 256 pixels.")
+        raise ValueError(f"max_wsi_size={max_wsi_size} is less than one tile of {tile_size:g} pixels.")
     last = int(math.log2(num_tiles))
     return tuple(int(2.0 ** (10 + (last - 10) * i / 4)) for i in range(5))
+
+
+def check_size(name: str, number: object) -> None:
+    """A ValueError unless it is a positive, finite number."""
+    if not isinstance(number, Real) or isinstance(number, bool) or not 0 < float(number) < math.inf:
+        raise ValueError(f"{name}={number!r} must be a number, positive and finite.")
 
 
 class PatchEmbed(nn.Module):
@@ -106,12 +117,16 @@ class LongNetViT(CheckedLoading):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        counts = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": depth, "slide_ngrids": slide_ngrids}
+        for name, count in counts.items():
+            if not is_integer(count) or count < 1:
+                raise ValueError(f"{name}={count!r} must be a whole number, at least 1.")
+        check_size("tile_size", tile_size)
+        check_size("mlp_ratio", mlp_ratio)
         if embed_dim % 4:
             raise ValueError(
                 f"embed_dim={embed_dim} is not a multiple of 4: a quarter each is sine and cosine of the two axes."
             )
-        if in_chans < 1 or slide_ngrids < 1 or not 0 < tile_size < math.inf:
-            raise ValueError(f"{in_chans=}, {slide_ngrids=} and {tile_size=} must all be positive and finite.")
         if parallel is not None and parallel.sharding != "contiguous":
             raise ValueError(
                 f"parallel has sharding={parallel.sharding!r}, which balances causal patterns; a slide encoder is not "
@@ -149,15 +164,16 @@ class LongNetViT(CheckedLoading):
         """The size of published weights, without them: "gigapath" (12 x 768) or "gigapath-flash" (12 x 384).
 
         Args:
-            max_wsi_size: as for `segment_lengths_for`.
+            max_wsi_size, tile_size: as for `segment_lengths_for`, as in the original. A tile_size that is set on the
+                model afterwards changes where tiles lie, and no segments.
         """
-        if name not in PUBLISHED:
+        if not isinstance(name, str) or name not in PUBLISHED:
             raise ValueError(f"there is no published size {name!r}; choose one of {tuple(PUBLISHED)}.")
         return cls(
             *PUBLISHED[name],
             NUM_HEADS,
             tile_size=tile_size,
-            segment_lengths=segment_lengths_for(max_wsi_size),
+            segment_lengths=segment_lengths_for(max_wsi_size, tile_size),
             dilation_rates=DILATION_RATES,
             global_pool=global_pool,
             padding=padding,

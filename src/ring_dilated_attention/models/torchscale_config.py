@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, is_integer
 
 ACTIVATIONS = ("gelu", "relu", "swish")
 PADDINGS = ("torchscale", "exact")
@@ -58,8 +58,8 @@ class TorchscaleConfig:
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
         for name in ("num_layers", "embed_dim", "num_heads", "ffn_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+            if not is_integer(getattr(self, name)) or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number, at least 1.")
         if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"embed_dim={self.embed_dim} is not a multiple of num_heads={self.num_heads} (remainder "
@@ -93,20 +93,23 @@ class TorchscaleConfig:
         cls,
         settings: Mapping[str, Any],
         *,
+        side: str | None = None,
         num_tokens: int | None = None,
         num_learned_positions: int | None = None,
         padding: str = "torchscale",
     ) -> "TorchscaleConfig":
-        """From torchscale's EncoderConfig or DecoderConfig, as the dict that `vars` makes of it.
+        """From torchscale's EncoderConfig, DecoderConfig or EncoderDecoderConfig, as the dict that `vars` makes of it.
 
         Args:
+            side: "encoder" or "decoder", which an EncoderDecoderConfig leaves open; by default the only one there is.
             num_tokens, num_learned_positions: rows of the embeddings that the model was given, which its config does
                 not know: of embed_tokens.weight and embed_positions.weight in its checkpoint. None for none.
 
         Raises:
-            ValueError: for what is not served: mixtures of experts, multiway networks, relative positions.
+            ValueError: for what is not served: mixtures of experts, multiway networks, relative positions; and for
+                settings of both sides without a word which.
         """
-        side = "decoder" if "decoder_embed_dim" in settings else "encoder"
+        side = _side(settings, side)
         for name, why in _REFUSED.items():
             if settings.get(name):
                 raise ValueError(f"torchscale's {name}={settings[name]!r} is not served: {why}.")
@@ -157,6 +160,19 @@ _REFUSED = {
     "multiway": "multiway networks have other parameters",
     "rel_pos_buckets": "torchscale's own dilated attention takes no relative positions",
 }
+
+
+def _side(settings: Mapping[str, Any], side: str | None) -> str:
+    sides = ("encoder", "decoder")
+    if side not in (None, *sides):
+        raise ValueError(f"side={side!r} is unknown; choose one of {sides}.")
+    # Not by any name: a DecoderConfig has encoder_normalize_before too.
+    there = [each for each in sides if f"{each}_layers" in settings or f"{each}_embed_dim" in settings]
+    if side is not None and side not in there:
+        raise ValueError(f"side={side!r}, but the settings have neither {side}_layers nor {side}_embed_dim.")
+    if side is None and len(there) == 2:
+        raise ValueError("the settings have encoder_layers and decoder_layers: pass side='encoder' or side='decoder'.")
+    return side or (there or sides)[0]
 
 
 def _integers(name: str, text: str) -> list[int]:

@@ -4,6 +4,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +13,22 @@ from torch import Tensor
 
 from ..ranks.context import ContextParallel
 from .checked_loading import Mapped, map_names
-from .longnet_vit import DILATION_RATES, NUM_HEADS, LongNetViT, segment_lengths_for
+from .longnet_vit import DILATION_RATES, NUM_HEADS, PUBLISHED, LongNetViT, segment_lengths_for
 
 # Under which a trainer's checkpoint keeps the model.
 _NESTS = ("model", "state_dict", "module")
+
+
+class EncoderSize(NamedTuple):
+    """Of a slide encoder, as its weights tell it."""
+
+    in_chans: int
+    embed_dim: int
+    depth: int
+    ffn_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.depth} layers x {self.embed_dim}"
 
 
 class Left(NamedTuple):
@@ -70,14 +83,43 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def slide_encoder_size(path: Path | str, weights: Mapping[str, Tensor], depth: int | None = None) -> EncoderSize:
+    """The size of the slide encoder that a file's weights belong to.
+
+    Args:
+        path: for what is said of them.
+        depth: the number of layers that the file must have. By default 12 for the widths of the published encoders, 768
+            and 384, since a file that lacks the last ones is a whole model too, and any for other widths.
+
+    Raises:
+        ValueError: if they are no slide encoder's, or those of another depth.
+    """
+    embed_dim = _size(path, weights, "cls_token", 2)
+    in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
+    ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
+    layers = [int(m[1]) for key in weights if (m := re.search(r"\bencoder\.layers\.(\d+)\.", key))]
+    size = EncoderSize(in_chans, embed_dim, 1 + max(layers), ffn_dim)
+    published = {known.embed_dim: known.depth for known in PUBLISHED.values()}
+    expected = published.get(embed_dim, size.depth) if depth is None else depth
+    if size.depth != expected:
+        who = "published encoders of this width have" if depth is None else "asked for were"
+        raise ValueError(
+            f"{path} holds {size}, and {who} {expected} layers: some are missing, or pass depth={size.depth} "
+            f"(--depth {size.depth}) if it is another model"
+        )
+    return size
+
+
 def load_slide_encoder(
     path: Path | str,
     *,
     num_heads: int = NUM_HEADS,
+    depth: int | None = None,
     max_wsi_size: int = 262_144,
     tile_size: float = 256,
     global_pool: bool = False,
     padding: str = "torchscale",
+    dtype: torch.dtype | None = None,
     parallel: ContextParallel | None = None,
     strict: bool = True,
 ) -> tuple[LongNetViT, Left]:
@@ -88,25 +130,24 @@ def load_slide_encoder(
     Args:
         path: as for `read_weights`.
         num_heads: which the weights do not tell; all published ones have 16.
-        max_wsi_size: as for `segment_lengths_for`; the weights do not tell it either.
+        depth: as for `slide_encoder_size`.
+        max_wsi_size, tile_size: as for `segment_lengths_for`; the weights do not tell them either.
+        dtype: of the model; by default float32, or that of the weights if it is wider.
         strict: refuse a file with names that are not the model's, or without some of them.
 
     Raises:
         ValueError: if the file is not that of a slide encoder.
     """
     weights = read_weights(path)
-    embed_dim = _size(path, weights, "cls_token", 2)
-    in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
-    ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
-    layers = [int(m[1]) for key in weights if (m := re.search(r"\bencoder\.layers\.(\d+)\.", key))]
+    size = slide_encoder_size(path, weights, depth)
     model = LongNetViT(
-        in_chans,
-        embed_dim,
-        1 + max(layers),
+        size.in_chans,
+        size.embed_dim,
+        size.depth,
         num_heads,
-        mlp_ratio=ffn_dim / embed_dim,
+        mlp_ratio=size.ffn_dim / size.embed_dim,
         tile_size=tile_size,
-        segment_lengths=segment_lengths_for(max_wsi_size),
+        segment_lengths=segment_lengths_for(max_wsi_size, tile_size),
         dilation_rates=DILATION_RATES,
         global_pool=global_pool,
         padding=padding,
@@ -116,6 +157,8 @@ def load_slide_encoder(
     if strict and mapped.left:
         listed = ", ".join(mapped.left[:5])
         raise ValueError(f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}")
+    dtypes = [x.dtype for x in mapped.state_dict.values() if x.is_floating_point()]
+    model.to(dtype or reduce(torch.promote_types, dtypes, torch.float32))  # before: loading rounds to the model's
     try:
         loaded = model.load_state_dict(mapped.state_dict, strict=strict)
     except ValueError as error:

@@ -1,0 +1,125 @@
+"""Weights of slide encoders from files: what fits, what is refused, and that nothing is changed on the way."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchscale_cases import SLIDES, Slide, fill
+
+from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
+
+POOLED = SLIDES["aligned, pooled"]
+
+
+def save(weights, path):
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file(weights, path)
+    else:
+        torch.save({"model": weights}, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_load_slide_encoder(tmp_path, suffix):
+    """The size is that of the weights; their dtype is float32, as the model's."""
+    model = LongNetViT(
+        5, 32, 2, 16, slide_ngrids=20, segment_lengths=segment_lengths_for(), dilation_rates=(1, 2, 4, 8, 16)
+    )
+    weights = fill(model).state_dict()
+    loaded, left = load_slide_encoder(save(weights, tmp_path / f"weights.{suffix}"))
+    assert left == ([], [])
+    assert not loaded.training
+    x, coords = POOLED.inputs()
+    torch.testing.assert_close(loaded(x, coords), model(x, coords), rtol=1e-6, atol=1e-6)
+    more = {**{f"module.{name}": x for name, x in weights.items()}, "mask_token": torch.ones(1)}
+    path = save(more, tmp_path / f"more.{suffix}")
+    with pytest.raises(ValueError, match="1 tensors that a LongNetViT has no place for: mask_token"):
+        load_slide_encoder(path)
+    del more["module.norm.bias"]
+    path = save(more, tmp_path / f"fewer.{suffix}")
+    assert load_slide_encoder(path, strict=False)[1] == (["norm.bias"], ["mask_token"])
+
+
+def test_weights_that_are_refused(tmp_path):
+    whole = fill(Slide(2048, 5, True).model()).state_dict()
+    weights = dict(whole)
+    del weights["encoder.layers.1.ffn.fc1.weight"]
+    with pytest.raises(ValueError, match=r"few\.pth: the weights do not fit .* missing encoder.layers.1.ffn.fc1"):
+        load_slide_encoder(save(weights, tmp_path / "few.pth"))
+    with pytest.raises(ValueError, match="not hold a slide encoder's weights: of cls_token there is no such tensor"):
+        load_slide_encoder(save({"a": torch.ones(2)}, tmp_path / "other.pth"))
+    torch.save(nn.Linear(2, 2), tmp_path / "module.pth")
+    with pytest.raises(ValueError, match=r"module\.pth cannot be read with weights_only=True, and is not"):
+        load_slide_encoder(tmp_path / "module.pth")
+    path = save(whole | {"cls_token": torch.ones(1, 1, 0)}, tmp_path / "narrow.pth")
+    with pytest.raises(ValueError, match=r"of cls_token there is shape \(1, 1, 0\)"):
+        load_slide_encoder(path)
+    path = save(whole, tmp_path / "bit.pth")
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.find(whole["norm.weight"].numpy().tobytes())] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"bit\.pth cannot be read as weights: it is damaged: the checksum of"):
+        load_slide_encoder(path)
+    torch.save([1, 2], tmp_path / "list.pth")
+    with pytest.raises(ValueError, match=r"list\.pth holds no tensors by name, but a list"):
+        load_slide_encoder(tmp_path / "list.pth")
+    for name in ("damaged.pth", "damaged.safetensors"):
+        (tmp_path / name).write_bytes(b"weights")
+        with pytest.raises(ValueError, match=f"{name} cannot be read"):
+            load_slide_encoder(tmp_path / name)
+    with pytest.raises(ValueError, match=r"none\.pth cannot be read as weights: .*No such file"):
+        load_slide_encoder(tmp_path / "none.pth")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.to_sparse, torch.Tensor.bool, torch.Tensor.char, torch.Tensor.cfloat, lambda x: x.to("meta")],
+    ids=["sparse", "bool", "int8", "complex", "meta"],
+)
+def test_weights_that_would_become_other_numbers(change):
+    """torch casts them without a word, or fails when it has loaded the tensors before them."""
+    model = Slide(2048, 5, True).model().float()
+    before = copy.deepcopy(model.state_dict())
+    weights = {name: x + 1 for name, x in before.items()}
+    weights["norm.weight"] = change(weights["norm.weight"])
+    with pytest.raises(ValueError, match=r"is unchanged: norm\.weight has torch\.\S+ and .* expected floating numbers"):
+        model.load_state_dict(weights, strict=False)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("width", [768, 384])
+def test_weights_that_lack_their_last_layers(width, tmp_path):
+    """They load strictly as a shallower model, so that a published width asks for the published depth."""
+    with torch.device("meta"):
+        whole = LongNetViT(5, width, 2, 16, segment_lengths=(8,), dilation_rates=(1,), mlp_ratio=0.25).state_dict()
+    path = save({name: torch.zeros(x.shape) for name, x in whole.items()}, tmp_path / "short.pth")
+    with pytest.raises(ValueError, match=rf"short\.pth holds 2 layers x {width}, and published .* have 12 layers"):
+        load_slide_encoder(path)
+    assert len(load_slide_encoder(path, depth=2)[0].encoder.layers) == 2
+    with pytest.raises(ValueError, match="and asked for were 3 layers: some are missing, or pass depth=2"):
+        load_slide_encoder(path, depth=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_are_not_rounded(dtype, tmp_path):
+    """The model is of the weights' dtype where that is wider than float32; another when told."""
+    weights = {name: x.to(dtype) for name, x in Slide(2048, 5, True).model().state_dict().items()}
+    path = save(weights, tmp_path / "weights.pth")
+    loaded, _ = load_slide_encoder(path)
+    assert loaded.cls_token.dtype == torch.promote_types(dtype, torch.float32)
+    assert all(torch.equal(x, weights[name].to(x.dtype)) for name, x in loaded.state_dict().items())
+    assert load_slide_encoder(path, dtype=torch.float16)[0].cls_token.dtype == torch.float16
+
+
+def test_segment_lengths_are_those_of_the_tile_size(tmp_path):
+    path = save(Slide(2048, 5, True).model().state_dict(), tmp_path / "weights.pth")
+    model, _ = load_slide_encoder(path, tile_size=512)
+    assert (model.tile_size, model.encoder.pattern.segment_lengths) == (512, segment_lengths_for(tile_size=512))
+
+
+def test_what_is_no_state_dict():
+    with pytest.raises(ValueError, match="state_dict must be a dict of tensors by name, got a list"):
+        Slide(2048, 5, True).model().load_state_dict([1])
