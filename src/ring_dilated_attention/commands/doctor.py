@@ -11,12 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ..plan.clock import time_text
 from ..training.files import check_mine, write_whole
 from ..training.options import in_short
 from .hardware import MAKER, Machine, as_toml, is_saved
 from .interrupts import leaving_at_once
 from .limits import check_at_least, check_memory
-from .numbers import amount, count, scaled, size_text, time_text
+from .numbers import amount, count, scaled, size_text
 from .output import aligned, check_writable
 
 LEAST_FREE = 10**9

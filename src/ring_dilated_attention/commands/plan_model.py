@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..kernels.traits import TRAITS
 from ..pattern import DilatedPattern
+from ..plan.clock import time_text
 from ..plan.model import (
     ACTIVATIONS,
     Mesh,
@@ -20,7 +21,7 @@ from ..plan.model import (
 )
 from ..training.checkpoint import find_checkpoint, read_state
 from .hardware import ITEMSIZE, Machine, described
-from .numbers import amount, count, scaled, size_text, time_text
+from .numbers import amount, count, scaled, size_text
 from .output import aligned
 
 # What a config.json calls each field: Llama's and its kin's word, GPT-2's, ours.
