@@ -62,6 +62,8 @@ def one(rank, **more):
     [
         ({"versions": {"torch": "2.12.0"}}, "torch differs: 2.13.0 on ranks 0, 1, 2; 2.12.0 on ranks 3"),
         ({"matter": {"GLOO_SOCKET_IFNAME": "ib0"}}, "GLOO_SOCKET_IFNAME=ib0 is no interface of host h3: eth0, lo"),
+        ({"matter": {"NCCL_ALGO": "Tree"}}, "NCCL_ALGO differs: not set on ranks 0, 1, 2; Tree on ranks 3"),
+        ({"harmful": {"NCCL_SHM_DISABLE": "unset it"}}, "NCCL_SHM_DISABLE is set: unset it (ranks 3)"),
         ({"folder": {"path": "/x", "free_bytes": 10}}, "/x has 10.0 B left"),
         ({"folder": {"path": "/x", "failure": "read-only"}}, "nothing can be written to /x: read-only"),
         ({"clock": 9.0}, "clocks are 9.0 s apart"),
@@ -87,6 +89,23 @@ def test_the_table_has_clock_and_compute_capability_of_each_rank():
         assert words in text
     assert "dtype: float32: Pascal" in text
     assert "dtype: bfloat16: " in text
+
+
+def test_what_differs_between_ranks_is_listed_with_them():
+    """Catches what rank 0 has in the name of all."""
+    rates = dict.fromkeys(("flops_per_second", "backward_flops_per_second", "call_seconds", "around_seconds"), 1.0)
+    links = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
+    alike = {"gpu": None, "rates": rates, "memory_bytes": 1, "threads": 1, "links": links}
+    alike["matter"] = {"NCCL_DEBUG": "WARN"}
+    other = {"matter": {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "2"}, "backends": {"cpu": "no AVX"}}
+    lines = doctor.text([one(0, **alike), one(1, **alike | other), one(2, **alike, interfaces=["ib0"])]).splitlines()
+    for line in (
+        "backend cpu: can serve on ranks 0, 2; no AVX on ranks 1",
+        "interfaces: eth0, lo on ranks 0, 1; ib0 on ranks 2",
+        "NCCL_DEBUG: WARN",
+        "OMP_NUM_THREADS: not set on ranks 0, 2; 2 on ranks 1",
+    ):
+        assert line in lines
 
 
 def test_ranks_of_a_host_share_its_memory():
@@ -140,13 +159,34 @@ def test_a_rank_that_does_not_join_is_named():
     assert "2 of 3 ranks did not join within 2 s: 1, 2" in ended.stderr
 
 
+def test_without_rank_0_one_sentence_is_said():
+    """Catches torch's log, whose frames of C++ hide it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "doctor", "--timeout", "1"]
+    ended = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    said = f"rda doctor: not ready: rank 1: rank 0 could not be met at 127.0.0.1:{port} within 1 s\n"
+    assert ended.stderr == said
+
+
+PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
         (["--ranks", "0"], {}, "--ranks must be at least 1"),
         (["--timeout", "0"], {}, "--timeout must be from 0"),
         ([], {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "need MASTER_ADDR and MASTER_PORT to meet"),
-        (["--ranks", "2"], {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "leave --ranks"),
+        (["--ranks", "2"], PLACE, "leave --ranks"),
+        ([], PLACE | {"MASTER_PORT": "22222222"}, "MASTER_PORT must be a number from 1 to 65,535, got '22222222'"),
+        ([], PLACE | {"MASTER_PORT": "http"}, "MASTER_PORT must be a number from 1 to 65,535, got 'http'"),
+        ([], PLACE | {"RANK": "2"}, "RANK must be a number from 0 to 1, got '2'"),
+        ([], PLACE | {"RANK": "-1"}, "RANK must be a number from 0 to 1, got '-1'"),
+        ([], PLACE | {"WORLD_SIZE": "two"}, "WORLD_SIZE must be a number from 1 to 1,000,000, got 'two'"),
     ],
 )
 def test_bad_requests_are_refused(arguments, environment, message, monkeypatch, capsys):

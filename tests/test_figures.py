@@ -63,7 +63,7 @@ def test_a_segment_keeps_a_row_for_every_phase():
 
 
 def test_one_rank_has_no_ring(tmp_path):
-    paths = figures.draw(tmp_path, DilatedPattern((8,), (1,)), make_shards("contiguous", (8,)), 1)
+    paths = figures.draw(tmp_path, DilatedPattern((8,), (1,)), make_shards("contiguous", (8,)), (1, 1))
     assert [path.name for path in paths] == ["pattern.png"]
 
 
@@ -106,7 +106,7 @@ def test_the_ring_of_a_long_sequence_is_the_plans(tmp_path, monkeypatch):
     labels = []
     monkeypatch.setattr(figures, "_label", lambda axes, y, text: labels.append(text))
     pattern = DilatedPattern((2048, 65536, 2**20), (1, 16, 256))
-    figures.draw(tmp_path, pattern, make_shards("contiguous", (2**17,) * 8), 12)
+    figures.draw(tmp_path, pattern, make_shards("contiguous", (2**17,) * 8), (12, 12))
     assert labels[:4] == [
         "1,048,576 positions",
         "segments of 2,048, rate 1: stay",

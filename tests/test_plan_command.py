@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from ring_dilated_attention.commands import cli, limits, plan, plan_large
+from ring_dilated_attention.commands import cli, figures, limits, plan, plan_large
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.clock import Hardware, RankTime, model_step
 from ring_dilated_attention.plan.memory import Sizes
@@ -56,6 +56,27 @@ def test_many_ranks_are_shown_by_their_extremes(capsys):
 def test_pictures_are_made(tmp_path, capsys):
     assert cli.main(["plan", *DENSE, "--ranks", "2", "--picture", str(tmp_path / "new")]) == 0
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"pattern.png", "ring.png"}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "said", "note", "why"),
+    [
+        ("all_to_all", "branch 0 (w=4096, r=1) is computed by heads", "computed by heads", "heads are dealt"),
+        ("all_gather", "branch 0 (w=4096, r=1) travels", "travels: up to 2 ranks share a segment", "in one round"),
+    ],
+)
+def test_no_ring_is_drawn_where_there_is_none(exchange, said, note, why, tmp_path, capsys, monkeypatch):
+    """Picture and text are of one plan."""
+    drawn = []
+    monkeypatch.setattr(figures, "draw_panel", lambda axes, panel, *others, **more: drawn.append(panel.notes[-1]))
+    argv = ["plan", *DENSE, "--ranks", "2", "--exchange", exchange, "--picture", str(tmp_path)]
+    assert cli.main(argv) == 0
+    out, error = capsys.readouterr()
+    assert [path.name for path in tmp_path.iterdir()] == ["pattern.png"]
+    assert said in out
+    assert drawn == [note]
+    assert "no ring.png: " in error
+    assert why in error
 
 
 @pytest.mark.parametrize(

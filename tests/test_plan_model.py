@@ -15,7 +15,7 @@ from ring_dilated_attention.models.config import LongNetConfig
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import model as planned
-from ring_dilated_attention.plan.alternatives import Job, advice_on, alternatives, recommended
+from ring_dilated_attention.plan.alternatives import Alternative, Job, advice_on, alternatives, recommended
 from ring_dilated_attention.plan.clock import Hardware
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape, model_memory
@@ -362,7 +362,44 @@ def test_a_branch_that_can_be_no_sparser_gets_other_advice():
     pattern = DilatedPattern((512, 8192), (1, 4096), is_causal=True)
     job, slow = Job(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e4, 1e-5)
     ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "ring")
-    assert str(advice_on(job, ring, slow)).endswith("fewer ranks, or a faster link, would help")
+    assert str(advice_on(job, ring, slow)).endswith(
+        "fewer ranks, or a link that is faster or has less latency, would help"
+    )
+
+
+def test_no_rate_helps_where_latency_binds(capsys):
+    """Catches "2.5e+03 ms instead of 2.51e+03 ms" as advice."""
+    argv = [
+        "plan",
+        "--seq-len",
+        "1Mi",
+        "--ranks",
+        "4",
+        "--segment-lengths",
+        "2Ki",
+        "1Mi",
+        "--dilation-rates",
+        "1",
+        "16",
+    ]
+    argv += ["--exchange", "ring", "--flops", "1T", "--bandwidth"]
+    assert cli.main([*argv, "1G", "--latency", "20"]) == 0
+    out = capsys.readouterr().out
+    assert "e+0" not in out
+    [said] = [line for line in out.splitlines() if line.startswith("bound by communication")]
+    assert said.endswith(
+        "a higher rate would gain less than 5%; fewer ranks, or a link that is faster or has less latency, would help"
+    )
+    assert cli.main([*argv, "1M"]) == 0
+    [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bound by communication")]
+    assert re.search(r"at rate 64 instead of 16 a step would take [\d.,]+ min instead of [\d.,]+ min", said)
+
+
+def test_the_reason_counts_other_ways():
+    ways = [Alternative("dilated", "ring", "zigzag", 1, sent_bytes=i, step_seconds=1.0) for i in range(3)]
+    assert recommended(ways[:1], None)[1] == "the fastest"
+    assert recommended(ways[:2], None)[1] == "as fast as another way, and of the two it sends and holds least"
+    assert recommended(ways, None)[1] == "as fast as 2 other ways, and of these it sends and holds least"
 
 
 def test_dealing_heads_is_said_to_be_bound_too():

@@ -6,7 +6,8 @@ import pytest
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.suggest import cache_rows, reach, suggestions, unread_phases
+from ring_dilated_attention.plan.reach import reach
+from ring_dilated_attention.plan.suggest import cache_rows, suggestions, unread_phases
 from ring_dilated_attention.plan.totals import pairs
 from ring_dilated_attention.reference import multiplicity
 
@@ -38,23 +39,97 @@ def test_a_large_budget_is_dense_attention():
     [
         DilatedPattern((8, 64), (1, 8), is_causal=True),
         DilatedPattern((8, 64), (1, 4)),
-        DilatedPattern((5, 21, 70), (1, 2, 9), is_causal=True, phase="blocked"),
+        DilatedPattern((4, 16, 128), (1, 2, 8), is_causal=True, phase="blocked"),
+        DilatedPattern((4, 16, 130), (1, 2, 8), phase="blocked"),
         DilatedPattern((8, 64), (2, 8), is_causal=True, heads="split"),
+        DilatedPattern((2, 4, 8, 16, 32, 128), (1, 2, 4, 8, 16, 32), is_causal=True),
+        DilatedPattern((8, 64, 4), (1, 64, 16)),
+        DilatedPattern.dense(),
     ],
 )
-def test_reach_is_powers_of_the_definition(pattern):
+@pytest.mark.parametrize("n", [1, 2, 67, 128])
+def test_reach_is_powers_of_the_definition(pattern, n):
     """Position by position, over all heads: what a query sees, then what those see."""
-    n, heads, layers = 67, 3, 4
+    heads, layers = 3, 4
     sees = multiplicity(pattern, n, heads).sum(0) > 0
     expected = []
     heard = sees.new_zeros(n, n)
     heard.fill_diagonal_(True)
-    queries = sorted({n - 1, *(n - 1 - (i * n) // 8 - 3 * i for i in range(1, 4))})
+    queries = [query for query in (n - 1 - (i * n) // 8 - 3 * i for i in range(4)) if query >= 0]
     for _ in range(layers):
         heard = (heard.long() @ sees.long() > 0) | heard
         allowed = [q + 1 if pattern.is_causal else n for q in queries]
         expected.append(min(heard[q].sum().item() / may for q, may in zip(queries, allowed, strict=True)))
     assert reach(pattern, n, heads, layers).shares == pytest.approx(expected)
+
+
+def followed(pattern, n, heads, layers, query):
+    """What a query has heard of by layer, of a causal pattern: a byte for each position, row by row of every phase."""
+    heard, shares = bytearray(n), []
+    heard[query] = 1
+    for _ in range(layers):
+        before = bytes(heard)
+        for w, r in pattern.branches:
+            for start in range(0, n, w):
+                for phase in range(min(heads, r)):
+                    rows = slice(start + phase, min(start + w, n), r)
+                    seen = before[rows].rfind(1) + 1
+                    heard[rows] = b"\1" * seen + heard[rows][seen:]
+        shares.append(heard.count(1) / (query + 1))
+    return shares
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rates", "n"),
+    [
+        ((2**10, 2**13, 2**16), (1, 8, 64), 2**16),
+        ((2**14, 2**17, 2**20), (1, 8, 64), 2**20),
+        ((64, 256, 1024, 4096, 100_003), (1, 4, 16, 64, 256), 100_003),
+    ],
+)
+def test_reach_of_longer_sequences(lengths, rates, n):
+    pattern, layers = DilatedPattern(lengths, rates, is_causal=True), 6
+    each = [followed(pattern, n, 4, layers, n - 1 - i * n // 8 - 3 * i) for i in range(4)]
+    assert reach(pattern, n, 4, layers).shares == tuple(map(min, zip(*each, strict=True)))
+
+
+def test_reach_grows_with_the_job():
+    """Lengths 2^20 times longer: the shares are those of the shorter one but for ends of segments, which are shorter.
+    Catches a long sequence of which a part is followed."""
+    short, long = (
+        reach(DilatedPattern([k * w for w in (2**16, 2**19, 2**22)], (1, 8, 64), is_causal=True), k * 2**22, 4, 4)
+        for k in (1, 2**20)
+    )
+    assert short.shares == pytest.approx((0.0156, 0.125, 0.9995, 0.9998), abs=1e-4)
+    assert long.shares == pytest.approx(short.shares, abs=1e-3)
+
+
+def test_a_billion_positions_need_more_than_one_layer(capsys):
+    """All four patterns are dense at first, over more positions than can be followed one by one."""
+    argv = ["suggest", "--seq-len", "1000000007", "--heads", "4", "--speedup", "100", "--layers", "4", "--json"]
+    assert cli.main(argv) == 0
+    found = json.loads(capsys.readouterr().out)["suggestions"]
+    assert len(found) == 4
+    for row in found:
+        assert row["reach_by_layer"][0] < 0.01  # a layer's keys are a hundredth of all
+        assert row["layers_for_most"] == 3
+        assert row["layers_for_all"] is None
+
+
+def test_a_little_is_not_rounded_away(capsys):
+    """Catches 100 % where it is not all, 1e+02 %, and layers as a remedy where they add nothing."""
+    argv = ["suggest", "--seq-len", "1Ti", "--heads", "4", "--speedup", "1e6", "--layers", "8"]
+    assert cli.main(argv) == 0
+    [*_, two] = capsys.readouterr().out.partition(" two branches: ")
+    assert "over 99 % of all distances are out of reach of 8 layers: more of them add nothing" in two
+    assert "over 99.9% of all positions" in two
+    assert "100.0%" not in two
+    assert "e+0" not in two
+
+
+def test_what_cannot_be_followed_is_said():
+    with pytest.raises(ValueError, match="only powers of two can be followed, got w=64, r=3"):
+        reach(DilatedPattern((64,), (3,)), 64, 4, 2)
 
 
 def test_unread_phases_and_cache_by_hand():

@@ -6,21 +6,28 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ..plan.clock import time_text
 from ..training.files import check_mine, write_whole
+from ..training.options import in_short
 from .hardware import MAKER, Machine, as_toml, is_saved
 from .interrupts import leaving_at_once
 from .limits import check_at_least, check_memory
-from .numbers import amount, count, scaled, size_text, time_text
+from .numbers import amount, count, scaled, size_text
 from .output import aligned, check_writable
 
 LEAST_FREE = 10**9
 BYTES_OF_A_RANK = 10**8  # at least
 SLOW_PAIR = 0.5  # of the median pair's bandwidth
 MOST_SECONDS_APART = 1.0
+MOST_NAMED = 8  # ranks, of those that a line names
+UNSET = "not set"
+SAME_EVERYWHERE = ("NCCL_ALGO",)
+MOST_STARTED = 10**6  # ranks, of which each tells the others all about itself
 EXAMPLES = """examples:
   rda doctor                                    this machine, one process
   rda doctor --ranks 2 --save here.toml         two ranks of this machine; rda plan --hardware here.toml reads it
@@ -96,18 +103,28 @@ def started() -> tuple[int, int] | None:
     """(rank, number of ranks) as torchrun or Slurm says; None where neither started this process.
 
     Raises:
-        ValueError: under Slurm without a place to meet.
+        ValueError: without a place to meet, and for numbers that are none.
     """
     for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in os.environ and size in os.environ and int(os.environ[size]) > 1:
+        if rank in os.environ and size in os.environ and (num_ranks := _number_in(size, 1)) > 1:
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
             if missing:
                 raise ValueError(
                     f"{size}={os.environ[size]} ranks need {' and '.join(missing)} to meet: export "
                     "MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500"
                 )
-            return int(os.environ[rank]), int(os.environ[size])
+            _number_in("MASTER_PORT", 1, 65_535)
+            return _number_in(rank, 0, num_ranks - 1), num_ranks
     return None
+
+
+def _number_in(name: str, least: int, most: int = MOST_STARTED) -> int:
+    """A number of the environment, which a launcher sets and somebody may have set by hand."""
+    text = os.environ[name]
+    is_number = text.isascii() and text.isdigit() and len(text) <= 20
+    if not (is_number and least <= int(text) <= most):
+        raise ValueError(f"{name} must be a number from {least:,} to {most:,}, got {in_short(text)!r}: mend it")
+    return int(text)
 
 
 def join(rank: int, num_ranks: int, seconds: float) -> None:
@@ -116,6 +133,8 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
     Raises:
         RuntimeError: if some do not come in time.
     """
+    # Before torch is there: its log would say in forty lines of C++ frames what is raised below in one.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     import torch
     import torch.distributed as dist
 
@@ -134,9 +153,8 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
         missing = [k for k in missing if not store.check([f"rank {k}"])]
         time.sleep(0.05 if missing else 0)
     if missing:
-        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         time.sleep(min(1.0, seconds / 10) if is_host else 0)  # so that the others can say the same
-        raise RuntimeError(f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names}")
+        raise RuntimeError(f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names(missing)}")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -188,13 +206,14 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
             "here; rda check says which backend"
         )
     for name in first["versions"]:
-        values: dict[str, list[int]] = {}
-        for one in everyone:
-            values.setdefault(one["versions"][name], []).append(one["rank"])
-        if len(values) > 1:
-            listed = "; ".join(f"{value} on ranks {', '.join(map(str, ranks[:4]))}" for value, ranks in values.items())
-            found.append(f"{name} differs: {listed}. Install the same everywhere")
+        versions = by_value((one["rank"], one["versions"][name]) for one in everyone)
+        if len(versions) > 1:
+            found.append(f"{name} differs: {listed(versions)}. Install the same everywhere")
     found += _told_by_all(everyone)
+    for name in SAME_EVERYWHERE:
+        values = by_value((one["rank"], one["matter"].get(name, UNSET)) for one in everyone)
+        if len(values) > 1:
+            found.append(f"{name} differs: {listed(values)}. Ranks that do not choose alike may hang: unset it")
     pairs = pairs_of(everyone)
     if len(pairs) > 2 and pairs[0][2] < SLOW_PAIR * pairs[len(pairs) // 2][2]:
         a, b, rate = pairs[0]
@@ -209,7 +228,7 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
 
 
 def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
-    found: dict[str, list[int]] = {}
+    found = []
     for one in everyone:
         said = [f"{name} is set: {why}" for name, why in one["harmful"].items()]
         folder = one["folder"]
@@ -223,13 +242,30 @@ def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
             value = one["matter"].get(name, "").lstrip("^=").split(",")[0]
             if value and not any(known.startswith(value) for known in one["interfaces"]):
                 said.append(f"{name}={value} is no interface of host {one['host']}: {', '.join(one['interfaces'])}")
-        for text in said:
-            found.setdefault(text, []).append(one["rank"])
-    everywhere = len(everyone)
+        found += [(one["rank"], text) for text in said]
     return [
-        text + ("" if len(ranks) == everywhere else f" (ranks {', '.join(map(str, ranks))})")
-        for text, ranks in found.items()
+        text + ("" if len(ranks) == len(everyone) else f" (ranks {names(ranks)})")
+        for text, ranks in by_value(found).items()
     ]
+
+
+def by_value(said: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """The ranks that say each thing."""
+    found: dict[str, list[int]] = {}
+    for rank, value in said:
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")
+
+
+def listed(values: dict[str, list[int]]) -> str:
+    """What all ranks say, or else who says what."""
+    if len(values) == 1:
+        return next(iter(values))
+    return "; ".join(f"{value} on ranks {names(ranks)}" for value, ranks in values.items())
 
 
 def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int:
@@ -284,9 +320,13 @@ def text(everyone: list[dict[str, Any]]) -> str:
         rows.append((*place, *speeds, clock, free, written))
     lines.append(aligned(headers, rows))
     lines += [f"dtype: {advice}" for advice in dict.fromkeys(dtype_advice(one["gpu"]) for one in everyone)]
-    lines += [f"backend {name}: {reason or 'can serve'}" for name, reason in first["backends"].items()]
-    lines.append(f"interfaces: {', '.join(first['interfaces'])}")
-    lines += [f"{name}={value}" for name, value in first["matter"].items()]
+    lines += [
+        f"backend {name}: {listed(by_value((one['rank'], one['backends'][name] or 'can serve') for one in everyone))}"
+        for name in first["backends"]
+    ]
+    lines.append(f"interfaces: {listed(by_value((one['rank'], ', '.join(one['interfaces'])) for one in everyone))}")
+    for name in dict.fromkeys(name for one in everyone for name in one["matter"]):
+        lines.append(f"{name}: {listed(by_value((one['rank'], one['matter'].get(name, UNSET)) for one in everyone))}")
     found = first["agreement"]
     lines.append(
         f"against the definition: worst error {found['error']:.1e} ({found['quantity']}), allowed "

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..pattern import DilatedPattern
+from ..plan.exchange import plan_exchange
 from ..plan.plan import Hop, Message, Plan
 from ..plan.planner import make_plan
 from ..plan.sharding import Shard, make_shards, shard_length
 from ..plan.sharing import BranchShare, branch_shares
 from ..training.files import MADE_BY, check_mine, folder_made, is_our_picture, write_whole
-from .sketch import draw_panel, panels
+from .sketch import Panel, draw_panel, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,23 +37,41 @@ DPI = 160
 PICTURES = PATTERN_PICTURE, RING_PICTURE = ("pattern.png", "ring.png")
 
 
-def draw(folder: Path, pattern: DilatedPattern, shards: tuple[Shard, ...], num_heads: int) -> list[Path]:
-    """pattern.png and, for two to eight ranks, ring.png."""
-    plans = [make_plan(pattern, shards, rank, num_heads, num_heads) for rank in range(len(shards))]
-    shares = branch_shares(pattern, shards, plans, num_heads, num_heads)
+def draw(
+    folder: Path, pattern: DilatedPattern, shards: tuple[Shard, ...], heads: tuple[int, int], exchange: str = "ring"
+) -> list[Path]:
+    """pattern.png and, unless `why_no_ring`, ring.png.
+
+    Args:
+        heads: query heads, key/value heads.
+        exchange: by which chunks travel.
+    """
+    plans = [plan_exchange(exchange, pattern, shards, rank, *heads).plan for rank in range(len(shards))]
+    shares = branch_shares(pattern, shards, plans, *heads)
     seq_len = sum(map(shard_length, shards))
     if seq_len <= MOST_POSITIONS:
-        pictures = {PATTERN_PICTURE: draw_pattern(pattern, seq_len, num_heads)}
+        pictures = {PATTERN_PICTURE: draw_pattern(pattern, seq_len, heads[0])}
     else:
-        pictures = {PATTERN_PICTURE: draw_sketch(pattern, shards, shares)}
-    if 1 < len(shards) <= MOST_RANKS:
+        found = panels(pattern, shards, shares, is_dealt=exchange == "all_to_all")
+        pictures = {PATTERN_PICTURE: draw_sketch(found, is_causal=pattern.is_causal)}
+    if why_no_ring(len(shards), exchange) is None:
         pictures[RING_PICTURE] = draw_ring(pattern, shards, plans, shares)
     return _save(folder, pictures)
 
 
-def draw_sketch(pattern: DilatedPattern, shards: Sequence[Shard], shares: Sequence[BranchShare]) -> "Figure":
+def why_no_ring(num_ranks: int, exchange: str) -> str | None:
+    """Why there is no picture of a ring; None where there is one."""
+    if num_ranks == 1:
+        return "one rank sends nothing"
+    if exchange == "all_to_all":
+        return "heads are dealt, and chunks go round no ring"
+    if exchange == "all_gather":
+        return "all chunks go straight to where they are needed, in one round"
+    return None if num_ranks <= MOST_RANKS else f"it shows {MOST_RANKS} ranks at most, and there are {num_ranks:,}"
+
+
+def draw_sketch(found: Sequence[Panel], *, is_causal: bool) -> "Figure":
     """One panel per branch, each at a scale of its own."""
-    found = panels(pattern, shards, shares)
     columns = min(len(found), MOST_COLUMNS)
     rows = -(-len(found) // columns)
     figure = _figure(2.7 * columns + 0.5, 3.3 * rows + 0.7)
@@ -60,10 +79,10 @@ def draw_sketch(pattern: DilatedPattern, shards: Sequence[Shard], shares: Sequen
     for axes in every[len(found) :]:
         axes.axis("off")
     for i, (axes, panel) in enumerate(zip(every, found, strict=False)):
-        draw_panel(axes, panel, BRANCH_COLOURS[i % len(BRANCH_COLOURS)], is_causal=pattern.is_causal)
+        draw_panel(axes, panel, BRANCH_COLOURS[i % len(BRANCH_COLOURS)], is_causal=is_causal)
     every[0].set_ylabel("query", fontsize=8)
     borders = "; dotted: borders of shards" if any(panel.borders for panel in found) else ""
-    causal = ", causal" if pattern.is_causal else ""
+    causal = ", causal" if is_causal else ""
     title = f"A sketch: where a head's keys lie{causal}. Each branch at its own scale; paler: sparser{borders}"
     figure.suptitle(title, fontsize=10 if columns > 2 else 7)
     return figure

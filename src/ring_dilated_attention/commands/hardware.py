@@ -15,8 +15,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..plan.clock import Hardware
-from .numbers import amount, scaled, time_text
+from ..plan.clock import Hardware, time_text
+from .numbers import amount, scaled
 
 
 class Machine(NamedTuple):

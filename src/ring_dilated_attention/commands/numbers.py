@@ -1,4 +1,4 @@
-"""Numbers as people write and read them: 1M and 64Ki on a command line; bytes, rates and times in an answer."""
+"""Numbers as people write and read them: 1M and 64Ki on a command line; bytes and rates in an answer."""
 
 import argparse
 import math
@@ -67,12 +67,3 @@ def scaled(value: float, unit: str, *, digits: int = 3) -> str:
 
 def size_text(num_bytes: float) -> str:
     return scaled(num_bytes, "B")
-
-
-def time_text(seconds: float) -> str:
-    """From nanoseconds to years, three digits of them."""
-    steps = ((365.25 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
-    for size, unit in steps:
-        if seconds >= size:
-            return f"{seconds / size:,.3g} {unit}" if seconds / size < 1e3 else f"{seconds / size:,.0f} {unit}"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"

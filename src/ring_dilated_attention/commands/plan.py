@@ -17,8 +17,7 @@ from ..plan.memory import AttentionMemory, Sizes, attention_memory
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
 from ..plan.sharing import branch_shares
 from . import plan_alternatives, plan_model
-from .figures import MOST_RANKS as MOST_DRAWN
-from .figures import draw
+from .figures import draw, why_no_ring
 from .hardware import ITEMSIZE, Machine, described, machine_for
 from .hardware import add_options as add_hardware_options
 from .limits import check_ranks_fit
@@ -172,13 +171,14 @@ def run(arguments: argparse.Namespace) -> int:
             print(sharding_lines(compared))
     if arguments.picture is not None:
         try:
-            pictures = draw(arguments.picture, pattern, shards, arguments.heads)
+            heads = heads_and_documents(arguments)[:2]
+            pictures = draw(arguments.picture, pattern, shards, heads, exchange.exchange)
         except ValueError as error:  # somebody put something there meanwhile
             print(error, file=sys.stderr)
             return 2
         print(*pictures, sep="\n", file=sys.stderr)
-        if arguments.ranks > MOST_DRAWN:
-            print(f"no ring.png: it shows {MOST_DRAWN} ranks at most, and there are {arguments.ranks}", file=sys.stderr)
+        if (why := why_no_ring(arguments.ranks, exchange.exchange)) is not None:
+            print(f"no ring.png: {why}", file=sys.stderr)
     return 0
 
 

@@ -6,12 +6,11 @@ from typing import Any
 
 from ..pattern import DilatedPattern
 from ..plan.alternatives import Job, advice_on, alternatives, recommended
-from ..plan.clock import Hardware
+from ..plan.clock import Hardware, time_text
 from ..plan.memory import Traits
 from ..plan.planner import make_plan
 from ..plan.sharding import default_lengths, make_shards
 from .hardware import described
-from .numbers import time_text
 from .output import aligned
 
 # Each is planned and timed on every rank.

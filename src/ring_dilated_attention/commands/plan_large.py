@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..kernels.traits import TRAITS
 from ..pattern import DilatedPattern
 from ..plan.advice import Waiting, advice
-from ..plan.clock import Hardware
+from ..plan.clock import Hardware, time_text
 from ..plan.lockstep import Bounds, Lockstep, why_not, zigzag_balance
 from ..plan.memory import Sizes, attention_memory
 from ..plan.plan import Plan
@@ -19,7 +19,7 @@ from ..plan.planner import make_plan
 from ..plan.sharding import Shard
 from ..plan.sharing import branch_shares
 from ..plan.totals import pairs
-from .numbers import scaled, size_text, time_text
+from .numbers import scaled, size_text
 from .output import aligned
 
 # Seconds that planning every rank may take; of a job that takes longer ranks are sampled for half as long.

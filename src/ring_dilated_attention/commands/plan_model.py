@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..kernels.traits import TRAITS
 from ..pattern import DilatedPattern
+from ..plan.clock import time_text
 from ..plan.model import (
     ACTIVATIONS,
     SEARCHED_TO,
@@ -26,7 +27,7 @@ from ..plan.model import (
 from ..training.checkpoint import find_checkpoint, read_state
 from ..training.options import in_short
 from .hardware import ITEMSIZE, Machine, described
-from .numbers import amount, count, scaled, size_text, time_text
+from .numbers import amount, count, scaled, size_text
 from .output import aligned
 
 MOST_PARAMETERS = 10**15  # a thousand times the largest models: more is a slip of the keyboard

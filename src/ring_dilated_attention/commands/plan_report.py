@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from ..pattern import Branch
-from ..plan.clock import Hardware, StepTime
+from ..plan.clock import Hardware, StepTime, time_text
 from ..plan.memory import AttentionMemory
 from .output import aligned
 
@@ -75,7 +75,7 @@ def better(found: list[ShardingRow]) -> str:
 
 def sharding_lines(found: list[ShardingRow]) -> str:
     def described(row: ShardingRow) -> str:
-        time = "" if row.step_seconds is None else f", {milliseconds(row.step_seconds)} modelled"
+        time = "" if row.step_seconds is None else f", {time_text(row.step_seconds)} modelled"
         return f"{row.sharding} {row.balance:.1%} ({row.sent_bytes / 1e6:,.1f} MB sent at most{time})"
 
     return f"balance by sharding, near-equal: {', '.join(map(described, found))}: {better(found)}"
@@ -122,14 +122,10 @@ def exposed_shares(step: StepTime) -> list[float]:
 
 def model_line(step: StepTime) -> str:
     return (
-        f"modelled step: {milliseconds(step.step_seconds)} (forward {milliseconds(step.forward_seconds)}, backward "
-        f"{milliseconds(step.backward_seconds)}), parallel efficiency {step.efficiency:.1%}, exposed at most "
+        f"modelled step: {time_text(step.step_seconds)} (forward {time_text(step.forward_seconds)}, backward "
+        f"{time_text(step.backward_seconds)}), parallel efficiency {step.efficiency:.1%}, exposed at most "
         f"{max(exposed_shares(step)):.1%} of it"
     )
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.4g} ms"
 
 
 def model_json(step: StepTime, hardware: Hardware | None) -> dict[str, Any]:

@@ -35,8 +35,10 @@ class Panel(NamedTuple):
     notes: tuple[str, ...]
 
 
-def panels(pattern: DilatedPattern, shards: Sequence[Shard], shares: Sequence[BranchShare]) -> list[Panel]:
-    """A panel for each branch of one document."""
+def panels(
+    pattern: DilatedPattern, shards: Sequence[Shard], shares: Sequence[BranchShare], *, is_dealt: bool = False
+) -> list[Panel]:
+    """A panel for each branch of one document. is_dealt: heads are dealt for positions, which no branch decides."""
     seq_len = sum(map(shard_length, shards))
     ends = sorted(span.stop for shard in shards for span in shard)
     found = []
@@ -47,18 +49,20 @@ def panels(pattern: DilatedPattern, shards: Sequence[Shard], shares: Sequence[Br
         inside = tuple(end for end in ends if end < stop)
         # Halving the share four times takes a third of the ink: rates up to 4,096 stay apart and above the paper.
         ink = max(0.08, (2 / 3) ** ((share.dilation_rate.bit_length() - 1) / 4 * 2))
-        found.append(Panel(stop, segments, inside if len(inside) * NARROWEST_SHARD < 1 else (), ink, notes_of(share)))
+        borders = inside if len(inside) * NARROWEST_SHARD < 1 else ()
+        found.append(Panel(stop, segments, borders, ink, notes_of(share, is_dealt=is_dealt)))
     return found
 
 
-def notes_of(share: BranchShare) -> tuple[str, ...]:
+def notes_of(share: BranchShare, *, is_dealt: bool) -> tuple[str, ...]:
+    where = f"travels: up to {share.num_sharing:,} ranks share a segment" if share.travels else "stays at home"
     rate = share.dilation_rate
     length = f"{min(share.segment_length, share.num_positions):,}"
     seen = "every key" if rate == 1 else f"1 key in {rate:,}"
     return (
         f"segments of {length}, rate {rate:,}",
         f"{seen}: {share.num_rows:,} of a segment",
-        f"travels: up to {share.num_sharing:,} ranks share a segment" if share.travels else "stays at home",
+        "computed by heads" if is_dealt else where,
     )
 
 

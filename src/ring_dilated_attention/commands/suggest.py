@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
-from ..plan.suggest import cache_rows, reach, suggestions, unread_phases
+from ..plan.reach import reach
+from ..plan.suggest import cache_rows, suggestions, unread_phases
 from ..plan.totals import pairs, sent_by_all
 from ..training.options import MOST_LAYERS
 from .hardware import ITEMSIZE, described, machine_of
@@ -120,7 +121,6 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
                 "reach_by_layer": followed.shares,
                 "layers_for_all": followed.layers_for(1.0),
                 "layers_for_most": followed.layers_for(0.99),
-                "positions_followed": followed.num_followed,
                 "unread_phases": unread_phases(pattern, heads),
                 "sent_bytes_per_rank": sent[1] / arguments.ranks,
                 "cache_bytes": 2 * row * cache_rows(pattern, n, heads, kv_heads),
@@ -143,7 +143,7 @@ def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: st
         (
             f"{i + 1}. {row['rule']}",
             f"1/{1 / row['of_dense']:,.1f}",
-            str(row["layers_for_most"] or f"more than {arguments.layers}"),
+            str(row["layers_for_most"] or f"more than {arguments.layers:,}"),
             percent(1 - row["reach_by_layer"][-1]),
             size_text(row["sent_bytes_per_rank"]),
             size_text(row["cache_bytes"]),
@@ -179,9 +179,8 @@ def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
         f"{row['of_dense']:.2%} of dense attention's"
     )
     shares = row["reach_by_layer"]
-    shown_shares = ", ".join(f"{share:.1%}" for share in shares[:4])
-    followed = "" if row["positions_followed"] == n else f" (followed over {row['positions_followed']:,} positions)"
-    lines.append(f"   a query has heard of {shown_shares} of all positions after 1, 2, ... layers{followed}")
+    shown_shares = ", ".join(f"{share:.1%}" if share < 0.9995 or share == 1 else "over 99.9%" for share in shares[:4])
+    lines.append(f"   a query has heard of {shown_shares} of all positions after 1, 2, ... layers")
     lines.append(f"   {_matters(arguments, row)}")
     saved = row["dense_cache_bytes"] / row["cache_bytes"]
     lines.append(
@@ -199,7 +198,9 @@ def _matters(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
     layers, most = row["layers_for_all"], row["layers_for_most"]
     if layers is None and most is None:
         rest = percent(1 - row["reach_by_layer"][-1])
-        return f"{rest} of all distances are out of reach of {arguments.layers} layers: add layers, or a wider branch"
+        is_final = row["reach_by_layer"][-2:-1] == row["reach_by_layer"][-1:]
+        remedy = "more of them add nothing: add heads, or lower rates" if is_final else "add layers, or a wider branch"
+        return f"{rest} of all distances are out of reach of {arguments.layers:,} layers: {remedy}"
     if layers is None:
         rest = percent(1 - row["reach_by_layer"][-1])
         why = "unread phases matter little: " if has_unread else ""
@@ -216,5 +217,7 @@ def _matters(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
 
 
 def percent(share: float) -> str:
-    """Two digits of a share, and 0 % only where it is nothing."""
-    return "0 %" if share == 0 else f"{100 * share:.2g} %"
+    """Two digits of a share, 0 % only where it is nothing and 100 % only where it is all."""
+    if share == 0 or share >= 0.99:
+        return "0 %" if share == 0 else "100 %" if share == 1 else "over 99 %"
+    return f"{100 * share:.2g} %"

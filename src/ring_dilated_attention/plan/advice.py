@@ -6,13 +6,16 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
-from .clock import StepTime
+from .clock import StepTime, time_text
 from .lockstep import Bounds
 from .totals import branch_pairs
 
 # A part of a step that is only waiting; above it, more is gained on the way than in the kernel.
 BOUND_BY_COMMUNICATION = 0.2
 SPARSER = 4
+# Of a step's time; a remedy that leaves more is none. So it is where latency binds, and bytes do not count.
+WORTH_IT = 0.95
+OTHERWISE = "fewer ranks, or a link that is faster or has less latency, would help"
 
 
 class Waiting(NamedTuple):
@@ -66,10 +69,12 @@ def advice(
         f"{_share_of_pairs(pattern, branch, num_heads, borders):.0%} of the pairs: "
     )
     if sparser is None:
-        return f"{said}fewer ranks, or a faster link, would help"
+        return f"{said}{OTHERWISE}"
     then = again(sparser)
     if then is None:
         return f"{said}at rate {SPARSER * rate:,} instead of {rate:,} it would send {1 / SPARSER:.0%} of that"
+    if any(after > WORTH_IT * now for after, now in zip(then, step.seconds, strict=True)):
+        return f"{said}a higher rate would gain less than {1 - WORTH_IT:.0%}; {OTHERWISE}"
     return (
         f"{said}at rate {SPARSER * rate:,} instead of {rate:,} a step would take {_span(then)} instead of "
         f"{_span(step.seconds)}"
@@ -99,5 +104,5 @@ def _share(part: float) -> str:
 
 
 def _span(seconds: Bounds) -> str:
-    least, most = (f"{1e3 * x:,.3g}" for x in seconds)
-    return f"{least} ms" if least == most else f"{least} to {most} ms"
+    least, most = map(time_text, seconds)
+    return least if least == most else f"{least} to {most}"

@@ -103,7 +103,8 @@ def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alt
     best = min(alike, key=lambda x: (x.sent_bytes, x.peak_bytes, x.inner))
     others = [x for x in fitting if x.step_seconds > ALIKE * fastest]
     if len(alike) > 1:
-        why = f"as fast as {len(alike) - 1} other ways, and of these it sends and holds least"
+        ways_alike = "another way, and of the two" if len(alike) == 2 else f"{len(alike) - 1} other ways, and of these"
+        why = f"as fast as {ways_alike} it sends and holds least"
     else:
         why = "the fastest"
     if others:

@@ -258,3 +258,11 @@ class Network:
         self.out_free[sender] = self.in_free[receiver] = passed
         sent.done = received.done = passed + self.hardware.latency_seconds
         self.num_carried += 1
+
+
+def time_text(seconds: float) -> str:
+    """From nanoseconds to years, three digits of them."""
+    steps = ((365.25 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    size, unit = next((step for step in steps if seconds >= step[0]), (1e-9, "ns"))
+    number = seconds / size
+    return (f"{number:,.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}") if seconds else "0 s"

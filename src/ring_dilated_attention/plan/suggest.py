@@ -4,11 +4,10 @@ The rule: branches of LongNet's form, segment lengths w_0 * a**i and rates a**i 
 2, 4 and 8, and two branches alone (near everything, far one row in r). For each ratio w_0 is the largest power of two
 with which the pairs stay in the budget. So near keys are dense and far ones thin out, at one price in pairs.
 
-What a stack of layers can carry is not estimated but followed: from a query back through the branches, layer by layer,
-which positions it can have heard of (`reach`). Heads are mixed between layers, so a layer has the phases of all heads.
+Rates, and all lengths but the whole, are powers of two: so `reach` can follow what a stack of layers carries.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
@@ -16,9 +15,6 @@ from .totals import pairs
 
 RATIOS = (2, 4, 8)
 SHORTEST = 64
-# Longer sequences are followed over this many positions of them, which is no more than any layer's work in bytes.
-MOST_FOLLOWED = 2**22
-QUERIES = 4
 
 
 class Suggestion(NamedTuple):
@@ -26,21 +22,6 @@ class Suggestion(NamedTuple):
 
     pattern: DilatedPattern
     rule: str
-
-
-class Reach(NamedTuple):
-    """How far a stack carries.
-
-    shares: after each layer, the share of positions that the worst of some queries has heard of, of those that it may.
-    num_followed: positions of the sequence that was followed; shorter than the asked one where that is too long.
-    """
-
-    shares: tuple[float, ...]
-    num_followed: int
-
-    def layers_for(self, share: float) -> int | None:
-        """After how many layers at least so much is in reach, or None."""
-        return next((i + 1 for i, reached in enumerate(self.shares) if reached >= share), None)
 
 
 def suggestions(seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool) -> list[Suggestion]:
@@ -67,46 +48,8 @@ def _longnet(ratio: int) -> Callable[[int, int, bool], DilatedPattern]:
 
 
 def _two(first: int, seq_len: int, is_causal: bool) -> DilatedPattern:
-    """As many rows of the whole sequence as of a near segment."""
-    return DilatedPattern((first, seq_len), (1, -(-seq_len // first)), is_causal=is_causal)
-
-
-def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int) -> Reach:
-    """Follow some queries back through the layers."""
-    n = min(seq_len, MOST_FOLLOWED)
-    groups = list(_groups(pattern, n, num_heads))
-    # The last query, and some that stand at odd places of all segments.
-    queries = sorted({n - 1, *(n - 1 - (i * n) // (2 * QUERIES) - 3 * i for i in range(1, QUERIES))} & set(range(n)))
-    shares = [1.0] * num_layers
-    for query in queries:
-        heard = bytearray(n)
-        heard[query] = 1
-        may = query + 1 if pattern.is_causal else n
-        for layer in range(num_layers):
-            before = bytes(heard)
-            for rows in groups:
-                part = before[rows]
-                last = part.rfind(1)
-                if last >= 0:
-                    seen = last + 1 if pattern.is_causal else len(part)
-                    heard[rows] = b"\1" * seen + heard[rows][seen:]
-            share = heard.count(1) / may
-            if heard == before:  # further layers add nothing
-                shares[layer:] = [min(x, share) for x in shares[layer:]]
-                break
-            shares[layer] = min(shares[layer], share)
-    return Reach(tuple(shares), n)
-
-
-def _groups(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[slice]:
-    """Rows that see each other: of every segment, each phase that some head reads."""
-    for branch, (w, r) in enumerate(pattern.branches):
-        phases = {pattern.phase_of(branch, head, num_heads) for head in pattern.heads_of(branch, num_heads)}
-        for origin in range(0, n, w):
-            end = min(origin + w, n)
-            for phase in phases:
-                if phase is not None and origin + phase < end:
-                    yield slice(origin + phase, end, r)
+    """As many rows of the whole sequence as of a near segment, or, since the rate is a power of two, half as many."""
+    return DilatedPattern((first, seq_len), (1, 2 ** ((seq_len - 1) // first).bit_length()), is_causal=is_causal)
 
 
 def unread_phases(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line for each step, written as the run goes; and the same for TensorBoard, if it is asked for.
+"""metrics.jsonl: a line for each step, written as the run goes; and for TensorBoard, if it is asked for.
 
     {"run": "<its name>"}
     {"step": 1, "loss": 5.54, "bits_per_byte": 8.0, "seconds": 0.9, "tokens_per_second": 36408.9,
