@@ -151,7 +151,8 @@ def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: st
         for i, row in enumerate(found)
     ]
     start = (
-        f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, {arguments.ranks:,} ranks"
+        f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, "
+        f"{arguments.ranks:,} rank{'s' * (arguments.ranks > 1)}"
     )
     lines = [start, *([assumed] if assumed else []), aligned(headers, rows)]
     for i, row in enumerate(found):
