@@ -147,3 +147,14 @@ def test_a_disk_that_is_full_is_a_sentence(weights, slides, tmp_path, capsys):
         assert embed(weights, tmp_path / "out.safetensors", slides[2]) == 2
     assert "out.safetensors cannot be written: I/O error: No space left" in capsys.readouterr().err
     assert not list(tmp_path.glob("out.safetensors*"))
+
+
+def test_a_slide_is_known_by_all_of_its_file(tmp_path):
+    """Catches samples of a file: a run of tiles that was mended lies between them."""
+    path = tmp_path / "slide.h5"
+    path.write_bytes(bytes(4 * 2**20))
+    before = fingerprint(path, [])
+    with path.open("r+b") as file:
+        file.seek(1_500_000)
+        file.write(b"1")
+    assert fingerprint(path, []) != before

@@ -123,3 +123,10 @@ def test_segment_lengths_are_those_of_the_tile_size(tmp_path):
 def test_what_is_no_state_dict():
     with pytest.raises(ValueError, match="state_dict must be a dict of tensors by name, got a list"):
         Slide(2048, 5, True).model().load_state_dict([1])
+
+
+def test_weights_under_other_names_are_refused(tmp_path):
+    """Catches a model that is random throughout, since strict=False leaves out what has no place."""
+    weights = {f"slide_encoder.{name}": x for name, x in fill(POOLED.model()).state_dict().items()}
+    with pytest.raises(ValueError, match=r"under other names, such as 'slide_encoder\.cls_token'"):
+        load_slide_encoder(save(weights, tmp_path / "tuned.pth"), strict=False)

@@ -1,6 +1,7 @@
 """Suggestions keep the budget, and what is said of them is the definition's."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,19 @@ def followed(pattern, n, heads, layers, query):
                     heard[rows] = b"\1" * seen + heard[rows][seen:]
         shares.append(heard.count(1) / (query + 1))
     return shares
+
+
+def test_seconds_are_those_of_both_stages(tmp_path, monkeypatch, capsys):
+    """Catches a backward at the forward's rate, and a rate of other types."""
+    monkeypatch.chdir(tmp_path)
+    rates = "flops_per_second = 1e12\nbackward_flops_per_second = 2.5e11\nbytes_per_second = 1e9\n"
+    Path("here.toml").write_text(f'[hardware]\n{rates}latency_seconds = 0\ndtype = "float32"\n')
+    argv = ["suggest", "--seq-len", "64Ki", "--heads", "8", "--seconds", "0.2", "--hardware", "here.toml", "--json"]
+    assert cli.main([*argv, "--dtype", "float32"]) == 0
+    for found in json.loads(capsys.readouterr().out)["suggestions"]:
+        assert found["flops"] * (2 / 7 / 1e12 + 5 / 7 / 2.5e11) <= 0.2
+    assert cli.main(argv) == 2
+    assert "has the rate of 32-bit types, and --dtype is bfloat16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_a_side_is_asked_for_where_there_are_both():
         ({"padding": "zeros"}, "padding='zeros' is unknown; choose one of"),
         ({"num_layers": 0}, "num_layers=0 must be a whole number, at least 1"),
         ({"num_layers": 2.0}, "num_layers=2.0 must be a whole number"),
-        ({"deepnorm": True}, "deepnorm=True is for models that normalise after the residual"),
+        ({"deepnorm": True}, "deepnorm=True is for models without sub-LayerNorms"),
         ({"shares_embedding": True, "num_logits": 12}, "num_tokens=11 and num_logits=12: the embedding"),
         ({"embed_dim": 6, "xpos_scale_base": 512}, "xpos with a head dim of 3"),
     ],

@@ -173,6 +173,8 @@ SEQUENCES = {
         False, 21, {"no_scale_embedding": False, "layernorm_embedding": True, "activation_fn": "relu"}, 23
     ),
     "encoder, deepnorm": Sequence(False, 32, {"deepnorm": True, "subln": False}),
+    "decoder, deepnorm": Sequence(True, 32, {"deepnorm": True, "subln": False}),
+    "decoder, normalised afterwards": Sequence(True, 21, {"decoder_normalize_before": False}),
     "encoder, xpos": Sequence(False, 21, {"xpos_rel_pos": True, "no_output_layer": True}),
     "decoder": Sequence(True, 21, {"share_decoder_input_output_embed": True}),
     "decoder, xpos": Sequence(True, 21, {"xpos_rel_pos": True, "activation_fn": "swish"}),

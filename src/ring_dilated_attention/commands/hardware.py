@@ -114,6 +114,15 @@ def _check_number(name: str, key: str, value: object) -> None:
         raise ValueError(f"--hardware {name}: {key} = {value:g} seems to be in another unit: write {unit}")
 
 
+def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> None:
+    """Raise ValueError where a rate is that of other types."""
+    if ITEMSIZE[dtype] != machine.itemsize:
+        raise ValueError(
+            f"--hardware {name} has the rate of {8 * machine.itemsize}-bit types, and --dtype is {dtype}. Choose "
+            f"--dtype {'bfloat16' if machine.itemsize == 2 else 'float32'}{remedy}."
+        )
+
+
 def machine_for(arguments: argparse.Namespace) -> Machine | None:
     """The preset or file with the given numbers in place of its own, or None where a time is not asked for."""
     values = (arguments.flops, arguments.bandwidth, arguments.latency)
@@ -128,12 +137,8 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
     machine = Machine(Hardware(0, 0), itemsize, None, "given")
     if arguments.hardware is not None:
         machine = machine_of(arguments.hardware)
-        if arguments.flops is None and itemsize != machine.itemsize:
-            raise ValueError(
-                f"--hardware {arguments.hardware} has the rate of {8 * machine.itemsize}-bit types, and --dtype is "
-                f"{arguments.dtype}. Choose --dtype {'bfloat16' if machine.itemsize == 2 else 'float32'}, or give "
-                "--flops."
-            )
+        if arguments.flops is None:
+            check_dtype(machine, arguments.hardware, arguments.dtype, ", or give --flops")
     if arguments.flops is not None:
         given["backward_flops_per_second"] = None
     hardware = machine.hardware._replace(**given)

@@ -11,7 +11,7 @@ from ..plan.reach import reach
 from ..plan.suggest import cache_rows, suggestions, unread_phases
 from ..plan.totals import pairs, sent_by_all
 from ..training.options import MOST_LAYERS
-from .hardware import ITEMSIZE, described, machine_of
+from .hardware import ITEMSIZE, check_dtype, described, machine_of
 from .limits import LARGEST, MOST_HEADS, check_at_least, check_ranks_fit
 from .numbers import amount, count, scaled, size_text
 from .output import aligned
@@ -88,8 +88,15 @@ def budget_of(arguments: argparse.Namespace) -> tuple[float, str | None]:
     machine = machine_of(arguments.hardware)
     if not 0 < arguments.seconds < math.inf:
         raise ValueError(f"--seconds must be a positive number, got {arguments.seconds:g}")
-    flops = arguments.seconds * arguments.ranks * machine.hardware.flops_per_second
-    return flops / (FLOPS_PER_PAIR * arguments.head_dim), described(machine.hardware, machine.source)
+    check_dtype(machine, arguments.hardware, arguments.dtype)
+    rates = ((2, False), (5, True))  # products of a pair, forward and backward
+    seconds = sum(
+        machine.hardware.compute_seconds(2 * products * arguments.head_dim, backward=backward, calls=0)
+        for products, backward in rates
+    )
+    assumed = described(machine.hardware, machine.source)
+    said = "" if arguments.ranks == 1 else "\nseconds are those of the work: rda plan says what messages add to a step"
+    return arguments.seconds * arguments.ranks / seconds, assumed + said
 
 
 def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str, Any]]:

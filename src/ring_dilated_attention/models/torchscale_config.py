@@ -75,10 +75,10 @@ class TorchscaleConfig:
             raise ValueError(
                 f"shares_embedding=True, but {sizes}: the embedding and the output layer then have one size."
             )
-        if self.deepnorm and (self.normalize_before or self.sub_layernorm):
+        if self.deepnorm and self.sub_layernorm:
             raise ValueError(
-                "deepnorm=True is for models that normalise after the residual, without sub-LayerNorms: pass "
-                "normalize_before=False and sub_layernorm=False, as torchscale does by itself."
+                "deepnorm=True is for models without sub-LayerNorms: pass sub_layernorm=False, as torchscale does by "
+                "itself."
             )
 
     @property
@@ -125,9 +125,11 @@ class TorchscaleConfig:
                 raise ValueError(f"torchscale's settings have no {_NAMES[name]}: these are not those of a LongNet.")
         has_output_layer = not settings.get("no_output_layer") and settings.get("vocab_size", -1) > 0
         if settings.get("deepnorm"):
-            given |= {"normalize_before": False, "sub_layernorm": False}
-        elif given.get("sub_layernorm", True):
-            given["normalize_before"] = True
+            given["sub_layernorm"] = False
+        if side == "encoder":  # of a decoder torchscale's configs leave it as it was
+            given["normalize_before"] = not settings.get("deepnorm") and (
+                given.get("sub_layernorm", True) or given.get("normalize_before", True)
+            )
         return cls(
             **given,
             num_tokens=num_tokens,

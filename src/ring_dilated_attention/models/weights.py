@@ -157,6 +157,11 @@ def load_slide_encoder(
     if strict and mapped.left:
         listed = ", ".join(mapped.left[:5])
         raise ValueError(f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}")
+    if not mapped.state_dict.keys() & model.state_dict().keys():
+        raise ValueError(
+            f"{path} holds a slide encoder's weights under other names, such as {next(iter(weights))!r}: save them "
+            "without what stands before `cls_token`"
+        )
     dtypes = [x.dtype for x in mapped.state_dict.values() if x.is_floating_point()]
     model.to(dtype or reduce(torch.promote_types, dtypes, torch.float32))  # before: loading rounds to the model's
     try:
