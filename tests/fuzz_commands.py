@@ -295,8 +295,9 @@ def draw(rng: random.Random) -> list[str]:
     for _ in range(rng.choices([0, 1, 2, 3], [2, 4, 3, 2])[0]):
         spoil(rng, groups)
     for group in groups:  # it would do what it is asked for, for minutes
-        if group and group[0] in ("--steps", "--num-layers", "--tokens") and group[1:] and group[1].isdecimal():
-            group[1] = min(group[1], "8", key=lambda word: int(word[:99])) if int(group[1][:99]) < 2**63 else group[1]
+        if group and group[0] in ("--steps", "--num-layers", "--tokens") and group[1:]:
+            with contextlib.suppress(ValueError, OverflowError):
+                group[1] = "8" if 8 < float(group[1]) < 2**63 else group[1]
     words = [word for group in groups for word in group]
     if rng.random() < 0.02:
         return [rng.choice(HOSTILE), *words]

@@ -272,12 +272,28 @@ SHORT = ["slice", "--seq-len", "1024", "--ranks", "4", "--heads", "2", "--head-d
         ["--seq-len", "1", "--ranks", "1", "--rank", "0"],  # one key: dq is 0, and no error is relative to it
         # The two queries that are drawn for the second branch see one key, and two of which one weighs nearly all.
         ["--seq-len", "64", "--segment-lengths", "16", "64", "--dilation-rates", "1", "65", "--seed", "5"],
+        # Those of the first branch see one key each: their dk is 0.
+        [
+            "--seq-len",
+            "64",
+            "--segment-lengths",
+            "16",
+            "64",
+            "--dilation-rates",
+            "65",
+            "3",
+            "--not-causal",
+            "--seed",
+            "5",
+        ],
     ],
 )
 def test_a_short_job_is_verified(more, capsys):
     """Below 2,048 positions LongNet has no branch that is as short; also where the pattern is given."""
     assert cli.main([*SHORT, *more]) == 0
-    assert "within" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "within" in out
+    assert "nan" not in out
 
 
 @pytest.mark.parametrize(
