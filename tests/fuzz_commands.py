@@ -28,6 +28,7 @@ from ring_dilated_attention.commands import (
     figures,
     numbers,
     plan,
+    plan_checks,
     processes,
     terminal,
     train,
@@ -413,7 +414,7 @@ def _remove_all_unfinished(target: Path, run: str) -> None:
 
 
 BREAKAGES = {
-    "numbers are not checked": broken("check_at_least", nothing, plan, slices),
+    "numbers are not checked": broken("check_at_least", nothing, plan_checks, slices),
     "more ranks than positions are taken": broken("check_ranks_fit", nothing, plan, slices, train),
     "other's files are overwritten": broken("check_mine", nothing, files, figures, report, run, slices),
     "unfinished is whatever is called so": broken("_remove_superfluous", _remove_all_unfinished, checkpoint),

@@ -1,6 +1,7 @@
 """200 cases of every kind of `make fuzz`, and proofs that cases notice what they are there for."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,14 @@ def test_a_case_can_be_made_again():
     again = fuzz("files", SEED, range(22, 25))
     assert again.outcomes <= first.outcomes
     assert sum(again.outcomes.values()) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_program_can_be_broken(kind):
+    """Catches a way of breaking it that ends in an error of its own, which would pass for noticed."""
+    for broken in import_module(KINDS[kind]).BREAKAGES.values():
+        with broken():
+            pass
 
 
 def test_the_page_says_what_was_run():
