@@ -243,6 +243,7 @@ def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts
     return StepParts(products / hardware.flops_per_second, layers, sum_seconds)
 
 
+@lru_cache(maxsize=64)  # the same whatever becomes of activations
 def attention_seconds(job: ModelJob, hardware: Hardware) -> Bounds:
     """Of one layer, forward and backward."""
     shape, ranks = job.shape, job.mesh.sequence
