@@ -51,6 +51,9 @@ class Hyperparameters:
             for entry in value if isinstance(value, tuple) else [value]:
                 if most is not None and entry is not None and abs(entry) > most:
                     raise ValueError(f"{flag(item.name)} {in_short(entry)} must be from {-most:,} to {most:,}")
+        for name in self.data:
+            if "\0" in name:
+                raise ValueError(f"--data {in_short(name)!r} has a NUL, which no path can have")
         if self.num_layers > MOST_LAYERS:
             raise ValueError(f"--num-layers {self.num_layers} must be at most {MOST_LAYERS:,}")
         for name in ("steps", "held_out_windows"):
