@@ -34,10 +34,9 @@ TINY = PublishedSize(8, 32, 2)
 class Settings(NamedTuple):
     repeats: Mapping[int, int] = {1_000: 5, 10_000: 3, 100_000: 1}  # by tiles; one is timed while it is profiled
     size: PublishedSize = PUBLISHED["gigapath"]
-    # Two layers of GigaPath-Flash's: all take the same memory, and twelve take the better part of an hour.
-    trained_size: PublishedSize = PUBLISHED["gigapath-flash"]._replace(depth=2)
+    trained_size: PublishedSize = PUBLISHED["gigapath-flash"]
     trained_tiles: int = 100_000
-    judged_tiles: int = 10_000  # up to which float64 judges
+    judged_tiles: int = 100_000  # up to which float64 judges
     compared_tiles: int = 1_000  # on which gradients are compared
     max_wsi_size: int = 262_144
     seconds: float = 3 * 3600

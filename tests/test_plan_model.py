@@ -191,12 +191,33 @@ def test_memory_too_small_says_what_would_do(capsys):
     assert "it does not fit on any number of ranks" in capsys.readouterr().out
 
 
-def test_a_long_search_says_so_before(capsys, monkeypatch):
-    assert cli.main([*MODEL, "--memory", "1G"]) == 0
-    assert capsys.readouterr().err == ""
+def test_only_a_search_that_attention_decides_takes_long_and_says_so_before(capsys, monkeypatch):
     monkeypatch.setattr("ring_dilated_attention.commands.plan_model.LENGTHS_AND_MESHES", 1e9)
     assert cli.main([*MODEL, "--memory", "1G"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main([*MODEL, "--ffn-dim", "16", "--memory", "10G"]) == 0
     assert capsys.readouterr().err.startswith("searching for what fits takes about ")
+
+
+@pytest.mark.parametrize("ffn_dim", [16, 2048])
+@pytest.mark.parametrize("activations", planned.ACTIVATIONS)
+def test_what_is_found_without_attention_fits_with_it(ffn_dim, activations):
+    """The search looks at attention only where it decides: what it finds fits, and what is next to it does not."""
+    shape = planned.Shape(4, 512, ffn_dim, 256, 8, 8)
+    job = planned.ModelJob(shape, DilatedPattern([64, 512, 4096], [1, 4, 16]), 4096, 1, planned.Mesh(1, 4))
+    traits, room = TRAITS["cpu"], 400_000_000
+
+    def suffices(job: planned.ModelJob) -> bool:
+        return planned.model_memory(job, activations, traits).total <= room
+
+    longest = planned.longest_sequence(job, activations, traits, room)
+    assert suffices(replace(job, seq_len=longest))
+    assert not suffices(replace(job, seq_len=int(longest * (1 + 2 * planned.SEARCHED_TO)) + 8))
+    smallest = planned.smallest_mesh(replace(job, seq_len=longest), activations, traits, room)
+    assert smallest is not None
+    assert suffices(replace(job, seq_len=longest, mesh=smallest))
+    fewer = smallest._replace(sequence=smallest.sequence - 1)
+    assert not fewer.sequence or not suffices(replace(job, seq_len=longest, mesh=fewer))
 
 
 GOOD = {"hidden_size": 64, "n_layer": 2, "vocab_size": 9, "n_head": 4}

@@ -125,8 +125,9 @@ def test_what_is_no_state_dict():
         Slide(2048, 5, True).model().load_state_dict([1])
 
 
-def test_weights_under_other_names_are_refused(tmp_path):
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_under_other_names_are_refused(tmp_path, strict):
     """Catches a model that is random throughout, since strict=False leaves out what has no place."""
     weights = {f"slide_encoder.{name}": x for name, x in fill(POOLED.model()).state_dict().items()}
     with pytest.raises(ValueError, match=r"under other names, such as 'slide_encoder\.cls_token'"):
-        load_slide_encoder(save(weights, tmp_path / "tuned.pth"), strict=False)
+        load_slide_encoder(save(weights, tmp_path / "tuned.pth"), strict=strict)

@@ -19,6 +19,7 @@ from ..plan.model import (
     Shape,
     attention_of,
     flops_of_step,
+    is_decided_by_attention,
     longest_sequence,
     model_memory,
     smallest_mesh,
@@ -31,7 +32,7 @@ from .numbers import amount, count, scaled, size_text
 from .output import aligned
 
 MOST_PARAMETERS = 10**15  # a thousand times the largest models: more is a slip of the keyboard
-# That are planned for what fits, of which most serve all three ways to keep activations.
+# That are planned for what fits where attention decides it; most serve all three ways to keep activations.
 LENGTHS_AND_MESHES = 80
 # What a config.json calls each field: Llama's and its kin's word, GPT-2's, ours.
 _FIELDS = {
@@ -212,12 +213,15 @@ def asked(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machi
     return Asked(job, arguments.kernel, machine, arguments.tokens, memory)
 
 
-def say_before(question: Asked) -> None:
+def say_before(question: Asked, memory: int) -> None:
     """Nobody should wait without knowing for what: about how long the search takes, by the plan of one more length."""
-    began, job = time.monotonic(), question.job
-    attention_of(replace(job, seq_len=job.seq_len + 1), TRAITS[question.kernel])
+    job, traits = question.job, TRAITS[question.kernel]
+    if not any(is_decided_by_attention(job, how, traits, memory) for how in ACTIVATIONS):
+        return
+    began = time.monotonic()
+    attention_of(replace(job, seq_len=job.seq_len + 1), traits)
     seconds = LENGTHS_AND_MESHES * (time.monotonic() - began)
-    if seconds > 2:
+    if seconds > 1:
         print(f"searching for what fits takes about {time_text(seconds)}", file=sys.stderr)
 
 
@@ -233,7 +237,7 @@ def figures(question: Asked) -> dict[str, Any]:
         "memory": {},
     }
     if question.memory is not None:
-        say_before(question)
+        say_before(question, question.memory)
     for how in ACTIVATIONS:
         memory = model_memory(job, how, traits)
         row: dict[str, Any] = memory._asdict() | {"total": memory.total}

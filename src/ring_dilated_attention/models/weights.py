@@ -154,14 +154,14 @@ def load_slide_encoder(
         parallel=parallel,
     )
     mapped: Mapped = map_names(weights, model)
-    if strict and mapped.left:
-        listed = ", ".join(mapped.left[:5])
-        raise ValueError(f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}")
     if not mapped.state_dict.keys() & model.state_dict().keys():
         raise ValueError(
             f"{path} holds a slide encoder's weights under other names, such as {next(iter(weights))!r}: save them "
             "without what stands before `cls_token`"
         )
+    if strict and mapped.left:
+        listed = ", ".join(mapped.left[:5])
+        raise ValueError(f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}")
     dtypes = [x.dtype for x in mapped.state_dict.values() if x.is_floating_point()]
     model.to(dtype or reduce(torch.promote_types, dtypes, torch.float32))  # before: loading rounds to the model's
     try:

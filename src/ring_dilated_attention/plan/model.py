@@ -131,12 +131,13 @@ class ModelMemory(NamedTuple):
         return sum(self[:5])
 
 
-def model_memory(job: ModelJob, activations: str, traits: Traits) -> ModelMemory:
+def model_memory(job: ModelJob, activations: str, traits: Traits | None) -> ModelMemory:
     """The rank that holds most, at the largest moment of a step.
 
     Args:
         activations: one of ACTIVATIONS. Offloaded ones are checkpointed, and lie in the host's memory but for the block
             at hand and the next.
+        traits: of the kernel; None leaves the attention's moment out, so that the result is a lower bound.
     """
     shape, mesh = job.shape, job.mesh
     cut = -(-shape.num_parameters // mesh.shards)
@@ -156,6 +157,10 @@ def model_memory(job: ModelJob, activations: str, traits: Traits) -> ModelMemory
     return ModelMemory(parameters, gradients, optimiser, saved, working, host)
 
 
+def fits(job: ModelJob, activations: str, traits: Traits | None, num_bytes: int) -> bool:
+    return model_memory(job, activations, traits).total <= num_bytes
+
+
 def _saved_of_block(shape: Shape) -> int:
     """Bytes for each position."""
     e, kv, f = shape.embed_dim, shape.kv_dim, shape.ffn_dim
@@ -171,21 +176,23 @@ def _saved_at_ends(shape: Shape) -> int:
     return 2 * shape.embed_dim * shape.itemsize + (2 + shape.head_dim) * FLOAT + 16
 
 
-def _working(job: ModelJob, traits: Traits, again: int) -> int:
+def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
     """The most that the backward of the loss and of the last block takes beside what the forward saved.
 
     again: of what is computed once more of a block.
     """
     shape = job.shape
     row, wide = shape.embed_dim * shape.itemsize, shape.ffn_dim * shape.itemsize
-    attention = attention_of(job, traits).forward_backward
-    given = {"query", "key", "value", "out", "lse"}
-    beside = sum(item.num_bytes for item in attention.items if item.name.removesuffix(", own rows") not in given)
     chunk = min(job.rows, max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // shape.vocab_size))
     loss = chunk * shape.vocab_size * BYTES_PER_LOGIT + (job.rows - chunk) * row
     # The gradient of the residual stream is there, and 2 E of the ends are gone; at the attention's turn 3 F and 3 E of
     # the block too.
     feed_forward = job.rows * (wide + row - 2 * row) + again
+    if traits is None:
+        return max(loss, feed_forward, 0)
+    attention = attention_of(job, traits).forward_backward
+    given = {"query", "key", "value", "out", "lse"}
+    beside = sum(item.num_bytes for item in attention.items if item.name.removesuffix(", own rows") not in given)
     in_attention = beside + job.rows * (row - 5 * row - 3 * wide) + again
     return max(loss, feed_forward, in_attention, 0)
 
@@ -267,25 +274,41 @@ def flops_of_step(job: ModelJob) -> int:
     return 6 * tokens * matrices + shape.num_layers * attention
 
 
+def is_decided_by_attention(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> bool:
+    """Whether what `longest_sequence` or `smallest_mesh` find depends on the attention's moment: then they take longer,
+    since they plan it at every length and mesh that they try."""
+    longest = _longest_sequence(job, activations, None, num_bytes)
+    mesh = _smallest_mesh(job, activations, None, num_bytes)
+    found = [replace(job, seq_len=longest)] * (longest > 0) + [replace(job, mesh=mesh or job.mesh)] * (mesh is not None)
+    return not all(fits(each, activations, traits, num_bytes) for each in found)
+
+
 def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> int:
     """Positions at which memory suffices, at least the job's own if those do; 0 if not even one for each rank fits.
     Longer sequences hold more, so halving finds it, to SEARCHED_TO of the length."""
+    found = _longest_sequence(job, activations, None, num_bytes)  # at once, and mostly the answer
+    if not found or fits(replace(job, seq_len=found), activations, traits, num_bytes):
+        return found
+    return _longest_sequence(job, activations, traits, num_bytes)
+
+
+def _longest_sequence(job: ModelJob, activations: str, traits: Traits | None, num_bytes: int) -> int:
     ranks = job.mesh.sequence
 
-    def fits(seq_len: int) -> bool:
-        return model_memory(replace(job, seq_len=seq_len), activations, traits).total <= num_bytes
+    def suffices(seq_len: int) -> bool:
+        return fits(replace(job, seq_len=seq_len), activations, traits, num_bytes)
 
     least, most = 0, job.seq_len
-    while most < LONGEST * ranks and fits(most):
+    while most < LONGEST * ranks and suffices(most):
         least, most = most, 2 * most
     while not least:
         half = most // 2 // ranks * ranks
         if not half:
             return 0
-        least, most = (half, most) if fits(half) else (0, half)
+        least, most = (half, most) if suffices(half) else (0, half)
     while most - least > max(ranks, least * SEARCHED_TO):
         middle = (least + most) // 2 // ranks * ranks
-        least, most = (middle, most) if fits(middle) else (least, middle)
+        least, most = (middle, most) if suffices(middle) else (least, middle)
     return least
 
 
@@ -293,6 +316,13 @@ def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: in
     """The fewest sequence-parallel ranks on which the length fits, up to MOST_RANKS, and never more than the job's if
     those do; None if none do. Data parallel ranks and the cut of the states stay; a cut over all ranks goes on being
     one. More ranks hold less each, so halving finds it."""
+    found = _smallest_mesh(job, activations, None, num_bytes)  # as in longest_sequence
+    if found is None or fits(replace(job, mesh=found), activations, traits, num_bytes):
+        return found
+    return _smallest_mesh(job, activations, traits, num_bytes)
+
+
+def _smallest_mesh(job: ModelJob, activations: str, traits: Traits | None, num_bytes: int) -> Mesh | None:
     mesh = job.mesh
     is_over_all = mesh.shards == mesh.num_ranks > 1
     unit = 1 if is_over_all else mesh.shards // gcd(mesh.shards, mesh.data)  # the cut has to divide all ranks
@@ -301,16 +331,16 @@ def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: in
         ranks = count * unit
         return Mesh(mesh.data, ranks, mesh.data * ranks if is_over_all else mesh.shards)
 
-    def fits(count: int) -> bool:
-        return model_memory(replace(job, mesh=of(count)), activations, traits).total <= num_bytes
+    def suffices(count: int) -> bool:
+        return fits(replace(job, mesh=of(count)), activations, traits, num_bytes)
 
     most = mesh.sequence // unit
-    if not fits(most):
+    if not suffices(most):
         most = min(MOST_RANKS, job.seq_len) // unit
-        if not most or not fits(most):
+        if not most or not suffices(most):
             return None
     least = 0
     while most - least > 1:
         middle = (least + most) // 2
-        least, most = (least, middle) if fits(middle) else (middle, most)
+        least, most = (least, middle) if suffices(middle) else (middle, most)
     return of(most)
