@@ -158,8 +158,8 @@ def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
             return code  # the ranks have said why, or nobody reads it
     reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended.codes))}"
     checkpoint = find_checkpoint(run.folder)
-    onward = f"; go on with: {resume_command(arguments, run.folder)}" if checkpoint else ""
-    say(f"rda train: {reason}; newest checkpoint: {checkpoint or 'none'}{onward}")
+    onward = f"go on with: {resume_command(arguments, run.folder)}" if checkpoint else "start it again"
+    say(f"rda train: {reason}; newest checkpoint: {checkpoint or 'none'}; {onward}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
 
 
