@@ -122,28 +122,51 @@ def run(arguments: argparse.Namespace) -> int:
             plan_model.fill_in(arguments)
         complete(arguments)
         check_numbers(arguments)
-        pattern = pattern_of(arguments)
-        machine = machine_for(arguments)
-        hardware = None if machine is None else machine.hardware
+        pattern, machine = pattern_of(arguments), machine_for(arguments)
         if is_model:
-            return model(arguments, pattern, machine)
-        arguments.ranks = 1 if arguments.ranks is None else arguments.ranks
-        check_ranks_fit(arguments.ranks, arguments.seq_len)
-        check_documents(arguments)
-        check_picture(arguments)
-        if arguments.alternatives:
-            return compare_all(arguments, pattern, machine)
-        shards = split(arguments, arguments.seq_len)
-        is_each_needed = arguments.every_rank or arguments.picture is not None or arguments.ranks <= MOST_COMPARED
-        if not is_each_needed and large(pattern, shards, machine, arguments):
-            return 0
-        check_work(pattern, arguments)
-        exchange = exchange_of(pattern, shards, arguments)
-        plans = make_plans(pattern, shards, exchange.exchange, arguments)
-        memories = [attention_memory(x.plan, sizes_of(arguments), TRAITS[arguments.kernel], x.dealing) for x in plans]
+            print_model(arguments, pattern, machine)
+        else:
+            call(arguments, pattern, machine)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    return 0
+
+
+def call(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> None:
+    """Print what is asked about one attention call."""
+    arguments.ranks = 1 if arguments.ranks is None else arguments.ranks
+    check_ranks_fit(arguments.ranks, arguments.seq_len)
+    check_documents(arguments)
+    check_picture(arguments)
+    if arguments.alternatives:
+        print_alternatives(arguments, pattern, machine)
+        return
+    shards = split(arguments, arguments.seq_len)
+    is_each_needed = arguments.every_rank or arguments.picture is not None or arguments.ranks <= MOST_COMPARED
+    if not is_each_needed and large(pattern, shards, machine, arguments):
+        return
+    check_work(pattern, arguments)
+    exchange = exchange_of(pattern, shards, arguments)
+    print_each(arguments, pattern, shards, exchange, machine)
+    if arguments.picture is not None:
+        heads = heads_and_documents(arguments)[:2]
+        print(*draw(arguments.picture, pattern, shards, heads, exchange.exchange), sep="\n", file=sys.stderr)
+        if (why := why_no_ring(arguments.ranks, exchange.exchange)) is not None:
+            print(f"no ring.png: {why}", file=sys.stderr)
+
+
+def print_each(
+    arguments: argparse.Namespace,
+    pattern: DilatedPattern,
+    shards: tuple[Shard, ...],
+    exchange: Choice,
+    machine: Machine | None,
+) -> None:
+    """The plan of every rank: its rows, what each branch sends, the step's time, and the shardings compared."""
+    hardware = None if machine is None else machine.hardware
+    plans = make_plans(pattern, shards, exchange.exchange, arguments)
+    memories = [attention_memory(x.plan, sizes_of(arguments), TRAITS[arguments.kernel], x.dealing) for x in plans]
     rows = rank_rows(plans, memories, arguments)
     branches = branch_rows(pattern, shards, plans, arguments)
     step = step_of(plans, arguments, hardware)
@@ -156,30 +179,19 @@ def run(arguments: argparse.Namespace) -> int:
         found["exchange"] = exchange._asdict()
         found |= {} if step is None else {"model": model_json(step, hardware), "advice": said}
         print(json.dumps(found, indent=1))
-    else:
-        print(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
-        print(table(rows, step))
-        print(summary(rows, memories))
-        if arguments.ranks > 1:
-            print(f"exchange: {exchange.exchange}: {exchange.reason}")
-            print(branch_lines(branches, is_dealt=exchange.exchange == "all_to_all"))
-        if step is not None and machine is not None:
-            print(described(machine.hardware, machine.source))
-            print(model_line(step))
-            print_if_any(said)
-        if compared:
-            print(sharding_lines(compared))
-    if arguments.picture is not None:
-        try:
-            heads = heads_and_documents(arguments)[:2]
-            pictures = draw(arguments.picture, pattern, shards, heads, exchange.exchange)
-        except ValueError as error:  # somebody put something there meanwhile
-            print(error, file=sys.stderr)
-            return 2
-        print(*pictures, sep="\n", file=sys.stderr)
-        if (why := why_no_ring(arguments.ranks, exchange.exchange)) is not None:
-            print(f"no ring.png: {why}", file=sys.stderr)
-    return 0
+        return
+    print(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
+    print(table(rows, step))
+    print(summary(rows, memories))
+    if arguments.ranks > 1:
+        print(f"exchange: {exchange.exchange}: {exchange.reason}")
+        print(branch_lines(branches, is_dealt=exchange.exchange == "all_to_all"))
+    if step is not None and machine is not None:
+        print(described(machine.hardware, machine.source))
+        print(model_line(step))
+        print_if_any(said)
+    if compared:
+        print(sharding_lines(compared))
 
 
 def large(
@@ -225,14 +237,13 @@ def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
     )
 
 
-def model(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> int:
+def print_model(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> None:
     question = plan_model.asked(arguments, pattern, machine)
     found = plan_model.figures(question)
     print(json.dumps(found, indent=1) if arguments.json else plan_model.text(question, found))
-    return 0
 
 
-def compare_all(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> int:
+def print_alternatives(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> None:
     if machine is None:
         raise ValueError("--alternatives compares times: give --hardware, or --flops and --bandwidth")
     heads = heads_and_documents(arguments)[:2]
@@ -241,7 +252,6 @@ def compare_all(arguments: argparse.Namespace, pattern: DilatedPattern, machine:
         job, machine.hardware, machine.source, TRAITS[arguments.kernel], arguments.memory or machine.memory_bytes
     )
     print(json.dumps(found, indent=1) if arguments.json else plan_alternatives.text(found))
-    return 0
 
 
 def split(arguments: argparse.Namespace, seq_len: int) -> tuple[Shard, ...]:
