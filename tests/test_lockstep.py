@@ -21,7 +21,7 @@ from ring_dilated_attention.plan.sharing import branch_shares
 def jobs(draw):
     num_ranks, length = draw(st.sampled_from([1, 2, 3, 4, 6, 8])), 16
     seq_len = num_ranks * length
-    lengths = [4, 16, 32, 64, seq_len, 2**62]
+    lengths = [4, 16, 32, 48, 64, seq_len, 2**62]
     num = draw(st.integers(1, 3))
     pattern = DilatedPattern(
         draw(st.lists(st.sampled_from(lengths), min_size=num, max_size=num)),
@@ -53,8 +53,8 @@ def test_lockstep_is_the_plans_and_the_clock(job, hardware, itemsize):
     shards = make_shards("contiguous", (seq_len // num_ranks,) * num_ranks)
     plans = [make_plan(pattern, shards, rank, *heads) for rank in range(num_ranks)]
     found = Lockstep(pattern, seq_len, num_ranks, *heads, sizes)
-    assert [found.pairs_of(rank) for rank in range(num_ranks)] == [plan.pairs for plan in plans]
-    assert [found.sent_of(rank) for rank in range(num_ranks)] == [plan.sent(backward=True) for plan in plans]
+    assert found.pairs_of_ranks == [plan.pairs for plan in plans]
+    assert list(zip(*found.sent_of_ranks, strict=True)) == [plan.sent(backward=True) for plan in plans]
     assert found.num_hops == max(len(plan.hops) for plan in plans)
     peaks = [attention_memory(plan, sizes, TRAITS["cpu"]).forward_backward.num_bytes for plan in plans]
     assert found.memory(TRAITS["cpu"]).forward_backward.num_bytes == max(peaks)
@@ -79,14 +79,17 @@ def test_zigzag_is_the_plans(job):
     assert zigzag_balance(pattern, seq_len, num_ranks, heads[0]) == expected
 
 
-def test_candidates_hold_the_busiest():
-    """As for few ranks, where all are looked at."""
-    pattern = DilatedPattern((16, 64, 2**62), (1, 2, 16), is_causal=True)
+@pytest.mark.parametrize("lengths", [(16, 64, 160), (32, 48), (80, 112, 48)])
+def test_the_busiest_of_many_ranks(lengths):
+    """Also where segments of two branches end together on a rank in the middle alone."""
+    pattern = DilatedPattern(lengths, (1, 2, 16)[: len(lengths)], is_causal=True)
     found = Lockstep(pattern, 300 * 16, 300, 4, 4, Sizes(1, 8, 4))
-    assert len(found._candidates) < 100
-    assert found.pairs_of(found.busiest) == max(map(found.pairs_of, range(300)))
-    assert found.largest_sent()[0] == max(32 * found.sent_of(rank)[0] for rank in range(300))
-    assert sum(map(found.pairs_of, range(300))) == found.total_pairs
+    shards = make_shards("contiguous", (16,) * 300)
+    plans = [make_plan(pattern, shards, rank, 4, 4) for rank in range(300)]
+    assert found.pairs_of_ranks == [plan.pairs for plan in plans]
+    assert found.busiest == max(range(300), key=lambda rank: plans[rank].pairs)
+    assert found.largest_sent()[0] == max(plan.sent()[0] for plan in plans) * 8 * 4
+    assert sum(found.pairs_of_ranks) == found.total_pairs
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -66,7 +66,7 @@ def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
         "method": "closed forms, exact",
         "positions_per_rank": form.length,
         "flops": flops * form.total_pairs,
-        "largest_flops": flops * form.pairs_of(form.busiest),
+        "largest_flops": flops * form.pairs_of_ranks[form.busiest],
         "busiest_rank": form.busiest,
         "balance": form.balance,
         "zigzag_balance": zigzag_balance(job.pattern, job.seq_len, job.num_ranks, job.num_heads),

@@ -11,11 +11,12 @@ hops, the time is between two bounds: the work of the busiest rank, and a rank t
 also sends and receives each gradient that goes home (a bound by test against the clock, not by proof).
 """
 
+import operator
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, repeat
+from itertools import cycle, pairwise, repeat
 from math import comb, lcm
 from typing import NamedTuple
 
@@ -111,33 +112,37 @@ class Lockstep:
         own = [i for i in range(len(self.pattern.branches)) if i not in self.straddling]
         return sum(self._home_work(i, self._alone(i, 0)) for i in own)
 
-    def pairs_of(self, rank: int) -> int:
-        total = self.local_pairs
-        for branch in self.straddling.values():
-            place = rank % branch.group if self.pattern.is_causal else branch.group - 1
-            total += branch.own_pairs + place * branch.hop_pairs
-        return total
+    @cached_property
+    def pairs_of_ranks(self) -> list[int]:
+        """Pairs that each rank computes."""
 
-    def sent_of(self, rank: int) -> tuple[int, int]:
-        """(elements of K‖V in a forward, elements of dK‖dV) that a rank sends, in units of B * D."""
-        chunks = gradients = 0
+        def at(branch: Straddling, place: int) -> int:
+            return branch.own_pairs + branch.hop_pairs * (place if self.pattern.is_causal else branch.group - 1)
+
+        return [self.local_pairs + found for found in self._of_ranks(at)]
+
+    @cached_property
+    def sent_of_ranks(self) -> tuple[list[int], list[int]]:
+        """Elements of K‖V in a forward, and of dK‖dV, that each rank sends, in units of B * D."""
+        if not self.pattern.is_causal:
+            all_round = self._of_ranks(lambda branch, place: branch.rows * (branch.group - 1))
+            return all_round, all_round
+        chunks = self._of_ranks(lambda branch, place: branch.rows * (place + 1) if place < branch.group - 1 else 0)
+        chunks[-1] = 0  # the last rank is the last of its segments, also of those that the sequence cuts off
+        return chunks, self._of_ranks(lambda branch, place: branch.rows * place)
+
+    def _of_ranks(self, at: Callable[[Straddling, int], int]) -> list[int]:
+        """For every rank the sum over branches of what holds at its place among the ranks that share a segment."""
+        totals = [0] * self.num_ranks
         for branch in self.straddling.values():
-            place, group = rank % branch.group, branch.group
-            if self.pattern.is_causal:
-                start = rank - place
-                is_last = place == group - 1 or rank == self.num_ranks - 1
-                if min(group, self.num_ranks - start) > 1:
-                    chunks += 0 if is_last else branch.rows * (place + 1)
-                    gradients += branch.rows * place
-            else:
-                chunks += branch.rows * (group - 1)
-                gradients += branch.rows * (group - 1)
-        return chunks, gradients
+            places = [at(branch, place) for place in range(branch.group)]
+            totals = list(map(operator.add, totals, cycle(places)))
+        return totals
 
     @cached_property
     def busiest(self) -> int:
         """The rank with the most pairs."""
-        return max(self._candidates, key=self.pairs_of)
+        return self.pairs_of_ranks.index(max(self.pairs_of_ranks))
 
     @cached_property
     def total_pairs(self) -> int:
@@ -146,7 +151,7 @@ class Lockstep:
     @property
     def balance(self) -> float:
         """Mean work over the largest."""
-        return self.total_pairs / (self.num_ranks * self.pairs_of(self.busiest))
+        return self.total_pairs / (self.num_ranks * self.pairs_of_ranks[self.busiest])
 
     @property
     def num_hops(self) -> int:
@@ -165,14 +170,14 @@ class Lockstep:
     def exposed(self, hardware: Hardware, seconds: Bounds) -> float:
         """The share of a step in which the busiest rank waits: at least so much, where the time is two bounds."""
         calls = self._home_calls + sum(len(branch.tiles) * (branch.group - 1) for branch in self.straddling.values())
-        work = sum(self._seconds(self.pairs_of(self.busiest), k, hardware, calls) for k in (2, 5))
+        work = sum(self._seconds(self.pairs_of_ranks[self.busiest], k, hardware, calls) for k in (2, 5))
         return max(0.0, 1 - work / seconds.least)
 
     def largest_sent(self) -> tuple[int, int]:
         """Bytes of a forward, and of a forward with its backward, of the ranks that send most."""
         unit, gradient = self.sizes.unit * self.sizes.itemsize, self.sizes.unit * self.sizes.sum_itemsize
-        found = [self.sent_of(rank) for rank in self._candidates]
-        return max(c * unit for c, _ in found), max(2 * c * unit + g * gradient for c, g in found)
+        chunks, gradients = self.sent_of_ranks
+        return max(chunks) * unit, max(2 * c * unit + g * gradient for c, g in zip(chunks, gradients, strict=True))
 
     def memory(self, traits: Traits) -> AttentionMemory:
         """Of a rank in the middle of its rings: buffers and tiles are the same at every hop, so four shards tell it."""
@@ -189,7 +194,7 @@ class Lockstep:
         if not self.pattern.is_causal or not self.straddling:
             return Bounds.exactly(most)
         handshakes = 2 * hardware.handshake
-        busiest = self.pairs_of(self.busiest)
+        busiest = self.pairs_of_ranks[self.busiest]
         work = self._seconds(busiest, 2, hardware, 0) + self._seconds(busiest, 5, hardware, 0)
         ways = self.largest_sent()[1] / hardware.bytes_per_second
         # The first chunk of a ring reaches its last rank hop by hop, in both stages.
@@ -266,19 +271,6 @@ class Lockstep:
     def _seconds(self, num_pairs: int, products: int, hardware: Hardware, calls: int) -> float:
         flops = products * 2 * self.sizes.head_dim * self.sizes.batch * num_pairs
         return hardware.compute_seconds(flops, backward=products == 5, calls=calls)
-
-    @cached_property
-    def _candidates(self) -> list[int]:
-        """Ranks among which those are that do most and send most: the last two of the segments of each branch, of the
-        first segment, the last whole one and the last; all ranks where they are few."""
-        if self.num_ranks <= 256:
-            return list(range(self.num_ranks))
-        groups = {branch.group for branch in self.straddling.values()} | {1}
-        ends = {end for g in groups for end in (g, self.num_ranks // g * g, self.num_ranks)}
-        for wide in groups:  # the last segment of a narrow branch inside the segments of a wide one
-            whole = self.num_ranks // wide * wide
-            ends |= {end // g * g for g in groups for end in (whole, wide, self.num_ranks)}
-        return sorted({end - k for end in ends for k in (1, 2) if 0 <= end - k < self.num_ranks} | {0})
 
     def _home_work(self, branch: int, plan: Plan) -> int:
         """Pairs at home of the heads that run the branch."""
