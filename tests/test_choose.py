@@ -7,7 +7,13 @@ import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, explain
 from ring_dilated_attention.plan.dealing import dealt_bytes
-from ring_dilated_attention.plan.exchange import SMALL_CHUNK_BYTES, choose_exchange, plan_exchange
+from ring_dilated_attention.plan.exchange import (
+    MOST_PLANS,
+    SMALL_CHUNK_BYTES,
+    choose_exchange,
+    looked_at,
+    plan_exchange,
+)
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards
@@ -110,3 +116,16 @@ def test_kernel_calls_count_too():
     choice = choose(causal, *sizes, heads=(16, 16), documents=many)
     assert choice.exchange == "ring"
     assert "but takes 257 calls" in choice.reason
+
+
+def test_ranks_that_are_looked_at_stand_at_all_places():
+    """Each third of 40 ranks is the first of a segment of three: none of those receives, and chunks would be small."""
+    pattern = DilatedPattern((48, 48), (1, 2), is_causal=True, heads="split")
+    shards = make_shards("contiguous", (16,) * 40)
+    assert choose_exchange(pattern, shards, 4, 2, None, Sizes(300, 64, 4)).exchange == "ring"
+    for num_ranks in (17, 40, 64, 100, 1000, 65_536):
+        ranks = looked_at(num_ranks)
+        assert {0, num_ranks - 1} <= set(ranks) <= set(range(num_ranks))
+        assert 10 <= len(ranks) <= MOST_PLANS
+        for group in range(2, 9):
+            assert len({rank % group for rank in ranks}) > group // 2

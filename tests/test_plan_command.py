@@ -1,6 +1,7 @@
 """`rda plan`: its numbers are the plan's, and it needs no torch."""
 
 import json
+import re
 import subprocess
 import sys
 from itertools import product
@@ -305,7 +306,76 @@ def test_bounds_are_marked(capsys, monkeypatch):
     monkeypatch.setattr(plan, "seconds_of_planning", lambda job: 100.0)
     assert cli.main(["plan", "--seq-len", "2047", "--ranks", "100", *MANY]) == 0
     out, err = capsys.readouterr()
-    assert "planning 100 ranks takes about 1 s, for a sample: 2,047 positions do not divide among 100 ranks" in err
+    assert "planning 100 ranks takes about 2 s, for a sample: 2,047 positions do not divide among 100 ranks" in err
     assert "100 ranks, by bounds from 2 sampled ranks of 100" in out
     assert "at least " in out
     assert "at most " in out
+
+
+def extremes(found):
+    """Of all ranks' rows what closed forms and samples say of the job."""
+    rows = found["ranks"]
+    return {
+        "balance": found["balance"],
+        "largest_flops": max(row["flops"] for row in rows),
+        "largest_forward_sent_bytes": max(row["forward_sent_bytes"] for row in rows),
+        "largest_sent_bytes": max(row["sent_bytes"] for row in rows),
+        "peak_bytes": max(row["peak_bytes"] for row in rows),
+    }
+
+
+def test_many_ranks_whose_segments_are_no_multiples_of_each_other(capsys):
+    """The busiest rank is where two of them end together, in the middle of the sequence."""
+    branches = ["--segment-lengths", "32", "48", "--dilation-rates", "1", "1", "--causal", "--heads", "2"]
+    common = ["--seq-len", "2048", "--ranks", "128", "--exchange", "ring", *branches]
+    closed, every = planned(capsys, *common), extremes(planned(capsys, *common, "--every-rank"))
+    assert closed["method"] == "closed forms, exact"
+    assert {name: closed[name] for name in every} == every
+
+
+def test_aligned_shards_are_not_equal(capsys, monkeypatch):
+    """Closed forms would tell of another cut of the same length."""
+    monkeypatch.setattr(plan, "MOST_SECONDS", 1e9)
+    branches = ["--segment-lengths", "9600", "--dilation-rates", "16", "--heads", "2"]
+    common = ["--seq-len", "9600", "--ranks", "100", "--align", "128", *branches]
+    assert cli.main(["plan", *common]) == 2
+    assert "--align 128 leaves 25 of 100 ranks without positions: choose fewer" in capsys.readouterr().err
+    common[5] = "64"
+    found = planned(capsys, *common)
+    assert found == planned(capsys, *common, "--every-rank")
+    assert {row["positions"] for row in found["ranks"]} == {64, 128}
+
+
+def test_many_ranks_take_the_exchange_that_a_call_takes(capsys, monkeypatch):
+    """Small chunks all at once: by the ring a step would take fifty times as long."""
+    monkeypatch.setattr(plan, "MOST_SECONDS", 1e9)
+    common = ["--seq-len", "16Ki", "--ranks", "128", "--heads", "2", "--causal", "--head-dim", "32"]
+    branches = ["--segment-lengths", "16Ki", "--dilation-rates", "128"]
+    time = ["--flops", "1e12", "--bandwidth", "1e9", "--latency", "1e-3"]
+    by_itself = planned(capsys, *common, *branches, *time)
+    assert by_itself["exchange"]["exchange"] == "all_gather"
+    assert by_itself == planned(capsys, *common, *branches, *time, "--every-rank")
+    ring = planned(capsys, *common, *branches, *time, "--exchange", "ring")
+    assert ring["exchange"] == {"exchange": "ring", "reason": "asked for"}
+    assert ring["step_seconds"]["least"] > 10 * by_itself["model"]["step_seconds"]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+def test_samples_of_other_exchanges_are_bounds(exchange, capsys, monkeypatch):
+    common = ["--seq-len", "2100", "--ranks", "70", "--heads", "70", "--head-dim", "8", "--causal", *TIME]
+    common += ["--segment-lengths", "2100", "--dilation-rates", "4", "--exchange", exchange]
+    monkeypatch.setattr(plan, "MOST_SECONDS", 1e9)
+    every = planned(capsys, *common)
+    monkeypatch.setattr(plan, "MOST_SECONDS", 0)
+    sample = planned(capsys, *common)
+    assert f"(chunks travel by {exchange})" in sample["method"]
+    assert sample["flops"] == sum(row["flops"] for row in every["ranks"])
+    for name, value in extremes(every).items():
+        assert sample[name] >= value if name == "balance" else 0 < sample[name] <= value
+    assert sample["step_seconds"]["least"] <= every["model"]["step_seconds"]
+
+
+def test_a_long_plan_of_few_ranks_says_so_before(capsys, monkeypatch):
+    monkeypatch.setattr(plan_large, "PASSES_COMPARED", 1e9)
+    assert cli.main(["plan", "--seq-len", "2048", "--ranks", "3", *MANY]) == 0
+    assert re.match("planning 3 ranks takes about .*\n", capsys.readouterr().err)

@@ -23,8 +23,27 @@ from .hardware import add_options as add_hardware_options
 from .limits import check_ranks_fit
 from .numbers import count
 from .output import progress_bar
-from .plan_checks import check_documents, check_numbers, check_picture, check_together, check_work, complete
-from .plan_large import MOST_SECONDS, Large, add_options, closed, sampled, say_before, seconds_of_planning, text
+from .plan_checks import (
+    check_documents,
+    check_numbers,
+    check_picture,
+    check_shards,
+    check_together,
+    check_work,
+    complete,
+)
+from .plan_large import (
+    MOST_COMPARED,
+    MOST_SECONDS,
+    Large,
+    add_options,
+    asked,
+    closed,
+    sampled,
+    say_before,
+    seconds_of_planning,
+    text,
+)
 from .plan_report import (
     MOST_ROWS,
     BranchRow,
@@ -38,8 +57,6 @@ from .plan_report import (
     summary,
     table,
 )
-
-MOST_COMPARED = 64
 
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi --dilation-rates 1 16 256
@@ -143,8 +160,11 @@ def call(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machin
         print_alternatives(arguments, pattern, machine)
         return
     shards = split(arguments, arguments.seq_len)
-    is_each_needed = arguments.every_rank or arguments.picture is not None or arguments.ranks <= MOST_COMPARED
-    if not is_each_needed and large(pattern, shards, machine, arguments):
+    check_shards(shards, arguments.align)
+    job = job_of(pattern, shards, arguments)
+    if arguments.every_rank or arguments.picture is not None or arguments.ranks <= MOST_COMPARED:
+        say_before(seconds_of_planning(job), job, is_sampled=False)
+    elif large(job, machine, arguments):
         return
     check_work(pattern, arguments)
     exchange = exchange_of(pattern, shards, arguments)
@@ -194,27 +214,29 @@ def print_each(
         print(sharding_lines(compared))
 
 
-def large(
-    pattern: DilatedPattern, shards: tuple[Shard, ...], machine: Machine | None, arguments: argparse.Namespace
-) -> bool:
+def job_of(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: argparse.Namespace) -> Large:
+    heads, sizes = heads_and_documents(arguments), sizes_of(arguments)
+    return Large(pattern, shards, arguments.seq_len, arguments.sharding, *heads, sizes, arguments.kernel)
+
+
+def large(job: Large, machine: Machine | None, arguments: argparse.Namespace) -> bool:
     """Print the figures of a job of many ranks without planning each; False if that takes no longer."""
-    heads, hardware = heads_and_documents(arguments), None if machine is None else machine.hardware
-    sizes, sharding = sizes_of(arguments), arguments.sharding
-    job = Large(pattern, shards, arguments.seq_len, sharding, *heads, sizes, arguments.kernel)
-    if arguments.exchange not in ("auto", "ring"):
-        return False
+    hardware = None if machine is None else machine.hardware
+    job, choice = asked(job, arguments.exchange)
     if job.obstacle() is None:
         found = closed(job, hardware)
     else:
         seconds = seconds_of_planning(job)
-        say_before(seconds, job)
-        if seconds <= MOST_SECONDS:
+        is_sampled = seconds > MOST_SECONDS
+        say_before(seconds, job, is_sampled=is_sampled)
+        if not is_sampled:
             return False
         found = sampled(job, hardware)
+    found["exchange"] = choice._asdict() if choice.reason else found["auto"]
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
-        print(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
+        print(job.pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
         print(text(job, found))
         if machine is not None:
             print(described(machine.hardware, machine.source))

@@ -5,6 +5,7 @@ import math
 from importlib.util import find_spec
 
 from ..pattern import DilatedPattern
+from ..plan.sharding import Shard, shard_length
 from .figures import check_pictures
 from .limits import MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_memory
 from .output import check_writable
@@ -60,6 +61,16 @@ def check_numbers(arguments: argparse.Namespace) -> None:
     check_each("--dilation-rates", arguments.dilation_rates)
     if arguments.sharding == "zigzag" and arguments.align != 1:
         raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
+
+
+def check_shards(shards: tuple[Shard, ...], align: int) -> None:
+    """Raise ValueError for ranks that would own nothing."""
+    empty = sum(not shard_length(shard) for shard in shards)
+    if empty:
+        raise ValueError(
+            f"--align {align} leaves {empty:,} of {len(shards):,} ranks without positions: choose fewer ranks, or a "
+            "smaller --align"
+        )
 
 
 def check_documents(arguments: argparse.Namespace) -> None:

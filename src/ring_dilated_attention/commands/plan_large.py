@@ -12,11 +12,10 @@ from ..kernels.traits import TRAITS
 from ..pattern import DilatedPattern
 from ..plan.advice import Waiting, advice
 from ..plan.clock import Hardware, time_text
+from ..plan.exchange import Choice, RankPlan, choice_by, plan_exchange, traffic_of
 from ..plan.lockstep import Bounds, Lockstep, why_not, zigzag_balance
 from ..plan.memory import Sizes, attention_memory
-from ..plan.plan import Plan
-from ..plan.planner import make_plan
-from ..plan.sharding import Shard
+from ..plan.sharding import Shard, shard_length
 from ..plan.sharing import branch_shares
 from ..plan.totals import pairs
 from .numbers import scaled, size_text
@@ -24,11 +23,15 @@ from .output import aligned
 
 # Seconds that planning every rank may take; of a job that takes longer ranks are sampled for half as long.
 MOST_SECONDS = 10
+# Ranks whose shardings are compared too, and whose step is modelled for each.
+MOST_COMPARED = 64
+# Of a plan's own time, what all that is printed takes; where shardings are compared; and of rings that take long too.
+PASSES, PASSES_COMPARED, SECONDS_PER_HOP, MANY_HOPS = 2, 10, 1.5e-4, 10_000
 FLOPS_PER_PAIR = 7 * 2  # of each number of a head: 2 products forward, 5 backward, 2 operations each
 
 
 class Large(NamedTuple):
-    """A job of many ranks, as `rda plan` takes it."""
+    """A job of many ranks, as `rda plan` takes it. exchange: by which chunks travel."""
 
     pattern: DilatedPattern
     shards: tuple[Shard, ...]
@@ -39,26 +42,50 @@ class Large(NamedTuple):
     documents: tuple[int, ...] | None
     sizes: Sizes
     kernel: str
+    exchange: str = "ring"
 
     @property
     def num_ranks(self) -> int:
         return len(self.shards)
 
+    @property
+    def call(self) -> tuple[int, int, tuple[int, ...] | None, Sizes]:
+        """What an exchange is chosen for, beside pattern and shards."""
+        return self.num_heads, self.num_kv_heads, self.documents, self.sizes
+
+    @property
+    def form(self) -> Lockstep:
+        return Lockstep(self.pattern, self.seq_len, self.num_ranks, self.num_heads, self.num_kv_heads, self.sizes)
+
     def obstacle(self) -> str | None:
-        return why_not(self.pattern, self.seq_len, self.num_ranks, self.sharding, self.documents)
+        """What keeps it from closed forms."""
+        if self.exchange != "ring":
+            return f"chunks travel by {self.exchange}"
+        found = why_not(self.pattern, self.seq_len, self.num_ranks, self.sharding, self.documents)
+        if found is None and len(set(map(shard_length, self.shards))) > 1:
+            return "shards are not of one length"
+        return found
+
+
+def asked(job: Large, exchange: str) -> tuple[Large, Choice]:
+    """The job with the exchange that was asked for; of "auto" the one that a call takes, where closed forms tell."""
+    if exchange != "auto":
+        return job._replace(exchange=exchange), Choice(exchange, "asked for")
+    if job.obstacle() is not None:
+        return job, Choice("ring", "")
+    choice = choice_by(job.form.traffic(), job.pattern, job.shards, *job.call)
+    return job._replace(exchange=choice.exchange), choice
 
 
 def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
-    """All figures, exact but for the time of causal patterns, which may be two bounds."""
-
-    def form_of(pattern: DilatedPattern) -> Lockstep:
-        return Lockstep(pattern, job.seq_len, job.num_ranks, job.num_heads, job.num_kv_heads, job.sizes)
+    """All figures of the ring, exact but for the time of causal patterns, which may be two bounds."""
 
     def again(pattern: DilatedPattern) -> Bounds | None:
         assert hardware is not None
-        return form_of(pattern).step_seconds(hardware) if job._replace(pattern=pattern).obstacle() is None else None
+        other = job._replace(pattern=pattern)
+        return other.form.step_seconds(hardware) if other.obstacle() is None else None
 
-    form = form_of(job.pattern)
+    form = job.form
     forward, both = form.largest_sent()
     flops = FLOPS_PER_PAIR * job.sizes.head_dim * job.sizes.batch
     memory = form.memory(TRAITS[job.kernel]).forward_backward
@@ -90,74 +117,85 @@ def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
 def sampled(job: Large, hardware: Hardware | None) -> dict[str, Any]:
     """Bounds: totals are exact where one document is planned, the largest figures those of the ranks looked at."""
     flops = FLOPS_PER_PAIR * job.sizes.head_dim * job.sizes.batch
-    began, num = time.monotonic(), job.num_ranks
-    # The last two, then ever finer halves; few steps reach the extremes of most patterns.
-    order = dict.fromkeys(
-        [
-            num - 1,
-            num - 2,
-            0,
-            *(round((num - 1) * (2 * i + 1) / 2**k) for k in range(1, 8) for i in range(2 ** (k - 1))),
-        ]
-    )
-    ranks, work, sent, peaks = [], [], [], []
-    for rank in order:
-        plan = plan_of(job, rank)
+    ranks, plans, peaks = [], [], []
+    began = time.monotonic()
+    for rank in _order(job.num_ranks):
         ranks.append(rank)
-        work.append(plan.pairs)
-        sent.append([plan.bytes_sent(*job.sizes[:3], backward=backward) for backward in (False, True)])
-        if sent[-1] == max(sent):
-            sender = plan
-        peaks.append(attention_memory(plan, job.sizes, TRAITS[job.kernel]).forward_backward)
+        plans.append(plan_of(job, rank))
+        memory = attention_memory(plans[-1].plan, job.sizes, TRAITS[job.kernel], plans[-1].dealing)
+        peaks.append(memory.forward_backward)
         # The last two at least: of a causal pattern one computes most, and the other sends most chunks.
         if len(ranks) > 1 and time.monotonic() - began > MOST_SECONDS / 2:
             break
+    work = [x.plan.pairs for x in plans]
+    sent = [[x.bytes_sent(job.sizes, backward=backward) for backward in (False, True)] for x in plans]
     borders = job.documents or (0, job.seq_len)
     total = sum(pairs(job.pattern, b - a, job.num_heads) for a, b in pairwise(borders))
     peak = max(peaks, key=lambda x: x.num_bytes)
     found: dict[str, Any] = {
-        "method": f"bounds from {len(ranks)} sampled ranks of {num:,} ({job.obstacle()})",
+        "method": f"bounds from {len(ranks)} sampled ranks of {job.num_ranks:,} ({job.obstacle()})",
         "sampled_ranks": sorted(ranks),
         "flops": flops * total,
         "largest_flops": flops * max(work),
         "busiest_rank": ranks[work.index(max(work))],
-        "balance": min(1.0, total / (num * max(work))) if max(work) else 1.0,
+        "balance": min(1.0, total / (job.num_ranks * max(work))) if max(work) else 1.0,
         "largest_forward_sent_bytes": max(forward for forward, _ in sent),
         "largest_sent_bytes": max(map(sum, sent)),
         "peak_bytes": peak.num_bytes,
         "peak_items": [item._asdict() for item in peak.items],
     }
-    if hardware is not None:
-        compute = [2 / 7 * found["largest_flops"], 5 / 7 * found["largest_flops"]]
-        busy = sum(hardware.compute_seconds(x, backward=i == 1, calls=0) for i, x in enumerate(compute))
-        ways = found["largest_sent_bytes"] / hardware.bytes_per_second
-        least = max(busy, ways) + 2 * hardware.handshake
-        found["step_seconds"] = {"least": least, "most": None}
-        shares = branch_shares(job.pattern, job.shards, [sender], job.num_heads, job.num_kv_heads, job.documents)
-        bytes_sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
-        waiting = Waiting(1 - busy / least, Bounds(least, inf), bytes_sent, senders="one rank")
-        found["advice"] = advice(job.pattern, job.num_heads, borders, waiting, lambda pattern: None)
-    return found
+    if job.exchange == "ring":
+        traffic = traffic_of([x.plan for x in plans], job.sizes)
+        found["auto"] = choice_by(traffic, job.pattern, job.shards, *job.call)._asdict()  # what a call would take
+    sender = plans[sent.index(max(sent))]
+    return found if hardware is None else found | _times_of_sample(job, found, sender, hardware)
+
+
+def _order(num: int) -> list[int]:
+    """Ranks to look at: the last two, then ever finer halves; few of them reach the extremes of most patterns."""
+    halves = (round((num - 1) * (2 * i + 1) / 2**k) for k in range(1, 8) for i in range(2 ** (k - 1)))
+    return list(dict.fromkeys([num - 1, num - 2, 0, *halves]))
+
+
+def _times_of_sample(job: Large, found: dict[str, Any], sender: RankPlan, hardware: Hardware) -> dict[str, Any]:
+    """A step takes what its busiest rank computes, or what the `sender` sends, at least."""
+    compute = [2 / 7 * found["largest_flops"], 5 / 7 * found["largest_flops"]]
+    busy = sum(hardware.compute_seconds(x, backward=i == 1, calls=0) for i, x in enumerate(compute))
+    least = max(busy, found["largest_sent_bytes"] / hardware.bytes_per_second) + 2 * hardware.handshake
+    is_dealt = sender.dealing is not None
+    shares = branch_shares(job.pattern, job.shards, [sender.plan], job.num_heads, job.num_kv_heads, job.documents)
+    bytes_sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
+    waiting = Waiting(1 - busy / least, Bounds(least, inf), bytes_sent, senders="one rank", is_dealt=is_dealt)
+    borders = job.documents or (0, job.seq_len)
+    said = advice(job.pattern, job.num_heads, borders, waiting, lambda pattern: None)
+    return {"step_seconds": {"least": least, "most": None}, "advice": said}
 
 
 @lru_cache(maxsize=1)  # the rank that was timed is the first that is sampled
-def plan_of(job: Large, rank: int) -> Plan:
-    return make_plan(job.pattern, job.shards, rank, job.num_heads, job.num_kv_heads, job.documents)
+def plan_of(job: Large, rank: int) -> RankPlan:
+    return plan_exchange(job.exchange, job.pattern, job.shards, rank, job.num_heads, job.num_kv_heads, job.documents)
 
 
 def seconds_of_planning(job: Large) -> float:
-    """About how long the plans of all ranks would take, by that of the last one."""
+    """About how long the plans of all ranks would take: by that of the last one, or where that would take long too, by
+    its hops."""
+    length = max(map(shard_length, job.shards))
+    num_hops = sum(min(job.num_ranks, -(-w // length)) for w in job.pattern.segment_lengths if w > length)
+    if num_hops > MANY_HOPS:
+        return PASSES * SECONDS_PER_HOP * num_hops * job.num_ranks
     began = time.monotonic()
     plan_of(job, job.num_ranks - 1)
-    return 2 * (time.monotonic() - began) * job.num_ranks
+    passes = PASSES_COMPARED if job.num_ranks <= MOST_COMPARED else PASSES
+    return passes * (time.monotonic() - began) * job.num_ranks
 
 
-def say_before(seconds: float, job: Large) -> None:
+def say_before(seconds: float, job: Large, *, is_sampled: bool) -> None:
     """Nobody should wait without knowing for what."""
-    if seconds > 2:
-        sample = max(MOST_SECONDS, seconds / job.num_ranks)  # two plans, and their memory
-        how = f"about {time_text(seconds)}" if seconds <= MOST_SECONDS else f"about {time_text(sample)}, for a sample"
-        print(f"planning {job.num_ranks:,} ranks takes {how}: {job.obstacle()}", file=sys.stderr)
+    if seconds <= 2:
+        return
+    sample = max(MOST_SECONDS, 2 * seconds / job.num_ranks)  # two plans, and their memory
+    how = f"about {time_text(sample)}, for a sample: {job.obstacle()}" if is_sampled else f"about {time_text(seconds)}"
+    print(f"planning {job.num_ranks:,} ranks takes {how}", file=sys.stderr)
 
 
 def text(job: Large, found: dict[str, Any]) -> str:
@@ -175,7 +213,12 @@ def text(job: Large, found: dict[str, Any]) -> str:
         least, most = found["step_seconds"]["least"], found["step_seconds"]["most"]
         span = time_text(least) if least == most else f"{time_text(least)} to {time_text(most)}" if most else ""
         rows.append(("modelled step", span or f"at least {time_text(least)}"))
-    lines = [f"{job.num_ranks:,} ranks, by {found['method']}", aligned(("", "forward and backward"), rows)]
+    taken, reason = found["exchange"].values()
+    other = (
+        "" if taken == job.exchange else f" (the figures are those of {job.exchange}: --exchange {taken} has others)"
+    )
+    lines = [f"{job.num_ranks:,} ranks, by {found['method']}", f"exchange: {taken}{other}: {reason}"]
+    lines += [aligned(("", "forward and backward"), rows)]
     lines += [f"  {item['num_bytes'] / 1e6:>12,.1f} MB  {item['name']}" for item in found["peak_items"]]
     for i, sharing in enumerate(found.get("ranks_that_share", ())):
         what = f"travels among {sharing:,} ranks" if sharing > 1 else "stays at home"

@@ -1,5 +1,6 @@
 """How chunks travel: a rank's plan under each exchange, and which of them a call uses under "auto". Pure, no torch."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ EXCHANGES = ("ring", "all_gather", "all_to_all", "simulated")
 SMALL_CHUNK_BYTES = 64 * 1024
 # The ring's bytes hide behind its computation, those of an all-to-all do not: it must save this factor.
 ALL_TO_ALL_SAVING = 3
-# Ranks whose plans are looked at; of more, evenly spaced ones. The same on every rank, so that all choose alike.
+# Ranks whose plans are looked at; of more, some. The same on every rank, so that all choose alike.
 MOST_PLANS = 16
 
 
@@ -83,6 +84,21 @@ class Choice(NamedTuple):
     reason: str
 
 
+class Traffic(NamedTuple):
+    """What an exchange is chosen by: of the ranks of a ring, that which has most. Bytes, but of hops and calls.
+
+    sent: in a forward. largest: of all messages. two_chunks: that a ring holds. together: of all chunks that a rank
+    meets. calls: of the kernel.
+    """
+
+    sent: int
+    hops: int
+    largest: int
+    two_chunks: int
+    together: int
+    calls: int
+
+
 @lru_cache(maxsize=256)
 def choose_exchange(
     pattern: DilatedPattern,
@@ -93,23 +109,53 @@ def choose_exchange(
     sizes: Sizes,
     held: range | None = None,
 ) -> Choice:
-    """The exchange for a forward over these shards; arguments as of `make_plan`, and the sizes of the tensors.
+    """The exchange for a forward over these shards; arguments as of `make_plan`, and the sizes of the tensors."""
+    plans = [
+        make_plan(pattern, shards, rank, num_heads, num_kv_heads, documents, held) for rank in looked_at(len(shards))
+    ]
+    traffic = traffic_of(plans, sizes)
+    return choice_by(traffic, pattern, shards, num_heads, num_kv_heads, documents, sizes, held)
 
-    By bytes, by the memory that they take, and by the number of kernel calls: an exchange that saves bytes and cuts the
-    work into smaller tiles saves nothing.
-    """
-    ranks = range(0, len(shards), -(-len(shards) // MOST_PLANS))
-    plans = [make_plan(pattern, shards, rank, num_heads, num_kv_heads, documents, held) for rank in ranks]
+
+def traffic_of(plans: Sequence[Plan], sizes: Sizes) -> Traffic:
+    """Of plans of a ring."""
     unit = sizes.unit * sizes.itemsize
-    sent = unit * max(plan.sent()[0] for plan in plans)
-    hops = max(len(plan.hops) for plan in plans)
+    return Traffic(
+        sent=unit * max(plan.sent()[0] for plan in plans),
+        hops=max(len(plan.hops) for plan in plans),
+        largest=unit * max((m.size for plan in plans for hop in plan.hops for m in hop.receives), default=0),
+        two_chunks=2 * unit * max(plan.chunk_size for plan in plans),
+        together=unit * max(sum(m.size for hop in plan.hops for m in hop.receives) for plan in plans),
+        calls=max(plan.num_tiles for plan in plans),
+    )
+
+
+def looked_at(num_ranks: int) -> list[int]:
+    """The ranks whose traffic decides: the first, the last, and some between at growing distances, since equal ones
+    would find them all at the same place of their segments."""
+    if num_ranks <= MOST_PLANS:
+        return list(range(num_ranks))
+    step = num_ranks // (2 * MOST_PLANS)
+    return sorted({(i * step + i * (i + 1) // 2) % num_ranks for i in range(MOST_PLANS - 1)} | {num_ranks - 1})
+
+
+def choice_by(
+    traffic: Traffic,
+    pattern: DilatedPattern,
+    shards: tuple[Shard, ...],
+    num_heads: int,
+    num_kv_heads: int,
+    documents: tuple[int, ...] | None,
+    sizes: Sizes,
+    held: range | None = None,
+) -> Choice:
+    """By bytes, by the memory that they take, and by the number of kernel calls: an exchange that saves bytes and cuts
+    the work into smaller tiles saves nothing."""
+    sent, hops, largest, two_chunks, together, calls = traffic
     if not sent:
         return Choice("ring", "nothing is sent: every segment lies in one shard")
-    largest = unit * max((m.size for plan in plans for hop in plan.hops for m in hop.receives), default=0)
-    two_chunks = 2 * unit * max(plan.chunk_size for plan in plans)
-    together = unit * max(gathered(plan).received_size for plan in plans)
     num_kv_held = num_kv_heads if held is None else len(held) * num_kv_heads // num_heads
-    local = 2 * num_kv_held * unit * max(map(shard_length, shards))
+    local = 2 * num_kv_held * sizes.unit * sizes.itemsize * max(map(shard_length, shards))
     ring = f"the ring sends {sent:,} bytes in {hops} hops and holds {two_chunks:,} (two chunks)"
     if hops > 1 and largest <= SMALL_CHUNK_BYTES and together <= max(two_chunks, local):
         return Choice(
@@ -121,8 +167,7 @@ def choose_exchange(
         return Choice("ring", f"{ring}; {num_kv_held} key/value heads cannot be dealt to {len(shards)} ranks")
     lengths = tuple(map(shard_length, shards))
     num_held = num_heads if held is None else len(held)
-    dealt = max(dealt_bytes(lengths, rank, num_held, num_kv_held, *sizes[:3]) for rank in ranks)
-    calls = max(plan.num_tiles for plan in plans)
+    dealt = max(dealt_bytes(lengths, rank, num_held, num_kv_held, *sizes[:3]) for rank in looked_at(len(shards)))
     of_heads = plan_exchange("all_to_all", pattern, shards, 0, num_heads, num_kv_heads, documents, held).plan
     ring += f", in {calls} kernel calls"
     if dealt * ALL_TO_ALL_SAVING > sent:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 from .clock import Hardware
+from .exchange import Traffic, looked_at
 from .memory import AttentionMemory, Sizes, Traits, attention_memory
 from .plan import Plan
 from .planner import make_plan
@@ -178,6 +179,24 @@ class Lockstep:
         unit, gradient = self.sizes.unit * self.sizes.itemsize, self.sizes.unit * self.sizes.sum_itemsize
         chunks, gradients = self.sent_of_ranks
         return max(chunks) * unit, max(2 * c * unit + g * gradient for c, g in zip(chunks, gradients, strict=True))
+
+    def traffic(self) -> Traffic:
+        """What `choose_exchange` sees of the plans."""
+        unit, ranks = self.sizes.unit * self.sizes.itemsize, looked_at(self.num_ranks)
+        sizes = [branch.rows for branch in self.straddling.values()]
+        is_causal = self.pattern.is_causal
+        places = [
+            [(rank % branch.group if is_causal else branch.group - 1, branch) for branch in self.straddling.values()]
+            for rank in ranks
+        ]
+        return Traffic(
+            sent=unit * max(self.sent_of_ranks[0][rank] for rank in ranks),
+            hops=self.num_hops,  # rank 0 has all of them
+            largest=unit * max((b.rows for found in places for place, b in found if place), default=0),
+            two_chunks=2 * unit * sum(sizes),
+            together=unit * max(sum(place * branch.rows for place, branch in found) for found in places),
+            calls=self._home_calls + max(sum(place * len(b.tiles) for place, b in found) for found in places),
+        )
 
     def memory(self, traits: Traits) -> AttentionMemory:
         """Of a rank in the middle of its rings: buffers and tiles are the same at every hop, so four shards tell it."""

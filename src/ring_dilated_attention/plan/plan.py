@@ -173,9 +173,11 @@ def gathered(plan: Plan) -> Plan:
     places = list(accumulate((m.size for m, _ in received), initial=0))
     homes = list(accumulate((m.size for m in targets), initial=0))
     chunks = [Message(m.owner, place, m.size, m.owner) for (m, _), place in zip(received, places, strict=False)]
+    at_hop: list[list[tuple[Message, int]]] = [[] for _ in plan.hops]
+    for (message, i), place in zip(received, places, strict=False):
+        at_hop[i].append((message, place))
     tiles = []
-    for i, hop in enumerate(plan.hops):
-        here = [(m, place) for (m, j), place in zip(received, places, strict=False) if i == j]
+    for hop, here in zip(plan.hops, at_hop, strict=True):
         for tile in hop.tiles:
             assert isinstance(tile.key, Block)
             at = tile.key.offset
