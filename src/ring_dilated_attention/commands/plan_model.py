@@ -2,22 +2,27 @@
 
 import argparse
 import json
+import math
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..kernels.traits import TRAITS
 from ..pattern import DilatedPattern
-from ..plan.clock import time_text
+from ..plan.advice import BOUND_BY_COMMUNICATION
+from ..plan.clock import Hardware, time_text
 from ..plan.model import (
     ACTIVATIONS,
     SEARCHED_TO,
     Mesh,
     ModelJob,
     Shape,
+    attention_advice,
     attention_of,
+    attention_waiting,
     flops_of_step,
     is_decided_by_attention,
     longest_sequence,
@@ -243,23 +248,44 @@ def figures(question: Asked) -> dict[str, Any]:
         row: dict[str, Any] = memory._asdict() | {"total": memory.total}
         if question.machine is not None:
             parts = step_parts(job, how, question.machine.hardware)
-            least, most = parts.bounds
             row["step"] = {
                 "matrices": parts.matrices,
-                "attention": list(parts.attention),
+                "attention": _known(parts.attention),
                 "gradients": parts.gradients,
-                "seconds": [least, most],
+                "seconds": _known(parts.bounds),
             }
-            row["tokens_per_second"] = tokens / least
+            row["tokens_per_second"] = tokens / parts.bounds.least
             if question.tokens is not None:
-                row["training_seconds"] = [question.tokens / tokens * least, question.tokens / tokens * most]
+                row["training_seconds"] = _known(question.tokens / tokens * seconds for seconds in parts.bounds)
         if question.memory is not None:
             row["fits"] = memory.total <= question.memory
             row["longest_sequence"] = longest_sequence(job, how, traits, question.memory)
             mesh = smallest_mesh(job, how, traits, question.memory)
             row["smallest_mesh"] = None if mesh is None else mesh._asdict()
         found["memory"][how] = row
+    if question.machine is not None:
+        found["advice"] = advice_on(job, question.machine.hardware)
     return found
+
+
+def _known(bounds: Iterable[float]) -> list[float | None]:
+    """What JSON has a number for: a time without an upper bound has none."""
+    return [seconds if seconds < math.inf else None for seconds in bounds]
+
+
+def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
+    """Where a step is bound by communication, with activations kept, and what would help."""
+    parts, waiting = step_parts(job, "kept", hardware), attention_waiting(job, hardware)
+    said = []
+    if waiting is not None and waiting.exposed * parts.attention.least >= BOUND_BY_COMMUNICATION * parts.bounds.least:
+        said.append(f"attention of one layer: {attention_advice(job, hardware, waiting)}")
+    share = parts.gradients / parts.bounds.least
+    if share >= BOUND_BY_COMMUNICATION:
+        said.append(
+            f"bound by communication: the sum of gradients takes {share:.0%} of a step; more sequences in a step "
+            "(--batch), or a faster link, would help"
+        )
+    return said
 
 
 def text(question: Asked, found: dict[str, Any]) -> str:
@@ -276,6 +302,7 @@ def text(question: Asked, found: dict[str, Any]) -> str:
     if question.machine is not None:
         lines += ["", described(question.machine.hardware, question.machine.source)]
         lines.append(aligned(("a step takes", *ACTIVATIONS), _time_rows(question, columns)))
+        lines += found["advice"]
     if question.memory is not None:
         rows = [
             ("fits", *("yes" if row["fits"] else "no" for row in columns)),
@@ -306,11 +333,11 @@ def _time_rows(question: Asked, columns: list[dict[str, Any]]) -> list[tuple[str
     return rows
 
 
-def _span(bounds: list[float]) -> str:
+def _span(bounds: tuple[float, float | None]) -> str:
     least, most = bounds
-    if least == most:
-        return time_text(least)
-    return f"at least {time_text(least)}" if most == float("inf") else f"{time_text(least)} to {time_text(most)}"
+    if most is None:
+        return f"at least {time_text(least)}"
+    return time_text(least) if least == most else f"{time_text(least)} to {time_text(most)}"
 
 
 def _mesh_text(mesh: dict[str, int] | None) -> str:

@@ -104,7 +104,8 @@ def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alt
     others = [x for x in fitting if x.step_seconds > ALIKE * fastest]
     if len(alike) > 1:
         ways_alike = "another way, and of the two" if len(alike) == 2 else f"{len(alike) - 1} other ways, and of these"
-        why = f"as fast as {ways_alike} it sends and holds least"
+        holds = " and holds" if best.peak_bytes == min(x.peak_bytes for x in alike) else ""
+        why = f"as fast as {ways_alike} it sends{holds} least"
     else:
         why = "the fastest"
     if others:

@@ -17,15 +17,17 @@ backward (a gradient of F, and of E) and of the attention's, in the last block; 
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd
+from math import gcd, inf
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
+from .advice import Waiting, advice, exposed_of
 from .clock import Hardware, model_step
 from .lockstep import Bounds, Lockstep, why_not
 from .memory import AttentionMemory, Sizes, Traits, attention_memory
 from .planner import make_plan
 from .sharding import default_lengths, make_shards
+from .sharing import branch_shares
 from .totals import pairs
 
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
@@ -263,7 +265,34 @@ def attention_seconds(job: ModelJob, hardware: Hardware) -> Bounds:
     if why_not(job.pattern, job.seq_len, ranks, job.sharding, None) is None:
         return Lockstep(job.pattern, job.seq_len, ranks, *heads, job.sizes).step_seconds(hardware)
     work = 14 * shape.head_dim * job.batch * pairs(job.pattern, job.seq_len, shape.num_heads) / ranks
-    return Bounds(work / hardware.flops_per_second, float("inf"))
+    return Bounds(work / hardware.flops_per_second, inf)
+
+
+def attention_waiting(job: ModelJob, hardware: Hardware) -> Waiting | None:
+    """How much of one layer's attention is waiting, as `advice` reads it; None where its time is not known, or nothing
+    is sent."""
+    shape, ranks, seconds = job.shape, job.mesh.sequence, attention_seconds(job, hardware)
+    heads, num_bytes = (shape.num_heads, shape.num_kv_heads), job.sizes.unit * job.sizes.itemsize
+    if ranks == 1 or seconds.most == inf:
+        return None
+    if ranks > MOST_PLANNED:
+        form = Lockstep(job.pattern, job.seq_len, ranks, *heads, job.sizes)
+        return Waiting(form.exposed(hardware, seconds), seconds, form.sent_of_branches())
+    shards = make_shards(job.sharding, default_lengths(job.sharding, job.seq_len, ranks))
+    plans = [make_plan(job.pattern, shards, rank, *heads) for rank in range(ranks)]
+    shares = branch_shares(job.pattern, shards, plans, *heads)
+    exposed = exposed_of(model_step(plans, job.sizes, hardware))
+    return Waiting(exposed, seconds, [share.sent * num_bytes for share in shares])
+
+
+def attention_advice(job: ModelJob, hardware: Hardware, step: Waiting) -> str | None:
+    """What `advice` says of one layer's attention."""
+
+    def again(pattern: DilatedPattern) -> Bounds | None:
+        found = attention_seconds(replace(job, pattern=pattern), hardware)
+        return found if found.most < inf else None
+
+    return advice(job.pattern, job.shape.num_heads, (0, job.seq_len), step, again)
 
 
 def flops_of_step(job: ModelJob) -> int:
