@@ -9,7 +9,7 @@ from torchscale_cases import SEQUENCES, fill, kept
 
 from benchmarks import checkout
 from ring_dilated_attention import ContextParallel
-from ring_dilated_attention.models import LongNetEncoder, TorchscaleConfig, map_names
+from ring_dilated_attention.models import LongNetDecoder, LongNetEncoder, TorchscaleConfig, map_names
 
 needs_torchscale = pytest.mark.skipif(bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale")
 SMALL = TorchscaleConfig(
@@ -39,8 +39,8 @@ def test_equals_what_torchscale_computed(name):
 def test_loads_torchscales_state_dict(name):
     """Every name and shape of the original, strictly; its config read as `vars` gives it; kept results are its own."""
     case = SEQUENCES[name]
-    original = case.original_model()
-    model = case.model(vars(checkout_config(case)))
+    original = fill(case.original_model())
+    model = case.model(vars(case.original_config()))
     result = model.load_state_dict(original.state_dict(), strict=True)
     assert not result.missing_keys
     assert not result.unexpected_keys
@@ -50,9 +50,37 @@ def test_loads_torchscales_state_dict(name):
     )
 
 
-def checkout_config(case):
-    settings = checkout.torchscale("architecture.config")
-    return (settings.DecoderConfig if case.is_causal else settings.EncoderConfig)(**case.settings())
+SCALED = ("v_proj", "out_proj", "fc1", "fc2")
+
+
+@needs_torchscale
+@pytest.mark.parametrize("name", [name for name in SEQUENCES if name.startswith("encoder of")])
+def test_scales_are_torchscales(name):
+    """Of residuals and of initial weights: theirs beside those of a model that scales nothing."""
+    case = SEQUENCES[name]
+    config = TorchscaleConfig.from_torchscale(vars(case.original_config()), side=case.side, num_tokens=11)
+    models = []
+    for options in (case.options, {"subln": False}):
+        torch.manual_seed(0)
+        models.append(case._replace(options=options).original_model())
+    scaled, plain = (dict(model.layers.named_parameters()) for model in models)
+    assert config.residual_scale == pytest.approx(models[0].layers[0].alpha, rel=1e-12)
+    for key, x in plain.items():
+        factor = config.initial_scale if key.split(".")[-2] in SCALED else 1.0
+        torch.testing.assert_close(scaled[key], x * factor, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"deepnorm": True, "sub_layernorm": False}, {"num_decoder_layers": 3}])
+def test_initial_weights_are_scaled(settings):
+    models = []
+    for options in (settings, {"sub_layernorm": False}):
+        torch.manual_seed(0)
+        models.append(LongNetEncoder(TorchscaleConfig(**{**vars(SMALL), **options})))
+    scaled, plain = (dict(model.layers.named_parameters()) for model in models)
+    assert models[0].config.initial_scale != 1
+    for key, x in plain.items():
+        factor = models[0].config.initial_scale if key.split(".")[-2] in SCALED else 1.0
+        torch.testing.assert_close(scaled[key], x * factor)
 
 
 @pytest.mark.parametrize("name", ["encoder", "decoder"])
@@ -191,11 +219,26 @@ def test_a_side_is_asked_for_where_there_are_both():
     with pytest.raises(ValueError, match="have encoder_layers and decoder_layers: pass side='encoder' or"):
         TorchscaleConfig.from_torchscale(both)
     for side, num_layers in (("encoder", 3), ("decoder", 5)):
-        assert TorchscaleConfig.from_torchscale(both, side=side, num_tokens=11).num_layers == num_layers
+        config = TorchscaleConfig.from_torchscale(both, side=side, is_encoder_decoder=False, num_tokens=11)
+        assert (config.num_layers, config.num_decoder_layers, config.num_logits) == (num_layers, None, 11)
     with pytest.raises(ValueError, match="side='decoder', but the settings have neither"):
         TorchscaleConfig.from_torchscale(encoder, side="decoder")
     with pytest.raises(ValueError, match="side='left' is unknown"):
         TorchscaleConfig.from_torchscale(both, side="left")
+
+
+def test_a_side_of_an_encoder_decoder():
+    """Its encoder has no output layer, whatever is shared; its decoder has cross-attention."""
+    encoder = {**SEQUENCES["encoder"].settings(), "share_encoder_input_output_embed": True}
+    both = {**encoder, "decoder_layers": 5}
+    config = TorchscaleConfig.from_torchscale(both, side="encoder", num_tokens=11)
+    assert (config.num_logits, config.num_decoder_layers, config.shares_embedding) == (None, 5, False)
+    with pytest.raises(ValueError, match="has cross-attention, which is not served: pass is_encoder_decoder=False"):
+        TorchscaleConfig.from_torchscale(both, side="decoder", num_tokens=11)
+    with pytest.raises(ValueError, match="have no decoder_layers, on which an encoder's scales depend"):
+        TorchscaleConfig.from_torchscale(encoder, is_encoder_decoder=True)
+    with pytest.raises(ValueError, match="num_decoder_layers=5 is for an encoder: pass None"):
+        LongNetDecoder(config)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +246,7 @@ def test_a_side_is_asked_for_where_there_are_both():
     [
         ({"padding": "zeros"}, "padding='zeros' is unknown; choose one of"),
         ({"num_layers": 0}, "num_layers=0 must be a whole number, at least 1"),
+        ({"num_decoder_layers": 0}, "num_decoder_layers=0 must be a whole number, at least 1"),
         ({"num_layers": 2.0}, "num_layers=2.0 must be a whole number"),
         ({"deepnorm": True}, "deepnorm=True is for models without sub-LayerNorms"),
         ({"shares_embedding": True, "num_logits": 12}, "num_tokens=11 and num_logits=12: the embedding"),

@@ -116,7 +116,7 @@ class Layer(nn.Module):
         self.ffn = FeedForward(config)
         self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
         self.normalize_before = config.normalize_before
-        self.alpha = (2.0 * config.num_layers) ** 0.25 if config.deepnorm else 1.0
+        self.residual_scale = config.residual_scale
 
     def forward(self, x_BNE: Tensor, layout: Layout, counted: ZeroRows | None, cu_seqlens: Tensor | None) -> Tensor:
         if self.normalize_before:
@@ -126,7 +126,7 @@ class Layer(nn.Module):
         return self.final_layer_norm(self._sum(x_BNE, self.ffn(x_BNE)))
 
     def _sum(self, residual_BNE: Tensor, x_BNE: Tensor) -> Tensor:
-        return (residual_BNE if self.alpha == 1.0 else residual_BNE * self.alpha) + x_BNE
+        return (residual_BNE if self.residual_scale == 1.0 else residual_BNE * self.residual_scale) + x_BNE
 
 
 class _LongNet(CheckedLoading):
@@ -142,6 +142,11 @@ class _LongNet(CheckedLoading):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        if self.is_causal and config.num_decoder_layers is not None:
+            raise ValueError(
+                f"num_decoder_layers={config.num_decoder_layers} is for an encoder: pass None for a decoder, which has "
+                "no cross-attention here."
+            )
         self.config = config
         self.parallel = parallel
         self.activation_checkpointing = activation_checkpointing
@@ -163,17 +168,13 @@ class _LongNet(CheckedLoading):
         self._scale_weights()
 
     def _scale_weights(self) -> None:
-        """As torchscale: MAGNETO's and DeepNet's factors on value, output and feed-forward weights and biases."""
-        depth = self.config.num_layers
-        factor = math.sqrt(math.log(2 * depth)) if self.config.sub_layernorm else 1.0
-        factor = (8.0 * depth) ** -0.25 if self.config.deepnorm else factor
         with torch.no_grad():
             for layer in self.layers:
                 assert isinstance(layer, Layer)
                 attention, ffn = layer.self_attn, layer.ffn
                 for linear in (attention.v_proj, attention.out_proj, ffn.fc1, ffn.fc2):
-                    linear.weight.mul_(factor)
-                    linear.bias.mul_(factor)
+                    linear.weight.mul_(self.config.initial_scale)
+                    linear.bias.mul_(self.config.initial_scale)
 
     def forward(
         self,
