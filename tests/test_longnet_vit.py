@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import run
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchscale_cases import SLIDES, Slide, fill, kept, waves
 
@@ -250,6 +251,31 @@ def test_on_ranks(name, lengths):
     run(len(lengths), rank_embeds, name, lengths)
 
 
+def rank_shards_layers(rank, world_size):
+    """Every layer and the whole by themselves, at pixels that 16 bits do not have, rows out of place included."""
+    x, coords = waves(1, 60, 5).float(), (torch.arange(60)[:, None] * torch.tensor([79, 83]) % 5120)[None]
+    expected = MISALIGNED.model().float()(x, coords)[0]
+    model, seen, policy = MISALIGNED.model().float(), [], MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.encoder.layers:
+        fully_shard(layer, mp_policy=policy)
+        layer.self_attn.register_forward_pre_hook(lambda _, x: seen.append((x[0], x[2])))
+    fully_shard(model, mp_policy=policy)
+    found = model(x, coords)[0]
+    assert (found - expected).norm() / expected.norm() < 0.02
+    for x_BNE, counted in seen:
+        assert x_BNE.dtype == torch.bfloat16
+        logs = [part.log_num_zero_keys_NH for part in counted.parts]
+        assert {x.dtype for x in logs if x is not None} == {torch.float32}
+    assert len(seen) == 2
+    with pytest.raises(ValueError, match=r"dtype torch.bfloat16, .* unless its policy has cast_forward_inputs=False"):
+        model(x, coords.float())
+
+
+def test_fsdp_leaves_patterns_counts_and_coordinates_as_they_are():
+    """It casts and copies what it finds in dataclasses and tuples that a module is passed, tile by tile."""
+    run(1, rank_shards_layers)
+
+
 def rank_is_warned(rank, world_size):
     case, cp = POOLED, ContextParallel()
     model, inputs = case.model(parallel=cp), case.inputs()
@@ -313,6 +339,7 @@ def test_two_ranks_hold_half_of_what_one_holds():
         (lambda x, c: (x, c + 20 * 256), r"grid of 20 x 20 cells of tile_size=256: tile 0 .* \(and 17 more\)"),
         (lambda x, c: (x, c * torch.nan), r"at \(nan, nan\) lies in cell"),
         (lambda x, c: (x, c + 0j), "coords have dtype torch.complex128, not numbers of pixels"),
+        (lambda x, c: (x, c.bfloat16()), "dtype torch.bfloat16, which has not every pixel: pass integers or float32"),
         (lambda x, c: (x.tolist(), c), "features must be a tensor, got list"),
     ],
 )

@@ -203,7 +203,8 @@ class LongNetViT(CheckedLoading):
 
         Args:
             x: floating, of any dtype. Under `parallel` this rank's tiles.
-            coords: x and y of each tile, in pixels; any numbers.
+            coords: x and y of each tile, in pixels; integers, or floating numbers of at least 32 bits, since shorter
+                ones skip pixels. FSDP shortens those that it is passed (`MixedPrecisionPolicy`), and leaves integers.
             all_layer_embed: one embedding of what enters the first layer and of each layer's output, depth + 1 in all,
                 pooled and normalised, *without* the encoder's last LayerNorm. Otherwise one, with it.
             lengths: how many of the L tiles of each slide there are; what follows is not read. By default all.
@@ -320,6 +321,11 @@ class LongNetViT(CheckedLoading):
             return f"coords have shape {tuple(coords.shape)}, these features need {(*x.shape[:2], 2)}: x and y of each"
         if coords.is_complex():
             return f"coords have dtype {coords.dtype}, not numbers of pixels: x and y are two of them"
+        if coords.is_floating_point() and coords.dtype.itemsize < 4:
+            return (
+                f"coords have dtype {coords.dtype}, which has not every pixel: pass integers or float32 (FSDP casts "
+                "floating ones to 16 bits unless its policy has cast_forward_inputs=False)"
+            )
         if lengths is None:
             return None
         if self.parallel is not None:
