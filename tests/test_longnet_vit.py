@@ -410,11 +410,26 @@ def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
         assert (Path(__file__).parent.parent / "docs" / link).exists()
 
 
-def test_the_example(tmp_path):
+def run_example(*arguments):
     example = Path(__file__).parent.parent / "examples" / "slide.py"
-    done = subprocess.run(
-        [sys.executable, example, "--folder", tmp_path], capture_output=True, text=True, timeout=60, check=False
+    return subprocess.run(
+        [sys.executable, example, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def test_the_example(tmp_path):
+    done = run_example("--folder", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "1,145 tiles, embedding (1, 64)" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"slide.npz", "slide.png"}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--folder", "is no folder: make it first"), ("--weights", "cannot be read as weights: ")],
+)
+def test_the_example_without_its_files(option, message, tmp_path):
+    done = run_example(option, tmp_path / "nothing")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -80,7 +80,7 @@ class LongNetViT(CheckedLoading):
 
         model = LongNetViT.published("gigapath", global_pool=True)
         model.load_state_dict(torch.load("slide_encoder.pth", weights_only=True)["model"])
-        [embedding] = model.eval()(features, coords)
+        embedding = model.eval()(features, coords, all_layer_embed=True)[-1]
 
     Gradients are those of the forward. There is no dropout and no stochastic depth: the original code has dropout of
     0.25 and paths dropped at up to 0.1 while it trains, unless told otherwise. Under `parallel` all ranks return the
