@@ -8,6 +8,7 @@ from distributed import run
 from torchscale_cases import SEQUENCES, fill, kept
 
 from benchmarks import checkout
+from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetDecoder, LongNetEncoder, TorchscaleConfig, map_names
 
@@ -107,13 +108,17 @@ def rank_computes(rank, world_size, name):
     parts = [case.model()(part) for part in tokens.tensor_split([13, 14], dim=1)]
     out = cp.unshard(model(cp.shard(tokens), cu_seqlens=borders))
     torch.testing.assert_close(out, torch.cat(parts, 1), rtol=1e-11, atol=1e-11)
+    before = cp.calls
+    model(cp.shard(tokens)).sum().backward()
+    assert cp.calls - before == len(model.layers)  # also where layers are recomputed
     with pytest.raises(ValueError, match="tokens from 0 to 11, but num_tokens=11"):
         model(torch.tensor([[0, 11 if rank == 1 else 1]]))
 
 
 @pytest.mark.parametrize(("world_size", "name"), [(2, "encoder, learned positions"), (3, "decoder, xpos")])
 def test_on_ranks(world_size, name):
-    """Positions, zero rows and documents are those of the whole, wherever it is cut; one rank's bad token stops all."""
+    """Positions, zero rows and documents are those of the whole, wherever it is cut; no attention is computed and sent
+    twice; one rank's bad token stops all."""
     run(world_size, rank_computes, name)
 
 
@@ -126,6 +131,14 @@ def test_activation_checkpointing_changes_nothing():
         gradients.append([x.grad for x in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+def test_activation_checkpointing_holds_less():
+    config = TorchscaleConfig(**{**vars(SMALL), "num_layers": 6, "embed_dim": 32, "ffn_dim": 128})
+    tokens = torch.zeros(1, 1024, dtype=int)
+    models = [LongNetEncoder(config, activation_checkpointing=checkpointing) for checkpointing in (False, True)]
+    plain, recomputed = (allocated(lambda m=model: m(tokens).sum().backward()).peak_bytes for model in models)
+    assert recomputed < 0.6 * plain
 
 
 def test_feed_forward_in_chunks_without_gradients(monkeypatch):
