@@ -11,6 +11,7 @@ from benchmarks import checkout
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetDecoder, LongNetEncoder, TorchscaleConfig, map_names
+from ring_dilated_attention.models.layout import agree_on_layout
 
 needs_torchscale = pytest.mark.skipif(bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale")
 SMALL = TorchscaleConfig(
@@ -111,6 +112,10 @@ def rank_computes(rank, world_size, name):
     before = cp.calls
     model(cp.shard(tokens)).sum().backward()
     assert cp.calls - before == len(model.layers)  # also where layers are recomputed
+    if model.layers[0].self_attn.xpos is not None:
+        model.layers[0].self_attn.xpos.scale_base = 0.01
+        with pytest.raises(ValueError, match=f"{case.length} positions, and XPOS .* torch.float64 after 10:"):
+            model(cp.shard(tokens))
     with pytest.raises(ValueError, match="tokens from 0 to 11, but num_tokens=11"):
         model(torch.tensor([[0, 11 if rank == 1 else 1]]))
 
@@ -293,6 +298,25 @@ def test_more_positions_than_were_learned():
     assert model(torch.zeros(1, 8, dtype=int)).shape == (1, 8, 11)
     with pytest.raises(ValueError, match="9 positions, and 10 learned ones from 2 on: at most 8"):
         model(torch.zeros(1, 9, dtype=int))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "longest", "remedy"),
+    [
+        (torch.float16, 16, "bfloat16 or float32"),
+        (torch.bfloat16, 140, "float64"),
+        (torch.float32, 140, "float64"),
+        (torch.float64, 1132, "shorter documents"),
+    ],
+)
+def test_more_positions_than_xpos_grows_over(dtype, longest, remedy):
+    """Its tables are finite up to there; beyond all was NaN, without a word."""
+    config = TorchscaleConfig(**{**vars(SMALL), "xpos_scale_base": 1.0})
+    model = LongNetDecoder(config).to(dtype)
+    _, _, growth = model.layers[0].self_attn.xpos.tables(agree_on_layout("test", (1, longest)), dtype)
+    assert torch.stack((growth, 1 / growth)).to(dtype).isfinite().all()
+    with pytest.raises(ValueError, match=rf"{longest + 1} positions, .* {dtype} after {longest}: take {remedy}"):
+        model(torch.zeros(1, longest + 1, dtype=int))
 
 
 def test_without_tokens_or_without_logits():

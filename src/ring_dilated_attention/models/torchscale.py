@@ -34,8 +34,25 @@ class XPos(nn.Module):
         self.scale_base = scale_base
         self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
 
-    def tables(self, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """cos, sin and growth of a layout's rows, each (N, 1, D/2), float64 on the CPU."""
+    def longest(self, dtype: torch.dtype) -> int:
+        """Positions of the longest document whose growth is finite in a dtype."""
+        return 2 * int(self.scale_base * math.log(torch.finfo(dtype).max) / -math.log(float(self.scale[0])))
+
+    def tables(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """cos, sin and growth of a layout's rows, each (N, 1, D/2), float64 on the CPU.
+
+        Args:
+            dtype: of queries and keys.
+
+        Raises:
+            ValueError: where growth would be infinite in it, and all be NaN.
+        """
+        if layout.longest > (most := self.longest(dtype)):  # on all ranks
+            wider = {torch.float16: "bfloat16 or float32", torch.float64: "shorter documents"}.get(dtype, "float64")
+            raise ValueError(
+                f"{layout.longest} positions, and XPOS with scale_base={self.scale_base:g} grows beyond {dtype} after "
+                f"{most}: take {wider}"
+            )
         positions_N = layout.positions().to(torch.float64)
         # The middle of a document has length 1; which place has does not matter to scores.
         halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in layout.stretches]
@@ -69,7 +86,7 @@ class SelfAttention(nn.Module):
     def forward(self, x_BNE: Tensor, layout: Layout, counted: ZeroRows | None, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = (proj(x_BNE).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.xpos is not None:
-            cos, sin, growth = self.xpos.tables(layout)
+            cos, sin, growth = self.xpos.tables(layout, q.dtype)
             q, k = self.xpos.rotate(q, cos, sin, growth), self.xpos.rotate(k, cos, sin, 1 / growth)
         if counted is not None:
             out = torchscale_attention(

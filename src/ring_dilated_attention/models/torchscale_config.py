@@ -127,6 +127,9 @@ class TorchscaleConfig:
     ) -> "TorchscaleConfig":
         """From torchscale's EncoderConfig, DecoderConfig or EncoderDecoderConfig, as the dict that `vars` makes of it.
 
+        Its dropouts (dropout, attention_dropout, activation_dropout, drop_path_rate) are not read: there is none here,
+        neither while training nor in eval, where torchscale's dilated attention goes on dropping attention.
+
         Args:
             side: "encoder" or "decoder", which an EncoderDecoderConfig leaves open; by default the only one there is.
             is_encoder_decoder: as torchscale's Encoder and Decoder take it: whether the model is one side of an
