@@ -251,6 +251,7 @@ def test_the_tile_size_that_a_file_states(weights, tmp_path):
         (["--batch", "2", "--ranks", "2"], "--batch 2 with --ranks 2"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--tile-size", "-1"], "--tile-size -1 is neither"),
+        (["--max-wsi-size", "1e300"], "max_wsi_size=1e+300 is more than 2**31 tiles of 256 pixels"),
         (["--tile-size", "inf"], "--tile-size inf is neither"),
         (["--heads", "5"], "embed_dim=32 is not a multiple of num_heads=5"),
         (["missing.h5"], "there is no missing.h5"),

@@ -19,7 +19,7 @@ from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
-from ring_dilated_attention.pattern import Branch
+from ring_dilated_attention.pattern import WHOLE_DOCUMENT, Branch
 from ring_dilated_attention.plan.zero_rows import is_misaligned
 
 needs_gigapath = pytest.mark.skipif(bool(checkout.why_not("GIGAPATH_CHECKOUT")), reason="no checkout of GigaPath")
@@ -99,6 +99,15 @@ def test_segment_lengths(max_wsi_size, expected):
         segment_lengths_for(100)
     with pytest.raises(ValueError, match="tile_size='256' must be a number"):
         segment_lengths_for(tile_size="256")
+
+
+def test_slides_beyond_every_segment():
+    assert segment_lengths_for(2**31 * 256)[-1] == WHOLE_DOCUMENT
+    for sizes in ((2**31 * 256 + 1,), (1e300,), (10**200,), (262_144, 5e-324)):
+        with pytest.raises(ValueError, match=r"is more than 2\*\*31 tiles of"):
+            segment_lengths_for(*sizes)
+    with pytest.raises(ValueError, match="must be a number, positive and finite"):
+        segment_lengths_for(10**400)
 
 
 @needs_gigapath

@@ -6,6 +6,7 @@ positions of packed slides, E embedding.
 
 import math
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from numbers import Real
@@ -24,6 +25,7 @@ from .torchscale_config import TorchscaleConfig
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
+MOST_TILES_OF_A_SIDE = 2**31  # the square of it is the longest segment that a pattern takes
 
 
 class PublishedSize(NamedTuple):
@@ -48,19 +50,25 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
             original code) and with 250,000 (its fine-tuning scripts), which is another function; their files do not say
             which.
         tile_size: pixels of a tile's side. The published weights are used with 256.
+
+    Raises:
+        ValueError: for sizes that are not positive and finite, and slides of no tile or of more than 2**31 a side.
     """
     for name, number in (("max_wsi_size", max_wsi_size), ("tile_size", tile_size)):
         check_size(name, number)
+    if max_wsi_size > MOST_TILES_OF_A_SIDE * tile_size:
+        raise ValueError(f"max_wsi_size={max_wsi_size:g} is more than 2**31 tiles of {tile_size:g} pixels.")
     num_tiles = int(max_wsi_size // tile_size) ** 2
     if num_tiles < 1:
-        raise ValueError(f"max_wsi_size={max_wsi_size} is less than one tile of {tile_size:g} pixels.")
+        raise ValueError(f"max_wsi_size={max_wsi_size:g} is less than one tile of {tile_size:g} pixels.")
     last = int(math.log2(num_tiles))
     return tuple(int(2.0 ** (10 + (last - 10) * i / 4)) for i in range(5))
 
 
-def check_size(name: str, number: object) -> None:
-    """A ValueError unless it is a positive, finite number."""
-    if not isinstance(number, Real) or isinstance(number, bool) or not 0 < float(number) < math.inf:
+def check_size(name: str, number: Any) -> None:
+    """A ValueError unless it is a positive, finite number, no larger than floats are."""
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if not is_number or not 0 < number <= sys.float_info.max:
         raise ValueError(f"{name}={number!r} must be a number, positive and finite.")
 
 
