@@ -143,6 +143,8 @@ def bad_slides(folder):
     yield changed, "it is damaged: the checksum of its"
     (folder / "gone.h5").symlink_to(folder / "nowhere.h5")
     yield folder / "gone.h5", "No such file or directory"
+    os.mkfifo(folder / "pipe.h5")
+    yield folder / "pipe.h5", "is no regular file"
     yield write(folder / "stated.h5", features, coords, attributes={"patch_size_level0": 512}), "=512, the step from"
     torch.save(features, folder / "bare.pt")
     yield folder / "bare.pt", "holds a tensor alone, and no coordinates"

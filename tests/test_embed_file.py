@@ -1,6 +1,7 @@
 """The file that `rda embed` writes: going on with it, and what is not mixed in it."""
 
 import json
+import os
 from unittest import mock
 
 import pytest
@@ -103,6 +104,14 @@ def test_other_settings_are_not_mixed(weights, slides, tmp_path, capsys):
     assert embed(weights, tmp_path / "text", slides[0]) == 2
     assert "is there and cannot be read" in capsys.readouterr().err
     assert (tmp_path / "text").read_text() == "mine"
+    for wrong in ("[1]", "3", "{"):
+        metadata = {"made_by": "rda embed", "settings": wrong, "slides": "{}"}
+        save_file({"a": torch.ones(2)}, tmp_path / "wrong.safetensors", metadata=metadata)
+        assert embed(weights, tmp_path / "wrong.safetensors", slides[0]) == 2
+        assert "what it says of itself cannot be read. Choose another name." in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")
+    assert embed(weights, tmp_path / "pipe", slides[0]) == 2
+    assert "pipe is there, and is no regular file. Choose another name." in capsys.readouterr().err
     assert out.read_bytes() == before
     assert not list(tmp_path.glob("*unfinished*"))
 
