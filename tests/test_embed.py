@@ -323,6 +323,26 @@ def test_weights_of_another_depth_when_told(tmp_path, slides, capsys):
     assert "weights of 1 layers x 384" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_autocast(dtype, weights, slides, tmp_path):
+    """As the model under torch.autocast, which is another embedding than that of float32."""
+    assert embed(weights, tmp_path / "out.st", slides[0], "--dtype", str(dtype).removeprefix("torch.")) == 0
+    [found] = read(tmp_path / "out.st")[0].values()
+    with torch.autocast("cpu", dtype):
+        half = expected(weights, "a", "last", global_pool=True)[-1]
+    torch.testing.assert_close(found, half, rtol=1e-6, atol=1e-6)
+    single = expected(weights, "a", "last", global_pool=True)[-1]
+    assert (found - single).norm() / single.norm() > torch.finfo(dtype).eps / 10
+
+
+def test_progress_is_shown(weights, slides, tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    assert embed(weights, tmp_path / "out.st", *slides) == 0
+    error = capsys.readouterr().err
+    assert "3/3" in error
+    assert "c, 93 tiles" in error
+
+
 def test_float64_is_exact(slides, tmp_path):
     """Neither weights nor anything else is rounded to float32 on the way."""
     weights = make_weights(tmp_path)

@@ -9,7 +9,7 @@ import torch
 from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, write
 from safetensors.torch import save_file
 
-from ring_dilated_attention.commands import embedder
+from ring_dilated_attention.commands import embedder, embeddings
 from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry, fingerprint
 from ring_dilated_attention.commands.processes import RankFailedError
 from ring_dilated_attention.commands.slides import Keys
@@ -51,6 +51,21 @@ def test_goes_on_where_it_ended(weights, slides, tmp_path, capsys, monkeypatch):
     assert report["slides"].keys() == {"a", "b", "c"}
     (tmp_path / "first").write_bytes(first)
     assert torch.equal(read(out)[0]["a"], read(tmp_path / "first")[0]["a"])
+
+
+def test_an_embedding_is_saved_before_the_run_ends(weights, slides, tmp_path, monkeypatch):
+    """So that a run that is killed loses little: nothing older than some seconds."""
+    assert 0 < embeddings.SECONDS_BETWEEN_WRITES <= 30
+    out, forward, saved = tmp_path / "out.safetensors", LongNetViT.forward, []
+
+    def watched(*args, **options):
+        saved.append(set(read(out)[0]) if out.exists() else set())
+        return forward(*args, **options)
+
+    monkeypatch.setattr(embeddings, "SECONDS_BETWEEN_WRITES", 0)
+    monkeypatch.setattr(LongNetViT, "forward", watched)
+    assert embed(weights, out, *slides) == 0
+    assert saved == [set(), {"a"}, {"a", "b"}]
 
 
 def test_processes_that_die(weights, slides, tmp_path, capsys, monkeypatch):
