@@ -1,9 +1,11 @@
 """`rda embed`: every kind of file, batches and ranks, and bad slides beside others."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -14,6 +16,7 @@ from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, 
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli, embedder
+from ring_dilated_attention.commands import slides as slide_files
 from ring_dilated_attention.commands.slides import Keys
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
@@ -102,6 +105,26 @@ def test_a_slide_that_one_rank_cannot_read(weights, slides):
     first, second = run(2, rank_reads, options)
     assert first == [("a", None), ("b", "rank 1 refused the call: the disk is gone"), ("c", None)]
     assert second == [("a", None), ("b", "the disk is gone"), ("c", None)]
+
+
+def test_a_rank_keeps_its_own_rows_alone(tmp_path, monkeypatch):
+    """Catches a view, which keeps the whole slide in the memory of each rank."""
+    features, coords = tiles(40)
+    path, load, loaded = write(tmp_path / "a.npz", features, coords), slide_files._load_npz, []
+
+    def watched(path):
+        found = load(path)
+        array = found["features"]
+        loaded.append(weakref.ref(array if array.base is None else array.base))
+        return found
+
+    monkeypatch.setattr(slide_files, "_load_npz", watched)
+    with slide_files.open_slide(path) as slide:
+        rows = slide.features(10, 20)
+    del slide
+    gc.collect()
+    assert torch.equal(rows, features[10:20])
+    assert loaded[0]() is None
 
 
 def damaged_in_the_middle(path, signature):
