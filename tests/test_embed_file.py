@@ -131,6 +131,31 @@ def test_other_settings_are_not_mixed(weights, slides, tmp_path, capsys):
     assert not list(tmp_path.glob("*unfinished*"))
 
 
+def test_no_file_is_named_that_was_not_written(weights, slides, tmp_path, capsys):
+    features, coords = tiles(9)
+    bad = write(tmp_path / "bad.pt", features, coords - 20_000)
+    assert embed(weights, tmp_path / "out.st", bad) == 1
+    assert capsys.readouterr().out.startswith("0 slides embedded; no file was written: the mean over")
+    assert embed(weights, tmp_path / "out.st", bad, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["out"] is None
+    assert embed(weights, tmp_path / "out.st", bad, slides[0], "--json") == 1
+    assert json.loads(capsys.readouterr().out)["out"] == str(tmp_path / "out.st")
+
+
+def test_a_link_is_written_to_where_it_leads(weights, slides, tmp_path, capsys):
+    link, place = tmp_path / "link.st", tmp_path / "elsewhere" / "out.st"
+    link.symlink_to(place)
+    for slide in slides[:2]:
+        assert embed(weights, link, slide) == 0
+        assert link.is_symlink()
+    assert f"1 slides embedded; {link}: " in capsys.readouterr().out
+    assert read(place)[0].keys() == {"a", "b"}
+    loop = tmp_path / "loop.st"
+    loop.symlink_to(loop)
+    assert embed(weights, loop, slides[0]) == 2
+    assert "Too many levels of symbolic links" in capsys.readouterr().err
+
+
 def test_a_slide_that_changed_stops_no_other(weights, slides, tmp_path, capsys):
     """It is named and keeps the embedding that is there; new ones are added."""
     out = tmp_path / "out.safetensors"

@@ -348,6 +348,11 @@ def test_two_ranks_hold_half_of_what_one_holds():
         (lambda x, c: (x, c + 20 * 256), r"grid of 20 x 20 cells of tile_size=256: tile 0 .* \(and 17 more\)"),
         (lambda x, c: (x, c * torch.nan), r"at \(nan, nan\) lies in cell"),
         (lambda x, c: (x, c + 0j), "coords have dtype torch.complex128, not numbers of pixels"),
+        (lambda x, c: (x, c > 9), "coords have dtype torch.bool, not numbers of pixels"),
+        (lambda x, c: (x.to_sparse(), c), r"features have torch.sparse_coo on cpu: pass a dense tensor"),
+        (lambda x, c: (x, c.to_sparse()), r"coords have torch.sparse_coo on cpu: pass a dense tensor"),
+        (lambda x, c: (x.to("meta"), c), r"features have torch.strided on meta: pass a dense tensor"),
+        (lambda x, c: (x, c.to("meta")), r"coords have torch.strided on meta: pass a dense tensor"),
         (lambda x, c: (x, c.bfloat16()), "dtype torch.bfloat16, which has not every pixel: pass integers or float32"),
         (lambda x, c: (x.tolist(), c), "features must be a tensor, got list"),
     ],
@@ -360,7 +365,7 @@ def test_input_that_is_refused(change, message):
 
 def test_lengths_that_are_refused():
     case = Slide(2048, 9, True)
-    for lengths in ([9], [9, 0], [9, 10], [9, 8.5], torch.tensor([9.0, 8.0]), "99", 9):
+    for lengths in ([9], [9, 0], [9, 10], [9, 8.5], torch.tensor([9.0, 8.0]), "99", 9, iter([9, 9])):
         with pytest.raises(ValueError, match=r"must be 2 numbers of tiles from 1 to 9"):
             case.model()(*case.inputs(), lengths=lengths)
 

@@ -57,6 +57,7 @@ class EmbeddingFile:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = path, dict(settings)
+        self.place = Path(os.path.realpath(path))  # where a link leads: the link stays
         self.embeddings: dict[str, Tensor] = {}
         self.entries: dict[str, Entry] = {}
         self._written = time.monotonic()
@@ -153,13 +154,13 @@ class EmbeddingFile:
             "settings": json.dumps(self.settings),
             "slides": json.dumps(self.entries),
         }
-        unfinished = self.path.with_name(f"{self.path.name}.unfinished-{os.getpid()}")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.place.with_name(f"{self.place.name}.unfinished-{os.getpid()}")
+        self.place.parent.mkdir(parents=True, exist_ok=True)
         try:
             save_file(self.embeddings, unfinished, metadata=metadata)
             with unfinished.open("rb") as file:
                 os.fsync(file.fileno())
-            unfinished.replace(self.path)
+            unfinished.replace(self.place)
         except SafetensorError as error:  # a full disk, for one
             raise ValueError(f"--out {self.path} cannot be written: {error}") from error
         finally:

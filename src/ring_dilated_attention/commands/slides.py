@@ -50,6 +50,9 @@ class Slide:
                 "each belongs to a tile"
             )
         self.coords = _tensor(coords[...], coords_key).reshape(-1, 2)
+        if self.coords.is_floating_point() and self.coords.dtype.itemsize < 4:
+            dtype = self.coords.dtype
+            raise ValueError(f"{coords_key} has dtype {dtype}, which has not every pixel: save integers or float32")
         self._stated = stated.get(TILE_SIZE, attributes_of(coords).get(TILE_SIZE))
 
     @property
@@ -66,7 +69,7 @@ class Slide:
 
 def _tensor(x: Any, name: str) -> Tensor:
     """A file's array as a tensor in this machine's byte order."""
-    is_real = not x.is_complex() if isinstance(x, Tensor) else x.dtype.kind in "biuf"
+    is_real = not (x.is_complex() or x.dtype == torch.bool) if isinstance(x, Tensor) else x.dtype.kind in "iuf"
     if not is_real or x.dtype.itemsize > 8:
         raise ValueError(f"{name} has dtype {x.dtype}, not real numbers of at most 64 bits")
     return x if isinstance(x, Tensor) else torch.as_tensor(x.astype(x.dtype.newbyteorder("="), copy=False))

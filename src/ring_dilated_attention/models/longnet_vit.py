@@ -7,7 +7,7 @@ positions of packed slides, E embedding.
 import math
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from numbers import Real
 from typing import Any, NamedTuple
@@ -317,6 +317,8 @@ class LongNetViT(CheckedLoading):
         for name, given in (("features", x), ("coords", coords)):
             if not isinstance(given, Tensor):
                 return f"{name} must be a tensor, got {type(given).__name__}"
+            if given.layout != torch.strided or given.is_meta:
+                return f"{name} have {given.layout} on {given.device}: pass a dense tensor of numbers"
         if x.dim() != 3 or x.shape[-1] != self.in_chans or not x.is_floating_point():
             hint = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
             return (
@@ -327,7 +329,7 @@ class LongNetViT(CheckedLoading):
             return f"no slides: features have shape {tuple(x.shape)}, a batch of none"
         if coords.shape != (*x.shape[:2], 2):
             return f"coords have shape {tuple(coords.shape)}, these features need {(*x.shape[:2], 2)}: x and y of each"
-        if coords.is_complex():
+        if coords.is_complex() or coords.dtype == torch.bool:
             return f"coords have dtype {coords.dtype}, not numbers of pixels: x and y are two of them"
         if coords.is_floating_point() and coords.dtype.itemsize < 4:
             return (
@@ -339,7 +341,7 @@ class LongNetViT(CheckedLoading):
         if self.parallel is not None:
             return "lengths and parallel: a padded batch cannot be sharded; embed the slides one by one"
         numbers: object = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        if not isinstance(numbers, Iterable) or [_is_count(n, x.shape[1]) for n in numbers] != [True] * len(x):
+        if not isinstance(numbers, Collection) or [_is_count(n, x.shape[1]) for n in numbers] != [True] * len(x):
             return f"lengths={numbers} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
         return None
 
