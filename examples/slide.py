@@ -35,13 +35,18 @@ def make_slide(num_features: int, columns: int = 60, rows: int = 40) -> tuple[to
     return directions[kinds] + 0.5 * noise, torch.stack((x, y), 1)[is_tissue] * TILE_SIZE, kinds
 
 
+def embed(model: LongNetViT, features: torch.Tensor, coords: torch.Tensor) -> torch.Tensor:
+    """(1, E), as GigaPath's pipeline: of the last layer, without the encoder's last LayerNorm."""
+    return model(features[None], coords[None], all_layer_embed=True)[-1]
+
+
 def influence(model: LongNetViT, features: torch.Tensor, coords: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     """(tiles,): how far a tile's features move the slide's embedding towards that of its tumour alone."""
     is_tumour = kinds == KINDS.index("tumour")
     with torch.no_grad():
-        [tumour] = model(features[None, is_tumour], coords[None, is_tumour])
+        tumour = embed(model, features[is_tumour], coords[is_tumour])
     features = features.clone().requires_grad_()
-    [embedding] = model(features[None], coords[None])
+    embedding = embed(model, features, coords)
     torch.cosine_similarity(embedding, tumour).backward()
     assert features.grad is not None
     return features.grad.norm(dim=1)
@@ -78,7 +83,12 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="a published slide encoder")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to write")
     arguments = parser.parse_args()
-    models = {padding: make_model(arguments.weights, padding) for padding in ("torchscale", "exact")}
+    if not arguments.folder.is_dir():
+        parser.exit(2, f"examples/slide.py: --folder {arguments.folder} is no folder: make it first\n")
+    try:
+        models = {padding: make_model(arguments.weights, padding) for padding in ("torchscale", "exact")}
+    except ValueError as error:
+        parser.exit(2, f"examples/slide.py: --weights: {error}\n")
     features, coords, kinds = make_slide(models["exact"].in_chans)
     np.savez(arguments.folder / "slide.npz", features=features, coords=coords)
     influences = {
@@ -87,7 +97,7 @@ def main() -> None:
     }
     draw(arguments.folder / "slide.png", coords, kinds, influences)
     with torch.no_grad():
-        [embedding], [exact] = (model(features[None], coords[None]) for model in models.values())
+        embedding, exact = (embed(model, features, coords) for model in models.values())
     difference = (embedding - exact).norm() / exact.norm()
     print(f"{len(features):,} tiles, embedding {tuple(embedding.shape)}; zero rows change it by {difference:.1%}")
 

@@ -1,9 +1,11 @@
 """`rda embed`: every kind of file, batches and ranks, and bad slides beside others."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -14,6 +16,7 @@ from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, 
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli, embedder
+from ring_dilated_attention.commands import slides as slide_files
 from ring_dilated_attention.commands.slides import Keys
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
@@ -104,6 +107,26 @@ def test_a_slide_that_one_rank_cannot_read(weights, slides):
     assert second == [("a", None), ("b", "the disk is gone"), ("c", None)]
 
 
+def test_a_rank_keeps_its_own_rows_alone(tmp_path, monkeypatch):
+    """Catches a view, which keeps the whole slide in the memory of each rank."""
+    features, coords = tiles(40)
+    path, load, loaded = write(tmp_path / "a.npz", features, coords), slide_files._load_npz, []
+
+    def watched(path):
+        found = load(path)
+        array = found["features"]
+        loaded.append(weakref.ref(array if array.base is None else array.base))
+        return found
+
+    monkeypatch.setattr(slide_files, "_load_npz", watched)
+    with slide_files.open_slide(path) as slide:
+        rows = slide.features(10, 20)
+    del slide
+    gc.collect()
+    assert torch.equal(rows, features[10:20])
+    assert loaded[0]() is None
+
+
 def damaged_in_the_middle(path, signature):
     """HDF5 opens such a file, and fails when it is looked into."""
     write(path, *tiles(9))
@@ -128,6 +151,9 @@ def bad_slides(folder):
     yield write(folder / "flat.npz", features.flatten(), coords), "features has shape (45,)"
     yield write(folder / "three.h5", features, features[:, :3]), "coords has shape (9, 3), not (tiles, 2)"
     yield write(folder / "integers.pt", features.int(), coords), "dtype torch.int32"
+    yield write(folder / "bool.pt", features, coords > 5000), "coords has dtype torch.bool, not real numbers"
+    yield write(folder / "bool.npz", features, coords > 5000), "coords has dtype bool, not real numbers"
+    yield write(folder / "half.pt", features, coords.half()), "coords has dtype torch.float16, which has not every"
     yield write(folder / "complex.npz", features, coords + 0j), "coords has dtype complex64, not real numbers"
     yield write(folder / "complex.pt", features, coords + 0j), "coords has dtype torch.complex64, not real"
     yield write(folder / "sparse.pt", features.to_sparse(), coords), "features has torch.sparse_coo"
@@ -143,6 +169,8 @@ def bad_slides(folder):
     yield changed, "it is damaged: the checksum of its"
     (folder / "gone.h5").symlink_to(folder / "nowhere.h5")
     yield folder / "gone.h5", "No such file or directory"
+    os.mkfifo(folder / "pipe.h5")
+    yield folder / "pipe.h5", "is no regular file"
     yield write(folder / "stated.h5", features, coords, attributes={"patch_size_level0": 512}), "=512, the step from"
     torch.save(features, folder / "bare.pt")
     yield folder / "bare.pt", "holds a tensor alone, and no coordinates"
@@ -251,6 +279,7 @@ def test_the_tile_size_that_a_file_states(weights, tmp_path):
         (["--batch", "2", "--ranks", "2"], "--batch 2 with --ranks 2"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--tile-size", "-1"], "--tile-size -1 is neither"),
+        (["--max-wsi-size", "1e300"], "max_wsi_size=1e+300 is more than 2**31 tiles of 256 pixels"),
         (["--tile-size", "inf"], "--tile-size inf is neither"),
         (["--heads", "5"], "embed_dim=32 is not a multiple of num_heads=5"),
         (["missing.h5"], "there is no missing.h5"),
@@ -318,6 +347,26 @@ def test_weights_of_another_depth_when_told(tmp_path, slides, capsys):
     weights = make_weights(tmp_path, 384, 1)
     assert embed(weights, tmp_path / "out.st", slides[0], "--depth", "1") == 0
     assert "weights of 1 layers x 384" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_autocast(dtype, weights, slides, tmp_path):
+    """As the model under torch.autocast, which is another embedding than that of float32."""
+    assert embed(weights, tmp_path / "out.st", slides[0], "--dtype", str(dtype).removeprefix("torch.")) == 0
+    [found] = read(tmp_path / "out.st")[0].values()
+    with torch.autocast("cpu", dtype):
+        half = expected(weights, "a", "last", global_pool=True)[-1]
+    torch.testing.assert_close(found, half, rtol=1e-6, atol=1e-6)
+    single = expected(weights, "a", "last", global_pool=True)[-1]
+    assert (found - single).norm() / single.norm() > torch.finfo(dtype).eps / 10
+
+
+def test_progress_is_shown(weights, slides, tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    assert embed(weights, tmp_path / "out.st", *slides) == 0
+    error = capsys.readouterr().err
+    assert "3/3" in error
+    assert "c, 93 tiles" in error
 
 
 def test_float64_is_exact(slides, tmp_path):

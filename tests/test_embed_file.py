@@ -1,6 +1,7 @@
 """The file that `rda embed` writes: going on with it, and what is not mixed in it."""
 
 import json
+import os
 from unittest import mock
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, write
 from safetensors.torch import save_file
 
-from ring_dilated_attention.commands import embedder
+from ring_dilated_attention.commands import embedder, embeddings
 from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry, fingerprint
 from ring_dilated_attention.commands.processes import RankFailedError
 from ring_dilated_attention.commands.slides import Keys
@@ -50,6 +51,21 @@ def test_goes_on_where_it_ended(weights, slides, tmp_path, capsys, monkeypatch):
     assert report["slides"].keys() == {"a", "b", "c"}
     (tmp_path / "first").write_bytes(first)
     assert torch.equal(read(out)[0]["a"], read(tmp_path / "first")[0]["a"])
+
+
+def test_an_embedding_is_saved_before_the_run_ends(weights, slides, tmp_path, monkeypatch):
+    """So that a run that is killed loses little: nothing older than some seconds."""
+    assert 0 < embeddings.SECONDS_BETWEEN_WRITES <= 30
+    out, forward, saved = tmp_path / "out.safetensors", LongNetViT.forward, []
+
+    def watched(*args, **options):
+        saved.append(set(read(out)[0]) if out.exists() else set())
+        return forward(*args, **options)
+
+    monkeypatch.setattr(embeddings, "SECONDS_BETWEEN_WRITES", 0)
+    monkeypatch.setattr(LongNetViT, "forward", watched)
+    assert embed(weights, out, *slides) == 0
+    assert saved == [set(), {"a"}, {"a", "b"}]
 
 
 def test_processes_that_die(weights, slides, tmp_path, capsys, monkeypatch):
@@ -103,8 +119,41 @@ def test_other_settings_are_not_mixed(weights, slides, tmp_path, capsys):
     assert embed(weights, tmp_path / "text", slides[0]) == 2
     assert "is there and cannot be read" in capsys.readouterr().err
     assert (tmp_path / "text").read_text() == "mine"
+    for wrong in ("[1]", "3", "{"):
+        metadata = {"made_by": "rda embed", "settings": wrong, "slides": "{}"}
+        save_file({"a": torch.ones(2)}, tmp_path / "wrong.safetensors", metadata=metadata)
+        assert embed(weights, tmp_path / "wrong.safetensors", slides[0]) == 2
+        assert "what it says of itself cannot be read. Choose another name." in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")
+    assert embed(weights, tmp_path / "pipe", slides[0]) == 2
+    assert "pipe is there, and is no regular file. Choose another name." in capsys.readouterr().err
     assert out.read_bytes() == before
     assert not list(tmp_path.glob("*unfinished*"))
+
+
+def test_no_file_is_named_that_was_not_written(weights, slides, tmp_path, capsys):
+    features, coords = tiles(9)
+    bad = write(tmp_path / "bad.pt", features, coords - 20_000)
+    assert embed(weights, tmp_path / "out.st", bad) == 1
+    assert capsys.readouterr().out.startswith("0 slides embedded; no file was written: the mean over")
+    assert embed(weights, tmp_path / "out.st", bad, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["out"] is None
+    assert embed(weights, tmp_path / "out.st", bad, slides[0], "--json") == 1
+    assert json.loads(capsys.readouterr().out)["out"] == str(tmp_path / "out.st")
+
+
+def test_a_link_is_written_to_where_it_leads(weights, slides, tmp_path, capsys):
+    link, place = tmp_path / "link.st", tmp_path / "elsewhere" / "out.st"
+    link.symlink_to(place)
+    for slide in slides[:2]:
+        assert embed(weights, link, slide) == 0
+        assert link.is_symlink()
+    assert f"1 slides embedded; {link}: " in capsys.readouterr().out
+    assert read(place)[0].keys() == {"a", "b"}
+    loop = tmp_path / "loop.st"
+    loop.symlink_to(loop)
+    assert embed(weights, loop, slides[0]) == 2
+    assert "Too many levels of symbolic links" in capsys.readouterr().err
 
 
 def test_a_slide_that_changed_stops_no_other(weights, slides, tmp_path, capsys):

@@ -2,14 +2,12 @@
 
 import copy
 import re
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from distributed import run
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchscale_cases import SLIDES, Slide, fill, kept, waves
 
@@ -17,9 +15,7 @@ from benchmarks import checkout
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
-from ring_dilated_attention.models.longnet_vit import DILATION_RATES
-from ring_dilated_attention.pattern import Branch
-from ring_dilated_attention.plan.zero_rows import is_misaligned
+from ring_dilated_attention.pattern import WHOLE_DOCUMENT
 
 needs_gigapath = pytest.mark.skipif(bool(checkout.why_not("GIGAPATH_CHECKOUT")), reason="no checkout of GigaPath")
 POOLED, CLASS = SLIDES["aligned, pooled"], SLIDES["aligned, class token"]
@@ -98,6 +94,15 @@ def test_segment_lengths(max_wsi_size, expected):
         segment_lengths_for(100)
     with pytest.raises(ValueError, match="tile_size='256' must be a number"):
         segment_lengths_for(tile_size="256")
+
+
+def test_slides_beyond_every_segment():
+    assert segment_lengths_for(2**31 * 256)[-1] == WHOLE_DOCUMENT
+    for sizes in ((2**31 * 256 + 1,), (1e300,), (10**200,), (262_144, 5e-324)):
+        with pytest.raises(ValueError, match=r"is more than 2\*\*31 tiles of"):
+            segment_lengths_for(*sizes)
+    with pytest.raises(ValueError, match="must be a number, positive and finite"):
+        segment_lengths_for(10**400)
 
 
 @needs_gigapath
@@ -250,6 +255,31 @@ def test_on_ranks(name, lengths):
     run(len(lengths), rank_embeds, name, lengths)
 
 
+def rank_shards_layers(rank, world_size):
+    """Every layer and the whole by themselves, at pixels that 16 bits do not have, rows out of place included."""
+    x, coords = waves(1, 60, 5).float(), (torch.arange(60)[:, None] * torch.tensor([79, 83]) % 5120)[None]
+    expected = MISALIGNED.model().float()(x, coords)[0]
+    model, seen, policy = MISALIGNED.model().float(), [], MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.encoder.layers:
+        fully_shard(layer, mp_policy=policy)
+        layer.self_attn.register_forward_pre_hook(lambda _, x: seen.append((x[0], x[2])))
+    fully_shard(model, mp_policy=policy)
+    found = model(x, coords)[0]
+    assert (found - expected).norm() / expected.norm() < 0.02
+    for x_BNE, counted in seen:
+        assert x_BNE.dtype == torch.bfloat16
+        logs = [part.log_num_zero_keys_NH for part in counted.parts]
+        assert {x.dtype for x in logs if x is not None} == {torch.float32}
+    assert len(seen) == 2
+    with pytest.raises(ValueError, match=r"dtype torch.bfloat16, .* unless its policy has cast_forward_inputs=False"):
+        model(x, coords.float())
+
+
+def test_fsdp_leaves_patterns_counts_and_coordinates_as_they_are():
+    """It casts and copies what it finds in dataclasses and tuples that a module is passed, tile by tile."""
+    run(1, rank_shards_layers)
+
+
 def rank_is_warned(rank, world_size):
     case, cp = POOLED, ContextParallel()
     model, inputs = case.model(parallel=cp), case.inputs()
@@ -313,6 +343,12 @@ def test_two_ranks_hold_half_of_what_one_holds():
         (lambda x, c: (x, c + 20 * 256), r"grid of 20 x 20 cells of tile_size=256: tile 0 .* \(and 17 more\)"),
         (lambda x, c: (x, c * torch.nan), r"at \(nan, nan\) lies in cell"),
         (lambda x, c: (x, c + 0j), "coords have dtype torch.complex128, not numbers of pixels"),
+        (lambda x, c: (x, c > 9), "coords have dtype torch.bool, not numbers of pixels"),
+        (lambda x, c: (x.to_sparse(), c), r"features have torch.sparse_coo on cpu: pass a dense tensor"),
+        (lambda x, c: (x, c.to_sparse()), r"coords have torch.sparse_coo on cpu: pass a dense tensor"),
+        (lambda x, c: (x.to("meta"), c), r"features have torch.strided on meta: pass a dense tensor"),
+        (lambda x, c: (x, c.to("meta")), r"coords have torch.strided on meta: pass a dense tensor"),
+        (lambda x, c: (x, c.bfloat16()), "dtype torch.bfloat16, which has not every pixel: pass integers or float32"),
         (lambda x, c: (x.tolist(), c), "features must be a tensor, got list"),
     ],
 )
@@ -324,7 +360,7 @@ def test_input_that_is_refused(change, message):
 
 def test_lengths_that_are_refused():
     case = Slide(2048, 9, True)
-    for lengths in ([9], [9, 0], [9, 10], [9, 8.5], torch.tensor([9.0, 8.0]), "99", 9):
+    for lengths in ([9], [9, 0], [9, 10], [9, 8.5], torch.tensor([9.0, 8.0]), "99", 9, iter([9, 9])):
         with pytest.raises(ValueError, match=r"must be 2 numbers of tiles from 1 to 9"):
             case.model()(*case.inputs(), lengths=lengths)
 
@@ -355,39 +391,3 @@ def test_sizes_that_are_refused(options, message):
     }
     with pytest.raises(ValueError, match=message):
         LongNetViT(**{**sizes, **options})
-
-
-@pytest.mark.parametrize("max_wsi_size", [262_144, 250_000])
-def test_the_page_says_from_where_on_rows_are_misplaced(max_wsi_size):
-    """A number of tiles; with the class token there is one token more."""
-    page = (Path(__file__).parent.parent / "docs" / "gigapath.md").read_text()
-    [line] = [line for line in page.splitlines() if line.startswith("| long slides |")]
-    for segment_length, rate in zip(segment_lengths_for(max_wsi_size), DILATION_RATES, strict=True):
-        branch = Branch(segment_length, rate)
-        is_misplaced = is_misaligned(branch, segment_length + 1)
-        assert is_misplaced == (f"{segment_length:,}" in line)
-        assert not is_misaligned(branch, segment_length)
-
-
-def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
-    """Its five lines run as they stand, with the smaller size in place of the larger."""
-    page = (Path(__file__).parent.parent / "docs" / "gigapath.md").read_text()
-    [lines] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[:1]
-    monkeypatch.chdir(tmp_path)
-    torch.save({"model": LongNetViT.published("gigapath-flash").state_dict()}, "slide_encoder.pth")
-    names = {"features": torch.randn(1, 20, 384), "coords": torch.arange(40).view(1, 20, 2) * 256}
-    assert '"gigapath"' in lines
-    exec(lines.replace('"gigapath"', '"gigapath-flash"'), names)
-    assert names["embedding"].shape == (1, 384)
-    for link in re.findall(r"\]\(([^)#:]+?)\)", page):
-        assert (Path(__file__).parent.parent / "docs" / link).exists()
-
-
-def test_the_example(tmp_path):
-    example = Path(__file__).parent.parent / "examples" / "slide.py"
-    done = subprocess.run(
-        [sys.executable, example, "--folder", tmp_path], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "1,145 tiles, embedding (1, 64)" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"slide.npz", "slide.png"}

@@ -1,5 +1,7 @@
 """Patterns that are made by a rule: dense attention of any length, and LongNet's geometric sequences."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,6 +75,15 @@ def test_a_dense_pattern_in_words():
     mixed = DilatedPattern((8, WHOLE_DOCUMENT), (1, 3))
     assert "branch 1 (w=whole document, r=3)" in mixed.explain(4)
     assert torch.equal(multiplicity(mixed, 50, 3), multiplicity(DilatedPattern((8, 50), (1, 3)), 50, 3))
+
+
+def test_a_pattern_is_copied_field_by_field():
+    """As FSDP copies what a module is passed: every field is one that the constructor takes."""
+    pattern = DilatedPattern((8, 16), (1, 2), phase="blocked")
+    found = {field.name: getattr(pattern, field.name) for field in dataclasses.fields(pattern)}
+    assert dataclasses.replace(pattern, **found) == pattern
+    longer = dataclasses.replace(pattern, segment_lengths=(8, 32))
+    assert DilatedPattern.from_text(longer.text) == longer != pattern
 
 
 @pytest.mark.parametrize(

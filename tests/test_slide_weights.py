@@ -103,13 +103,23 @@ def test_weights_that_lack_their_last_layers(width, tmp_path):
         load_slide_encoder(path, depth=3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("last", "gap"), [(2, 1), (99_999_999_999, 2)])
+def test_layers_with_a_gap(last, gap, tmp_path):
+    """Catches a depth that is believed from one name, and a model of so many layers."""
+    weights = Slide(2048, 5, True).model().state_dict() | {f"encoder.layers.{last}.x": torch.ones(1)}
+    weights = {name: x for name, x in weights.items() if f"layers.{gap}." not in name}
+    path = save(weights, tmp_path / "gap.pth")
+    with pytest.raises(ValueError, match=rf"holds encoder\.layers\.{last} and no encoder\.layers\.{gap}: one is stray"):
+        load_slide_encoder(path, strict=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn])
 def test_weights_are_not_rounded(dtype, tmp_path):
     """The model is of the weights' dtype where that is wider than float32; another when told."""
     weights = {name: x.to(dtype) for name, x in Slide(2048, 5, True).model().state_dict().items()}
     path = save(weights, tmp_path / "weights.pth")
     loaded, _ = load_slide_encoder(path)
-    assert loaded.cls_token.dtype == torch.promote_types(dtype, torch.float32)
+    assert loaded.cls_token.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert all(torch.equal(x, weights[name].to(x.dtype)) for name, x in loaded.state_dict().items())
     assert load_slide_encoder(path, dtype=torch.float16)[0].cls_token.dtype == torch.float16
 

@@ -8,8 +8,10 @@ from distributed import run
 from torchscale_cases import SEQUENCES, fill, kept
 
 from benchmarks import checkout
+from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
-from ring_dilated_attention.models import LongNetEncoder, TorchscaleConfig, map_names
+from ring_dilated_attention.models import LongNetDecoder, LongNetEncoder, TorchscaleConfig, map_names
+from ring_dilated_attention.models.layout import agree_on_layout
 
 needs_torchscale = pytest.mark.skipif(bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale")
 SMALL = TorchscaleConfig(
@@ -39,8 +41,8 @@ def test_equals_what_torchscale_computed(name):
 def test_loads_torchscales_state_dict(name):
     """Every name and shape of the original, strictly; its config read as `vars` gives it; kept results are its own."""
     case = SEQUENCES[name]
-    original = case.original_model()
-    model = case.model(vars(checkout_config(case)))
+    original = fill(case.original_model())
+    model = case.model(vars(case.original_config()))
     result = model.load_state_dict(original.state_dict(), strict=True)
     assert not result.missing_keys
     assert not result.unexpected_keys
@@ -50,9 +52,37 @@ def test_loads_torchscales_state_dict(name):
     )
 
 
-def checkout_config(case):
-    settings = checkout.torchscale("architecture.config")
-    return (settings.DecoderConfig if case.is_causal else settings.EncoderConfig)(**case.settings())
+SCALED = ("v_proj", "out_proj", "fc1", "fc2")
+
+
+@needs_torchscale
+@pytest.mark.parametrize("name", [name for name in SEQUENCES if name.startswith("encoder of")])
+def test_scales_are_torchscales(name):
+    """Of residuals and of initial weights: theirs beside those of a model that scales nothing."""
+    case = SEQUENCES[name]
+    config = TorchscaleConfig.from_torchscale(vars(case.original_config()), side=case.side, num_tokens=11)
+    models = []
+    for options in (case.options, {"subln": False}):
+        torch.manual_seed(0)
+        models.append(case._replace(options=options).original_model())
+    scaled, plain = (dict(model.layers.named_parameters()) for model in models)
+    assert config.residual_scale == pytest.approx(models[0].layers[0].alpha, rel=1e-12)
+    for key, x in plain.items():
+        factor = config.initial_scale if key.split(".")[-2] in SCALED else 1.0
+        torch.testing.assert_close(scaled[key], x * factor, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"deepnorm": True, "sub_layernorm": False}, {"num_decoder_layers": 3}])
+def test_initial_weights_are_scaled(settings):
+    models = []
+    for options in (settings, {"sub_layernorm": False}):
+        torch.manual_seed(0)
+        models.append(LongNetEncoder(TorchscaleConfig(**{**vars(SMALL), **options})))
+    scaled, plain = (dict(model.layers.named_parameters()) for model in models)
+    assert models[0].config.initial_scale != 1
+    for key, x in plain.items():
+        factor = models[0].config.initial_scale if key.split(".")[-2] in SCALED else 1.0
+        torch.testing.assert_close(scaled[key], x * factor)
 
 
 @pytest.mark.parametrize("name", ["encoder", "decoder"])
@@ -79,13 +109,21 @@ def rank_computes(rank, world_size, name):
     parts = [case.model()(part) for part in tokens.tensor_split([13, 14], dim=1)]
     out = cp.unshard(model(cp.shard(tokens), cu_seqlens=borders))
     torch.testing.assert_close(out, torch.cat(parts, 1), rtol=1e-11, atol=1e-11)
+    before = cp.calls
+    model(cp.shard(tokens)).sum().backward()
+    assert cp.calls - before == len(model.layers)  # also where layers are recomputed
+    if model.layers[0].self_attn.xpos is not None:
+        model.layers[0].self_attn.xpos.scale_base = 0.01
+        with pytest.raises(ValueError, match=f"{case.length} positions, and XPOS .* torch.float64 after 10:"):
+            model(cp.shard(tokens))
     with pytest.raises(ValueError, match="tokens from 0 to 11, but num_tokens=11"):
         model(torch.tensor([[0, 11 if rank == 1 else 1]]))
 
 
 @pytest.mark.parametrize(("world_size", "name"), [(2, "encoder, learned positions"), (3, "decoder, xpos")])
 def test_on_ranks(world_size, name):
-    """Positions, zero rows and documents are those of the whole, wherever it is cut; one rank's bad token stops all."""
+    """Positions, zero rows and documents are those of the whole, wherever it is cut; no attention is computed and sent
+    twice; one rank's bad token stops all."""
     run(world_size, rank_computes, name)
 
 
@@ -98,6 +136,14 @@ def test_activation_checkpointing_changes_nothing():
         gradients.append([x.grad for x in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+def test_activation_checkpointing_holds_less():
+    config = TorchscaleConfig(**{**vars(SMALL), "num_layers": 6, "embed_dim": 32, "ffn_dim": 128})
+    tokens = torch.zeros(1, 1024, dtype=int)
+    models = [LongNetEncoder(config, activation_checkpointing=checkpointing) for checkpointing in (False, True)]
+    plain, recomputed = (allocated(lambda m=model: m(tokens).sum().backward()).peak_bytes for model in models)
+    assert recomputed < 0.6 * plain
 
 
 def test_feed_forward_in_chunks_without_gradients(monkeypatch):
@@ -191,11 +237,26 @@ def test_a_side_is_asked_for_where_there_are_both():
     with pytest.raises(ValueError, match="have encoder_layers and decoder_layers: pass side='encoder' or"):
         TorchscaleConfig.from_torchscale(both)
     for side, num_layers in (("encoder", 3), ("decoder", 5)):
-        assert TorchscaleConfig.from_torchscale(both, side=side, num_tokens=11).num_layers == num_layers
+        config = TorchscaleConfig.from_torchscale(both, side=side, is_encoder_decoder=False, num_tokens=11)
+        assert (config.num_layers, config.num_decoder_layers, config.num_logits) == (num_layers, None, 11)
     with pytest.raises(ValueError, match="side='decoder', but the settings have neither"):
         TorchscaleConfig.from_torchscale(encoder, side="decoder")
     with pytest.raises(ValueError, match="side='left' is unknown"):
         TorchscaleConfig.from_torchscale(both, side="left")
+
+
+def test_a_side_of_an_encoder_decoder():
+    """Its encoder has no output layer, whatever is shared; its decoder has cross-attention."""
+    encoder = {**SEQUENCES["encoder"].settings(), "share_encoder_input_output_embed": True}
+    both = {**encoder, "decoder_layers": 5}
+    config = TorchscaleConfig.from_torchscale(both, side="encoder", num_tokens=11)
+    assert (config.num_logits, config.num_decoder_layers, config.shares_embedding) == (None, 5, False)
+    with pytest.raises(ValueError, match="has cross-attention, which is not served: pass is_encoder_decoder=False"):
+        TorchscaleConfig.from_torchscale(both, side="decoder", num_tokens=11)
+    with pytest.raises(ValueError, match="have no decoder_layers, on which an encoder's scales depend"):
+        TorchscaleConfig.from_torchscale(encoder, is_encoder_decoder=True)
+    with pytest.raises(ValueError, match="num_decoder_layers=5 is for an encoder: pass None"):
+        LongNetDecoder(config)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +264,7 @@ def test_a_side_is_asked_for_where_there_are_both():
     [
         ({"padding": "zeros"}, "padding='zeros' is unknown; choose one of"),
         ({"num_layers": 0}, "num_layers=0 must be a whole number, at least 1"),
+        ({"num_decoder_layers": 0}, "num_decoder_layers=0 must be a whole number, at least 1"),
         ({"num_layers": 2.0}, "num_layers=2.0 must be a whole number"),
         ({"deepnorm": True}, "deepnorm=True is for models without sub-LayerNorms"),
         ({"shares_embedding": True, "num_logits": 12}, "num_tokens=11 and num_logits=12: the embedding"),
@@ -236,6 +298,25 @@ def test_more_positions_than_were_learned():
     assert model(torch.zeros(1, 8, dtype=int)).shape == (1, 8, 11)
     with pytest.raises(ValueError, match="9 positions, and 10 learned ones from 2 on: at most 8"):
         model(torch.zeros(1, 9, dtype=int))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "longest", "remedy"),
+    [
+        (torch.float16, 16, "bfloat16 or float32"),
+        (torch.bfloat16, 140, "float64"),
+        (torch.float32, 140, "float64"),
+        (torch.float64, 1132, "shorter documents"),
+    ],
+)
+def test_more_positions_than_xpos_grows_over(dtype, longest, remedy):
+    """Its tables are finite up to there; beyond all was NaN, without a word."""
+    config = TorchscaleConfig(**{**vars(SMALL), "xpos_scale_base": 1.0})
+    model = LongNetDecoder(config).to(dtype)
+    _, _, growth = model.layers[0].self_attn.xpos.tables(agree_on_layout("test", (1, longest)), dtype)
+    assert torch.stack((growth, 1 / growth)).to(dtype).isfinite().all()
+    with pytest.raises(ValueError, match=rf"{longest + 1} positions, .* {dtype} after {longest}: take {remedy}"):
+        model(torch.zeros(1, longest + 1, dtype=int))
 
 
 def test_without_tokens_or_without_logits():

@@ -125,6 +125,7 @@ class Sequence(NamedTuple):
     length: int
     options: dict[str, Any]
     num_learned_positions: int | None = None
+    num_decoder_layers: int | None = None  # of an encoder-decoder, of which this is the encoder
 
     @property
     def side(self) -> str:
@@ -135,11 +136,16 @@ class Sequence(NamedTuple):
         shape = {"embed_dim": 16, "attention_heads": 4, "ffn_embed_dim": 24, "layers": 2}
         branches = {"segment_length": "[8, 16]", "dilated_ratio": "[1, 2]"}
         common = {"vocab_size": 11, "flash_attention": True, **branches}
+        if self.num_decoder_layers is not None:
+            common["decoder_layers"] = self.num_decoder_layers
         return {**{f"{self.side}_{name}": x for name, x in shape.items()}, **common, **self.options}
 
     def model(self, settings: dict[str, Any] | None = None, **options: Any) -> LongNetEncoder | LongNetDecoder:
         config = TorchscaleConfig.from_torchscale(
-            settings or self.settings(), num_tokens=11, num_learned_positions=self.num_learned_positions
+            settings or self.settings(),
+            side=self.side,
+            num_tokens=11,
+            num_learned_positions=self.num_learned_positions,
         )
         kind = LongNetDecoder if self.is_causal else LongNetEncoder
         return fill(kind(config, **options).double())
@@ -147,23 +153,30 @@ class Sequence(NamedTuple):
     def tokens(self) -> Tensor:
         return (torch.arange(2 * self.length) ** 2 % 11).view(2, self.length)
 
-    def original_model(self) -> Any:
+    def original_config(self, **settings: Any) -> Any:
         from benchmarks.checkout import torchscale
 
-        settings = torchscale("architecture.config")
-        config = (settings.DecoderConfig if self.is_causal else settings.EncoderConfig)(**self.settings())
+        kind = self.side.capitalize() if self.num_decoder_layers is None else "EncoderDecoder"
+        return getattr(torchscale("architecture.config"), f"{kind}Config")(**self.settings(), **settings)
+
+    def original_model(self, **settings: Any) -> Any:
+        """Its parameters are as torchscale initialises them."""
+        from benchmarks.checkout import torchscale
+
         models = torchscale("model.LongNet")
         learned = None
         if self.num_learned_positions is not None:
             learned = torchscale("component.embedding").PositionalEmbedding(self.num_learned_positions, 16)
         kind = models.LongNetDecoder if self.is_causal else models.LongNetEncoder
-        return fill(kind(config, nn.Embedding(11, 16), learned).double())
+        is_part = self.num_decoder_layers is not None
+        tokens = nn.Embedding(11, 16)
+        return kind(self.original_config(**settings), tokens, learned, is_encoder_decoder=is_part).double()
 
     def original(self) -> Tensor:
         from benchmarks.checkout import activations_in_float64
 
         with activations_in_float64(), torch.no_grad():
-            found = self.original_model()(self.tokens())
+            found = fill(self.original_model())(self.tokens())
         return found[0] if self.is_causal else found["encoder_out"]
 
 
@@ -173,6 +186,10 @@ SEQUENCES = {
         False, 21, {"no_scale_embedding": False, "layernorm_embedding": True, "activation_fn": "relu"}, 23
     ),
     "encoder, deepnorm": Sequence(False, 32, {"deepnorm": True, "subln": False}),
+    "encoder of an encoder-decoder": Sequence(False, 21, {}, num_decoder_layers=3),
+    "encoder of an encoder-decoder, deepnorm": Sequence(
+        False, 32, {"deepnorm": True, "subln": False}, num_decoder_layers=3
+    ),
     "decoder, deepnorm": Sequence(True, 32, {"deepnorm": True, "subln": False}),
     "decoder, normalised afterwards": Sequence(True, 21, {"decoder_normalize_before": False}),
     "encoder, xpos": Sequence(False, 21, {"xpos_rel_pos": True, "no_output_layer": True}),

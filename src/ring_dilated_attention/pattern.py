@@ -9,8 +9,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
-from functools import lru_cache
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import cached_property, lru_cache
 from itertools import groupby, islice
 from operator import index
 from typing import NamedTuple
@@ -73,7 +73,6 @@ class DilatedPattern:
     is_causal: bool = False
     phase: str = "modulo"
     heads: str = "all"
-    text: str = field(init=False, repr=False, compare=False)  # the pattern as a custom op takes it; see `from_text`
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
@@ -95,8 +94,15 @@ class DilatedPattern:
                 f"heads='split' has its own phase rule (branch i reads phase i mod r), got phase={self.phase!r}. "
                 "Leave phase at its default."
             )
-        rules = (self.segment_lengths, self.dilation_rates, self.is_causal, self.phase, self.heads)
-        object.__setattr__(self, "text", json.dumps(rules))
+        _ = self.text  # computed now, and not where a call is compiled
+
+    @cached_property
+    def text(self) -> str:
+        """The pattern as a custom op takes it; see `from_text`.
+
+        Not a field: FSDP copies the dataclasses that a module is passed, field by field.
+        """
+        return json.dumps((self.segment_lengths, self.dilation_rates, self.is_causal, self.phase, self.heads))
 
     @classmethod
     def dense(cls, *, is_causal: bool = False) -> "DilatedPattern":
@@ -144,7 +150,7 @@ class DilatedPattern:
     def __repr__(self) -> str:
         if self == DilatedPattern.dense(is_causal=self.is_causal):
             return f"DilatedPattern.dense(is_causal={self.is_causal})"
-        listed = ", ".join(f"{item.name}={getattr(self, item.name)!r}" for item in fields(self) if item.repr)
+        listed = ", ".join(f"{item.name}={getattr(self, item.name)!r}" for item in fields(self))
         return f"{type(self).__name__}({listed})"
 
     @property

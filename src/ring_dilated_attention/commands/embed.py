@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         slides = find_slides(arguments.slides)
         file = EmbeddingFile(arguments.out, settings_of(arguments))
         todo, failures = sort_out(slides, file, keys)
-        check_writable("--out", arguments.out.resolve().parent, arguments.out.name)
+        check_writable("--out", file.place.parent, file.place.name)
         num_known = len(slides) - len(todo) - len(failures)
         failures |= embed(arguments, keys, todo, file)
     except (ValueError, OSError) as error:
@@ -102,14 +102,15 @@ def run(arguments: argparse.Namespace) -> int:
     for name, failure in failures.items():
         print(f"rda embed: {slides[name]}: {failure}", file=sys.stderr)
     before = f", {num_known} were there already" if num_known else ""
+    out = str(file.path) if file.place.exists() else None  # where no slide could be embedded, there may be none
     print(
-        f"{len(slides) - len(failures) - num_known} slides embedded{before}; {file.path}: "
+        f"{len(slides) - len(failures) - num_known} slides embedded{before}; {out or 'no file was written'}: "
         f"{file.settings['embedding']}; weights of {file.settings['model']}",
         file=sys.stderr if arguments.json else sys.stdout,
     )
     if arguments.json:
         done = {name: entry._asdict() for name, entry in file.entries.items() if name in slides}
-        print(json.dumps({"out": str(file.path), "settings": file.settings, "slides": done, "failures": failures}))
+        print(json.dumps({"out": out, "settings": file.settings, "slides": done, "failures": failures}))
     return 1 if failures else 0
 
 

@@ -36,7 +36,10 @@ def fingerprint(path: Path, keys: Sequence[Sequence[str]]) -> str:
 
     Raises:
         OSError: if it cannot be read.
+        ValueError: if it is no regular file.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError("is no regular file: a pipe or a device may have no end")
     with path.open("rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()
     return hashlib.sha256(json.dumps([content, *keys]).encode()).hexdigest()
@@ -54,6 +57,7 @@ class EmbeddingFile:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = path, dict(settings)
+        self.place = Path(os.path.realpath(path))  # where a link leads: the link stays
         self.embeddings: dict[str, Tensor] = {}
         self.entries: dict[str, Entry] = {}
         self._written = time.monotonic()
@@ -73,6 +77,8 @@ class EmbeddingFile:
         if self._stat() in (None, self._seen):
             return
         self._seen = self._stat()
+        if not self.path.is_file():
+            raise ValueError(f"--out {self.path} is there, and is no regular file. Choose another name.")
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -85,7 +91,7 @@ class EmbeddingFile:
         if metadata.get("made_by") != MADE_BY:
             raise ValueError(f"--out {self.path} is there, and `{MADE_BY}` did not make it. Choose another name.")
         try:
-            settings = json.loads(metadata["settings"])
+            settings = dict(json.loads(metadata["settings"]).items())
             found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
@@ -103,7 +109,7 @@ class EmbeddingFile:
         """Whether the embedding of this file's slide is there.
 
         Raises:
-            ValueError: if it is that of another file of this name.
+            ValueError: if it is that of another file of this name, or this is no regular file.
         """
         entry = self.entries.get(name)
         if entry is None:
@@ -148,13 +154,13 @@ class EmbeddingFile:
             "settings": json.dumps(self.settings),
             "slides": json.dumps(self.entries),
         }
-        unfinished = self.path.with_name(f"{self.path.name}.unfinished-{os.getpid()}")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.place.with_name(f"{self.place.name}.unfinished-{os.getpid()}")
+        self.place.parent.mkdir(parents=True, exist_ok=True)
         try:
             save_file(self.embeddings, unfinished, metadata=metadata)
             with unfinished.open("rb") as file:
                 os.fsync(file.fileno())
-            unfinished.replace(self.path)
+            unfinished.replace(self.place)
         except SafetensorError as error:  # a full disk, for one
             raise ValueError(f"--out {self.path} cannot be written: {error}") from error
         finally:

@@ -50,6 +50,9 @@ class Slide:
                 "each belongs to a tile"
             )
         self.coords = _tensor(coords[...], coords_key).reshape(-1, 2)
+        if self.coords.is_floating_point() and self.coords.dtype.itemsize < 4:
+            dtype = self.coords.dtype
+            raise ValueError(f"{coords_key} has dtype {dtype}, which has not every pixel: save integers or float32")
         self._stated = stated.get(TILE_SIZE, attributes_of(coords).get(TILE_SIZE))
 
     @property
@@ -59,12 +62,14 @@ class Slide:
     def features(self, start: int, stop: int) -> Tensor:
         """Features (stop - start, C) of some tiles. Of HDF5 no others are read."""
         rows = self._features[0, start:stop] if len(self._features.shape) == 3 else self._features[start:stop]
+        if stop - start < self.num_tiles and getattr(rows, "base", None) is not None:
+            rows = rows.copy()  # a view of numpy's would keep all rows; torch's are memory-mapped
         return _tensor(rows, self.features_key)
 
 
 def _tensor(x: Any, name: str) -> Tensor:
     """A file's array as a tensor in this machine's byte order."""
-    is_real = not x.is_complex() if isinstance(x, Tensor) else x.dtype.kind in "biuf"
+    is_real = not (x.is_complex() or x.dtype == torch.bool) if isinstance(x, Tensor) else x.dtype.kind in "iuf"
     if not is_real or x.dtype.itemsize > 8:
         raise ValueError(f"{name} has dtype {x.dtype}, not real numbers of at most 64 bits")
     return x if isinstance(x, Tensor) else torch.as_tensor(x.astype(x.dtype.newbyteorder("="), copy=False))

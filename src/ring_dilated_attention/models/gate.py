@@ -42,12 +42,14 @@ class Part(NamedTuple):
     misplaced: Misplaced | None  # None if rows stay where they are
 
 
-class ZeroRows(NamedTuple):
-    """What torchscale's zero rows do to the calls of one pattern on one layout; the same for all layers of a model."""
+class ZeroRows:
+    """What torchscale's zero rows do to the calls of one pattern on one layout; the same for all layers of a model.
 
-    pattern: DilatedPattern
-    layout: Layout
-    parts: tuple[Part, ...]
+    Not a tuple: tensors in those that a module is passed FSDP casts to the 16-bit type of its parameters.
+    """
+
+    def __init__(self, pattern: DilatedPattern, layout: Layout, parts: tuple[Part, ...]) -> None:
+        self.pattern, self.layout, self.parts = pattern, layout, parts
 
 
 def zero_rows(

@@ -6,7 +6,8 @@ positions of packed slides, E embedding.
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from numbers import Real
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from .torchscale_config import TorchscaleConfig
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
+MOST_TILES_OF_A_SIDE = 2**31  # the square of it is the longest segment that a pattern takes
 
 
 class PublishedSize(NamedTuple):
@@ -48,19 +50,25 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
             original code) and with 250,000 (its fine-tuning scripts), which is another function; their files do not say
             which.
         tile_size: pixels of a tile's side. The published weights are used with 256.
+
+    Raises:
+        ValueError: for sizes that are not positive and finite, and slides of no tile or of more than 2**31 a side.
     """
     for name, number in (("max_wsi_size", max_wsi_size), ("tile_size", tile_size)):
         check_size(name, number)
+    if max_wsi_size > MOST_TILES_OF_A_SIDE * tile_size:
+        raise ValueError(f"max_wsi_size={max_wsi_size:g} is more than 2**31 tiles of {tile_size:g} pixels.")
     num_tiles = int(max_wsi_size // tile_size) ** 2
     if num_tiles < 1:
-        raise ValueError(f"max_wsi_size={max_wsi_size} is less than one tile of {tile_size:g} pixels.")
+        raise ValueError(f"max_wsi_size={max_wsi_size:g} is less than one tile of {tile_size:g} pixels.")
     last = int(math.log2(num_tiles))
     return tuple(int(2.0 ** (10 + (last - 10) * i / 4)) for i in range(5))
 
 
-def check_size(name: str, number: object) -> None:
-    """A ValueError unless it is a positive, finite number."""
-    if not isinstance(number, Real) or isinstance(number, bool) or not 0 < float(number) < math.inf:
+def check_size(name: str, number: Any) -> None:
+    """A ValueError unless it is a positive, finite number, no larger than floats are."""
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if not is_number or not 0 < number <= sys.float_info.max:
         raise ValueError(f"{name}={number!r} must be a number, positive and finite.")
 
 
@@ -80,7 +88,7 @@ class LongNetViT(CheckedLoading):
 
         model = LongNetViT.published("gigapath", global_pool=True)
         model.load_state_dict(torch.load("slide_encoder.pth", weights_only=True)["model"])
-        [embedding] = model.eval()(features, coords)
+        embedding = model.eval()(features, coords, all_layer_embed=True)[-1]
 
     Gradients are those of the forward. There is no dropout and no stochastic depth: the original code has dropout of
     0.25 and paths dropped at up to 0.1 while it trains, unless told otherwise. Under `parallel` all ranks return the
@@ -203,7 +211,8 @@ class LongNetViT(CheckedLoading):
 
         Args:
             x: floating, of any dtype. Under `parallel` this rank's tiles.
-            coords: x and y of each tile, in pixels; any numbers.
+            coords: x and y of each tile, in pixels; integers, or floating numbers of at least 32 bits, since shorter
+                ones skip pixels. FSDP shortens those that it is passed (`MixedPrecisionPolicy`), and leaves integers.
             all_layer_embed: one embedding of what enters the first layer and of each layer's output, depth + 1 in all,
                 pooled and normalised, *without* the encoder's last LayerNorm. Otherwise one, with it.
             lengths: how many of the L tiles of each slide there are; what follows is not read. By default all.
@@ -308,6 +317,8 @@ class LongNetViT(CheckedLoading):
         for name, given in (("features", x), ("coords", coords)):
             if not isinstance(given, Tensor):
                 return f"{name} must be a tensor, got {type(given).__name__}"
+            if given.layout != torch.strided or given.is_meta:
+                return f"{name} have {given.layout} on {given.device}: pass a dense tensor of numbers"
         if x.dim() != 3 or x.shape[-1] != self.in_chans or not x.is_floating_point():
             hint = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
             return (
@@ -318,14 +329,19 @@ class LongNetViT(CheckedLoading):
             return f"no slides: features have shape {tuple(x.shape)}, a batch of none"
         if coords.shape != (*x.shape[:2], 2):
             return f"coords have shape {tuple(coords.shape)}, these features need {(*x.shape[:2], 2)}: x and y of each"
-        if coords.is_complex():
+        if coords.is_complex() or coords.dtype == torch.bool:
             return f"coords have dtype {coords.dtype}, not numbers of pixels: x and y are two of them"
+        if coords.is_floating_point() and coords.dtype.itemsize < 4:
+            return (
+                f"coords have dtype {coords.dtype}, which has not every pixel: pass integers or float32 (FSDP casts "
+                "floating ones to 16 bits unless its policy has cast_forward_inputs=False)"
+            )
         if lengths is None:
             return None
         if self.parallel is not None:
             return "lengths and parallel: a padded batch cannot be sharded; embed the slides one by one"
         numbers: object = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        if not isinstance(numbers, Iterable) or [_is_count(n, x.shape[1]) for n in numbers] != [True] * len(x):
+        if not isinstance(numbers, Collection) or [_is_count(n, x.shape[1]) for n in numbers] != [True] * len(x):
             return f"lengths={numbers} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
         return None
 

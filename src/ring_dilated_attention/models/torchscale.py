@@ -34,8 +34,25 @@ class XPos(nn.Module):
         self.scale_base = scale_base
         self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
 
-    def tables(self, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """cos, sin and growth of a layout's rows, each (N, 1, D/2), float64 on the CPU."""
+    def longest(self, dtype: torch.dtype) -> int:
+        """Positions of the longest document whose growth is finite in a dtype."""
+        return 2 * int(self.scale_base * math.log(torch.finfo(dtype).max) / -math.log(float(self.scale[0])))
+
+    def tables(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """cos, sin and growth of a layout's rows, each (N, 1, D/2), float64 on the CPU.
+
+        Args:
+            dtype: of queries and keys.
+
+        Raises:
+            ValueError: where growth would be infinite in it, and all be NaN.
+        """
+        if layout.longest > (most := self.longest(dtype)):  # on all ranks
+            wider = {torch.float16: "bfloat16 or float32", torch.float64: "shorter documents"}.get(dtype, "float64")
+            raise ValueError(
+                f"{layout.longest} positions, and XPOS with scale_base={self.scale_base:g} grows beyond {dtype} after "
+                f"{most}: take {wider}"
+            )
         positions_N = layout.positions().to(torch.float64)
         # The middle of a document has length 1; which place has does not matter to scores.
         halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in layout.stretches]
@@ -69,7 +86,7 @@ class SelfAttention(nn.Module):
     def forward(self, x_BNE: Tensor, layout: Layout, counted: ZeroRows | None, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = (proj(x_BNE).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.xpos is not None:
-            cos, sin, growth = self.xpos.tables(layout)
+            cos, sin, growth = self.xpos.tables(layout, q.dtype)
             q, k = self.xpos.rotate(q, cos, sin, growth), self.xpos.rotate(k, cos, sin, 1 / growth)
         if counted is not None:
             out = torchscale_attention(
@@ -116,7 +133,7 @@ class Layer(nn.Module):
         self.ffn = FeedForward(config)
         self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
         self.normalize_before = config.normalize_before
-        self.alpha = (2.0 * config.num_layers) ** 0.25 if config.deepnorm else 1.0
+        self.residual_scale = config.residual_scale
 
     def forward(self, x_BNE: Tensor, layout: Layout, counted: ZeroRows | None, cu_seqlens: Tensor | None) -> Tensor:
         if self.normalize_before:
@@ -126,7 +143,7 @@ class Layer(nn.Module):
         return self.final_layer_norm(self._sum(x_BNE, self.ffn(x_BNE)))
 
     def _sum(self, residual_BNE: Tensor, x_BNE: Tensor) -> Tensor:
-        return (residual_BNE if self.alpha == 1.0 else residual_BNE * self.alpha) + x_BNE
+        return (residual_BNE if self.residual_scale == 1.0 else residual_BNE * self.residual_scale) + x_BNE
 
 
 class _LongNet(CheckedLoading):
@@ -142,6 +159,11 @@ class _LongNet(CheckedLoading):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        if self.is_causal and config.num_decoder_layers is not None:
+            raise ValueError(
+                f"num_decoder_layers={config.num_decoder_layers} is for an encoder: pass None for a decoder, which has "
+                "no cross-attention here."
+            )
         self.config = config
         self.parallel = parallel
         self.activation_checkpointing = activation_checkpointing
@@ -163,17 +185,13 @@ class _LongNet(CheckedLoading):
         self._scale_weights()
 
     def _scale_weights(self) -> None:
-        """As torchscale: MAGNETO's and DeepNet's factors on value, output and feed-forward weights and biases."""
-        depth = self.config.num_layers
-        factor = math.sqrt(math.log(2 * depth)) if self.config.sub_layernorm else 1.0
-        factor = (8.0 * depth) ** -0.25 if self.config.deepnorm else factor
         with torch.no_grad():
             for layer in self.layers:
                 assert isinstance(layer, Layer)
                 attention, ffn = layer.self_attn, layer.ffn
                 for linear in (attention.v_proj, attention.out_proj, ffn.fc1, ffn.fc2):
-                    linear.weight.mul_(factor)
-                    linear.bias.mul_(factor)
+                    linear.weight.mul_(self.config.initial_scale)
+                    linear.bias.mul_(self.config.initial_scale)
 
     def forward(
         self,

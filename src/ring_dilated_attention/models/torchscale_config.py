@@ -1,5 +1,6 @@
 """The shape of torchscale's LongNet models, by our names, and how to get it from torchscale's own. No torch."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from ..pattern import DilatedPattern, is_integer
 
 ACTIVATIONS = ("gelu", "relu", "swish")
 PADDINGS = ("torchscale", "exact")
+SIDES = ("encoder", "decoder")
 # Learned positions count from here, as in fairseq, whose first two rows mean something else.
 FIRST_LEARNED_POSITION = 2
 
@@ -26,7 +28,9 @@ class TorchscaleConfig:
         normalize_output: a last LayerNorm, for an encoder that normalises before; a decoder has it always then.
         scale_embedding: token embeddings times sqrt(embed_dim).
         sub_layernorm: MAGNETO's LayerNorms inside attention and feed-forward (arXiv 2210.06423).
-        deepnorm: residuals times (2 * num_layers) ** (1/4) (DeepNet, arXiv 2203.00555).
+        deepnorm: residuals times `residual_scale` (DeepNet, arXiv 2203.00555).
+        num_decoder_layers: of the decoder that an encoder's output goes to, on which `residual_scale` and
+            `initial_scale` depend; None for a model that stands alone.
         xpos_scale_base: of XPOS rotary positions (arXiv 2212.10554); None for none.
         padding: "torchscale" counts the zero rows that it pads with, "exact" does not.
     """
@@ -49,6 +53,7 @@ class TorchscaleConfig:
     layernorm_embedding: bool = False
     sub_layernorm: bool = True
     deepnorm: bool = False
+    num_decoder_layers: int | None = None
     layernorm_eps: float = 1e-5
     xpos_scale_base: float | None = None
     padding: str = "torchscale"
@@ -57,7 +62,8 @@ class TorchscaleConfig:
         pattern = self.pattern(is_causal=False)  # refuses bad branches
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
-        for name in ("num_layers", "embed_dim", "num_heads", "ffn_dim"):
+        alone = () if self.num_decoder_layers is None else ("num_decoder_layers",)
+        for name in ("num_layers", "embed_dim", "num_heads", "ffn_dim", *alone):
             if not is_integer(getattr(self, name)) or getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number, at least 1.")
         if self.embed_dim % self.num_heads:
@@ -85,6 +91,26 @@ class TorchscaleConfig:
     def head_dim(self) -> int:
         return self.embed_dim // self.num_heads
 
+    @property
+    def residual_scale(self) -> float:
+        """What DeepNorm multiplies each residual with."""
+        if not self.deepnorm:
+            return 1.0
+        if self.num_decoder_layers is None:
+            return (2.0 * self.num_layers) ** 0.25
+        return 0.81 * (self.num_layers**4 * self.num_decoder_layers) ** 0.0625
+
+    @property
+    def initial_scale(self) -> float:
+        """What DeepNet or MAGNETO multiply the initial value, output and feed-forward weights and biases with."""
+        layers, decoder_layers = self.num_layers, self.num_decoder_layers
+        if self.deepnorm:
+            return (8.0 * layers) ** -0.25 if decoder_layers is None else 1.15 * (layers**4 * decoder_layers) ** -0.0625
+        if not self.sub_layernorm:
+            return 1.0
+        share = 1.0 if decoder_layers is None else math.log(3 * decoder_layers) / 3
+        return math.sqrt(share * math.log(2 * layers))
+
     def pattern(self, *, is_causal: bool) -> DilatedPattern:
         return DilatedPattern(self.segment_lengths, self.dilation_rates, is_causal=is_causal, phase="blocked")
 
@@ -94,22 +120,30 @@ class TorchscaleConfig:
         settings: Mapping[str, Any],
         *,
         side: str | None = None,
+        is_encoder_decoder: bool | None = None,
         num_tokens: int | None = None,
         num_learned_positions: int | None = None,
         padding: str = "torchscale",
     ) -> "TorchscaleConfig":
         """From torchscale's EncoderConfig, DecoderConfig or EncoderDecoderConfig, as the dict that `vars` makes of it.
 
+        Its dropouts (dropout, attention_dropout, activation_dropout, drop_path_rate) are not read: there is none here,
+        neither while training nor in eval, where torchscale's dilated attention goes on dropping attention.
+
         Args:
             side: "encoder" or "decoder", which an EncoderDecoderConfig leaves open; by default the only one there is.
+            is_encoder_decoder: as torchscale's Encoder and Decoder take it: whether the model is one side of an
+                encoder-decoder, whose encoder has no output layer; by default whether the settings have both sides.
             num_tokens, num_learned_positions: rows of the embeddings that the model was given, which its config does
                 not know: of embed_tokens.weight and embed_positions.weight in its checkpoint. None for none.
 
         Raises:
-            ValueError: for what is not served: mixtures of experts, multiway networks, relative positions; and for
-                settings of both sides without a word which.
+            ValueError: for what is not served: mixtures of experts, multiway networks, relative positions,
+                cross-attention; and for settings of both sides without a word which.
         """
+        is_encoder_decoder = len(_sides(settings)) == 2 if is_encoder_decoder is None else is_encoder_decoder
         side = _side(settings, side)
+        num_decoder_layers = _num_decoder_layers(settings, side) if is_encoder_decoder else None
         for name, why in _REFUSED.items():
             if settings.get(name):
                 raise ValueError(f"torchscale's {name}={settings[name]!r} is not served: {why}.")
@@ -123,7 +157,11 @@ class TorchscaleConfig:
                 given[name] = _integers(name, given[name])
             if not given.get(name):
                 raise ValueError(f"torchscale's settings have no {_NAMES[name]}: these are not those of a LongNet.")
-        has_output_layer = not settings.get("no_output_layer") and settings.get("vocab_size", -1) > 0
+        has_output_layer = (
+            not is_encoder_decoder and not settings.get("no_output_layer") and settings.get("vocab_size", -1) > 0
+        )
+        if not has_output_layer:  # then torchscale shares nothing, whatever it is told
+            given["shares_embedding"] = False
         if settings.get("deepnorm"):
             given["sub_layernorm"] = False
         if side == "encoder":  # of a decoder torchscale's configs leave it as it was
@@ -135,6 +173,7 @@ class TorchscaleConfig:
             num_tokens=num_tokens,
             num_logits=settings["vocab_size"] if has_output_layer else None,
             num_learned_positions=num_learned_positions,
+            num_decoder_layers=num_decoder_layers,
             scale_embedding=not settings.get("no_scale_embedding", True),
             xpos_scale_base=settings.get("xpos_scale_base", 512) if settings.get("xpos_rel_pos") else None,
             padding=padding,
@@ -164,17 +203,36 @@ _REFUSED = {
 }
 
 
-def _side(settings: Mapping[str, Any], side: str | None) -> str:
-    sides = ("encoder", "decoder")
-    if side not in (None, *sides):
-        raise ValueError(f"side={side!r} is unknown; choose one of {sides}.")
+def _sides(settings: Mapping[str, Any]) -> list[str]:
     # Not by any name: a DecoderConfig has encoder_normalize_before too.
-    there = [each for each in sides if f"{each}_layers" in settings or f"{each}_embed_dim" in settings]
+    return [each for each in SIDES if f"{each}_layers" in settings or f"{each}_embed_dim" in settings]
+
+
+def _side(settings: Mapping[str, Any], side: str | None) -> str:
+    if side not in (None, *SIDES):
+        raise ValueError(f"side={side!r} is unknown; choose one of {SIDES}.")
+    there = _sides(settings)
     if side is not None and side not in there:
         raise ValueError(f"side={side!r}, but the settings have neither {side}_layers nor {side}_embed_dim.")
     if side is None and len(there) == 2:
         raise ValueError("the settings have encoder_layers and decoder_layers: pass side='encoder' or side='decoder'.")
-    return side or (there or sides)[0]
+    return side or (there or SIDES)[0]
+
+
+def _num_decoder_layers(settings: Mapping[str, Any], side: str) -> int:
+    """Of the decoder that the encoder of an encoder-decoder serves."""
+    if side == "decoder":
+        raise ValueError(
+            "the decoder of an encoder-decoder has cross-attention, which is not served: pass is_encoder_decoder=False "
+            "for a decoder that stands alone."
+        )
+    if "decoder_layers" not in settings:
+        raise ValueError(
+            "is_encoder_decoder=True, but the settings have no decoder_layers, on which an encoder's scales depend: "
+            "add it, or pass is_encoder_decoder=False."
+        )
+    number: int = settings["decoder_layers"]
+    return number
 
 
 def _integers(name: str, text: str) -> list[int]:

@@ -4,7 +4,6 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
-from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,8 +96,7 @@ def slide_encoder_size(path: Path | str, weights: Mapping[str, Tensor], depth: i
     embed_dim = _size(path, weights, "cls_token", 2)
     in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
     ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
-    layers = [int(m[1]) for key in weights if (m := re.search(r"\bencoder\.layers\.(\d+)\.", key))]
-    size = EncoderSize(in_chans, embed_dim, 1 + max(layers), ffn_dim)
+    size = EncoderSize(in_chans, embed_dim, _depth(path, weights), ffn_dim)
     published = {known.embed_dim: known.depth for known in PUBLISHED.values()}
     expected = published.get(embed_dim, size.depth) if depth is None else depth
     if size.depth != expected:
@@ -162,13 +160,24 @@ def load_slide_encoder(
     if strict and mapped.left:
         listed = ", ".join(mapped.left[:5])
         raise ValueError(f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}")
-    dtypes = [x.dtype for x in mapped.state_dict.values() if x.is_floating_point()]
-    model.to(dtype or reduce(torch.promote_types, dtypes, torch.float32))  # before: loading rounds to the model's
+    is_wide = any(x.dtype == torch.float64 for x in mapped.state_dict.values())
+    model.to(dtype or (torch.float64 if is_wide else torch.float32))  # before: loading rounds to the model's
     try:
         loaded = model.load_state_dict(mapped.state_dict, strict=strict)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return model.eval(), Left(loaded.missing_keys, mapped.left)
+
+
+def _depth(path: Path | str, weights: Mapping[str, Tensor]) -> int:
+    """How many layers there are: their numbers count from 0 without a gap."""
+    numbers = {int(m[1]) for key in weights if (m := re.search(r"\bencoder\.layers\.(\d+)\.", key))}
+    gap = next(i for i in range(len(numbers) + 1) if i not in numbers)
+    if gap < len(numbers):
+        raise ValueError(
+            f"{path} holds encoder.layers.{max(numbers)} and no encoder.layers.{gap}: one is stray or the other missing"
+        )
+    return gap
 
 
 def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:

@@ -1,0 +1,65 @@
+"""docs/gigapath.md and examples/slide.py: what they say and show is so."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ring_dilated_attention.models import LongNetViT, segment_lengths_for
+from ring_dilated_attention.models.longnet_vit import DILATION_RATES
+from ring_dilated_attention.pattern import Branch
+from ring_dilated_attention.plan.zero_rows import is_misaligned
+
+
+@pytest.mark.parametrize("max_wsi_size", [262_144, 250_000])
+def test_the_page_says_from_where_on_rows_are_misplaced(max_wsi_size):
+    """A number of tiles; with the class token there is one token more."""
+    page = (Path(__file__).parent.parent / "docs" / "gigapath.md").read_text()
+    [line] = [line for line in page.splitlines() if line.startswith("| long slides |")]
+    for segment_length, rate in zip(segment_lengths_for(max_wsi_size), DILATION_RATES, strict=True):
+        branch = Branch(segment_length, rate)
+        is_misplaced = is_misaligned(branch, segment_length + 1)
+        assert is_misplaced == (f"{segment_length:,}" in line)
+        assert not is_misaligned(branch, segment_length)
+
+
+def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
+    """Its five lines run as they stand, with the smaller size in place of the larger."""
+    page = (Path(__file__).parent.parent / "docs" / "gigapath.md").read_text()
+    [lines] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[:1]
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": LongNetViT.published("gigapath-flash").state_dict()}, "slide_encoder.pth")
+    names = {"features": torch.randn(1, 20, 384), "coords": torch.arange(40).view(1, 20, 2) * 256}
+    assert '"gigapath"' in lines
+    exec(lines.replace('"gigapath"', '"gigapath-flash"'), names)
+    assert names["embedding"].shape == (1, 384)
+    for link in re.findall(r"\]\(([^)#:]+?)\)", page):
+        assert (Path(__file__).parent.parent / "docs" / link).exists()
+
+
+def run_example(*arguments):
+    example = Path(__file__).parent.parent / "examples" / "slide.py"
+    return subprocess.run(
+        [sys.executable, example, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_example(tmp_path):
+    done = run_example("--folder", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1,145 tiles, embedding (1, 64)" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"slide.npz", "slide.png"}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--folder", "is no folder: make it first"), ("--weights", "cannot be read as weights: ")],
+)
+def test_the_example_without_its_files(option, message, tmp_path):
+    done = run_example(option, tmp_path / "nothing")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
