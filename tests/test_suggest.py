@@ -88,7 +88,7 @@ def heard_of(pattern, n, heads):
     ],
 )
 def test_what_is_said_holds_for_all_queries(n, heads, speedup, more, capsys):
-    """Catches queries late in the sequence that speak for all: those at early ends of segments hear less."""
+    """Catches queries late in the sequence that speak for all: those at early starts of segments hear less."""
     argv = ["suggest", "--seq-len", str(n), "--heads", str(heads), "--speedup", speedup, "--json", *more]
     assert cli.main(argv) == 0
     for row in json.loads(capsys.readouterr().out)["suggestions"]:
@@ -105,7 +105,7 @@ def test_what_is_said_holds_for_all_queries(n, heads, speedup, more, capsys):
 @pytest.mark.parametrize("heads", [1, 3, 8])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_queries_that_are_followed_have_the_worst_among_them(n, heads, is_causal):
-    """What is out of reach for ever, of a long sequence, is out of reach of those at the ends of segments."""
+    """What is out of reach for ever, of a long sequence, is out of reach of those at the starts of segments."""
     dense = pairs(DilatedPattern.dense(is_causal=is_causal), n, heads)
     for speedup in (4, 20):
         for pattern, _ in suggestions(n, heads, dense / speedup, is_causal=is_causal):
@@ -118,7 +118,7 @@ def test_a_sample_of_queries_is_called_one(capsys):
     argv = ["suggest", "--seq-len", "64Ki", "--heads", "64", "--speedup", "24", "--layers", "12"]
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
-    assert "the worst of the 30 queries followed (at ends of segments, of 65,536) has heard" in out
+    assert "the worst of the 19 queries followed (at starts of segments, of 65,536) has heard" in out
     assert "nothing is out of reach" not in out  # query 2,048 never hears of three keys before it
 
 

@@ -213,7 +213,7 @@ def queries(row: dict[str, Any], seq_len: int) -> str:
     num = row["queries_followed"]
     if num == seq_len:
         return f"all {num:,} queries"
-    return f"the {num:,} queries followed (at ends of segments, of {seq_len:,})"
+    return f"the {num:,} queries followed (at starts of segments, of {seq_len:,})"
 
 
 def _cache(row: dict[str, Any]) -> str:

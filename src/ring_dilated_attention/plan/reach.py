@@ -141,15 +141,16 @@ def check_powers(pattern: DilatedPattern, seq_len: int) -> None:
 
 
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
-    """Where those stand that hear least: at and behind the last row of a segment, which hear of segments before only
-    what wider branches read there, and at the first row behind that no head reads of a branch with unread phases. Of
-    the first and the last segments: a row that is lost is a larger share early, and ragged ends come late."""
-    shortest, starts = min(pattern.segment_lengths), {0}
+    """Where those stand that hear least: at the first row of a segment, which hears of segments before it only what
+    wider branches read there, and at the first row that no head reads of a branch with unread phases. Of the first
+    and the last segments: a row that is lost is a larger share early, and ragged ends come late."""
+    shortest = min(pattern.segment_lengths)
+    starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}
     for w in pattern.segment_lengths:
         last = (seq_len - 1) // w * w
-        starts |= {w, last - w, last, last + shortest}
-    found = {start + k for start in starts for k in (-1, 0, num_heads)} | {seq_len - 1}
-    return sorted(query for query in found if 0 <= query < seq_len)
+        starts |= {w, last, last + shortest}
+    found = {start + k for start in starts for k in (0, num_heads)} | {seq_len - 1}
+    return sorted(query for query in found if query < seq_len)
 
 
 def every_query(pattern: DilatedPattern, seq_len: int, num_heads: int) -> Iterator[list[int]]:
