@@ -18,6 +18,7 @@ from ring_dilated_attention.training.agreement import (
     Refusal,
     agree,
     together,
+    told_by_first,
     words_of_difference,
     words_of_refusal,
 )
@@ -76,6 +77,14 @@ def refuse_on(rank, world_size):
         except Refusal as refusal:
             found.append(str(refusal))
     return found
+
+
+def told(rank, world_size):
+    return told_by_first(ContextParallel(), f"Prüfung {rank}")
+
+
+def test_all_hear_the_first_rank():
+    assert run_ranks(3, told) == ["Prüfung 0"] * 3
 
 
 def test_ranks_learn_what_another_refuses():

@@ -128,6 +128,58 @@ def test_wrong_results_come_first():
     assert len(problems) == 2
 
 
+@pytest.mark.parametrize("arguments", [[], ["--ranks", "2"]])
+def test_an_interface_that_is_not_there_is_found(arguments, tmp_path, monkeypatch, capsys):
+    """Catches what keeps gloo on this host in place of what the user set."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    assert cli.main(["doctor", *arguments, "--run-folder", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert all(one["matter"]["GLOO_SOCKET_IFNAME"] == "eth9" for one in found["ranks"])
+    assert any(problem.startswith("GLOO_SOCKET_IFNAME=eth9 is no interface of host") for problem in found["to_mend"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "absent"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0,lo", ""),
+        ("GLOO_SOCKET_IFNAME", "lo,eth9,eth", "eth9,eth"),
+        ("NCCL_SOCKET_IFNAME", "eth", ""),
+        ("NCCL_SOCKET_IFNAME", "ib,eth", ""),
+        ("NCCL_SOCKET_IFNAME", "ib,en", "ib,en"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "=eth"),
+        ("NCCL_SOCKET_IFNAME", "=eth0", ""),
+        ("NCCL_SOCKET_IFNAME", "^docker", ""),
+        ("NCCL_SOCKET_IFNAME", "", ""),
+    ],
+)
+def test_names_of_interfaces_are_read_as_gloo_and_nccl_do(name, value, absent):
+    assert doctor.absent(name, value, ["eth0", "lo"]) == absent
+
+
+def test_one_rank_has_measured_no_link(tmp_path, monkeypatch, capsys):
+    """Catches a link of 1 TB/s without latency that nobody measured, with which eight ranks would wait for nothing."""
+    file, rates = tmp_path / "here.toml", {"flops_per_second": 1e12, "backward_flops_per_second": 5e11}
+    rates |= {"call_seconds": 1e-5, "around_seconds": 0.0}
+    more = {"gpu": None, "rates": rates, "memory_bytes": 1e9, "threads": 1, "hardware": {"processor": "CPU"}}
+    alone = one(0, **more)
+    del alone["links"]
+    monkeypatch.setattr(processes, "run_ranks", lambda *arguments: [[alone]])
+    assert cli.main(["doctor", "--save", str(file), "--json"]) == 0
+    assert "bytes_per_second" not in json.loads(capsys.readouterr().out)["hardware"]
+    assert "# one rank: bytes_per_second and latency_seconds of a link are left out" in file.read_text()
+    argv = ["plan", "--seq-len", "4Ki", "--segment-lengths", "4Ki", "--dilation-rates", "1", "--hardware", str(file)]
+    assert cli.main([*argv, "--ranks", "8"]) == 2
+    assert "has no bytes_per_second, which several ranks need: measure" in capsys.readouterr().err
+    model = ["--layers", "2", "--embed-dim", "64", "--heads", "4", "--vocab", "256"]
+    assert cli.main([*argv, *model, "--mesh", "1x8"]) == 2
+    assert "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency" in capsys.readouterr().err
+    assert cli.main([*argv, "--ranks", "8", "--bandwidth", "1e9", "--latency", "1e-5"]) == 0
+    assert "1.00 GB/s one way, latency 10" in capsys.readouterr().out
+    assert cli.main([*argv, *model, "--mesh", "1x1"]) == 0
+    assert cli.main(argv) == 0
+    assert "no link" in capsys.readouterr().out
+
+
 def test_obsolete_variables_are_named():
     found = doctor_facts.harmful({"NCCL_TREE_THRESHOLD": "0", "NCCL_P2P_DISABLE": "0", "TRITON_INTERPRET": "1"})
     assert set(found) == {"NCCL_TREE_THRESHOLD", "TRITON_INTERPRET"}

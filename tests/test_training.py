@@ -195,6 +195,17 @@ def test_signals_are_requests_inside_the_context_only():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_rank_that_failed_is_not_ended_while_it_says_so():
+    """torchrun ends by SIGTERM the ranks that are left."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(RuntimeError, match="lost"), StopRequest(second_aborts=False):
+            raise RuntimeError("lost")
+        assert signal.getsignal(signal.SIGTERM) != before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_memory_figures():
     assert 0 < resident_bytes() <= peak_resident_bytes()
 
@@ -315,9 +326,7 @@ class TestCommand:
         words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
         process = start(*words)
         wait_for(lambda: find_checkpoint(Path("run")), process)
-        ranks = [path.parent for path in Path("/proc").glob("[0-9]*/stat") if parent_of(path) == process.pid]
-        (second,) = (int(rank.name) for rank in ranks if b"\0RANK=1\0" in (rank / "environ").read_bytes())
-        os.kill(second, signal.SIGKILL)
+        os.kill(rank_of(process.pid, 1), signal.SIGKILL)
         _, error = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "Traceback" not in error
@@ -325,6 +334,24 @@ class TestCommand:
         last = r"\nrda train: the ranks failed: rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-\d+; "
         last += r"go on with: rda train --resume run --ranks 2 --save-every 5\n$"
         assert re.search(last, error)
+
+    @pytest.mark.parametrize("killed", [0, 1])
+    def test_whoever_is_left_under_torchrun_says_how_to_go_on(self, killed):
+        """Above torchrun's own block; catches a rank that torchrun ends before it could say so, and one that looks for
+        checkpoints in a folder of its own."""
+        words = ["--save-every", "5", *tiny_arguments(data="text.txt", steps=100_000)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*launcher, "-m", "ring_dilated_attention.commands.cli", "train", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+        wait_for(lambda: any(map(find_checkpoint, Path("runs").glob("*"))), process)
+        os.kill(rank_of(process.pid, killed), signal.SIGKILL)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 1
+        said = rf"rda train: rank {1 - killed} on host \S+ lost another: .*\nrda train: go on with: torchrun \.\.\. "
+        said += r"-m ring_dilated_attention\.commands\.cli train --resume runs/[\d-]+ --save-every 5\n"
+        assert re.search(said, error)
+        assert error.index("go on with") < error.index("ring_dilated_attention.commands.cli FAILED")
 
     @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
     def test_help_needs_no_torch(self, arguments):
@@ -337,6 +364,13 @@ class TestCommand:
 def start(*arguments, output=subprocess.PIPE):
     command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", "--save-every", "5", *arguments]
     return subprocess.Popen(command, stdout=output, stderr=output, text=True)
+
+
+def rank_of(launcher, rank):
+    """The process of a rank."""
+    ranks = [path.parent for path in Path("/proc").glob("[0-9]*/stat") if parent_of(path) == launcher]
+    (found,) = (int(path.name) for path in ranks if b"\0RANK=%d\0" % rank in (path / "environ").read_bytes())
+    return found
 
 
 def parent_of(path):

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from ..plan.clock import time_text
 from ..training.files import check_mine, write_whole
 from ..training.options import in_short
-from .hardware import MAKER, Machine, as_toml, is_saved
+from .hardware import MAKER, Machine, as_toml, is_saved, known
 from .interrupts import leaving_at_once
 from .limits import check_at_least, check_memory
 from .numbers import amount, count, scaled, size_text
@@ -80,7 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
             launch = Launch(
                 num_ranks, num_threads=threads, backend=backend_for(num_ranks), seconds=2 * arguments.timeout
             )
-            everyone = run_ranks(launch, examine_here, arguments.run_folder, arguments.timeout)[0]
+            # Taken here: what it started a rank may read otherwise, with what keeps gloo on this host.
+            environment = dict(os.environ)
+            everyone = run_ranks(launch, examine_here, arguments.run_folder, arguments.timeout, environment)[0]
         except RankFailedError as error:
             print(f"rda doctor: not ready: {error}", file=sys.stderr)
             return 1
@@ -88,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     rank, num_ranks = place
     try:
         join(rank, num_ranks, arguments.timeout)
-        everyone = examine(arguments.run_folder, arguments.timeout)
+        everyone = examine(arguments.run_folder, arguments.timeout, os.environ)
     except (ValueError, RuntimeError) as error:
         print(f"rda doctor: not ready: rank {rank}: {error}", file=sys.stderr)
         return 1
@@ -167,12 +169,12 @@ def backend_for(num_ranks: int) -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks else "gloo"
 
 
-def examine_here(worker: Any, folder: Path, seconds: float) -> list[dict[str, Any]]:
-    return examine(folder, seconds)
+def examine_here(worker: Any, folder: Path, seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    return examine(folder, seconds, environment)
 
 
-def examine(folder: Path, seconds: float) -> list[dict[str, Any]]:
-    """Everybody's findings, in the order of the ring, on every rank."""
+def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Everybody's findings, in the order of the ring, on every rank. environment: as the user set it."""
     import torch
 
     from ..ranks.context import ContextParallel
@@ -181,7 +183,7 @@ def examine(folder: Path, seconds: float) -> list[dict[str, Any]]:
 
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    own = facts(parallel.rank, device, folder)
+    own = facts(parallel.rank, device, folder, environment)
     parallel.handshake(1, {"call": "rda doctor"})
     own["clock"] = time.time()  # all have just met
     own["agreement"] = agreement(parallel, device)
@@ -239,14 +241,23 @@ def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
         if all(one["backends"].values()):
             said.append("no backend can serve: rda check says why")
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            value = one["matter"].get(name, "").lstrip("^=").split(",")[0]
-            if value and not any(known.startswith(value) for known in one["interfaces"]):
+            if value := absent(name, one["matter"].get(name, ""), one["interfaces"]):
                 said.append(f"{name}={value} is no interface of host {one['host']}: {', '.join(one['interfaces'])}")
         found += [(one["rank"], text) for text in said]
     return [
         text + ("" if len(ranks) == len(everyone) else f" (ranks {names(ranks)})")
         for text, ranks in by_value(found).items()
     ]
+
+
+def absent(name: str, value: str, interfaces: Sequence[str]) -> str:
+    """The part of a variable that names no interface, "" if there is none. gloo takes names, and needs each of them;
+    NCCL takes prefixes (after "=" names, after "^" what it shall not use), and needs one that fits."""
+    if name == "GLOO_SOCKET_IFNAME":
+        return ",".join(part for part in value.split(",") if part and part not in interfaces)
+    wanted = tuple(part for part in value.removeprefix("=").split(",") if part)
+    is_found = any(x in wanted if value.startswith("=") else x.startswith(wanted) for x in interfaces)
+    return "" if not wanted or value.startswith("^") or is_found else value
 
 
 def by_value(said: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
@@ -274,7 +285,7 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
     problems = to_mend(everyone)
     hardware = hardware_of(everyone)
     if arguments.json:
-        print(json.dumps({"ranks": everyone, "hardware": hardware._asdict(), "to_mend": problems}, indent=1))
+        print(json.dumps({"ranks": everyone, "hardware": known(hardware), "to_mend": problems}, indent=1))
     else:
         print(text(everyone))
         print("ready" if not problems else "not ready; mend, in this order:")
@@ -286,7 +297,9 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
         machine = Machine(hardware, itemsize, int(memory) if memory < float("inf") else None, source)
         notes = [time.strftime("measured %Y-%m-%d"), f"torch {everyone[0]['versions']['torch']}"]
         if len(everyone) == 1:
-            notes.append("one rank: nothing was sent, and bytes_per_second is no measurement")
+            notes.append(
+                "one rank: bytes_per_second and latency_seconds of a link are left out; --ranks 2 measures them"
+            )
         arguments.save.parent.mkdir(parents=True, exist_ok=True)
         write_whole(arguments.save, as_toml(machine, notes).encode(), is_saved, MAKER)
     return 1 if problems else 0

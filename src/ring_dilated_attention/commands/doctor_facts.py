@@ -5,6 +5,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ OFF = ("", "0", "false", "False")
 WRITTEN_BYTES = 32 * 2**20
 
 
-def facts(rank: int, device: str, folder: Path) -> dict[str, Any]:
-    """All that can be said without another rank."""
+def facts(rank: int, device: str, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """All that can be said without another rank. environment: as the user set it."""
     return {
         "rank": rank,
         "host": socket.gethostname(),
@@ -53,8 +54,8 @@ def facts(rank: int, device: str, folder: Path) -> dict[str, Any]:
         "gpu": gpu(device),
         "memory_bytes": memory_of(device),
         "backends": against(device),
-        "harmful": harmful(os.environ),
-        "matter": {name: os.environ[name] for name in MATTER if name in os.environ},
+        "harmful": harmful(environment),
+        "matter": {name: environment[name] for name in MATTER if name in environment},
         "interfaces": interfaces(),
         "folder": storage(folder),
         "clock": time.time(),
@@ -93,7 +94,7 @@ def against(device: str) -> dict[str, str | None]:
     return {name: reason or BACKENDS[name].ONLY_BY_NAME for name, reason in found.items()}
 
 
-def harmful(environment: Any) -> dict[str, str]:
+def harmful(environment: Mapping[str, str]) -> dict[str, str]:
     found = {name: why for name, why in HARMFUL.items() if environment.get(name, "0") not in OFF}
     return found | {name: why for name, why in HARMFUL.items() if "reads it no more" in why and name in environment}
 

@@ -14,6 +14,7 @@ from ..plan.clock import Hardware
 from ..ranks.context import ContextParallel
 from ..ranks.link import GroupLink
 from .compare import DTYPES, QUANTITIES, Case, measure, relative, tolerances
+from .hardware import NO_LINK
 
 # Small ones say what a message takes whatever its size, large ones how many bytes a second.
 SMALL, LARGE = 256, 16 * 2**20
@@ -125,13 +126,13 @@ def _finish(device: str) -> None:
 
 
 def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
-    """What a plan assumes of each rank: the slowest one's rates, and the slowest neighbours' link."""
+    """What a plan assumes of each rank: the slowest one's rates, and the slowest neighbours' link, if there is one."""
     slowest = {
         name: min(x["rates"][name] for x in everyone) for name in ("flops_per_second", "backward_flops_per_second")
     }
     call = max(x["rates"]["call_seconds"] for x in everyone)
     if "links" not in everyone[0]:
-        return Hardware(slowest["flops_per_second"], 1e12, 0.0, slowest["backward_flops_per_second"], call)
+        return Hardware(slowest["flops_per_second"], NO_LINK, 0.0, slowest["backward_flops_per_second"], call)
     small = max(x["links"]["small"]["1"] for x in everyone)
     large = max(x["links"]["large"]["1"] for x in everyone)
     # What surrounds the tiles of a call is paid once a stage, as the handshake is.

@@ -2,7 +2,7 @@
 
 [hardware]
 flops_per_second = 1.2e11        # what kernels reach; of one rank, forward
-bytes_per_second = 1.5e9         # one way of a rank's link
+bytes_per_second = 1.5e9         # one way of a rank's link (left out, it is the file of one rank)
 latency_seconds = 2.5e-4         # of a message (0 if left out)
 backward_flops_per_second, call_seconds, handshake_seconds, memory_bytes: where known
 dtype = "float32"                # of the rates
@@ -11,6 +11,7 @@ source = "where the numbers are from"
 
 import argparse
 import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,17 +44,19 @@ PRESETS = {
     "h100-infiniband": Machine(Hardware(400e12, 40e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 400 Gb/s"),
 }
 LARGEST = 1e30  # of a rate; far beyond machines, and within floats
-# A rate below the first or a time above it is a number in another unit, not a machine.
+NO_LINK = LARGEST  # bytes per second where none were measured, and one rank sends none
+_FLOPS = "FLOPs in a second; 500 TFLOP/s are 5e14"
+# A rate outside of these two, or a time from here on, is a number in another unit, not a machine.
 _RATES = {
-    "flops_per_second": (1e6, "FLOPs in a second; 500 TFLOP/s are 5e14"),
-    "backward_flops_per_second": (1e6, "FLOPs in a second; 500 TFLOP/s are 5e14"),
-    "bytes_per_second": (1e3, "bytes in a second, one way; 50 GB/s are 5e10"),
-    "memory_bytes": (2**20, "bytes; 80 GB are 8e10"),
+    "flops_per_second": (1e8, 1e17, _FLOPS),
+    "backward_flops_per_second": (1e8, 1e17, _FLOPS),
+    "bytes_per_second": (1e6, 1e14, "bytes in a second, one way; 50 GB/s are 5e10"),
+    "memory_bytes": (2**20, 1e15, "bytes; 80 GB are 8e10"),
 }
 _TIMES = {
-    "latency_seconds": (1.0, "seconds; 5 µs are 5e-6"),
-    "call_seconds": (10.0, "seconds; 5 µs are 5e-6"),
-    "handshake_seconds": (10.0, "seconds; 5 µs are 5e-6"),
+    "latency_seconds": (0.1, "seconds; 5 µs are 5e-6"),
+    "call_seconds": (0.1, "seconds; 5 µs are 5e-6"),
+    "handshake_seconds": (1.0, "seconds; 5 µs are 5e-6"),
 }
 _TEXTS = ("dtype", "source")
 
@@ -93,24 +96,24 @@ def _checked(name: str, fields: dict[str, Any]) -> Machine:
             raise ValueError(f"--hardware {name}: {key} is unknown; the table [hardware] takes {', '.join(known)}")
         if key not in _TEXTS:
             _check_number(name, key, value)
-    missing = [key for key in ("flops_per_second", "bytes_per_second") if key not in fields]
-    if missing:
-        raise ValueError(f"--hardware {name} lacks {' and '.join(missing)}")
+    if "flops_per_second" not in fields:
+        raise ValueError(f"--hardware {name} lacks flops_per_second")
     dtype = fields.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ValueError(f"--hardware {name}: dtype = {dtype!r} is unknown; choose one of {', '.join(ITEMSIZE)}")
-    hardware = Hardware(**{key: float(fields[key]) for key in Hardware._fields if key in fields})
+    numbers = {key: float(fields[key]) for key in Hardware._fields if key in fields}
+    hardware = Hardware(**{"bytes_per_second": NO_LINK} | numbers)
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
     return Machine(hardware, ITEMSIZE[dtype], memory, str(fields.get("source", name)))
 
 
 def _check_number(name: str, key: str, value: object) -> None:
-    limit, unit = _RATES[key] if key in _RATES else _TIMES[key]
+    least, most, unit = _RATES[key] if key in _RATES else (0.0, *_TIMES[key])
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
         raise ValueError(f"--hardware {name}: {key} = {value!r} must be a plain number of {unit}")
     if value < 0 or (value == 0 and key in _RATES):
         raise ValueError(f"--hardware {name}: {key} = {value:g} must be positive, in {unit}")
-    if (key in _RATES and value < limit) or (key in _TIMES and value > limit):
+    if value < least or value > most or (key in _TIMES and value == most):
         raise ValueError(f"--hardware {name}: {key} = {value:g} seems to be in another unit: write {unit}")
 
 
@@ -142,6 +145,11 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
     if arguments.flops is not None:
         given["backward_flops_per_second"] = None
     hardware = machine.hardware._replace(**given)
+    if hardware.bytes_per_second == NO_LINK and _is_of_several(arguments):
+        raise ValueError(
+            f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: measure a link with "
+            "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
+        )
     for name, value, is_fine in (
         ("--flops", hardware.flops_per_second, 0 < hardware.flops_per_second < math.inf),
         ("--bandwidth", hardware.bytes_per_second, 0 < hardware.bytes_per_second < math.inf),
@@ -157,9 +165,21 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
     return machine._replace(hardware=hardware, source=source if arguments.hardware else "as given")
 
 
+def _is_of_several(arguments: argparse.Namespace) -> bool:
+    """Whether --ranks or --mesh asks for more than one rank."""
+    mesh = re.findall(r"\d+", getattr(arguments, "mesh", None) or "")
+    return (arguments.ranks or 1) > 1 or any(size != "1" for size in mesh)
+
+
+def known(hardware: Hardware) -> dict[str, float | None]:
+    """Its numbers by name, without those of a link where there is none."""
+    left_out = ("bytes_per_second", "latency_seconds") if hardware.bytes_per_second == NO_LINK else ()
+    return {name: value for name, value in hardware._asdict().items() if name not in left_out}
+
+
 def as_toml(machine: Machine, notes: list[str]) -> str:
     """A file that `machine_of` reads; notes become comments."""
-    numbers = machine.hardware._asdict() | {"memory_bytes": machine.memory_bytes}
+    numbers = known(machine.hardware) | {"memory_bytes": machine.memory_bytes}
     dtype = next(name for name, size in ITEMSIZE.items() if size == machine.itemsize)
     source = machine.source.replace("\\", "/").replace('"', "'")
     lines = [f"# {note}" for note in notes] + ["[hardware]"]
@@ -177,7 +197,11 @@ def described(hardware: Hardware, source: str) -> str:
     parts = [scaled(hardware.flops_per_second, "FLOP/s")]
     if hardware.backward_flops_per_second is not None:
         parts[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
-    parts += [f"{scaled(hardware.bytes_per_second, 'B/s')} one way", f"latency {time_text(hardware.latency_seconds)}"]
+    if hardware.bytes_per_second == NO_LINK:
+        parts.append("no link")
+    else:
+        parts.append(f"{scaled(hardware.bytes_per_second, 'B/s')} one way")
+        parts.append(f"latency {time_text(hardware.latency_seconds)}")
     if hardware.call_seconds:
         parts.append(f"{time_text(hardware.call_seconds)} a kernel call")
     if hardware.handshake_seconds is not None:

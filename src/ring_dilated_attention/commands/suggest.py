@@ -7,9 +7,10 @@ import sys
 from typing import Any
 
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
+from ..plan.memory import Sizes
 from ..plan.reach import reach
-from ..plan.suggest import cache_rows, suggestions, unread_phases
-from ..plan.totals import pairs, sent_by_all
+from ..plan.suggest import most_sent, suggestions, unread_phases
+from ..plan.totals import pairs
 from ..training.options import MOST_LAYERS
 from .hardware import ITEMSIZE, check_dtype, described, machine_of
 from .limits import LARGEST, MOST_HEADS, check_at_least, check_ranks_fit
@@ -26,7 +27,7 @@ positions in which a head reads one position in r; different heads read differen
 connect, a stack of layers can, from one branch into another. docs/planning.md has the rule and its limits: it counts
 work and follows connections, and knows nothing of what your data needs. Train the candidates and compare their losses.
 """
-MOST_RANKS = 2**16  # what they send is counted rank by rank, which takes seconds
+MOST_RANKS = 2**16
 FLOPS_PER_PAIR = 14  # times the head dim: 2 products forward and 5 backward, 2 operations each
 
 
@@ -109,14 +110,12 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
             f"no pattern of the rule has as little as {most_pairs:,.3g} pairs, {dense / most_pairs:,.0f} times less "
             f"than dense attention over {n:,} positions: allow more, or take a shorter sequence"
         )
-    row = arguments.head_dim * ITEMSIZE[arguments.dtype]
+    sizes = Sizes(1, arguments.head_dim, ITEMSIZE[arguments.dtype])
+    row = arguments.head_dim * sizes.itemsize
     described = []
     for pattern, rule in found:
         work, followed = pairs(pattern, n, heads), reach(pattern, n, heads, arguments.layers)
-        even = n - n % arguments.ranks
-        sent = sent_by_all(pattern, even, arguments.ranks, heads, kv_heads).num_bytes(
-            1, arguments.head_dim, ITEMSIZE[arguments.dtype]
-        )
+        sent, is_exact = most_sent(pattern, n, arguments.ranks, heads, kv_heads, sizes)
         described.append(
             {
                 "segment_lengths": pattern.segment_lengths,
@@ -128,42 +127,57 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
                 "reach_by_layer": followed.shares,
                 "layers_for_all": followed.layers_for(1.0),
                 "layers_for_most": followed.layers_for(0.99),
+                "worst_query": followed.worst,
+                "queries_followed": followed.num_followed,
                 "unread_phases": unread_phases(pattern, heads),
-                "sent_bytes_per_rank": sent[1] / arguments.ranks,
-                "cache_bytes": 2 * row * cache_rows(pattern, n, heads, kv_heads),
-                "dense_cache_bytes": 2 * row * n * kv_heads,
+                "largest_sent_bytes": sent,
+                "sent_is_exact": is_exact,
+                # Keys that come later cannot be in a cache: only causal patterns have one.
+                "cache_bytes": 2 * row * pattern.cache_rows(heads, kv_heads, n) if is_causal else None,
+                "dense_cache_bytes": 2 * row * n * kv_heads if is_causal else None,
             }
         )
     return described
 
 
 def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: str | None) -> str:
-    headers = (
+    headers: tuple[str, ...] = (
         "",
         "pairs of dense's",
         "layers to hear 99 %",
-        "never heard",
-        "sent a rank, step",
+        f"unheard after {arguments.layers:,} layer{'s' * (arguments.layers > 1)}",
+        "most sent by a rank",
         "decoding cache a layer",
     )
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             f"{i + 1}. {row['rule']}",
             f"1/{1 / row['of_dense']:,.1f}",
             str(row["layers_for_most"] or f"more than {arguments.layers:,}"),
             percent(1 - row["reach_by_layer"][-1]),
-            size_text(row["sent_bytes_per_rank"]),
-            size_text(row["cache_bytes"]),
+            "about " * (not row["sent_is_exact"]) + size_text(row["largest_sent_bytes"]),
+            size_text(row["cache_bytes"] or 0),
         )
         for i, row in enumerate(found)
     ]
+    if arguments.not_causal:
+        headers, rows = headers[:-1], [cells[:-1] for cells in rows]
     start = (
         f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, "
         f"{arguments.ranks:,} rank{'s' * (arguments.ranks > 1)}"
     )
-    lines = [start, *([assumed] if assumed else []), aligned(headers, rows)]
+    lines = [start, *([assumed] if assumed else []), aligned(headers, rows), legend(arguments)]
     for i, row in enumerate(found):
         lines += ["", f"{i + 1}. {row['rule']}: {options(row, arguments.seq_len)}", *words(arguments, row)]
+    return "\n".join(lines)
+
+
+def legend(arguments: argparse.Namespace) -> str:
+    """Of which query, and of which rank, the table speaks."""
+    what = "all positions" if arguments.not_causal else "the positions up to it"
+    lines = [f"heard: by the worst of the queries that were followed, of {what}"]
+    if arguments.ranks > 1:
+        lines.append("sent: around the ring, in a layer's forward and backward, by the rank that sends most")
     return "\n".join(lines)
 
 
@@ -188,40 +202,50 @@ def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
     )
     shares = row["reach_by_layer"]
     shown_shares = ", ".join(f"{share:.1%}" if share < 0.9995 or share == 1 else "over 99.9%" for share in shares[:4])
-    lines.append(f"   a query has heard of {shown_shares} of all positions after 1, 2, ... layers")
+    what = "all positions" if arguments.not_causal else "the positions up to it"
+    lines.append(f"   the worst of {queries(row, n)} has heard of {shown_shares} of {what} after 1, 2, ... layers")
     lines.append(f"   {_matters(arguments, row)}")
+    return lines if arguments.not_causal else [*lines, f"   {_cache(row)}"]
+
+
+def queries(row: dict[str, Any], seq_len: int) -> str:
+    """Whom the shares speak of."""
+    num = row["queries_followed"]
+    if num == seq_len:
+        return f"all {num:,} queries"
+    return f"the {num:,} queries followed (at starts of segments, of {seq_len:,})"
+
+
+def _cache(row: dict[str, Any]) -> str:
     saved = row["dense_cache_bytes"] / row["cache_bytes"]
-    lines.append(
-        f"   decoding keeps {size_text(row['cache_bytes'])} a layer, {saved:,.1f} times less than dense attention's "
-        f"{size_text(row['dense_cache_bytes'])}"
-        if saved > 1
-        else f"   decoding keeps {size_text(row['cache_bytes'])} a layer, no less than dense attention would"
-    )
-    return lines
+    kept = f"decoding keeps {size_text(row['cache_bytes'])} a layer"
+    if saved > 1:
+        return f"{kept}, {saved:,.1f} times less than dense attention's {size_text(row['dense_cache_bytes'])}"
+    return f"{kept}, no less than dense attention would"
 
 
 def _matters(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
     """Whether phases that nobody reads, or distances that one layer lacks, are a loss."""
     has_unread = any(unread for unread, _ in row["unread_phases"])
     layers, most = row["layers_for_all"], row["layers_for_most"]
+    rest = percent(1 - row["reach_by_layer"][-1])
     if layers is None and most is None:
-        rest = percent(1 - row["reach_by_layer"][-1])
         is_final = row["reach_by_layer"][-2:-1] == row["reach_by_layer"][-1:]
         remedy = "more of them add nothing: add heads, or lower rates" if is_final else "add layers, or a wider branch"
-        return f"{rest} of all distances are out of reach of {arguments.layers:,} layers: {remedy}"
+        return (
+            f"{rest} of what query {row['worst_query']:,} might hear of is out of reach of {arguments.layers:,} "
+            f"layer{'s' * (arguments.layers > 1)}: {remedy}"
+        )
+    who = queries(row, arguments.seq_len)
     if layers is None:
-        rest = percent(1 - row["reach_by_layer"][-1])
         why = "unread phases matter little: " if has_unread else ""
         return (
-            f"{why}after {most} layers all but {rest} is in reach. The rest are the ends of segments, behind the last "
-            "row that a wider branch reads there; more heads, or lower rates, leave fewer of them"
+            f"{why}after {most} layers {who} have heard of 99 %, and after {arguments.layers:,} of all but {rest}. The "
+            "rest are ends of segments, behind the last row that a wider branch reads there; more heads, or lower "
+            "rates, leave fewer of them"
         )
-    if has_unread:
-        return (
-            f"unread phases do not matter to who can hear of whom: neighbours pass on what they hold, and after "
-            f"{layers} layers nothing is out of reach"
-        )
-    return f"after {layers} layer{'s' * (layers > 1)} nothing is out of reach"
+    why = "unread phases do not matter to who can hear of whom, since neighbours pass on what they hold: "
+    return f"{why * has_unread}after {layers} layer{'s' * (layers > 1)} nothing is out of reach of {who}"
 
 
 def percent(share: float) -> str:

@@ -202,7 +202,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         import torch.distributed as dist
 
         from ..ranks.context import ContextParallel, ExchangeError
-        from ..training.agreement import Refusal, agree, together
+        from ..training.agreement import Refusal, agree, together, told_by_first
         from ..training.loop import TrainingDiverged, train
 
     rank, folder = rank_started(), Path()
@@ -218,7 +218,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
         agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
             run = together(parallel, partial(claim_folder, arguments, run, stack))
-            was_complete, folder = run.is_complete, run.folder
+            # Of a folder without a name each rank would have made one of its own.
+            was_complete, folder = run.is_complete, Path(told_by_first(parallel, str(run.folder)))
             with StopRequest(watch_stdin=arguments.launched is not None, second_aborts=False) as stop:
                 record = train(run, parallel, stop)
             if rank == 0:
@@ -240,9 +241,10 @@ def run_rank(arguments: argparse.Namespace) -> int:
     except RuntimeError as error:
         if not isinstance(error, ExchangeError) and not LOST_CONNECTION.search(str(error)):
             raise
-        say(f"rda train: rank {rank} on host {socket.gethostname()} lost another: {first_line(error)}")
-        if rank == 0 and arguments.launched is None and find_checkpoint(folder) is not None:
-            say(f"rda train: go on with: {resume_command(arguments, folder)}")
+        lost = f"rda train: rank {rank} on host {socket.gethostname()} lost another: {first_line(error)}"
+        # Any rank may be the lost one, so each says it: at once, since a launcher ends them soon.
+        has_checkpoint = arguments.launched is None and find_checkpoint(folder) is not None
+        say(lost + f"\nrda train: go on with: {resume_command(arguments, folder)}" * has_checkpoint)
         return FAILED_EXIT_CODE
     # The launcher reads the record; from any other code torchrun would make a traceback.
     return 0 if record["status"] == "complete" or arguments.launched else INTERRUPTED_EXIT_CODE

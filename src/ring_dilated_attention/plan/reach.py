@@ -1,27 +1,34 @@
 """What a query can have heard of after some layers: followed exactly, at any length. Pure integers, no torch.
 
-From a query back through the branches, layer by layer. Heads are mixed between layers, so a layer has the phases of all
-heads. A set of positions is a binary tree: its halves are sets of half as many positions, and equal ones are the same
-node. Where lengths and rates are powers of two most segments look alike, so that a trillion positions need hardly more
-nodes than a million, and what was done to a node once need not be done again.
+Heads are mixed between layers, so a layer has the phases of all heads. Of a sequence of up to MOST_FOLLOWED positions
+every query is followed, forward: a set of positions is an integer, a bit for each.
+
+Of a longer one some queries are, back through the branches, layer by layer. A set of positions is then a binary tree:
+its halves are sets of half as many positions, and equal ones are the same node. Where lengths and rates are powers of
+two most segments look alike, so that a trillion positions need hardly more nodes than a million, and what was done to a
+node once need not be done again.
 """
 
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 
-QUERIES = 4
+MOST_FOLLOWED = 8192  # positions, of which each is a query: a second's work
 NONE, ALL = 0, 1  # the nodes of no positions, and of all, whatever the number
 
 
 class Reach(NamedTuple):
     """How far a stack carries.
 
-    shares: after each layer, the share of positions that the worst of some queries has heard of, of those that it may.
+    shares: after each layer, the share of positions that the worst of the queries has heard of, of those that it may.
+    worst: the query that has heard of least in the end. num_followed: the number of queries that were followed.
     """
 
     shares: tuple[float, ...]
+    worst: int
+    num_followed: int
 
     def layers_for(self, share: float) -> int | None:
         """After how many layers at least so much is in reach, or None."""
@@ -106,30 +113,84 @@ class _Branch:
 
 
 def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int) -> Reach:
-    """Follow some queries back through the layers.
+    """Follow all queries of a short sequence, or some of a longer one, through the layers.
 
     Raises:
         ValueError: for a rate, or a segment shorter than the sequence, that is no power of two.
     """
+    check_powers(pattern, seq_len)
+    queries: Collection[int] = range(seq_len)
+    if seq_len <= MOST_FOLLOWED:
+        layers = every_query(pattern, seq_len, num_heads)
+    else:
+        queries = queries_to_follow(pattern, seq_len, num_heads)
+        layers = some_queries(pattern, seq_len, num_heads, queries)
+    shares: list[float] = []
+    for _, counts in zip(range(num_layers), layers, strict=False):
+        found = [c / (q + 1 if pattern.is_causal else seq_len) for q, c in zip(queries, counts, strict=True)]
+        shares.append(min(found))
+    # What is followed ends where further layers add nothing.
+    shares += [shares[-1]] * (num_layers - len(shares))
+    return Reach(tuple(shares), list(queries)[found.index(shares[-1])], len(queries))
+
+
+def check_powers(pattern: DilatedPattern, seq_len: int) -> None:
+    for w, r in pattern.branches:
+        if (w < seq_len and w.bit_count() > 1) or r.bit_count() > 1:
+            raise ValueError(f"only powers of two can be followed, got w={w}, r={r}; the longest w may be the sequence")
+
+
+def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
+    """Where those stand that hear least: at the first row of a segment, which hears of segments before it only what
+    wider branches read there, and at the first row that no head reads of a branch with unread phases. Of the first
+    and the last segments: a row that is lost is a larger share early, and ragged ends come late."""
+    shortest = min(pattern.segment_lengths)
+    starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}
+    for w in pattern.segment_lengths:
+        last = (seq_len - 1) // w * w
+        starts |= {w, last, last + shortest}
+    found = {start + k for start in starts for k in (0, num_heads)} | {seq_len - 1}
+    return sorted(query for query in found if query < seq_len)
+
+
+def every_query(pattern: DilatedPattern, seq_len: int, num_heads: int) -> Iterator[list[int]]:
+    """After each layer, the number of positions that each query has heard of; until layers add nothing."""
+    heard, before = [1 << query for query in range(seq_len)], None
+    while heard != before:
+        before, heard = heard, list(heard)
+        for branch, (w, r) in enumerate(pattern.branches):
+            for start in range(0, seq_len, w):
+                for phase in _phases_read(pattern, branch, num_heads):
+                    rows, known = range(start + phase, min(start + w, seq_len), r), 0
+                    for query in rows:
+                        known |= before[query]
+                        heard[query] |= known
+                    for query in () if pattern.is_causal else rows:
+                        heard[query] |= known
+        yield [positions.bit_count() for positions in heard]
+
+
+def some_queries(
+    pattern: DilatedPattern, seq_len: int, num_heads: int, queries: Collection[int]
+) -> Iterator[list[int]]:
+    """As `every_query`, of these alone."""
     n, sets = seq_len, _Sets()
     height = (n - 1).bit_length()
-    branches = _branches(sets, pattern, n, num_heads)
-    there = sets.of(range(n), height)
-    # The last query, and some that stand at odd places of all segments.
-    queries = {n - 1 - (i * n) // (2 * QUERIES) - 3 * i for i in range(QUERIES)}
-    shares = [1.0] * num_layers
-    for query in sorted(x for x in queries if x >= 0):
-        heard = sets.of(range(query, query + 1), height)
-        for layer in range(num_layers):
-            before = heard
+    branches, there = _branches(sets, pattern, n, num_heads), sets.of(range(n), height)
+    heard, before = [sets.of(range(query, query + 1), height) for query in queries], None
+    while heard != before:
+        before, heard = heard, []
+        for node in before:
+            found = node
             for branch in branches:
-                heard = sets.union(heard, sets.common(branch.heard(before, height), there))
-            share = sets.count(heard, height) / (query + 1 if pattern.is_causal else n)
-            if heard == before:  # further layers add nothing
-                shares[layer:] = [min(x, share) for x in shares[layer:]]
-                break
-            shares[layer] = min(shares[layer], share)
-    return Reach(tuple(shares))
+                found = sets.union(found, sets.common(branch.heard(node, height), there))
+            heard.append(found)
+        yield [sets.count(node, height) for node in heard]
+
+
+def _phases_read(pattern: DilatedPattern, branch: int, num_heads: int) -> set[int]:
+    found = {pattern.phase_of(branch, head, num_heads) for head in pattern.heads_of(branch, num_heads)}
+    return {phase for phase in found if phase is not None}
 
 
 def _branches(sets: _Sets, pattern: DilatedPattern, n: int, num_heads: int) -> list[_Branch]:
@@ -137,11 +198,8 @@ def _branches(sets: _Sets, pattern: DilatedPattern, n: int, num_heads: int) -> l
     found = []
     for branch, (w, r) in enumerate(pattern.branches):
         segment, rate = (min(w, n) - 1).bit_length(), (r - 1).bit_length()
-        if (w < n and w != 2**segment) or r != 2**rate:
-            raise ValueError(f"only powers of two can be followed, got w={w}, r={r}; the longest w may be the sequence")
         if rate < segment:
-            phases = [pattern.phase_of(branch, head, num_heads) for head in pattern.heads_of(branch, num_heads)]
-            there = [phase for phase in phases if phase is not None]
+            there = _phases_read(pattern, branch, num_heads)
             read = sets.of(range(min(there), max(there) + 1), rate)  # no rule leaves one out in between
             found.append(_Branch(sets, segment, rate, read, is_causal=pattern.is_causal))
     return found

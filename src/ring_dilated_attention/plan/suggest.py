@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
-from .totals import pairs
+from .lockstep import Lockstep, why_not
+from .memory import Sizes
+from .totals import pairs, sent_by_rank
 
 RATIOS = (2, 4, 8)
 SHORTEST = 64
+MOST_COUNTED = 2**17  # phases of branches and ranks, counted one by one: half a second's work
 
 
 class Suggestion(NamedTuple):
@@ -62,13 +65,30 @@ def unread_phases(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, in
     return found
 
 
-def cache_rows(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int) -> int:
-    """Rows of all key/value heads that decoding at the end of the sequence keeps: of each branch the segment at hand,
-    in the phases that the query heads of a key/value head read."""
-    ratio, total = num_heads // num_kv_heads, 0
-    for branch, (w, r) in enumerate(pattern.branches):
-        for kv_head in range(num_kv_heads):
-            heads: Sequence[int] = range(kv_head * ratio, (kv_head + 1) * ratio)
-            phases = {pattern.phase_of(branch, head, num_heads) for head in heads} - {None}
-            total += len(phases) * -(-min(w, seq_len) // r)
-    return total
+def most_sent(
+    pattern: DilatedPattern, seq_len: int, num_ranks: int, num_heads: int, num_kv_heads: int, sizes: Sizes
+) -> tuple[int, bool]:
+    """Bytes that the rank which sends most sends in a forward and its backward around the ring, and whether they are
+    exact: else of the ranks that are looked at, where they are many, over shards cut to one length."""
+    even = seq_len - seq_len % num_ranks
+    if why_not(pattern, even, num_ranks, "contiguous", None) is None:
+        form = Lockstep(pattern, even, num_ranks, num_heads, num_kv_heads, sizes)
+        return form.largest_sent()[1], even == seq_len
+    ranks = _ranks_to_look_at(pattern, even, num_ranks, MOST_COUNTED // (len(pattern.branches) * num_heads))
+    sent = (sent_by_rank(pattern, even, num_ranks, rank, num_heads, num_kv_heads) for rank in ranks)
+    return max(sum(x.num_bytes(*sizes[:3])) for x in sent), even == seq_len and len(ranks) == num_ranks
+
+
+def _ranks_to_look_at(pattern: DilatedPattern, seq_len: int, num_ranks: int, most: int) -> Sequence[int]:
+    """All, or else at the ends of the first and last segments: of a causal pattern ranks before them send most, of
+    others those of two segments, also of phases that not every rank has; and evenly spaced ones."""
+    most = max(most, 2)
+    if num_ranks <= most:
+        return range(num_ranks)
+    length, ends = seq_len // num_ranks, [seq_len]
+    for w in reversed([w for w in pattern.segment_lengths if w < seq_len]):
+        ends += [seq_len // w * w, w, seq_len // w * w - w]
+    before = dict.fromkeys((1, *(k * r for r in pattern.dilation_rates for k in (1, 2) if r > length)))
+    found = ((end - x) // length - k for end in ends for x in before for k in (0, 1))
+    last = dict.fromkeys(rank for rank in found if rank >= 0)
+    return list(last | dict.fromkeys(range(0, num_ranks, 2 * num_ranks // most)))[:most]

@@ -67,6 +67,12 @@ def agree(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
         raise Refusal(words_of_difference(table, parallel.rank))
 
 
+def told_by_first(parallel: ContextParallel, text: str) -> str:
+    """The first rank's text, on every rank."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    return str(json.loads(max(_all_texts(parallel, json.dumps(text) if is_first else ""))))
+
+
 def words_of_refusal(table: Sequence[Account], me: int) -> str:
     """What a rank says of those that refuse; "" where another says it."""
     mine = table[me]

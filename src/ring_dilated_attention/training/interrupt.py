@@ -23,7 +23,7 @@ class StopRequest:
     Args:
         watch_stdin: the end of stdin is a request, too.
         second_aborts: a second signal ends the process at once. Not under torchrun, which passes on a signal that its
-            ranks may have got already.
+            ranks may have got already; and after an error SIGTERM stays no more than noted, so that it can be said.
     """
 
     def __init__(self, *, watch_stdin: bool = False, second_aborts: bool = True) -> None:
@@ -39,7 +39,9 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # When a rank is lost torchrun ends the others by SIGTERM, just while they say what goes on with the run.
+            if kind is None or self._second_aborts or number != signal.SIGTERM:
+                signal.signal(number, handler)
 
     @property
     def requested(self) -> bool:
