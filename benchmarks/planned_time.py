@@ -1,5 +1,6 @@
 """Times of `rda plan`, with what `rda doctor` found, beside measured ones: shapes that the doctor does not know."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -77,7 +78,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 
 
 def _measure(worker: Worker, jobs: tuple[tuple[Sizes, DilatedPattern], ...], seconds: float) -> tuple[Any, Any]:
-    found = examine(Path("."), seconds)
+    found = examine(Path("."), seconds, os.environ)
     parallel = ContextParallel(exchange="ring")
     return found, [
         (_times(sizes, pattern, parallel), gate_squares(sizes, pattern, parallel)) for sizes, pattern in jobs

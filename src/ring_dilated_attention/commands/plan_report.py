@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from ..pattern import Branch
 from ..plan.clock import Hardware, StepTime, time_text
 from ..plan.memory import AttentionMemory
+from .hardware import known
 from .output import aligned
 
 # More ranks than this are shown by their extremes only.
@@ -131,7 +132,7 @@ def model_line(step: StepTime) -> str:
 def model_json(step: StepTime, hardware: Hardware | None) -> dict[str, Any]:
     assert hardware is not None
     return {
-        "hardware": hardware._asdict(),
+        "hardware": known(hardware),
         "step_seconds": step.step_seconds,
         "forward_seconds": step.forward_seconds,
         "backward_seconds": step.backward_seconds,
