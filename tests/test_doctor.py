@@ -248,3 +248,9 @@ def test_bad_requests_are_refused(arguments, environment, message, monkeypatch, 
         monkeypatch.setenv(name, value)
     assert cli.main(["doctor", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_moment_of_other_work_is_outvoted():
+    """A machine that writes to its disk for a second computes half as fast in it, and so would all plans."""
+    slow, usual, fast = ({"rates": {"flops_per_second": x}, "handshake_seconds": 1 / x} for x in (4.0, 8.0, 9.0))
+    assert doctor_ranks.typical([slow, fast, usual]) == usual

@@ -179,7 +179,7 @@ def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> lis
 
     from ..ranks.context import ContextParallel
     from .doctor_facts import facts
-    from .doctor_ranks import agreement, links, rates, told
+    from .doctor_ranks import agreement, speeds, told
 
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
@@ -187,9 +187,7 @@ def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> lis
     parallel.handshake(1, {"call": "rda doctor"})
     own["clock"] = time.time()  # all have just met
     own["agreement"] = agreement(parallel, device)
-    own["rates"] = rates(parallel, device)
-    if parallel.world_size > 1:
-        own["links"] = links(parallel, device)
+    own |= speeds(parallel, device)
     everyone = told(parallel, own)
     parallel.close()
     return everyone

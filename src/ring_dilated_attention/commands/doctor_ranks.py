@@ -3,6 +3,7 @@
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from .hardware import NO_LINK
 
 # Small ones say what a message takes whatever its size, large ones how many bytes a second.
 SMALL, LARGE = 256, 16 * 2**20
-REPEATS = 7
+REPEATS = 5
+# Measurements apart from each other: a machine that does something else for a second is outvoted.
+ROUNDS, SECONDS_APART = 3, 0.5
 # Every pair of so many ranks is tried; of more each rank tries those at distances of powers of two.
 MOST_PAIRS = 16
 # Forward and backward of attention over so many rows are a kernel at work; over the second, hardly more than its call.
@@ -50,6 +53,27 @@ def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
     ]
     error, tolerance, name = max(found, key=lambda x: x[0] / x[1])
     return {"quantity": name, "error": error, "tolerance": tolerance, "passed": error <= tolerance}
+
+
+def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
+    """What `rates` and `links` find, typically."""
+    rounds = []
+    for i in range(ROUNDS):
+        time.sleep(SECONDS_APART * (i > 0))
+        found: dict[str, Any] = {"rates": rates(parallel, device)}
+        if parallel.world_size > 1:
+            found["links"] = links(parallel, device)
+        rounds.append(found)
+    return typical(rounds)
+
+
+def typical(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each number the median."""
+    columns = {name: [found[name] for found in rounds] for name in rounds[0]}
+    return {
+        name: typical(column) if isinstance(column[0], dict) else statistics.median(column)
+        for name, column in columns.items()
+    }
 
 
 def rates(parallel: ContextParallel, device: str) -> dict[str, float]:
