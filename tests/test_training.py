@@ -290,6 +290,8 @@ class TestCommand:
         assert "held out:" in error
         assert main(["train", *arguments, "--run-folder", "run"]) == 2
         assert "--run-folder run holds a run already" in capsys.readouterr().err
+        assert main(["train", *arguments, "--run-folder", "r\udcff"]) == 2
+        assert "--run-folder 'r\\udcff' is not UTF-8, and safetensors opens no such file" in capsys.readouterr().err
         assert main(["train", "--resume", "run", "--steps", "6", "--seed", "0", "--segment-lengths", "8", "16"]) == 2
         assert "but --steps 6 was 5; --segment-lengths 8 16 was 8 48. Leave" in capsys.readouterr().err
         assert main(["train", "--resume", "run"]) == 0
