@@ -126,9 +126,7 @@ def _new_folder(folder: Path | None) -> Path:
     if folder is None:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # how Python holds other bytes
-        raise ValueError(
-            f"--run-folder {str(folder)!r} is not UTF-8, and safetensors opens no such name: choose another"
-        )
+        raise ValueError(f"--run-folder {str(folder)!r} is not UTF-8, and safetensors opens no such file: rename it")
     if find_checkpoints(folder) or (folder / RECORD_FILE).exists():
         raise ValueError(f"--run-folder {folder} holds a run already: --resume it, or choose another folder")
     if (folder / PICTURE_FILE).exists():
