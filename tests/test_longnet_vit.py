@@ -4,6 +4,7 @@ import copy
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from distributed import run
@@ -98,6 +99,7 @@ def test_segment_lengths(max_wsi_size, expected):
 
 def test_slides_beyond_every_segment():
     assert segment_lengths_for(2**31 * 256)[-1] == WHOLE_DOCUMENT
+    assert segment_lengths_for(np.int32(262_144), np.int16(256)) == segment_lengths_for()
     for sizes in ((2**31 * 256 + 1,), (1e300,), (10**200,), (262_144, 5e-324)):
         with pytest.raises(ValueError, match=r"is more than 2\*\*31 tiles of"):
             segment_lengths_for(*sizes)

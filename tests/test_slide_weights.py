@@ -110,7 +110,10 @@ def test_layers_with_a_gap(last, gap, tmp_path):
     weights = {name: x for name, x in weights.items() if f"layers.{gap}." not in name}
     path = save(weights, tmp_path / "gap.pth")
     with pytest.raises(ValueError, match=rf"holds encoder\.layers\.{last} and no encoder\.layers\.{gap}: one is stray"):
-        load_slide_encoder(path, strict=False)
+        load_slide_encoder(path)
+    model, left = load_slide_encoder(path, strict=False)
+    assert len(model.encoder.layers) == gap
+    assert f"encoder.layers.{last}.x" in left.unknown
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn])

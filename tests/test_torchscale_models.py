@@ -114,7 +114,7 @@ def rank_computes(rank, world_size, name):
     assert cp.calls - before == len(model.layers)  # also where layers are recomputed
     if model.layers[0].self_attn.xpos is not None:
         model.layers[0].self_attn.xpos.scale_base = 0.01
-        with pytest.raises(ValueError, match=f"{case.length} positions, and XPOS .* torch.float64 after 10:"):
+        with pytest.raises(ValueError, match=r"from the middle of a document, and XPOS .*torch\.float64 after 5:"):
             model(cp.shard(tokens))
     with pytest.raises(ValueError, match="tokens from 0 to 11, but num_tokens=11"):
         model(torch.tensor([[0, 11 if rank == 1 else 1]]))
@@ -269,6 +269,7 @@ def test_a_side_of_an_encoder_decoder():
         ({"deepnorm": True}, "deepnorm=True is for models without sub-LayerNorms"),
         ({"shares_embedding": True, "num_logits": 12}, "num_tokens=11 and num_logits=12: the embedding"),
         ({"embed_dim": 6, "xpos_scale_base": 512}, "xpos with a head dim of 3"),
+        ({"xpos_scale_base": 0}, "xpos_scale_base=0 must be a number, positive and finite"),
     ],
 )
 def test_configs_that_are_refused(options, message):
@@ -280,6 +281,8 @@ def test_configs_that_are_refused(options, message):
     ("arguments", "message"),
     [
         ({}, "give either tokens or embeddings="),
+        ({"tokens_BN": [[1]]}, "tokens must be a tensor, got list"),
+        ({"embeddings": torch.ones(1, 5, 8).long()}, "embeddings have dtype torch.int64, not floating"),
         ({"tokens_BN": torch.zeros(1, 3)}, "dtype torch.float32: pass integers"),
         ({"tokens_BN": torch.tensor([[11]])}, "tokens from 11 to 11, but num_tokens=11"),
         ({"embeddings": torch.zeros(1, 3, 7)}, r"shape \(1, 3, 7\), not \(batch, N, 8\)"),
@@ -313,10 +316,32 @@ def test_more_positions_than_xpos_grows_over(dtype, longest, remedy):
     """Its tables are finite up to there; beyond all was NaN, without a word."""
     config = TorchscaleConfig(**{**vars(SMALL), "xpos_scale_base": 1.0})
     model = LongNetDecoder(config).to(dtype)
-    _, _, growth = model.layers[0].self_attn.xpos.tables(agree_on_layout("test", (1, longest)), dtype)
+    _, _, growth = model.layers[0].self_attn.xpos.tables(agree_on_layout("test", (1, longest)))
     assert torch.stack((growth, 1 / growth)).to(dtype).isfinite().all()
-    with pytest.raises(ValueError, match=rf"{longest + 1} positions, .* {dtype} after {longest}: take {remedy}"):
+    half = longest // 2
+    with pytest.raises(ValueError, match=rf"up to {half + 1} from the middle .* {dtype} after {half}: take {remedy}"):
         model(torch.zeros(1, longest + 1, dtype=int))
+
+
+@pytest.mark.parametrize("padding", ["torchscale", "exact"])
+def test_xpos_without_causality_grows_with_the_whole_distance(padding):
+    """Queries see keys from one end of a segment to the other: NaN from half of a decoder's length on, it was."""
+    more = {"xpos_scale_base": 1.0, "padding": padding, "segment_lengths": (8, 100), "num_logits": None}
+    model = fill(LongNetEncoder(TorchscaleConfig(**{**vars(SMALL), **more})))
+    assert model(torch.arange(68)[None] % 11).isfinite().all()
+    with pytest.raises(ValueError, match=r"up to 72 between queries and keys, and XPOS .*float32 after 70: take"):
+        model(torch.zeros(1, 72, dtype=int))
+    short = LongNetEncoder(TorchscaleConfig(**{**vars(SMALL), **more, "segment_lengths": (8, 16)}))
+    assert short(torch.arange(139)[None] % 11).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [LongNetEncoder, LongNetDecoder])
+def test_xpos_compiles_as_one_graph(kind):
+    model = kind(TorchscaleConfig(**{**vars(SMALL), "xpos_scale_base": 512.0, "padding": "exact"}))
+    embeddings = torch.randn(1, 20, 8)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(embeddings=embeddings), model(embeddings=embeddings))
 
 
 def test_without_tokens_or_without_logits():

@@ -62,9 +62,8 @@ class Slide:
     def features(self, start: int, stop: int) -> Tensor:
         """Features (stop - start, C) of some tiles. Of HDF5 no others are read."""
         rows = self._features[0, start:stop] if len(self._features.shape) == 3 else self._features[start:stop]
-        if stop - start < self.num_tiles and getattr(rows, "base", None) is not None:
-            rows = rows.copy()  # a view of numpy's would keep all rows; torch's are memory-mapped
-        return _tensor(rows, self.features_key)
+        found = _tensor(rows, self.features_key)
+        return found.clone() if stop - start < self.num_tiles else found  # a view would keep all rows
 
 
 def _tensor(x: Any, name: str) -> Tensor:

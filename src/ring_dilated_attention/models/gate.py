@@ -93,8 +93,9 @@ def torchscale_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
 
-    Equal to torchscale's forward, causal or not, at any length. The gradient is that of this forward; torchscale's own
-    leaves out the gradient of the weights of its branches.
+    Equal to torchscale's forward, causal or not, at any length; but torchscale takes a branch whose lse rounds to 0 for
+    one without keys, as of one zero row beside scores below about -17 (float32), and drops it. The gradient is that of
+    this forward; torchscale's own leaves out the gradient of the weights of its branches.
 
     Args:
         pattern: with phase="blocked", torchscale's rule, and heads="all".

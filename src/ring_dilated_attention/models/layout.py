@@ -52,7 +52,8 @@ class Layout:
     @property
     def longest(self) -> int:
         """The length of the longest document."""
-        return max((b - a for a, b in pairwise(self.borders)), default=0)
+        lengths = [b - a for a, b in pairwise(self.borders)]
+        return max(lengths) if lengths else 0  # torch.compile knows no max with a default
 
     def positions(self) -> Tensor:
         """Positions within their document of this rank's rows, (N,) int64 on the CPU."""

@@ -9,7 +9,7 @@ import operator
 import sys
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -54,22 +54,27 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
     Raises:
         ValueError: for sizes that are not positive and finite, and slides of no tile or of more than 2**31 a side.
     """
-    for name, number in (("max_wsi_size", max_wsi_size), ("tile_size", tile_size)):
-        check_size(name, number)
-    if max_wsi_size > MOST_TILES_OF_A_SIDE * tile_size:
-        raise ValueError(f"max_wsi_size={max_wsi_size:g} is more than 2**31 tiles of {tile_size:g} pixels.")
-    num_tiles = int(max_wsi_size // tile_size) ** 2
+    side, tile = checked_size("max_wsi_size", max_wsi_size), checked_size("tile_size", tile_size)
+    if side > MOST_TILES_OF_A_SIDE * tile:
+        raise ValueError(f"max_wsi_size={side:g} is more than 2**31 tiles of {tile:g} pixels.")
+    num_tiles = int(side // tile) ** 2
     if num_tiles < 1:
-        raise ValueError(f"max_wsi_size={max_wsi_size:g} is less than one tile of {tile_size:g} pixels.")
+        raise ValueError(f"max_wsi_size={side:g} is less than one tile of {tile:g} pixels.")
     last = int(math.log2(num_tiles))
     return tuple(int(2.0 ** (10 + (last - 10) * i / 4)) for i in range(5))
 
 
-def check_size(name: str, number: Any) -> None:
-    """A ValueError unless it is a positive, finite number, no larger than floats are."""
+def checked_size(name: str, number: Any) -> float:
+    """A positive, finite number as Python's, exact if it is an integer; numpy's overflow in products.
+
+    Raises:
+        ValueError: for others, and integers that are larger than floats are.
+    """
     is_number = isinstance(number, Real) and not isinstance(number, bool)
-    if not is_number or not 0 < number <= sys.float_info.max:
+    plain = 0.0 if not is_number else int(number) if isinstance(number, Integral) else float(number)
+    if not 0 < plain <= sys.float_info.max:
         raise ValueError(f"{name}={number!r} must be a number, positive and finite.")
+    return plain
 
 
 class PatchEmbed(nn.Module):
@@ -129,8 +134,7 @@ class LongNetViT(CheckedLoading):
         for name, count in counts.items():
             if not is_integer(count) or count < 1:
                 raise ValueError(f"{name}={count!r} must be a whole number, at least 1.")
-        check_size("tile_size", tile_size)
-        check_size("mlp_ratio", mlp_ratio)
+        tile_size, mlp_ratio = checked_size("tile_size", tile_size), checked_size("mlp_ratio", mlp_ratio)
         if embed_dim % 4:
             raise ValueError(
                 f"embed_dim={embed_dim} is not a multiple of 4: a quarter each is sine and cosine of the two axes."

@@ -24,6 +24,10 @@ ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.r
 FFN_CHUNK_NUMBERS = 2**24
 
 
+# Of the pair that decays fastest: (0 + 0.4 D) / (1.4 D).
+LEAST_SCALE = 0.4 / 1.4
+
+
 class XPos(nn.Module):
     """Rotary positions whose length decays with the distance (arXiv 2212.10554), in torchscale's pairs (2i, 2i + 1)."""
 
@@ -34,25 +38,26 @@ class XPos(nn.Module):
         self.scale_base = scale_base
         self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
 
-    def longest(self, dtype: torch.dtype) -> int:
-        """Positions of the longest document whose growth is finite in a dtype."""
-        return 2 * int(self.scale_base * math.log(torch.finfo(dtype).max) / -math.log(float(self.scale[0])))
+    def check(self, layout: Layout, pattern: DilatedPattern, dtype: torch.dtype) -> None:
+        """Raise ValueError, on all ranks, where scores or rows would be infinite in the dtype of queries and keys, and
+        all be NaN.
 
-    def tables(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """cos, sin and growth of a layout's rows, each (N, 1, D/2), float64 on the CPU.
-
-        Args:
-            dtype: of queries and keys.
-
-        Raises:
-            ValueError: where growth would be infinite in it, and all be NaN.
+        Scores of later keys grow with their distance, and rows with that from the middle of their document.
         """
-        if layout.longest > (most := self.longest(dtype)):  # on all ranks
+        most = int(self.scale_base * math.log(torch.finfo(dtype).max) / -math.log(LEAST_SCALE))
+        farthest = (layout.longest + 1) // 2
+        if not pattern.is_causal:
+            farthest = min(layout.longest, max(pattern.segment_lengths))
+        if farthest > most:
             wider = {torch.float16: "bfloat16 or float32", torch.float64: "shorter documents"}.get(dtype, "float64")
+            where = "from the middle of a document" if pattern.is_causal else "between queries and keys"
             raise ValueError(
-                f"{layout.longest} positions, and XPOS with scale_base={self.scale_base:g} grows beyond {dtype} after "
-                f"{most}: take {wider}"
+                f"distances of up to {farthest} {where}, and XPOS with scale_base={self.scale_base:g} grows beyond "
+                f"{dtype} after {most}: take {wider}"
             )
+
+    def tables(self, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """cos, sin and growth of a layout's rows, each (N, 1, D/2), float64 on the CPU."""
         positions_N = layout.positions().to(torch.float64)
         # The middle of a document has length 1; which place has does not matter to scores.
         halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in layout.stretches]
@@ -86,7 +91,8 @@ class SelfAttention(nn.Module):
     def forward(self, x_BNE: Tensor, layout: Layout, counted: ZeroRows | None, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = (proj(x_BNE).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.xpos is not None:
-            cos, sin, growth = self.xpos.tables(layout, q.dtype)
+            self.xpos.check(layout, self.pattern, q.dtype)
+            cos, sin, growth = self.xpos.tables(layout)
             q, k = self.xpos.rotate(q, cos, sin, growth), self.xpos.rotate(k, cos, sin, 1 / growth)
         if counted is not None:
             out = torchscale_attention(
@@ -271,7 +277,12 @@ class _LongNet(CheckedLoading):
         """Why the input cannot be, as far as this rank sees, or None."""
         if (tokens_BN is None) == (embeddings is None):
             return "give either tokens or embeddings=, not both and not neither"
+        for name, given in (("tokens", tokens_BN), ("embeddings", embeddings)):
+            if given is not None and not isinstance(given, Tensor):
+                return f"{name} must be a tensor, got {type(given).__name__}"
         if embeddings is not None:
+            if not embeddings.is_floating_point():
+                return f"embeddings have dtype {embeddings.dtype}, not floating"
             if embeddings.dim() != 3 or embeddings.shape[-1] != self.config.embed_dim:
                 return f"embeddings have shape {tuple(embeddings.shape)}, not (batch, N, {self.config.embed_dim})"
             return None

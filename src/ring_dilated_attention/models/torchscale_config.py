@@ -71,6 +71,8 @@ class TorchscaleConfig:
                 f"embed_dim={self.embed_dim} is not a multiple of num_heads={self.num_heads} (remainder "
                 f"{self.embed_dim % self.num_heads}): choose a number of heads that divides it."
             )
+        if self.xpos_scale_base is not None and not 0 < self.xpos_scale_base < math.inf:
+            raise ValueError(f"xpos_scale_base={self.xpos_scale_base!r} must be a number, positive and finite.")
         if self.xpos_scale_base is not None and self.head_dim % 2:
             raise ValueError(f"xpos with a head dim of {self.head_dim}: it rotates pairs, the head dim must be even.")
         for name, choices in (("activation", ACTIVATIONS), ("padding", PADDINGS)):
@@ -226,7 +228,7 @@ def _num_decoder_layers(settings: Mapping[str, Any], side: str) -> int:
             "the decoder of an encoder-decoder has cross-attention, which is not served: pass is_encoder_decoder=False "
             "for a decoder that stands alone."
         )
-    if "decoder_layers" not in settings:
+    if settings.get("decoder_layers") is None:
         raise ValueError(
             "is_encoder_decoder=True, but the settings have no decoder_layers, on which an encoder's scales depend: "
             "add it, or pass is_encoder_decoder=False."

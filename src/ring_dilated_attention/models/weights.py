@@ -82,13 +82,16 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def slide_encoder_size(path: Path | str, weights: Mapping[str, Tensor], depth: int | None = None) -> EncoderSize:
+def slide_encoder_size(
+    path: Path | str, weights: Mapping[str, Tensor], depth: int | None = None, *, strict: bool = True
+) -> EncoderSize:
     """The size of the slide encoder that a file's weights belong to.
 
     Args:
         path: for what is said of them.
         depth: the number of layers that the file must have. By default 12 for the widths of the published encoders, 768
             and 384, since a file that lacks the last ones is a whole model too, and any for other widths.
+        strict: refuse weights of another depth, or with a gap; otherwise the size is that of the model to make.
 
     Raises:
         ValueError: if they are no slide encoder's, or those of another depth.
@@ -96,9 +99,11 @@ def slide_encoder_size(path: Path | str, weights: Mapping[str, Tensor], depth: i
     embed_dim = _size(path, weights, "cls_token", 2)
     in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
     ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
-    size = EncoderSize(in_chans, embed_dim, _depth(path, weights), ffn_dim)
+    size = EncoderSize(in_chans, embed_dim, _depth(path, weights, strict=strict), ffn_dim)
     published = {known.embed_dim: known.depth for known in PUBLISHED.values()}
     expected = published.get(embed_dim, size.depth) if depth is None else depth
+    if not strict:
+        return size._replace(depth=expected)
     if size.depth != expected:
         who = "published encoders of this width have" if depth is None else "asked for were"
         raise ValueError(
@@ -137,7 +142,7 @@ def load_slide_encoder(
         ValueError: if the file is not that of a slide encoder.
     """
     weights = read_weights(path)
-    size = slide_encoder_size(path, weights, depth)
+    size = slide_encoder_size(path, weights, depth, strict=strict)
     model = LongNetViT(
         size.in_chans,
         size.embed_dim,
@@ -169,11 +174,11 @@ def load_slide_encoder(
     return model.eval(), Left(loaded.missing_keys, mapped.left)
 
 
-def _depth(path: Path | str, weights: Mapping[str, Tensor]) -> int:
-    """How many layers there are: their numbers count from 0 without a gap."""
+def _depth(path: Path | str, weights: Mapping[str, Tensor], *, strict: bool) -> int:
+    """How many layers there are: their numbers count from 0 to the first gap, of which strict has none."""
     numbers = {int(m[1]) for key in weights if (m := re.search(r"\bencoder\.layers\.(\d+)\.", key))}
     gap = next(i for i in range(len(numbers) + 1) if i not in numbers)
-    if gap < len(numbers):
+    if strict and gap < len(numbers):
         raise ValueError(
             f"{path} holds encoder.layers.{max(numbers)} and no encoder.layers.{gap}: one is stray or the other missing"
         )
