@@ -335,6 +335,7 @@ def test_xpos_without_causality_grows_with_the_whole_distance(padding):
     assert short(torch.arange(139)[None] % 11).isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("kind", [LongNetEncoder, LongNetDecoder])
 def test_xpos_compiles_as_one_graph(kind):
     model = kind(TorchscaleConfig(**{**vars(SMALL), "xpos_scale_base": 512.0, "padding": "exact"}))
