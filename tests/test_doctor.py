@@ -254,3 +254,12 @@ def test_a_moment_of_other_work_is_outvoted():
     """A machine that writes to its disk for a second computes half as fast in it, and so would all plans."""
     slow, usual, fast = ({"rates": {"flops_per_second": x}, "handshake_seconds": 1 / x} for x in (4.0, 8.0, 9.0))
     assert doctor_ranks.typical([slow, fast, usual]) == usual
+
+
+def test_a_launcher_with_another_hosts_interface_is_told_before_ranks_meet(monkeypatch, capsys):
+    """gloo would end with a line of its C++, which names no variable."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    assert cli.main(["doctor"]) == 1
+    assert "not ready: rank 0: GLOO_SOCKET_IFNAME=eth9 is no interface of host" in capsys.readouterr().err

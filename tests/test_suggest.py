@@ -13,7 +13,7 @@ from ring_dilated_attention.plan import suggest
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.reach import MOST_FOLLOWED, every_query, queries_to_follow, reach, some_queries
-from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.plan.suggest import most_sent, suggestions, unread_phases
 from ring_dilated_attention.plan.totals import pairs
 from ring_dilated_attention.reference import multiplicity
@@ -242,7 +242,7 @@ def test_what_is_sent_is_that_of_the_plans(n, num_ranks, is_causal, monkeypatch)
 
 def test_what_is_sent_over_uneven_shards_is_said_to_be_about(capsys):
     argv = ["suggest", "--seq-len", "64Ki", "--heads", "4", "--speedup", "20", "--ranks"]
-    assert cli.main([*argv, "6"]) == 0
+    assert cli.main([*argv, "24"]) == 0
     assert "about" in capsys.readouterr().out
     assert cli.main([*argv, "8"]) == 0
     assert "about" not in capsys.readouterr().out
@@ -291,3 +291,14 @@ def test_more_layers_than_can_add_anything_take_no_longer():
 def test_bad_budgets_and_numbers_are_refused(more, message, capsys):
     assert cli.main(["suggest", "--seq-len", "4Ki", "--heads", "4", *more]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seq_len", [1023, 1025, 3001])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_is_sent_where_ranks_do_not_divide_the_length(seq_len, is_causal):
+    """By the plans of all ranks: with borders of another length other segments straddle."""
+    pattern = DilatedPattern((64, 512, seq_len), (1, 8, 64), is_causal=is_causal)
+    shards = make_shards("contiguous", default_lengths("contiguous", seq_len, 8))
+    plans = [make_plan(pattern, shards, rank, 16, 4) for rank in range(8)]
+    most = max(plan.bytes_sent(1, 8, 2) + plan.bytes_sent(1, 8, 2, backward=True) for plan in plans)
+    assert suggest.most_sent(pattern, seq_len, 8, 16, 4, Sizes(1, 8, 2)) == (most, True)

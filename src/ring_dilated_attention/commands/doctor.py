@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import socket
 import sys
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ SLOW_PAIR = 0.5  # of the median pair's bandwidth
 MOST_SECONDS_APART = 1.0
 MOST_NAMED = 8  # ranks, of those that a line names
 UNSET = "not set"
+IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SAME_EVERYWHERE = ("NCCL_ALGO",)
 MOST_STARTED = 10**6  # ranks, of which each tells the others all about itself
 EXAMPLES = """examples:
@@ -89,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         return report(arguments, everyone)
     rank, num_ranks = place
     try:
+        if said := unmet(os.environ, [name for _, name in socket.if_nameindex()], socket.gethostname()):
+            raise ValueError("; ".join(said))
         join(rank, num_ranks, arguments.timeout)
         everyone = examine(arguments.run_folder, arguments.timeout, os.environ)
     except (ValueError, RuntimeError) as error:
@@ -230,7 +234,8 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
 def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
     found = []
     for one in everyone:
-        said = [f"{name} is set: {why}" for name, why in one["harmful"].items()]
+        said = unmet(one["matter"], one["interfaces"], one["host"])  # with these no rank meets another
+        said += [f"{name} is set: {why}" for name, why in one["harmful"].items()]
         folder = one["folder"]
         if "failure" in folder:
             said.append(f"nothing can be written to {folder['path']}: {folder['failure']}. Choose another --run-folder")
@@ -238,14 +243,18 @@ def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
             said.append(f"{folder['path']} has {size_text(folder['free_bytes'])} left: make room for checkpoints")
         if all(one["backends"].values()):
             said.append("no backend can serve: rda check says why")
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            if value := absent(name, one["matter"].get(name, ""), one["interfaces"]):
-                said.append(f"{name}={value} is no interface of host {one['host']}: {', '.join(one['interfaces'])}")
         found += [(one["rank"], text) for text in said]
     return [
         text + ("" if len(ranks) == len(everyone) else f" (ranks {names(ranks)})")
         for text, ranks in by_value(found).items()
     ]
+
+
+def unmet(environment: Mapping[str, str], interfaces: Sequence[str], host: str) -> list[str]:
+    """The variables that name interfaces which a host does not have."""
+    named = {name: absent(name, environment.get(name, ""), interfaces) for name in IFNAMES}
+    listed_here = ", ".join(interfaces)
+    return [f"{name}={value} is no interface of host {host}: {listed_here}" for name, value in named.items() if value]
 
 
 def absent(name: str, value: str, interfaces: Sequence[str]) -> str:

@@ -87,7 +87,8 @@ time is a model: the ring loop of all ranks in virtual time, where a rank comput
 --save FILE.toml measures those of your machines.
 
 Above {MOST_COMPARED} ranks closed forms answer at once, up to 65,536 ranks and more, where shards are equal and each
-segment length divides a shard or is a multiple of it. Of other jobs every rank is planned if that takes at most
+segment length divides a shard or is a multiple of it, and rates divide a shard (docs/planning.md has the rest). Of
+other jobs every rank is planned if that takes at most
 {MOST_SECONDS} s, else some are, and the figures are marked as bounds; --every-rank plans them all.
 """
 

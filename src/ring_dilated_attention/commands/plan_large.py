@@ -146,7 +146,8 @@ def sampled(job: Large, hardware: Hardware | None) -> dict[str, Any]:
     }
     if job.exchange == "ring":
         traffic = traffic_of([x.plan for x in plans], job.sizes)
-        found["auto"] = choice_by(traffic, job.pattern, job.shards, *job.call)._asdict()  # what a call would take
+        choice = choice_by(traffic, job.pattern, job.shards, *job.call)
+        found["auto"] = {"exchange": choice.exchange, "reason": f"by the ranks sampled, {choice.reason}"}
     sender = plans[sent.index(max(sent))]
     return found if hardware is None else found | _times_of_sample(job, found, sender, hardware)
 
@@ -195,8 +196,8 @@ def say_before(seconds: float, job: Large, *, is_sampled: bool) -> None:
     """Nobody should wait without knowing for what."""
     if seconds <= 2:
         return
-    sample = max(MOST_SECONDS, 2 * seconds / job.num_ranks)  # two plans, and their memory
-    how = f"about {time_text(sample)}, for a sample: {job.obstacle()}" if is_sampled else f"about {time_text(seconds)}"
+    sample = max(MOST_SECONDS / 2, 2 * seconds / job.num_ranks)  # two plans, and their memory
+    how = f"up to {time_text(sample)}, for a sample: {job.obstacle()}" if is_sampled else f"about {time_text(seconds)}"
     print(f"planning {job.num_ranks:,} ranks takes {how}", file=sys.stderr)
 
 

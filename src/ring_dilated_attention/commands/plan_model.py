@@ -279,7 +279,7 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     said = []
     if waiting is not None and waiting.exposed * parts.attention.least >= BOUND_BY_COMMUNICATION * parts.bounds.least:
         said.append(f"attention of one layer: {attention_advice(job, hardware, waiting)}")
-    share = parts.gradients / parts.bounds.least
+    share = parts.gradients / parts.bounds.most  # 0 where nobody knows how long a step takes
     if share >= BOUND_BY_COMMUNICATION:
         said.append(
             f"bound by communication: the sum of gradients takes {share:.0%} of a step; more sequences in a step "

@@ -156,7 +156,8 @@ def choice_by(
         return Choice("ring", "nothing is sent: every segment lies in one shard")
     num_kv_held = num_kv_heads if held is None else len(held) * num_kv_heads // num_heads
     local = 2 * num_kv_held * sizes.unit * sizes.itemsize * max(map(shard_length, shards))
-    ring = f"the ring sends {sent:,} bytes in {hops} hops and holds {two_chunks:,} (two chunks)"
+    seen = "" if len(shards) <= MOST_PLANS else f" (of {MOST_PLANS} ranks looked at)"
+    ring = f"the ring sends {sent:,} bytes{seen} in {hops} hops and holds {two_chunks:,} (two chunks)"
     if hops > 1 and largest <= SMALL_CHUNK_BYTES and together <= max(two_chunks, local):
         return Choice(
             "all_gather",
