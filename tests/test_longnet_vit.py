@@ -282,6 +282,19 @@ def test_fsdp_leaves_patterns_counts_and_coordinates_as_they_are():
     run(1, rank_shards_layers)
 
 
+def rank_embeds_in_float32(rank, world_size):
+    cp = ContextParallel()
+    x, coords = POOLED.inputs()
+    with torch.no_grad():
+        found = POOLED.model(parallel=cp).float()(cp.shard(x.float()), cp.shard(coords))[0]
+    expected = kept()["slide: aligned, pooled"][0]
+    assert (found - expected).norm() / expected.norm() < 1e-6
+
+
+def test_two_ranks_embed_what_gigapath_computed_in_float32():
+    run(2, rank_embeds_in_float32)
+
+
 def rank_is_warned(rank, world_size):
     case, cp = POOLED, ContextParallel()
     model, inputs = case.model(parallel=cp), case.inputs()
