@@ -10,7 +10,7 @@ from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.advice import exposed_of
 from ring_dilated_attention.plan.clock import Hardware, model_step
-from ring_dilated_attention.plan.exchange import choice_by, choose_exchange
+from ring_dilated_attention.plan.exchange import choose_exchange
 from ring_dilated_attention.plan.lockstep import Lockstep, why_not, zigzag_balance
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
@@ -57,7 +57,7 @@ def test_lockstep_is_the_plans_and_the_clock(job, hardware, itemsize):
     assert found.pairs_of_ranks == [plan.pairs for plan in plans]
     assert list(zip(*found.sent_of_ranks, strict=True)) == [plan.sent(backward=True) for plan in plans]
     assert found.num_hops == max(len(plan.hops) for plan in plans)
-    choice = choice_by(found.traffic(), pattern, shards, *heads, None, sizes)
+    choice = choose_exchange(pattern, shards, *heads, None, sizes, traffic=found.traffic())
     assert choice == choose_exchange(pattern, shards, *heads, None, sizes)
     peaks = [attention_memory(plan, sizes, TRAITS["cpu"]).forward_backward.num_bytes for plan in plans]
     assert found.memory(TRAITS["cpu"]).forward_backward.num_bytes == max(peaks)

@@ -37,12 +37,12 @@ from .plan_large import (
     MOST_SECONDS,
     Large,
     add_options,
-    asked,
     closed,
     sampled,
     say_before,
     seconds_of_planning,
     text,
+    with_exchange,
 )
 from .plan_report import (
     MOST_ROWS,
@@ -223,7 +223,7 @@ def job_of(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: argpar
 def large(job: Large, machine: Machine | None, arguments: argparse.Namespace) -> bool:
     """Print the figures of a job of many ranks without planning each; False if that takes no longer."""
     hardware = None if machine is None else machine.hardware
-    job, choice = asked(job, arguments.exchange)
+    job, choice = with_exchange(job, arguments.exchange)
     if job.obstacle() is None:
         found = closed(job, hardware)
     else:

@@ -12,7 +12,7 @@ from ..kernels.traits import TRAITS
 from ..pattern import DilatedPattern
 from ..plan.advice import Waiting, advice
 from ..plan.clock import Hardware, time_text
-from ..plan.exchange import Choice, RankPlan, choice_by, plan_exchange, traffic_of
+from ..plan.exchange import Choice, RankPlan, choose_exchange, plan_exchange, traffic_of
 from ..plan.lockstep import Bounds, Lockstep, why_not, zigzag_balance
 from ..plan.memory import Sizes, attention_memory
 from ..plan.sharding import Shard, shard_length
@@ -67,13 +67,13 @@ class Large(NamedTuple):
         return found
 
 
-def asked(job: Large, exchange: str) -> tuple[Large, Choice]:
+def with_exchange(job: Large, exchange: str) -> tuple[Large, Choice]:
     """The job with the exchange that was asked for; of "auto" the one that a call takes, where closed forms tell."""
     if exchange != "auto":
         return job._replace(exchange=exchange), Choice(exchange, "asked for")
     if job.obstacle() is not None:
         return job, Choice("ring", "")
-    choice = choice_by(job.form.traffic(), job.pattern, job.shards, *job.call)
+    choice = choose_exchange(job.pattern, job.shards, *job.call, traffic=job.form.traffic())
     return job._replace(exchange=choice.exchange), choice
 
 
@@ -146,7 +146,7 @@ def sampled(job: Large, hardware: Hardware | None) -> dict[str, Any]:
     }
     if job.exchange == "ring":
         traffic = traffic_of([x.plan for x in plans], job.sizes)
-        choice = choice_by(traffic, job.pattern, job.shards, *job.call)
+        choice = choose_exchange(job.pattern, job.shards, *job.call, traffic=traffic)
         found["auto"] = {"exchange": choice.exchange, "reason": f"by the ranks sampled, {choice.reason}"}
     sender = plans[sent.index(max(sent))]
     return found if hardware is None else found | _times_of_sample(job, found, sender, hardware)

@@ -99,24 +99,6 @@ class Traffic(NamedTuple):
     calls: int
 
 
-@lru_cache(maxsize=256)
-def choose_exchange(
-    pattern: DilatedPattern,
-    shards: tuple[Shard, ...],
-    num_heads: int,
-    num_kv_heads: int,
-    documents: tuple[int, ...] | None,
-    sizes: Sizes,
-    held: range | None = None,
-) -> Choice:
-    """The exchange for a forward over these shards; arguments as of `make_plan`, and the sizes of the tensors."""
-    plans = [
-        make_plan(pattern, shards, rank, num_heads, num_kv_heads, documents, held) for rank in looked_at(len(shards))
-    ]
-    traffic = traffic_of(plans, sizes)
-    return choice_by(traffic, pattern, shards, num_heads, num_kv_heads, documents, sizes, held)
-
-
 def traffic_of(plans: Sequence[Plan], sizes: Sizes) -> Traffic:
     """Of plans of a ring."""
     unit = sizes.unit * sizes.itemsize
@@ -139,8 +121,8 @@ def looked_at(num_ranks: int) -> list[int]:
     return sorted({(i * step + i * (i + 1) // 2) % num_ranks for i in range(MOST_PLANS - 1)} | {num_ranks - 1})
 
 
-def choice_by(
-    traffic: Traffic,
+@lru_cache(maxsize=256)
+def choose_exchange(
     pattern: DilatedPattern,
     shards: tuple[Shard, ...],
     num_heads: int,
@@ -148,9 +130,21 @@ def choice_by(
     documents: tuple[int, ...] | None,
     sizes: Sizes,
     held: range | None = None,
+    traffic: Traffic | None = None,
 ) -> Choice:
-    """By bytes, by the memory that they take, and by the number of kernel calls: an exchange that saves bytes and cuts
-    the work into smaller tiles saves nothing."""
+    """The exchange for a forward over these shards.
+
+    By bytes, by the memory that they take, and by the number of kernel calls: an exchange that saves bytes and cuts the
+    work into smaller tiles saves nothing.
+
+    Args:
+        sizes: of the tensors; other arguments as of `make_plan`.
+        traffic: where it is known without plans.
+    """
+    ranks = looked_at(len(shards))
+    if traffic is None:
+        heads = (num_heads, num_kv_heads)
+        traffic = traffic_of([make_plan(pattern, shards, rank, *heads, documents, held) for rank in ranks], sizes)
     sent, hops, largest, two_chunks, together, calls = traffic
     if not sent:
         return Choice("ring", "nothing is sent: every segment lies in one shard")
@@ -168,7 +162,7 @@ def choice_by(
         return Choice("ring", f"{ring}; {num_kv_held} key/value heads cannot be dealt to {len(shards)} ranks")
     lengths = tuple(map(shard_length, shards))
     num_held = num_heads if held is None else len(held)
-    dealt = max(dealt_bytes(lengths, rank, num_held, num_kv_held, *sizes[:3]) for rank in looked_at(len(shards)))
+    dealt = max(dealt_bytes(lengths, rank, num_held, num_kv_held, *sizes[:3]) for rank in ranks)
     of_heads = plan_exchange("all_to_all", pattern, shards, 0, num_heads, num_kv_heads, documents, held).plan
     ring += f", in {calls} kernel calls"
     if dealt * ALL_TO_ALL_SAVING > sent:
