@@ -173,6 +173,14 @@ def test_a_model_says_that_its_attention_is_bound(more, capsys):
     assert "bound by communication" not in capsys.readouterr().out
 
 
+def test_a_model_whose_attention_sends_nothing_waits_in_handshakes(capsys):
+    argv = [*MODEL, "--segment-lengths", "64", "--dilation-rates", "1", "--mesh", "1x4", "--bandwidth", "1P"]
+    assert cli.main([*argv, "--latency", "1"]) == 0
+    assert "attention of one layer: bound by communication: a rank waits 99% of the step, in handshakes alone" in (
+        capsys.readouterr().out
+    )
+
+
 def test_a_model_says_that_its_gradients_bind(capsys):
     assert cli.main([*MODEL, "--mesh", "4x1", "--bandwidth", "1M"]) == 0
     said = capsys.readouterr().out

@@ -62,7 +62,7 @@ def advice(
         )
     size, branch = max((size, i) for i, size in enumerate(step.sent_bytes))
     if not size:
-        return None
+        return f"{bound} of the step, in handshakes alone: fewer ranks, or a link with less latency, would help"
     rate, sparser = _sparser(pattern, branch)
     said = (
         f"{bound} of the step. Branch {branch} sends {size / 1e9:,.2f} GB in a forward ({step.senders}) for "
