@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 from .advice import Waiting, advice, exposed_of
-from .clock import Hardware, model_step
+from .clock import Hardware, StepTime, model_step
 from .lockstep import Bounds, Lockstep, why_not
 from .memory import AttentionMemory, Sizes, Traits, attention_memory
 from .planner import make_plan
 from .sharding import default_lengths, make_shards
-from .sharing import branch_shares
+from .sharing import BranchShare, branch_shares
 from .totals import pairs
 
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
@@ -258,10 +258,7 @@ def attention_seconds(job: ModelJob, hardware: Hardware) -> Bounds:
     shape, ranks = job.shape, job.mesh.sequence
     heads = (shape.num_heads, shape.num_kv_heads)
     if ranks <= MOST_PLANNED:
-        shards = make_shards(job.sharding, default_lengths(job.sharding, job.seq_len, ranks))
-        plans = [make_plan(job.pattern, shards, rank, *heads) for rank in range(ranks)]
-        seconds = model_step(plans, job.sizes, hardware).step_seconds
-        return Bounds(seconds, seconds)
+        return Bounds.exactly(_planned_step(job, hardware)[0].step_seconds)
     if why_not(job.pattern, job.seq_len, ranks, job.sharding, None) is None:
         return Lockstep(job.pattern, job.seq_len, ranks, *heads, job.sizes).step_seconds(hardware)
     work = 14 * shape.head_dim * job.batch * pairs(job.pattern, job.seq_len, shape.num_heads) / ranks
@@ -278,11 +275,17 @@ def attention_waiting(job: ModelJob, hardware: Hardware) -> Waiting | None:
     if ranks > MOST_PLANNED:
         form = Lockstep(job.pattern, job.seq_len, ranks, *heads, job.sizes)
         return Waiting(form.exposed(hardware, seconds), seconds, form.sent_of_branches())
+    step, shares = _planned_step(job, hardware)
+    return Waiting(exposed_of(step), seconds, [share.sent * num_bytes for share in shares])
+
+
+@lru_cache(maxsize=2)  # its seconds and what it waits are asked for apart
+def _planned_step(job: ModelJob, hardware: Hardware) -> tuple[StepTime, list[BranchShare]]:
+    """One layer's attention by the plans of all ranks: its time, and what its branches send."""
+    ranks, heads = job.mesh.sequence, (job.shape.num_heads, job.shape.num_kv_heads)
     shards = make_shards(job.sharding, default_lengths(job.sharding, job.seq_len, ranks))
     plans = [make_plan(job.pattern, shards, rank, *heads) for rank in range(ranks)]
-    shares = branch_shares(job.pattern, shards, plans, *heads)
-    exposed = exposed_of(model_step(plans, job.sizes, hardware))
-    return Waiting(exposed, seconds, [share.sent * num_bytes for share in shares])
+    return model_step(plans, job.sizes, hardware), branch_shares(job.pattern, shards, plans, *heads)
 
 
 def attention_advice(job: ModelJob, hardware: Hardware, step: Waiting) -> str | None:
