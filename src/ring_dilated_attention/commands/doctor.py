@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         return report(arguments, everyone)
     rank, num_ranks = place
     try:
-        if said := unmet(os.environ, [name for _, name in socket.if_nameindex()], socket.gethostname()):
+        # Not from `doctor_facts`, which imports torch: `join` has to silence its log first.
+        if said := unmet(os.environ, sorted(name for _, name in socket.if_nameindex()), socket.gethostname()):
             raise ValueError("; ".join(said))
         join(rank, num_ranks, arguments.timeout)
         everyone = examine(arguments.run_folder, arguments.timeout, os.environ)

@@ -250,13 +250,13 @@ def figures(question: Asked) -> dict[str, Any]:
             parts = step_parts(job, how, question.machine.hardware)
             row["step"] = {
                 "matrices": parts.matrices,
-                "attention": _known(parts.attention),
+                "attention": _or_none(parts.attention),
                 "gradients": parts.gradients,
-                "seconds": _known(parts.bounds),
+                "seconds": _or_none(parts.bounds),
             }
             row["tokens_per_second"] = tokens / parts.bounds.least
             if question.tokens is not None:
-                row["training_seconds"] = _known(question.tokens / tokens * seconds for seconds in parts.bounds)
+                row["training_seconds"] = _or_none(question.tokens / tokens * seconds for seconds in parts.bounds)
         if question.memory is not None:
             row["fits"] = memory.total <= question.memory
             row["longest_sequence"] = longest_sequence(job, how, traits, question.memory)
@@ -268,7 +268,7 @@ def figures(question: Asked) -> dict[str, Any]:
     return found
 
 
-def _known(bounds: Iterable[float]) -> list[float | None]:
+def _or_none(bounds: Iterable[float]) -> list[float | None]:
     """What JSON has a number for: a time without an upper bound has none."""
     return [seconds if seconds < math.inf else None for seconds in bounds]
 

@@ -19,7 +19,7 @@ from .totals import pairs, sent_by_rank
 
 RATIOS = (2, 4, 8)
 SHORTEST = 64
-MOST_PLANNED = 16  # ranks of different lengths; of more, shards are taken to be equal
+MOST_UNEVEN = 16  # ranks of different lengths; of more, shards are taken to be equal
 MOST_COUNTED = 2**17  # phases of branches and ranks, counted one by one: half a second's work
 
 
@@ -74,7 +74,7 @@ def most_sent(
     """Bytes that the rank which sends most sends in a forward and its backward around the ring, and whether they are
     exact: else of the ranks that are looked at, where they are many, over shards cut to one length."""
     even = seq_len - seq_len % num_ranks
-    if even != seq_len and num_ranks <= MOST_PLANNED:  # their borders are none that another length has
+    if even != seq_len and num_ranks <= MOST_UNEVEN:  # their borders are none that another length has
         shards = make_shards("contiguous", default_lengths("contiguous", seq_len, num_ranks))
         plans = [make_plan(pattern, shards, rank, num_heads, num_kv_heads) for rank in range(num_ranks)]
         return max(sum(x.bytes_sent(*sizes[:3], backward=b) for b in (False, True)) for x in plans), True
