@@ -9,28 +9,50 @@ from hypothesis import strategies as st
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.advice import exposed_of
+from ring_dilated_attention.plan.alternatives import Job, alternatives
 from ring_dilated_attention.plan.clock import Hardware, model_step
-from ring_dilated_attention.plan.exchange import choose_exchange
-from ring_dilated_attention.plan.lockstep import Lockstep, why_not, zigzag_balance
+from ring_dilated_attention.plan.exchange import RankPlan, choose_exchange, plan_exchange
+from ring_dilated_attention.plan.lockstep import Dealt, Lockstep, closed_form, why_not, why_not_by
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import Cut, make_shards
 from ring_dilated_attention.plan.sharing import branch_shares
+
+HEADS = [(4, 4), (4, 2), (6, 1), (8, 8), (12, 6)]
+WAYS = [("ring", 1), ("all_gather", 1), ("all_to_all", 1), ("ring", 2), ("ring", 3)]
 
 
 @st.composite
-def jobs(draw):
-    num_ranks, length = draw(st.sampled_from([1, 2, 3, 4, 6, 8])), 16
+def jobs(draw, ways=WAYS):
+    """Any rates, segments that are cut off at the end, and both shardings."""
+    exchange, inner = draw(st.sampled_from(ways))
+    num_ranks, length = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12])), draw(st.sampled_from([8, 12, 16]))
+    sharding = draw(st.sampled_from(["contiguous", "zigzag"]))
     seq_len = num_ranks * length
-    lengths = [4, 16, 32, 48, 64, seq_len, 2**62]
-    num = draw(st.integers(1, 3))
+    heads, num = draw(st.sampled_from(HEADS)), draw(st.integers(1, 3))
+    lengths = [2, 4, length // 2, length, 2 * length, 3 * length, 4 * length, seq_len, 2**62]
     pattern = DilatedPattern(
         draw(st.lists(st.sampled_from(lengths), min_size=num, max_size=num)),
-        draw(st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=num, max_size=num)),
+        draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 33]), min_size=num, max_size=num)),
         is_causal=draw(st.booleans()),
         **draw(st.sampled_from([{}, {"phase": "blocked"}, {"heads": "split"}])),
     )
-    return pattern, seq_len, num_ranks, draw(st.sampled_from([(4, 4), (4, 2), (6, 1)]))
+    dealing = num_ranks if exchange == "all_to_all" else inner
+    assume(num_ranks % inner == 0 and heads[1] % dealing == 0)
+    assume(why_not_by(exchange, pattern, seq_len, num_ranks, sharding, inner) is None)
+    return exchange, (pattern, seq_len, num_ranks, *heads), sharding, inner
+
+
+def plans_of(exchange, job, sharding, inner) -> list[RankPlan]:
+    pattern, seq_len, num_ranks, *heads = job
+    cut = Cut(sharding, num_ranks, inner=inner)
+    shards = cut.shards_of(cut.default_lengths(seq_len))
+    return [plan_exchange(exchange, pattern, shards, rank, *heads, inner=inner) for rank in range(num_ranks)]
+
+
+def part_length(exchange, job, sharding, inner) -> int:
+    num_ranks = 1 if exchange == "all_to_all" else job[2] // inner
+    return job[1] // num_ranks // (2 if sharding == "zigzag" and num_ranks > 1 else 1)
 
 
 HARDWARE = st.builds(
@@ -44,74 +66,99 @@ HARDWARE = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(jobs(), HARDWARE, st.sampled_from([2, 4]))
-def test_lockstep_is_the_plans_and_the_clock(job, hardware, itemsize):
-    """Catches a rank that was forgotten among those that may be busiest, and a bound that does not hold."""
-    pattern, seq_len, num_ranks, heads = job
-    assume(why_not(pattern, seq_len, num_ranks, "contiguous", None) is None)
-    sizes = Sizes(1, 8, itemsize)
-    shards = make_shards("contiguous", (seq_len // num_ranks,) * num_ranks)
-    plans = [make_plan(pattern, shards, rank, *heads) for rank in range(num_ranks)]
-    found = Lockstep(pattern, seq_len, num_ranks, *heads, sizes)
-    assert found.pairs_of_ranks == [plan.pairs for plan in plans]
-    assert list(zip(*found.sent_of_ranks, strict=True)) == [plan.sent(backward=True) for plan in plans]
-    assert found.num_hops == max(len(plan.hops) for plan in plans)
-    choice = choose_exchange(pattern, shards, *heads, None, sizes, traffic=found.traffic())
-    assert choice == choose_exchange(pattern, shards, *heads, None, sizes)
-    peaks = [attention_memory(plan, sizes, TRAITS["cpu"]).forward_backward.num_bytes for plan in plans]
-    assert found.memory(TRAITS["cpu"]).forward_backward.num_bytes == max(peaks)
-    step = model_step(plans, sizes, hardware).step_seconds
+@settings(max_examples=250, deadline=None)
+@given(jobs(), st.builds(Sizes, st.sampled_from([1, 2]), st.just(8), st.sampled_from([2, 4])))
+def test_work_bytes_and_memory_are_the_plans(case, sizes):
+    """Catches a rank that was forgotten among those that may be busiest, and a rate that leaves it a row more."""
+    exchange, job, sharding, inner = case
+    plans = plans_of(*case)
+    found = closed_form(exchange, *job, sizes, sharding, inner)
+    assert found.pairs_of_ranks == [x.plan.pairs for x in plans]
+    sent = [(x.bytes_sent(sizes), sum(x.bytes_sent(sizes, backward=b) for b in (False, True))) for x in plans]
+    assert found.largest_sent == tuple(map(max, zip(*sent, strict=True)))
+    assert found.num_hops == max(len(x.plan.hops) for x in plans)
+    if not isinstance(found, Dealt):
+        assert list(zip(*found.sent_of_ranks, strict=True)) == [x.plan.sent(backward=True) for x in plans]
+        unit = sizes.unit * sizes.itemsize
+        assert sum(found.sent_of_branches()) == unit * sum(x.plan.sent()[0] for x in plans)
+    peaks = [attention_memory(x.plan, sizes, TRAITS["cpu"], x.dealing).forward_backward.num_bytes for x in plans]
+    if found.is_memory_exact:
+        assert found.memory(TRAITS["cpu"]).forward_backward.num_bytes == max(peaks)
+    else:
+        assert found.memory(TRAITS["cpu"]).forward_backward.num_bytes == pytest.approx(max(peaks), rel=0.25)
+
+
+@settings(max_examples=250, deadline=None)
+@given(jobs(), HARDWARE, st.builds(Sizes, st.sampled_from([1, 2]), st.just(8), st.sampled_from([2, 4])))
+def test_the_time_is_between_its_bounds(case, hardware, sizes):
+    exchange, job, sharding, inner = case
+    length = part_length(*case)
+    if any(r > length and w > length for w, r in job[0].branches):  # kernel calls of such rates are those of few ranks
+        hardware = hardware._replace(call_seconds=0.0)
+    plans = plans_of(*case)
+    step = model_step([x.plan for x in plans], sizes, hardware, [x.dealing for x in plans if x.dealing] or None)
+    found = closed_form(exchange, *job, sizes, sharding, inner)
     bounds = found.step_seconds(hardware)
-    assert bounds.least <= step * (1 + 1e-9)
-    assert step <= bounds.most * (1 + 1e-9)
-    if not pattern.is_causal:
+    assert bounds.least <= step.step_seconds * (1 + 1e-9)
+    assert step.step_seconds <= bounds.most * (1 + 1e-9)
+    assert found.exposed(hardware, bounds) <= exposed_of(step) + 1e-9
+    is_even = all(length % r == 0 and (job[1] % w == 0 or w > job[1]) for w, r in job[0].branches if w > length)
+    if exchange == "ring" and inner == 1 and sharding == "contiguous" and is_even and not job[0].is_causal:
         assert bounds.is_exact
+
+
+@settings(max_examples=100, deadline=None)
+@given(jobs([("ring", 1)]))
+def test_the_choice_and_what_branches_send_are_the_plans(case):
+    _, job, sharding, _ = case
+    pattern, seq_len, num_ranks, *heads = job
+    sizes, plans = Sizes(1, 8, 4), [x.plan for x in plans_of(*case)]
+    shards = Cut(sharding, num_ranks).shards_of(Cut(sharding, num_ranks).default_lengths(seq_len))
+    found = Lockstep(*job, sizes, sharding)
     shares = branch_shares(pattern, shards, plans, *heads)
-    assert found.sent_of_branches() == [share.sent * sizes.unit * itemsize for share in shares]
-    assert found.exposed(hardware, bounds) <= exposed_of(model_step(plans, sizes, hardware)) + 1e-9
-
-
-@settings(max_examples=60, deadline=None)
-@given(jobs())
-def test_zigzag_is_the_plans(job):
-    pattern, seq_len, num_ranks, heads = job
-    shards = make_shards("zigzag", default_lengths("zigzag", seq_len, num_ranks))
-    work = [make_plan(pattern, shards, rank, *heads).pairs for rank in range(num_ranks)]
-    expected = sum(work) / (num_ranks * max(work)) if max(work) else 1.0
-    assert zigzag_balance(pattern, seq_len, num_ranks, heads[0]) == expected
+    assert found.sent_of_branches() == [share.sent * sizes.unit * sizes.itemsize for share in shares]
+    assert found.sharing == [share.num_sharing for share in shares]
+    if sharding == "contiguous" and found.is_memory_exact:
+        choice = choose_exchange(pattern, shards, *heads, None, sizes, traffic=found.traffic())
+        assert choice == choose_exchange(pattern, shards, *heads, None, sizes)
 
 
 @pytest.mark.parametrize("lengths", [(16, 64, 160), (32, 48), (80, 112, 48)])
-def test_the_busiest_of_many_ranks(lengths):
-    """Also where segments of two branches end together on a rank in the middle alone."""
-    pattern = DilatedPattern(lengths, (1, 2, 16)[: len(lengths)], is_causal=True)
+@pytest.mark.parametrize("rates", [(1, 2, 16), (3, 7, 20)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_busiest_of_many_ranks(lengths, rates, is_causal):
+    """Also where segments of two branches end together on a rank in the middle alone, and after many periods."""
+    pattern = DilatedPattern(lengths, rates[: len(lengths)], is_causal=is_causal)
     found = Lockstep(pattern, 300 * 16, 300, 4, 4, Sizes(1, 8, 4))
     shards = make_shards("contiguous", (16,) * 300)
     plans = [make_plan(pattern, shards, rank, 4, 4) for rank in range(300)]
     assert found.pairs_of_ranks == [plan.pairs for plan in plans]
     assert found.busiest == max(range(300), key=lambda rank: plans[rank].pairs)
-    assert found.largest_sent()[0] == max(plan.sent()[0] for plan in plans) * 8 * 4
-    assert sum(found.pairs_of_ranks) == found.total_pairs
+    assert list(zip(*found.sent_of_ranks, strict=True)) == [plan.sent(backward=True) for plan in plans]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_many_ranks_take_a_moment(is_causal):
+@pytest.mark.parametrize(
+    ("rates", "is_causal"), [((1, 256, 2**13), False), ((1, 256, 2**13), True), ((6, 12, 640), True)]
+)
+def test_many_ranks_take_a_moment(rates, is_causal):
+    """All ways of 65,536 of them, but an all-to-all, for which heads are too few."""
     n, start = 2**30, time.process_time()
-    found = Lockstep(
-        DilatedPattern((2048, 2**20, n), (1, 256, 2**14), is_causal=is_causal), n, 65_536, 32, 8, Sizes(1, 128, 2)
-    )
-    bounds = found.step_seconds(Hardware(5e14, 5e10, 1e-5))
-    assert 0 < bounds.least <= bounds.most
-    assert 0 < found.balance <= 1
-    assert 0.9 < zigzag_balance(found.pattern, n, 65_536, 32) <= 1
-    assert time.process_time() - start < 3  # a core that nobody shares takes less than one
+    pattern = DilatedPattern((2048, 2**20, n), rates, is_causal=is_causal)
+    job = Job(pattern, n, 65_536, 32, 8, Sizes(1, 128, 2))
+    found = alternatives(job, Hardware(5e14, 5e10, 1e-5), TRAITS["cpu"])
+    ways = [x for x in found if not x.why_not]
+    assert len(ways) == 2 * 6
+    assert all(0 < x.step_seconds.least <= x.step_seconds.most for x in ways)
+    assert all(0 < x.balance <= 1 for x in ways)
+    assert time.process_time() - start < 6  # a core that nobody shares takes less than one
 
 
 def test_the_reason_is_given():
     pattern = DilatedPattern((2048, 6000), (1, 3))
     assert why_not(pattern, 10, 3, "contiguous", None) == "10 positions do not divide among 3 ranks"
-    assert why_not(pattern, 8192, 4, "zigzag", None) == "shards are zigzag"
-    assert "segments of 6,000 neither divide" in why_not(pattern, 8192, 4, "contiguous", None)
-    assert "rate 3 does not divide 2,048" in why_not(DilatedPattern((4096,), (3,)), 8192, 4, "contiguous", None)
-    assert "documents" in why_not(DilatedPattern((4096,), (1,)), 8192, 4, "contiguous", (0, 1, 8192))
+    assert "in two parts each" in str(why_not(pattern, 6, 6, "zigzag", None))
+    assert "segments of 6,000 neither divide" in str(why_not(pattern, 8192, 4, "contiguous", None))
+    assert "reaches over the middle" in str(why_not(DilatedPattern((6144,), (1,)), 8192, 4, "zigzag", None))
+    assert "documents" in str(why_not(DilatedPattern((4096,), (1,)), 8192, 4, "contiguous", (0, 1, 8192)))
+    assert why_not(DilatedPattern((4096,), (3,)), 8192, 4, "contiguous", None) is None
+    assert why_not(DilatedPattern((6144,), (1,)), 8192, 4, "contiguous", None) is None

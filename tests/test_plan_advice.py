@@ -10,8 +10,8 @@ from ring_dilated_attention.commands import cli, plan, plan_large
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import model as planned
-from ring_dilated_attention.plan.alternatives import Alternative, Job, advice_on, alternatives, recommended
-from ring_dilated_attention.plan.clock import Hardware
+from ring_dilated_attention.plan.alternatives import Alternative, Job, advice_on, alternatives, is_planned, recommended
+from ring_dilated_attention.plan.clock import Bounds, Hardware
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape
 from ring_dilated_attention.plan.totals import branch_pairs, pairs
@@ -29,7 +29,8 @@ def test_alternatives_are_ordered_by_their_figures():
     best, reason = recommended(found, None)
     assert best is not None
     assert best.function == "dilated"
-    assert best.step_seconds <= 1.02 * min(x.step_seconds for x in found if x.function == "dilated")
+    assert best.step_seconds.is_exact
+    assert best.step_seconds.most <= 1.02 * min(x.step_seconds.most for x in found if x.function == "dilated")
     assert reason
     said = advice_on(job, best, slow)
     assert said is not None
@@ -92,7 +93,7 @@ def test_no_rate_helps_where_latency_binds(capsys):
 
 
 def test_the_reason_counts_other_ways():
-    ways = [Alternative("dilated", "ring", "zigzag", 1, sent_bytes=i, step_seconds=1.0) for i in range(3)]
+    ways = [Alternative("dilated", "ring", "zigzag", 1, sent_bytes=i, step_seconds=Bounds(1, 1)) for i in range(3)]
     assert recommended(ways[:1], None)[1] == "the fastest"
     assert recommended(ways[:2], None)[1] == "as fast as another way, and of the two it sends and holds least"
     assert recommended(ways, None)[1] == "as fast as 2 other ways, and of these it sends and holds least"
@@ -153,11 +154,47 @@ def test_the_command_compares(capsys):
     argv += ["--alternatives", "--flops", "1T", "--bandwidth", "1G"]
     assert cli.main([*argv, "--ranks", "3"]) == 0
     out = capsys.readouterr().out
-    assert "not possible: dilated all-to-all" in out
+    assert "left out: dilated all-to-all" in out
     assert "recommended: " in out
     assert cli.main([*argv[:-4], "--ranks", "3"]) == 2
-    assert cli.main([*argv, "--ranks", "128"]) == 2
-    assert "--alternatives plans every rank of every way" in capsys.readouterr().err
+    assert "give --hardware" in capsys.readouterr().err
+    assert cli.main([*argv, "--ranks", "128"]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    assert re.search(r"dilated +ring +contiguous +[\d.]+ .s to [\d.]+ .s", out)
+    assert cli.main([*argv, "--ranks", "128", "--every-rank"]) == 2
+    assert "--every-rank plans all ranks of every way, at most 64" in capsys.readouterr().err
+
+
+def test_what_has_no_closed_form_is_planned_or_sampled(capsys):
+    """By plans where ranks are few, else at least what two of them take, which recommends nothing."""
+    argv = ["plan", "--segment-lengths", "1Ki", "--dilation-rates", "1", "--heads", "2", "--head-dim", "8"]
+    argv += ["--alternatives", "--flops", "1T", "--bandwidth", "1G", "--json"]
+    assert cli.main([*argv, "--seq-len", "4097", "--ranks", "3"]) == 0
+    few = json.loads(capsys.readouterr().out)
+    assert few["recommended"]["step_seconds"]["least"] == few["recommended"]["step_seconds"]["most"]
+    assert cli.main([*argv, "--seq-len", "4097", "--ranks", "66"]) == 0
+    many = json.loads(capsys.readouterr().out)
+    assert many["recommended"] is many["advice"] is None
+    assert all(row["step_seconds"]["most"] is None for row in many["alternatives"] if not row["why_not"])
+    assert "sampled" in many["reason"]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rate", [4, 12])
+def test_closed_forms_bound_the_plans_of_all_ways(is_causal, rate):
+    job = Job(DilatedPattern((64, 256, 1536), (1, rate, 8), is_causal=is_causal), 1536, 12, 4, 4, Sizes(1, 16, 2))
+    hardware = Hardware(1e10, 1e8, 1e-5)
+    assert not is_planned(job)
+    every = alternatives(job, hardware, TRAITS["cpu"], every_rank=True)
+    for x, y in zip(alternatives(job, hardware, TRAITS["cpu"]), every, strict=True):
+        assert x[:4] == y[:4]
+        if x.why_not:
+            assert y.why_not or x.sharding == "zigzag"
+            continue
+        assert (x.balance, x.sent_bytes) == (pytest.approx(y.balance), y.sent_bytes)
+        assert x.peak_bytes == pytest.approx(y.peak_bytes, rel=0.05)
+        assert x.step_seconds.least * (1 - 1e-9) <= y.step_seconds.least <= x.step_seconds.most * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("more", [["--mesh", "1x4"], ["--mesh", "1x64"]])
@@ -187,7 +224,7 @@ def test_a_model_says_that_its_gradients_bind(capsys):
     assert "bound by communication: the sum of gradients takes 99% of a step; more sequences in a step" in said
     assert "attention of one layer" not in said
     # Nobody knows what share of a step they are where attention takes at least so long.
-    assert cli.main([*MODEL, "--mesh", "1x64", "--sharding", "zigzag", "--bandwidth", "1M"]) == 0
+    assert cli.main([*MODEL, "--mesh", "1x64", "--seq-len", "4097", "--bandwidth", "1M"]) == 0
     assert "bound by communication" not in capsys.readouterr().out
 
 
@@ -208,7 +245,7 @@ def test_what_a_model_waits_is_what_its_attention_waits(monkeypatch):
 
 def test_a_time_without_an_upper_bound_is_null_in_json(capsys):
     """Infinity is no JSON."""
-    argv = [*MODEL, "--mesh", "1x64", "--sharding", "zigzag", "--bandwidth", "1G", "--tokens", "1e9"]
+    argv = [*MODEL, "--mesh", "1x64", "--seq-len", "4097", "--bandwidth", "1G", "--tokens", "1e9"]
     assert cli.main([*argv, "--json"]) == 0
 
     def refuse(word):
@@ -223,6 +260,6 @@ def test_a_time_without_an_upper_bound_is_null_in_json(capsys):
 
 def test_the_reason_says_only_what_is_so():
     """What sends least need not hold least."""
-    ring = Alternative("dilated", "ring", "zigzag", 1, 1.0, 200, 100, 1.0)
-    gathered = Alternative("dilated", "all_gather", "zigzag", 1, 1.0, 100, 200, 1.0)
+    ring = Alternative("dilated", "ring", "zigzag", 1, 1.0, 200, 100, Bounds(1, 1))
+    gathered = Alternative("dilated", "all_gather", "zigzag", 1, 1.0, 100, 200, Bounds(1, 1))
     assert recommended([ring, gathered], None) == (gathered, "as fast as another way, and of the two it sends least")

@@ -346,29 +346,45 @@ def test_aligned_shards_are_not_equal(capsys, monkeypatch):
     assert {row["positions"] for row in found["ranks"]} == {64, 128}
 
 
-def test_many_ranks_take_the_exchange_that_a_call_takes(capsys, monkeypatch):
+def test_many_ranks_take_the_exchange_that_a_call_takes(capsys):
     """Small chunks all at once: by the ring a step would take fifty times as long."""
-    monkeypatch.setattr(plan, "MOST_SECONDS", 1e9)
     common = ["--seq-len", "16Ki", "--ranks", "128", "--heads", "2", "--causal", "--head-dim", "32"]
     branches = ["--segment-lengths", "16Ki", "--dilation-rates", "128"]
     time = ["--flops", "1e12", "--bandwidth", "1e9", "--latency", "1e-3"]
     by_itself = planned(capsys, *common, *branches, *time)
+    every = planned(capsys, *common, *branches, *time, "--every-rank")
+    assert by_itself["exchange"] == every["exchange"]
     assert by_itself["exchange"]["exchange"] == "all_gather"
-    assert by_itself == planned(capsys, *common, *branches, *time, "--every-rank")
+    assert {name: by_itself[name] for name in extremes(every)} == extremes(every)
+    seconds = by_itself["step_seconds"]
+    assert seconds["least"] <= every["model"]["step_seconds"] <= seconds["most"]
     ring = planned(capsys, *common, *branches, *time, "--exchange", "ring")
     assert ring["exchange"] == {"exchange": "ring", "reason": "asked for"}
-    assert ring["step_seconds"]["least"] > 10 * by_itself["model"]["step_seconds"]
+    assert ring["step_seconds"]["least"] > 10 * every["model"]["step_seconds"]
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all"])
+def test_closed_forms_are_the_plans(sharding, exchange, capsys):
+    """By the command, of each exchange and sharding."""
+    common = ["--seq-len", "2112", "--ranks", "33", "--heads", "33", "--head-dim", "8", "--causal", *TIME]
+    common += ["--segment-lengths", "2112", "--dilation-rates", "4", "--exchange", exchange, "--sharding", sharding]
+    closed, every = planned(capsys, *common), planned(capsys, *common, "--every-rank")
+    assert closed["method"] == "closed forms, exact"
+    assert {name: closed[name] for name in extremes(every)} == pytest.approx(extremes(every))
+    seconds, exact = closed["step_seconds"], every["model"]["step_seconds"]
+    assert seconds["least"] * (1 - 1e-9) <= exact <= seconds["most"] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 def test_samples_of_other_exchanges_are_bounds(exchange, capsys, monkeypatch):
-    common = ["--seq-len", "2100", "--ranks", "70", "--heads", "70", "--head-dim", "8", "--causal", *TIME]
-    common += ["--segment-lengths", "2100", "--dilation-rates", "4", "--exchange", exchange]
+    common = ["--seq-len", "2101", "--ranks", "70", "--heads", "70", "--head-dim", "8", "--causal", *TIME]
+    common += ["--segment-lengths", "2101", "--dilation-rates", "4", "--exchange", exchange]
     monkeypatch.setattr(plan, "MOST_SECONDS", 1e9)
     every = planned(capsys, *common)
     monkeypatch.setattr(plan, "MOST_SECONDS", 0)
     sample = planned(capsys, *common)
-    assert f"(chunks travel by {exchange})" in sample["method"]
+    assert "(2,101 positions do not divide among 70 ranks)" in sample["method"]
     assert sample["flops"] == sum(row["flops"] for row in every["ranks"])
     for name, value in extremes(every).items():
         assert sample[name] >= value if name == "balance" else 0 < sample[name] <= value

@@ -10,9 +10,8 @@ from ..kernels.traits import TRAITS
 from ..pattern import PHASE_RULES, DilatedPattern
 from ..plan.advice import Waiting, advice, exposed_of
 from ..plan.alternatives import Job
-from ..plan.clock import Hardware, StepTime, model_step
+from ..plan.clock import Bounds, Hardware, StepTime, model_step
 from ..plan.exchange import EXCHANGES, Choice, RankPlan, choose_exchange, plan_exchange
-from ..plan.lockstep import Bounds
 from ..plan.memory import AttentionMemory, Sizes, attention_memory
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
 from ..plan.sharing import branch_shares
@@ -40,6 +39,7 @@ from .plan_large import (
     closed,
     sampled,
     say_before,
+    seconds_of_counting,
     seconds_of_planning,
     text,
     with_exchange,
@@ -86,10 +86,10 @@ time is a model: the ring loop of all ranks in virtual time, where a rank comput
 --bandwidth each. Presets are rates that kernels and links were seen to reach, printed with their source; rda doctor
 --save FILE.toml measures those of your machines.
 
-Above {MOST_COMPARED} ranks closed forms answer at once, up to 65,536 ranks and more, where shards are equal and each
-segment length divides a shard or is a multiple of it, and rates divide a shard (docs/planning.md has the rest). Of
-other jobs every rank is planned if that takes at most
-{MOST_SECONDS} s, else some are, and the figures are marked as bounds; --every-rank plans them all.
+Closed forms answer for many ranks at once, up to 65,536 and more, where shards are equal and each segment length
+divides a shard or is a multiple of it (docs/planning.md has the rest). Of other jobs every rank is planned, if there
+are at most {MOST_COMPARED} or that takes at most {MOST_SECONDS} s; else some are, and the figures are marked as bounds.
+--every-rank plans them all.
 """
 
 
@@ -163,7 +163,8 @@ def call(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machin
     shards = split(arguments, arguments.seq_len)
     check_shards(shards, arguments.align)
     job = job_of(pattern, shards, arguments)
-    if arguments.every_rank or arguments.picture is not None or arguments.ranks <= MOST_COMPARED:
+    is_small = arguments.ranks <= MOST_COMPARED and not job.answers_at_once()
+    if arguments.every_rank or arguments.picture is not None or is_small:
         say_before(seconds_of_planning(job), job, is_sampled=False)
     elif large(job, machine, arguments):
         return
@@ -225,6 +226,7 @@ def large(job: Large, machine: Machine | None, arguments: argparse.Namespace) ->
     hardware = None if machine is None else machine.hardware
     job, choice = with_exchange(job, arguments.exchange)
     if job.obstacle() is None:
+        say_before(seconds_of_counting(job), job, is_sampled=False)
         found = closed(job, hardware)
     else:
         seconds = seconds_of_planning(job)
@@ -271,8 +273,9 @@ def print_alternatives(arguments: argparse.Namespace, pattern: DilatedPattern, m
         raise ValueError("--alternatives compares times: give --hardware, or --flops and --bandwidth")
     heads = heads_and_documents(arguments)[:2]
     job = Job(pattern, arguments.seq_len, arguments.ranks, *heads, sizes_of(arguments))
+    memory_bytes = arguments.memory or machine.memory_bytes
     found = plan_alternatives.found_for(
-        job, machine.hardware, machine.source, TRAITS[arguments.kernel], arguments.memory or machine.memory_bytes
+        job, machine.hardware, machine.source, TRAITS[arguments.kernel], memory_bytes, every_rank=arguments.every_rank
     )
     print(json.dumps(found, indent=1) if arguments.json else plan_alternatives.text(found))
 

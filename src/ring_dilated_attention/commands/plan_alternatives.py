@@ -2,58 +2,87 @@
 
 import sys
 import time
+from math import inf
 from typing import Any
 
 from ..pattern import DilatedPattern
-from ..plan.alternatives import Job, advice_on, alternatives, recommended
+from ..plan.alternatives import (
+    MOST_RANKS,
+    Alternative,
+    Job,
+    advice_on,
+    alternatives,
+    has_forms,
+    is_planned,
+    places_of_forms,
+    recommended,
+)
 from ..plan.clock import Hardware, time_text
 from ..plan.memory import Traits
 from ..plan.planner import make_plan
 from ..plan.sharding import default_lengths, make_shards
 from .hardware import described
 from .output import aligned
+from .plan_large import SECONDS_A_PLACE
 
-# Each is planned and timed on every rank.
-MOST_RANKS = 64
 # What all ways take of each rank, in plans of one way and for each rank that it meets: measured on 32 and 64 ranks.
 PLANS_A_RANK = 0.8
 
 
 def found_for(
-    job: Job, hardware: Hardware, source: str, traits: Traits, memory_bytes: int | None = None
+    job: Job,
+    hardware: Hardware,
+    source: str,
+    traits: Traits,
+    memory_bytes: int | None = None,
+    *,
+    every_rank: bool = False,
 ) -> dict[str, Any]:
     """Rows, recommendation and advice, as JSON has them.
 
     Raises:
-        ValueError: for more ranks than are planned one by one.
+        ValueError: for more ranks than are planned one by one, if every rank is to be.
     """
-    if job.num_ranks > MOST_RANKS:
+    if every_rank and job.num_ranks > MOST_RANKS:
         raise ValueError(
-            f"--alternatives plans every rank of every way, at most {MOST_RANKS} of them, got --ranks "
-            f"{job.num_ranks:,}. Compare fewer ranks with as many positions each: n = "
+            f"--every-rank plans all ranks of every way, at most {MOST_RANKS} of them, got --ranks {job.num_ranks:,}. "
+            "Leave it out, or compare fewer ranks with as many positions each: n = "
             f"{job.seq_len // job.num_ranks * MOST_RANKS:,} on {MOST_RANKS}."
         )
-    say_before(job)
-    rows = alternatives(job, hardware, traits)
+    if every_rank or is_planned(job):
+        say_before(job, seconds_of_planning(job))
+    elif has_forms(job):
+        say_before(job, SECONDS_A_PLACE * places_of_forms(job))
+    rows = alternatives(job, hardware, traits, every_rank=every_rank)
     best, reason = recommended(rows, memory_bytes)
     return {
         "assumed": described(hardware, source),
-        "alternatives": [row._asdict() | {"name": row.name} for row in rows],
-        "recommended": None if best is None else best._asdict() | {"name": best.name},
+        "num_ranks": job.num_ranks,
+        "alternatives": [_as_json(row) for row in rows],
+        "recommended": None if best is None else _as_json(best),
         "reason": reason,
-        "advice": None if best is None else advice_on(job, best, hardware),
+        "advice": None if best is None else advice_on(job, best, hardware, every_rank=every_rank),
     }
 
 
-def say_before(job: Job) -> None:
-    """Nobody should wait without knowing for what: about how long, by one rank's part of dense attention by zigzag."""
+def _as_json(row: Alternative) -> dict[str, Any]:
+    least, most = row.step_seconds
+    return row._asdict() | {"name": row.name, "step_seconds": {"least": least, "most": None if most == inf else most}}
+
+
+def seconds_of_planning(job: Job) -> float:
+    """About how long it takes, by one rank's part of dense attention by zigzag."""
     began = time.monotonic()
     dense = DilatedPattern.dense(is_causal=job.pattern.is_causal)
     shards = make_shards("zigzag", default_lengths("zigzag", job.seq_len, job.num_ranks))
     make_plan(dense, shards, job.num_ranks - 1, job.num_heads, job.num_kv_heads)
-    seconds = PLANS_A_RANK * job.num_ranks**2 * (time.monotonic() - began)
+    return PLANS_A_RANK * job.num_ranks**2 * (time.monotonic() - began)
+
+
+def say_before(job: Job, seconds: float) -> None:
+    """Nobody should wait without knowing for what."""
     if seconds > 2:
-        print(f"comparing all ways of {job.num_ranks} ranks takes about {time_text(seconds)}", file=sys.stderr)
+        print(f"comparing all ways of {job.num_ranks:,} ranks takes about {time_text(seconds)}", file=sys.stderr)
 
 
 def text(found: dict[str, Any]) -> str:
@@ -64,15 +93,23 @@ def text(found: dict[str, Any]) -> str:
         if row["why_not"]:
             impossible.append(f"{row['function']} {row['name']}: {row['why_not']}")
             continue
-        numbers = (time_text(row["step_seconds"]), f"{row['exposed']:.0%}", f"{row['balance']:.1%}")
+        numbers = (_span(**row["step_seconds"]), f"{row['exposed']:.0%}", f"{row['balance']:.1%}")
         sizes = (f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['peak_bytes'] / 1e6:,.0f}")
         rows.append((row["function"], row["name"], row["sharding"], *numbers, *sizes))
     lines = [found["assumed"], "", _texts_left(headers, rows)]
-    lines += [f"not possible: {line}" for line in dict.fromkeys(impossible)]
+    if any("closed form" in line for line in impossible) and found["num_ranks"] <= MOST_RANKS:
+        impossible.append("what has no closed form: --every-rank plans it")
+    lines += [f"left out: {line}" for line in dict.fromkeys(impossible)]
     best = found["recommended"]
     name = "" if best is None else f"{best['name']}, {best['sharding']} shards: "
     lines += ["", f"recommended: {name}{found['reason']}"]
     return "\n".join(lines + ([found["advice"]] if found["advice"] else []))
+
+
+def _span(least: float, most: float | None) -> str:
+    if most is None:
+        return f"at least {time_text(least)}"
+    return time_text(least) if time_text(least) == time_text(most) else f"{time_text(least)} to {time_text(most)}"
 
 
 def _texts_left(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

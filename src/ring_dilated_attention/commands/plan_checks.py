@@ -35,8 +35,9 @@ def check_together(arguments: argparse.Namespace, *, is_model: bool) -> None:
     elif arguments.tokens is not None and arguments.hardware is None and arguments.flops is None:
         raise ValueError("--tokens asks for a time: give --hardware, or --flops and --bandwidth")
     if is_model or arguments.alternatives:
-        neutral = {"exchange": "auto", "align": 1, "picture": None, "every_rank": False, "documents": None}
-        neutral |= {"head_dim": None, "alternatives": False} if is_model else {"sharding": "contiguous"}
+        neutral = {"exchange": "auto", "align": 1, "picture": None, "documents": None}
+        only_of_calls = {"head_dim": None, "alternatives": False, "every_rank": False}
+        neutral |= only_of_calls if is_model else {"sharding": "contiguous"}
         foreign = [name for name, value in neutral.items() if getattr(arguments, name) != value]
         if foreign and is_model:
             raise ValueError(f"{_flags(foreign)}: of one attention call, and not of a model; leave it out")

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from ..kernels.traits import TRAITS
 from ..pattern import DilatedPattern
 from ..plan.advice import Waiting, advice
-from ..plan.clock import Hardware, time_text
+from ..plan.clock import Bounds, Hardware, time_text
 from ..plan.exchange import Choice, RankPlan, choose_exchange, plan_exchange, traffic_of
-from ..plan.lockstep import Bounds, Lockstep, why_not, zigzag_balance
+from ..plan.lockstep import MOST_HOPS, Dealt, Lockstep, all_hops, closed_form, why_not, why_not_by
 from ..plan.memory import Sizes, attention_memory
-from ..plan.sharding import Shard, shard_length
+from ..plan.parts import places_counted
+from ..plan.sharding import SHARDINGS, Shard, shard_length
 from ..plan.sharing import branch_shares
 from ..plan.totals import pairs
 from .numbers import scaled, size_text
@@ -27,6 +28,7 @@ MOST_SECONDS = 10
 MOST_COMPARED = 64
 # Of a plan's own time, what all that is printed takes; where shardings are compared; and of rings that take long too.
 PASSES, PASSES_COMPARED, SECONDS_PER_HOP, MANY_HOPS = 2, 10, 1.5e-4, 10_000
+SECONDS_A_PLACE = 1.5e-5  # that a closed form counts: measured
 FLOPS_PER_PAIR = 7 * 2  # of each number of a head: 2 products forward, 5 backward, 2 operations each
 
 
@@ -54,17 +56,27 @@ class Large(NamedTuple):
         return self.num_heads, self.num_kv_heads, self.documents, self.sizes
 
     @property
-    def form(self) -> Lockstep:
-        return Lockstep(self.pattern, self.seq_len, self.num_ranks, self.num_heads, self.num_kv_heads, self.sizes)
+    def form(self) -> Lockstep | Dealt:
+        heads = self.num_heads, self.num_kv_heads
+        return closed_form(self.exchange, self.pattern, self.seq_len, self.num_ranks, *heads, self.sizes, self.sharding)
 
     def obstacle(self) -> str | None:
         """What keeps it from closed forms."""
-        if self.exchange != "ring":
-            return f"chunks travel by {self.exchange}"
-        found = why_not(self.pattern, self.seq_len, self.num_ranks, self.sharding, self.documents)
+        if self.documents is not None and len(self.documents) > 2:
+            return "documents are packed"
+        found = why_not_by(self.exchange, self.pattern, self.seq_len, self.num_ranks, self.sharding)
         if found is None and len(set(map(shard_length, self.shards))) > 1:
             return "shards are not of one length"
         return found
+
+    def answers_at_once(self) -> bool:
+        """Whether closed forms do, and planning every rank would take longer than a moment."""
+        return all_hops(self.pattern, self.seq_len, self.num_ranks) > MOST_HOPS and self.obstacle() is None
+
+    def balance(self) -> float | None:
+        """Of equal shards; None where no closed form tells it."""
+        found = why_not(self.pattern, self.seq_len, self.num_ranks, self.sharding, self.documents)
+        return None if found is not None else self.form.balance
 
 
 def with_exchange(job: Large, exchange: str) -> tuple[Large, Choice]:
@@ -73,12 +85,14 @@ def with_exchange(job: Large, exchange: str) -> tuple[Large, Choice]:
         return job._replace(exchange=exchange), Choice(exchange, "asked for")
     if job.obstacle() is not None:
         return job, Choice("ring", "")
-    choice = choose_exchange(job.pattern, job.shards, *job.call, traffic=job.form.traffic())
+    form = job.form
+    assert isinstance(form, Lockstep)
+    choice = choose_exchange(job.pattern, job.shards, *job.call, traffic=form.traffic())
     return job._replace(exchange=choice.exchange), choice
 
 
 def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
-    """All figures of the ring, exact but for the time of causal patterns, which may be two bounds."""
+    """All figures, exact but for memory (`Form.is_memory_exact`) and the time, which may be two bounds."""
 
     def again(pattern: DilatedPattern) -> Bounds | None:
         assert hardware is not None
@@ -86,30 +100,29 @@ def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
         return other.form.step_seconds(hardware) if other.obstacle() is None else None
 
     form = job.form
-    forward, both = form.largest_sent()
+    forward, both = form.largest_sent
     flops = FLOPS_PER_PAIR * job.sizes.head_dim * job.sizes.batch
     memory = form.memory(TRAITS[job.kernel]).forward_backward
     found: dict[str, Any] = {
-        "method": "closed forms, exact",
-        "positions_per_rank": form.length,
-        "flops": flops * form.total_pairs,
+        "method": "closed forms, exact" + ("" if form.is_memory_exact else " but for memory: to a row of each head"),
+        "positions_per_rank": job.seq_len // job.num_ranks,
+        "flops": flops * sum(form.pairs_of_ranks),
         "largest_flops": flops * form.pairs_of_ranks[form.busiest],
         "busiest_rank": form.busiest,
         "balance": form.balance,
-        "zigzag_balance": zigzag_balance(job.pattern, job.seq_len, job.num_ranks, job.num_heads),
+        "balance_of_rings": {name: job._replace(exchange="ring", sharding=name).balance() for name in SHARDINGS},
         "hops": form.num_hops,
         "largest_forward_sent_bytes": forward,
         "largest_sent_bytes": both,
         "peak_bytes": memory.num_bytes,
         "peak_items": [item._asdict() for item in memory.items],
-        "ranks_that_share": [
-            form.straddling[i].group if i in form.straddling else 1 for i in range(len(job.pattern.branches))
-        ],
+        "ranks_that_share": form.sharing,
     }
     if hardware is not None:
         seconds = form.step_seconds(hardware)
         found["step_seconds"] = seconds._asdict()
-        waiting = Waiting(form.exposed(hardware, seconds), seconds, form.sent_of_branches())
+        exposed, is_dealt = form.exposed(hardware, seconds), isinstance(form, Dealt)
+        waiting = Waiting(exposed, seconds, form.sent_of_branches(), is_dealt=is_dealt)
         found["advice"] = advice(job.pattern, job.num_heads, (0, job.seq_len), waiting, again)
     return found
 
@@ -192,6 +205,12 @@ def seconds_of_planning(job: Large) -> float:
     return passes * (time.monotonic() - began) * job.num_ranks
 
 
+def seconds_of_counting(job: Large) -> float:
+    """About how long closed forms of both shardings take."""
+    parts = (job.num_ranks, 2 * job.num_ranks)
+    return SECONDS_A_PLACE * sum(places_counted(job.pattern, max(1, job.seq_len // num), num) for num in parts)
+
+
 def say_before(seconds: float, job: Large, *, is_sampled: bool) -> None:
     """Nobody should wait without knowing for what."""
     if seconds <= 2:
@@ -225,9 +244,11 @@ def text(job: Large, found: dict[str, Any]) -> str:
     lines += [f"  {item['num_bytes'] / 1e6:>12,.1f} MB  {item['name']}" for item in found["peak_items"]]
     for i, sharing in enumerate(found.get("ranks_that_share", ())):
         what = f"travels among {sharing:,} ranks" if sharing > 1 else "stays at home"
+        what = "is computed by heads: each rank has all positions of some" if job.exchange == "all_to_all" else what
         lines.append(f"branch {i} ({job.pattern.branches[i]}) {what}")
-    if found.get("zigzag_balance") is not None:
-        lines.append(f"balance by sharding: contiguous {found['balance']:.1%}, zigzag {found['zigzag_balance']:.1%}")
+    by_sharding = {name: known for name, known in found.get("balance_of_rings", {}).items() if known is not None}
+    if len(by_sharding) > 1:
+        lines.append("balance by sharding: " + ", ".join(f"{name} {known:.1%}" for name, known in by_sharding.items()))
     return "\n".join(lines)
 
 

@@ -6,8 +6,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
-from .clock import StepTime, time_text
-from .lockstep import Bounds
+from .clock import Bounds, StepTime, time_text
 from .totals import branch_pairs
 
 # A part of a step that is only waiting; above it, more is gained on the way than in the kernel.

@@ -1,16 +1,23 @@
 """The same attention by other means, side by side, and which of them to take. Pure numbers, no torch."""
 
+from math import inf
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 from .advice import BOUND_BY_COMMUNICATION, Waiting, advice, exposed_of
-from .clock import Hardware, model_step
+from .clock import Bounds, Hardware, model_step
+from .dealing import check_dealing
 from .exchange import RankPlan, plan_exchange
-from .lockstep import Bounds
+from .lockstep import Dealt, Lockstep, all_hops, closed_form, why_not, why_not_by
 from .memory import Sizes, Traits, attention_memory
-from .sharding import SHARDINGS, Cut
+from .parts import places_counted
+from .sharding import SHARDINGS, Cut, Shard
 from .sharing import branch_shares
+from .totals import pairs
 
+# Every rank of every way is planned where all have so few hops, which takes a moment; and, where no closed form holds,
+# of so many ranks at most. Of more some are sampled, if they have no more hops than that.
+MOST_HOPS, MOST_RANKS, MOST_SAMPLED_HOPS = 256, 64, 4096  # of 14 ways
 # Two steps whose times differ by less are alike: what sends less, then what holds less, is better.
 ALIKE = 1.02
 
@@ -20,6 +27,7 @@ class Alternative(NamedTuple):
 
     sent_bytes, peak_bytes: of the rank that sends, or holds, most. exposed: share of a step in which the busiest rank
         waits.
+    step_seconds: bounds where it is by closed forms; at least so much where ranks are sampled.
     why_not: instead of figures.
     """
 
@@ -30,7 +38,7 @@ class Alternative(NamedTuple):
     balance: float = 0.0
     sent_bytes: int = 0
     peak_bytes: int = 0
-    step_seconds: float = 0.0
+    step_seconds: Bounds = Bounds(0.0, 0.0)
     exposed: float = 0.0
     why_not: str = ""
 
@@ -49,59 +57,151 @@ class Job(NamedTuple):
     num_kv_heads: int
     sizes: Sizes
 
+    def bytes_sent(self, rank_plan: RankPlan) -> int:
+        return sum(rank_plan.bytes_sent(self.sizes, backward=backward) for backward in (False, True))
 
-def alternatives(job: Job, hardware: Hardware, traits: Traits) -> list[Alternative]:
-    """The pattern by every exchange and sharding, and dense attention by the same."""
+
+def alternatives(job: Job, hardware: Hardware, traits: Traits, *, every_rank: bool = False) -> list[Alternative]:
+    """The pattern by every exchange and sharding, and dense attention by the same.
+
+    Args:
+        every_rank: to be planned, also where closed forms answer at once.
+    """
+    weigh = _weighed if every_rank or is_planned(job) else _by_form if has_forms(job) else _by_sample
     found = []
-    inner = max((d for d in range(2, job.num_ranks) if job.num_ranks % d == 0 and job.num_kv_heads % d == 0), default=1)
+    inner = _inner(job)
     ways = [("ring", 1), ("all_gather", 1), ("all_to_all", 1)] + ([("ring", inner)] if inner > 1 else [])
+    try:
+        check_dealing(job.num_kv_heads, job.num_ranks)
+        cannot_deal = ""
+    except ValueError as error:
+        cannot_deal = str(error).split(":")[0]
     for function in ("dilated", "dense"):
-        pattern = job.pattern if function == "dilated" else DilatedPattern.dense(is_causal=job.pattern.is_causal)
+        pattern = job.pattern if function == "dilated" else _dense(job)
         for exchange, size in ways:
             for sharding in SHARDINGS if exchange != "all_to_all" else SHARDINGS[:1]:
                 one = Alternative(function, exchange, sharding, size)
-                found.append(_weighed(one, job._replace(pattern=pattern), hardware, traits))
+                if exchange == "all_to_all" and cannot_deal:
+                    found.append(one._replace(why_not=cannot_deal))
+                else:
+                    found.append(weigh(one, job._replace(pattern=pattern), hardware, traits))
     return found
 
 
+def has_forms(job: Job) -> bool:
+    """Whether closed forms answer for contiguous shards; zigzag ones may still lack them."""
+    return why_not(job.pattern, job.seq_len, job.num_ranks, "contiguous", None) is None
+
+
+def is_planned(job: Job) -> bool:
+    """Whether every rank of every way is planned: if that takes a moment, or nothing else can be had."""
+    hops = sum(all_hops(pattern, job.seq_len, job.num_ranks) for pattern in (job.pattern, _dense(job)))
+    return hops <= MOST_HOPS or (job.num_ranks <= MOST_RANKS and not has_forms(job))
+
+
+def places_of_forms(job: Job) -> int:
+    """That closed forms count one by one: of rings and 2-D meshes, of both shardings."""
+    inner = _inner(job)
+    rings = [(1, job.num_ranks)] + [(inner, job.num_ranks // inner)] * (inner > 1)
+    return sum(
+        places * places_counted(job.pattern, max(1, job.seq_len // num), num)
+        for places, ranks in rings
+        for num in (ranks, 2 * ranks)
+    )
+
+
+def _inner(job: Job) -> int:
+    """Ranks that deal heads in a 2-D mesh; 1 where none can."""
+    sizes = (d for d in range(2, job.num_ranks) if job.num_ranks % d == 0 and job.num_kv_heads % d == 0)
+    return max(sizes, default=1)
+
+
+def _dense(job: Job) -> DilatedPattern:
+    return DilatedPattern.dense(is_causal=job.pattern.is_causal)
+
+
+def _by_form(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> Alternative:
+    if (found := why_not_by(one.exchange, *job[:3], one.sharding, one.inner)) is not None:
+        return one._replace(why_not=f"{one.sharding} has no closed form: {found}")
+    form = _form(one, job)
+    seconds = form.step_seconds(hardware)
+    return one._replace(
+        balance=form.balance,
+        sent_bytes=form.largest_sent[1],
+        peak_bytes=form.memory(traits).forward_backward.num_bytes,
+        step_seconds=seconds,
+        exposed=form.exposed(hardware, seconds),
+    )
+
+
+def _by_sample(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> Alternative:
+    """At least what one of the last two ranks computes, sends, holds and takes: of a causal pattern, contiguous, these
+    do most."""
+    if all_hops(*job[:3]) > MOST_SAMPLED_HOPS * job.num_ranks:
+        return one._replace(why_not="planning one rank takes too long")
+    shards, ranks = _shards(one, job), (job.num_ranks - 1, job.num_ranks - 2)
+    plans = [_plan(one, job, shards, rank) for rank in ranks]
+    work, sent = max(x.plan.pairs for x in plans), max(map(job.bytes_sent, plans))
+    flops = [products * 2 * job.sizes.head_dim * job.sizes.batch * work for products in (2, 5)]
+    busy = sum(hardware.compute_seconds(x, backward=i == 1, calls=0) for i, x in enumerate(flops))
+    least = max(busy, sent / hardware.bytes_per_second) + 2 * hardware.handshake
+    peaks = [attention_memory(x.plan, job.sizes, traits, x.dealing).forward_backward.num_bytes for x in plans]
+    balance = min(1.0, pairs(job.pattern, job.seq_len, job.num_heads) / (job.num_ranks * work))
+    return one._replace(
+        balance=balance,
+        sent_bytes=sent,
+        peak_bytes=max(peaks),
+        step_seconds=Bounds(least, inf),
+        exposed=1 - busy / least,
+    )
+
+
 def _weighed(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> Alternative:
-    try:
-        plans = _plans(one, job)
-    except ValueError as error:
-        return one._replace(why_not=str(error).split(":")[0])
+    plans = _plans(one, job)
     dealings = [x.dealing for x in plans if x.dealing is not None]
     step = model_step([x.plan for x in plans], job.sizes, hardware, dealings or None)
     peaks = [attention_memory(x.plan, job.sizes, traits, x.dealing).forward_backward.num_bytes for x in plans]
-    sent = [sum(x.bytes_sent(job.sizes, backward=b) for b in (False, True)) for x in plans]
     return one._replace(
         balance=step.balance,
-        sent_bytes=max(sent),
+        sent_bytes=max(map(job.bytes_sent, plans)),
         peak_bytes=max(peaks),
-        step_seconds=step.step_seconds,
+        step_seconds=Bounds.exactly(step.step_seconds),
         exposed=exposed_of(step),
     )
 
 
+def _form(one: Alternative, job: Job) -> Lockstep | Dealt:
+    return closed_form(one.exchange, *job, one.sharding, one.inner)
+
+
 def _plans(one: Alternative, job: Job) -> list[RankPlan]:
+    shards = _shards(one, job)
+    return [_plan(one, job, shards, rank) for rank in range(job.num_ranks)]
+
+
+def _plan(one: Alternative, job: Job, shards: tuple[Shard, ...], rank: int) -> RankPlan:
+    return plan_exchange(one.exchange, job.pattern, shards, rank, job.num_heads, job.num_kv_heads, inner=one.inner)
+
+
+def _shards(one: Alternative, job: Job) -> tuple[Shard, ...]:
     cut = Cut(one.sharding, job.num_ranks, inner=one.inner)
-    shards = cut.shards_of(cut.default_lengths(job.seq_len))
-    heads = (job.num_heads, job.num_kv_heads)
-    return [
-        plan_exchange(one.exchange, job.pattern, shards, rank, *heads, inner=one.inner) for rank in range(job.num_ranks)
-    ]
+    return cut.shards_of(cut.default_lengths(job.seq_len))
 
 
 def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alternative | None, str]:
-    """The fastest that fits and computes the pattern, and the reason in a sentence."""
+    """The fastest that fits and computes the pattern, and the reason in a sentence. Of bounds the most counts: what is
+    recommended takes no longer than that."""
     ways = [x for x in found if x.function == "dilated" and not x.why_not]
+    if not ways or ways[0].step_seconds.most == inf:
+        return None, "none: what ranks that were sampled take at least recommends nothing"
     fitting = [x for x in ways if memory_bytes is None or x.peak_bytes <= memory_bytes]
     if not fitting:
         least = min(ways, key=lambda x: x.peak_bytes)
         return None, f"none fits: the least, {least.name} {least.sharding}, holds {least.peak_bytes / 1e9:,.1f} GB"
-    fastest = min(x.step_seconds for x in fitting)
-    alike = [x for x in fitting if x.step_seconds <= ALIKE * fastest]
+    fastest = min(x.step_seconds.most for x in fitting)
+    alike = [x for x in fitting if x.step_seconds.most <= ALIKE * fastest]
     best = min(alike, key=lambda x: (x.sent_bytes, x.peak_bytes, x.inner))
-    others = [x for x in fitting if x.step_seconds > ALIKE * fastest]
+    others = [x for x in fitting if x.step_seconds.most > ALIKE * fastest]
     if len(alike) > 1:
         ways_alike = "another way, and of the two" if len(alike) == 2 else f"{len(alike) - 1} other ways, and of these"
         holds = " and holds" if best.peak_bytes == min(x.peak_bytes for x in alike) else ""
@@ -109,28 +209,37 @@ def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alt
     else:
         why = "the fastest"
     if others:
-        second = min(others, key=lambda x: x.step_seconds)
-        slower = second.step_seconds / best.step_seconds - 1
-        why += f"; {second.name} {second.sharding} would take {slower:.0%} longer"
+        second = min(others, key=lambda x: x.step_seconds.most)
+        why += f"; {second.name} {second.sharding} {_compared(second.step_seconds, best.step_seconds)}"
         why += " (its work is less balanced)" if second.balance < 0.95 * best.balance else ""
     return best, why
 
 
-def advice_on(job: Job, best: Alternative, hardware: Hardware) -> str | None:
-    """What `advice` says of one of `alternatives`."""
-    is_dealt = best.exchange == "all_to_all" or best.inner > 1
+def _compared(second: Bounds, best: Bounds) -> str:
+    if second.is_exact and best.is_exact:
+        return f"would take {second.least / best.least - 1:.0%} longer"
+    if second.least > best.most:
+        return f"would take at least {second.least / best.most - 1:.0%} longer"
+    return f"may take up to {second.most / best.most - 1:.0%} longer, by the most that both may take"
+
+
+def advice_on(job: Job, best: Alternative, hardware: Hardware, *, every_rank: bool = False) -> str | None:
+    """What `advice` says of one of `alternatives`, which were found with the same arguments."""
+    is_dealt, is_form = best.exchange == "all_to_all" or best.inner > 1, not every_rank and not is_planned(job)
     sent = [0] * len(job.pattern.branches)
     if not is_dealt and best.exposed >= BOUND_BY_COMMUNICATION:
-        plans = [x.plan for x in _plans(best, job)]
-        cut = Cut(best.sharding, job.num_ranks)
-        shards = cut.shards_of(cut.default_lengths(job.seq_len))
-        shares = branch_shares(job.pattern, shards, plans, job.num_heads, job.num_kv_heads)
-        sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
+        if is_form:
+            sent = _form(best, job).sent_of_branches()
+        else:
+            plans, heads = [x.plan for x in _plans(best, job)], (job.num_heads, job.num_kv_heads)
+            shares = branch_shares(job.pattern, _shards(best, job), plans, *heads)
+            sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
 
-    def again(pattern: DilatedPattern) -> Bounds:
-        return Bounds.exactly(_weighed(best, job._replace(pattern=pattern), hardware, _NO_KERNEL).step_seconds)
+    def again(pattern: DilatedPattern) -> Bounds | None:
+        other = (_by_form if is_form else _weighed)(best, job._replace(pattern=pattern), hardware, _NO_KERNEL)
+        return None if other.why_not else other.step_seconds
 
-    step = Waiting(best.exposed, Bounds.exactly(best.step_seconds), sent, is_dealt=is_dealt)
+    step = Waiting(best.exposed, best.step_seconds, sent, is_dealt=is_dealt)
     return advice(job.pattern, job.num_heads, (0, job.seq_len), step, again)
 
 

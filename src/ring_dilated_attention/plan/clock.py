@@ -56,6 +56,21 @@ class Hardware(NamedTuple):
         return self.latency_seconds if self.handshake_seconds is None else self.handshake_seconds
 
 
+class Bounds(NamedTuple):
+    """Seconds of a step; the same number twice where it is exact."""
+
+    least: float
+    most: float
+
+    @classmethod
+    def exactly(cls, seconds: float) -> "Bounds":
+        return cls(seconds, seconds)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.least == self.most
+
+
 class RankTime(NamedTuple):
     """One rank's seconds. A stage begins when all ranks have ended the one before.
 

@@ -118,6 +118,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
         packing=traits.packing,
         distances=(row_bytes("query", plan, sizes), row_bytes("key", plan, sizes)),
         itemsize=sizes.itemsize,
+        is_brief=True,  # the second piece, with what the first one left
     )
     ledger = _Ledger(plan, sizes, terms, traits)
     ledger.give("query", "key", "value")
@@ -142,16 +143,19 @@ class _Ledger:
         self.plan, self.sizes, self.terms, self.traits = plan, sizes, terms, traits
         self.held: dict[str, int] = {}
         self.now = self.largest = 0
-        self.peak = Peak(())
+        self.at_peak: dict[str, int] = {}
         self.results: dict[str, int] = {}  # of the tile at hand
 
     def hold(self, name: str, num_bytes: int) -> None:
         self.now += num_bytes - self.held.get(name, 0)
         self.held[name] = num_bytes
         if self.now > self.largest:
-            self.largest = self.now
-            items = sorted((Item(*item) for item in self.held.items() if item[1]), key=lambda item: -item.num_bytes)
-            self.peak = Peak(tuple(items))
+            self.largest, self.at_peak = self.now, dict(self.held)
+
+    @property
+    def peak(self) -> Peak:
+        items = (Item(*item) for item in self.at_peak.items() if item[1])
+        return Peak(tuple(sorted(items, key=lambda item: -item.num_bytes)))
 
     def let_go(self, name: str) -> None:
         self.now -= self.held.pop(name, 0)

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 from .advice import Waiting, advice, exposed_of
-from .clock import Hardware, StepTime, model_step
-from .lockstep import Bounds, Lockstep, why_not
+from .clock import Bounds, Hardware, StepTime, model_step
+from .lockstep import MOST_HOPS, Lockstep, all_hops, why_not
 from .memory import AttentionMemory, Sizes, Traits, attention_memory
 from .planner import make_plan
 from .sharding import default_lengths, make_shards
@@ -209,8 +209,8 @@ def attention_of(job: ModelJob, traits: Traits) -> AttentionMemory:
     """
     shape, ranks, pattern, seq_len = job.shape, job.mesh.sequence, job.pattern, job.seq_len
     heads = (shape.num_heads, shape.num_kv_heads)
-    if why_not(pattern, seq_len, ranks, job.sharding, None) is None:
-        return Lockstep(pattern, seq_len, ranks, *heads, job.sizes).memory(traits)
+    if (form := _form(job)) is not None:
+        return form.memory(traits)
     if ranks > MOST_PLANNED:
         each, longer = divmod(seq_len, ranks)
         all_few, longest = FEW * each + min(longer, FEW), each + (longer > 0)
@@ -255,28 +255,44 @@ def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts
 @lru_cache(maxsize=64)  # the same whatever becomes of activations
 def attention_seconds(job: ModelJob, hardware: Hardware) -> Bounds:
     """Of one layer, forward and backward."""
-    shape, ranks = job.shape, job.mesh.sequence
-    heads = (shape.num_heads, shape.num_kv_heads)
-    if ranks <= MOST_PLANNED:
+    if _is_planned(job):
         return Bounds.exactly(_planned_step(job, hardware)[0].step_seconds)
-    if why_not(job.pattern, job.seq_len, ranks, job.sharding, None) is None:
-        return Lockstep(job.pattern, job.seq_len, ranks, *heads, job.sizes).step_seconds(hardware)
-    work = 14 * shape.head_dim * job.batch * pairs(job.pattern, job.seq_len, shape.num_heads) / ranks
+    if (form := _form(job)) is not None:
+        return form.step_seconds(hardware)
+    shape = job.shape
+    all_pairs = pairs(job.pattern, job.seq_len, shape.num_heads)
+    work = 14 * shape.head_dim * job.batch * all_pairs / job.mesh.sequence
     return Bounds(work / hardware.flops_per_second, inf)
 
 
 def attention_waiting(job: ModelJob, hardware: Hardware) -> Waiting | None:
     """How much of one layer's attention is waiting, as `advice` reads it; None where its time is not known, or nothing
     is sent."""
-    shape, ranks, seconds = job.shape, job.mesh.sequence, attention_seconds(job, hardware)
-    heads, num_bytes = (shape.num_heads, shape.num_kv_heads), job.sizes.unit * job.sizes.itemsize
-    if ranks == 1 or seconds.most == inf:
+    seconds = attention_seconds(job, hardware)
+    if job.mesh.sequence == 1 or seconds.most == inf:
         return None
-    if ranks > MOST_PLANNED:
-        form = Lockstep(job.pattern, job.seq_len, ranks, *heads, job.sizes)
-        return Waiting(form.exposed(hardware, seconds), seconds, form.sent_of_branches())
-    step, shares = _planned_step(job, hardware)
-    return Waiting(exposed_of(step), seconds, [share.sent * num_bytes for share in shares])
+    if _is_planned(job):
+        step, shares = _planned_step(job, hardware)
+        num_bytes = job.sizes.unit * job.sizes.itemsize
+        return Waiting(exposed_of(step), seconds, [share.sent * num_bytes for share in shares])
+    form = _form(job)
+    assert form is not None
+    return Waiting(form.exposed(hardware, seconds), seconds, form.sent_of_branches())
+
+
+def _form(job: ModelJob) -> Lockstep | None:
+    """Of one layer's attention."""
+    shape, ranks = job.shape, job.mesh.sequence
+    if why_not(job.pattern, job.seq_len, ranks, job.sharding, None) is not None:
+        return None
+    return Lockstep(job.pattern, job.seq_len, ranks, shape.num_heads, shape.num_kv_heads, job.sizes, job.sharding)
+
+
+def _is_planned(job: ModelJob) -> bool:
+    """Whether every rank is: if that takes a moment, or no closed form holds."""
+    ranks = job.mesh.sequence
+    is_short = all_hops(job.pattern, job.seq_len, ranks) <= MOST_HOPS
+    return ranks <= MOST_PLANNED and (is_short or _form(job) is None)
 
 
 @lru_cache(maxsize=2)  # its seconds and what it waits are asked for apart

@@ -9,6 +9,7 @@ A rank holds its shards, two K‖V buffers and, in backward, two dK‖dV buffers
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from .plan import Hop, Message, Plan, Tile
 from .rows import Rows
@@ -212,7 +213,7 @@ class _Tiles:
         names = self._names_to_copy(tile, keys)
         packing = self.terms.packing
         pieces = tile.pieces(packing.max_rows // self.terms.batch) if packing and names else (tile,)
-        for piece in pieces:
+        for piece in islice(pieces, 2) if self.terms.is_brief else pieces:
             for entry in self._entries(piece):
                 yield from self._partial(piece, entry, keys, names)
 
@@ -289,4 +290,4 @@ class _Tiles:
         if self.terms.batch == 1 or rows.segments == 1 or folds:
             yield None
         else:
-            yield from range(self.terms.batch)
+            yield from range(min(self.terms.batch, 2) if self.terms.is_brief else self.terms.batch)

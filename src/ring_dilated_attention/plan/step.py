@@ -41,6 +41,7 @@ class Terms(NamedTuple):
     has_dlse: of backward: lse has a gradient.
     packing: the kernel's, in forward. distances: bytes from one position to the next in query, and in key and value.
     itemsize: bytes of an element of them.
+    is_brief: of a tile's pieces and entries, which take the same steps, two are told. For who adds up no times.
     """
 
     in_place: bool = False
@@ -53,6 +54,7 @@ class Terms(NamedTuple):
     packing: Packing | None = None
     distances: tuple[int, int] = (0, 0)
     itemsize: int = 4
+    is_brief: bool = False
 
 
 class Deal(NamedTuple):

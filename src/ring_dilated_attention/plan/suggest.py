@@ -80,7 +80,7 @@ def most_sent(
         return max(sum(x.bytes_sent(*sizes[:3], backward=b) for b in (False, True)) for x in plans), True
     if why_not(pattern, even, num_ranks, "contiguous", None) is None:
         form = Lockstep(pattern, even, num_ranks, num_heads, num_kv_heads, sizes)
-        return form.largest_sent()[1], even == seq_len
+        return form.largest_sent[1], even == seq_len
     ranks = _ranks_to_look_at(pattern, even, num_ranks, MOST_COUNTED // (len(pattern.branches) * num_heads))
     sent = (sent_by_rank(pattern, even, num_ranks, rank, num_heads, num_kv_heads) for rank in ranks)
     return max(sum(x.num_bytes(*sizes[:3])) for x in sent), even == seq_len and len(ranks) == num_ranks

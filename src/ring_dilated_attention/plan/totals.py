@@ -10,9 +10,11 @@ r divides L and L divides w this is, not causal, the (g - 1) * 2 * B * L/r * H *
 ranks.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from ..pattern import DilatedPattern
 
@@ -94,7 +96,7 @@ class Segment:
     ) -> None:
         self.origin, self.end, self.shard_length = origin, end, shard_length
         self.rate = pattern.dilation_rates[branch]
-        self.phases = _sent_phases(pattern, branch, num_heads, num_kv_heads)
+        self.phases = sent_phases(pattern, branch, num_heads, num_kv_heads)
 
     def rows(self, start: int, stop: int) -> int:
         return sum(2 * heads * self._count(start, stop, phase) for phase, heads in self.phases)
@@ -133,19 +135,34 @@ class Segment:
 
 
 @lru_cache(maxsize=256)
-def _sent_phases(
-    pattern: DilatedPattern, branch: int, num_heads: int, num_kv_heads: int
+def sent_phases(
+    pattern: DilatedPattern, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
 ) -> tuple[tuple[int, int], ...]:
     """The phases that are sent, each with the number of key/value heads of which it is."""
     return tuple(
         (group.phase + j * group.phase_step, 1 if group.phase_step else len(group.kv_heads))
-        for group in pattern.head_groups(branch, num_heads, num_kv_heads)
+        for group in pattern.head_groups(branch, num_heads, num_kv_heads, held)
         for j in range(len(group.query_heads) if group.phase_step else 1)
     )
 
 
 def rows_before(position: int, phase: int, rate: int) -> int:
     return max(0, -((phase - position) // rate))
+
+
+def classes(phases: Sequence[int], rate: int, *positions: int) -> Iterator[tuple[int, list[int]]]:
+    """Phases that have as many rows before each of these positions: how many phases, and these rows.
+
+    Before x a phase s has x // r rows, and one more if s < x mod r: phases differ only in which of these places they
+    stand before.
+
+    Args:
+        phases: in ascending order.
+    """
+    marks = [0, *sorted(bisect_left(phases, x % rate) for x in positions), len(phases)]
+    for lo, hi in pairwise(marks):
+        if lo < hi:
+            yield hi - lo, [rows_before(x, phases[lo], rate) for x in positions]
 
 
 def straddling_segments(length: int, seq_len: int, start: int, stop: int) -> Iterator[tuple[int, int]]:

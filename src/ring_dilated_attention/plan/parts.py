@@ -1,0 +1,261 @@
+"""What equal parts of a sequence compute and send, in closed form: 65,536 of them in a moment. Pure integers, no torch.
+
+A part is a rank's shard or, under zigzag, half of one. Where each segment length divides a part's length m or is a
+multiple of it, a segment that straddles parts is a line of whole ones, and a part is known by its place in the line.
+Places repeat with a period of r / gcd(r, m), but that what they count grows by the same number from one period to the
+next: a few are counted one by one, and the others follow.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from math import gcd
+from typing import NamedTuple
+
+from ..pattern import DilatedPattern
+from .totals import classes, sent_phases
+
+
+class Counts(NamedTuple):
+    """Of every part, in order. All but pairs are in units of B * D elements, K and V.
+
+    rows: its own. passed: what its rank sends in a ring of ranks in the order of parts. returned: in one of ranks in
+    the opposite order, where a chunk that lower ranks need goes straight to the first of them. straight: what it sends
+    if each chunk goes straight to all that meet it. met: what it receives, and so the gradients that it sends.
+    """
+
+    pairs: list[int]
+    rows: list[int]
+    passed: list[int]
+    returned: list[int]
+    straight: list[int]
+    met: list[int]
+
+
+class Load(NamedTuple):
+    """What a part does of a branch, at most or at least. own_pairs, hop_pairs: of its rows with themselves, and with
+    those of another part. rows: K and V."""
+
+    own_pairs: int
+    hop_pairs: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A branch of a pattern on equal parts of a sequence. held: as in `make_plan`."""
+
+    pattern: DilatedPattern
+    branch: int
+    num_heads: int
+    num_kv_heads: int
+    held: range | None
+    length: int
+    num: int
+
+    @property
+    def group(self) -> int:
+        """Parts of a whole segment."""
+        return max(1, min(self.num, self.pattern.segment_lengths[self.branch] // self.length))
+
+    @property
+    def rate(self) -> int:
+        return self.pattern.dilation_rates[self.branch]
+
+    @property
+    def period(self) -> int:
+        return self.rate // gcd(self.rate, self.length)
+
+    @property
+    def is_sparse(self) -> bool:
+        """A part may have no row of some phase."""
+        return self.rate > self.length
+
+    @cached_property
+    def phases(self) -> list[int]:
+        """Of the query heads that run the branch, in ascending order."""
+        heads = self.pattern.heads_of(self.branch, self.num_heads)
+        held = heads if self.held is None else [h for h in heads if h in self.held]
+        return sorted(self.pattern.phase_of(self.branch, h, self.num_heads) or 0 for h in held)
+
+    @cached_property
+    def sent(self) -> list[int]:
+        """The phases of the key/value rows that travel, in ascending order."""
+        found = sent_phases(self.pattern, self.branch, self.num_heads, self.num_kv_heads, self.held)
+        return sorted(phase for phase, count in found for _ in range(count))
+
+    @property
+    def kind(self) -> tuple:
+        """What counts and kernel calls go by: where rates divide segments and parts, phases make no difference."""
+        w, r = self.pattern.branches[self.branch]
+        if self.length % r or (w % r and w < self.length * self.num):
+            return tuple(self.phases), tuple(self.sent)
+        groups = self.pattern.head_groups(self.branch, self.num_heads, self.num_kv_heads, self.held)
+        return tuple((len(group.query_heads), len(group.kv_heads), group.phase_step) for group in groups)
+
+    def most_calls(self) -> int:
+        """Kernel calls of a hop at most, where rows of heads are not alike: the planner cuts a diagonal of heads where
+        a phase begins anew and where rows are one more, of queries and of keys, and blocks of 4 heads or more."""
+        calls = 0
+        for group in self.pattern.head_groups(self.branch, self.num_heads, self.num_kv_heads, self.held):
+            num = len(group.query_heads)
+            blocks = max(1, len(group.kv_heads) // 4)
+            calls += (num if self.is_sparse else min(num, 5 + blocks)) if group.phase_step else blocks
+        return calls
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of parts that share rows of some segment, of each kind of segment and ring; ascending."""
+        if self.group == 1 or not self.phases:
+            return ()
+        sizes = {size for size in (self.group, self.num % self.group) if size > 1}
+        if self.is_sparse:
+            sizes = {
+                rows for size in sizes for _, [rows] in classes(self.phases, self.rate, size * self.length) if rows > 1
+            }
+        return tuple(sorted(sizes))
+
+    @cached_property
+    def counts(self) -> Counts:
+        if self.group == 1:
+            return self._at_home(self.num, self.local_pairs)
+        whole, rest = divmod(self.num, self.group)
+        first = along(lambda place: self._at(place, self.group), self.group, self.period)
+        last = along(lambda place: self._at(place, rest), rest, self.period) if rest else [[]] * len(first)
+        return Counts(*(column * whole + end for column, end in zip(first, last, strict=True)))
+
+    def _at_home(self, num: int, num_pairs: int) -> Counts:
+        nothing = [0] * num
+        return Counts([num_pairs] * num, *[nothing] * 5)
+
+    @cached_property
+    def folded(self) -> Counts:
+        """Of ranks with two parts each, which are as far from the middle of the sequence as each other (zigzag)."""
+        p = self.num // 2
+        if self.group == 1:
+            return self._at_home(p, 2 * self.local_pairs)
+        early, late = Counts(*(x[:p] for x in self.counts)), Counts(*(x[: p - 1 : -1] for x in self.counts))
+        both = Counts(*(list(map(operator.add, *x)) for x in zip(early, late, strict=True)))
+        if self.group < self.num:  # in two segments; in the late one ranks come in the opposite order
+            return both._replace(passed=list(map(operator.add, early.passed, late.returned)))
+        if not self.pattern.is_causal:
+            every, rows = sum(both.rows), both.rows
+            passed, met = ([every - x for x in column] for column in (rows[1:] + rows[:1], rows))
+            return both._replace(passed=passed, straight=[(p - 1) * x for x in rows], met=met)
+        # All meet an early part. A late one is met by the ranks below alone: it goes to the first, and from there up.
+        every, above = sum(early.rows), [*list(accumulate(reversed(late.rows)))[::-1], 0, 0]  # of ranks k, k + 1, ...
+        following = zip(early.rows[1:] + early.rows[:1], [0, *late.rows[1:]], above[2:], strict=True)
+        return both._replace(
+            passed=[every - onward + own + later for onward, own, later in following],
+            straight=[(p - 1) * a + k * b for k, (a, b) in enumerate(zip(early.rows, late.rows, strict=True))],
+            met=[every - own + later for own, later in zip(early.rows, above[1:-1], strict=True)],
+        )
+
+    @property
+    def sharing(self) -> int:
+        """Parts of a whole segment that send or receive rows of it."""
+        sends, meets = (column[: self.group] for column in (self.counts.passed, self.counts.met))
+        return sum(a > 0 or b > 0 for a, b in zip(sends, meets, strict=True))
+
+    @cached_property
+    def local_pairs(self) -> int:
+        """Pairs of a part in which whole segments lie."""
+        w = self.pattern.segment_lengths[self.branch]
+        segments, rest = divmod(self.length, w)
+        return segments * self._pairs(0, w, w) + self._pairs(0, rest, rest)
+
+    def load(self, pick: Callable[..., int]) -> Load:
+        """Of the parts of a segment, by `max` or `min`."""
+        each = -(-self.length // self.rate) if pick is max else self.length // self.rate
+        own, queries, rows = map(pick, self._loads)
+        return Load(own, queries * each, rows)
+
+    @cached_property
+    def _loads(self) -> list[tuple[int, ...]]:
+        return list(zip(*map(self._load_at, range(min(self.group, self.period))), strict=True))
+
+    def _load_at(self, place: int) -> tuple[int, int, int]:
+        """Pairs of own rows with themselves, rows of queries, and rows of keys and values."""
+        start, stop = place * self.length, (place + 1) * self.length
+        own = [(num, after - before) for num, (before, after) in classes(self.phases, self.rate, start, stop)]
+        is_causal = self.pattern.is_causal
+        pairs = sum(num * (rows * (rows + 1) // 2 if is_causal else rows * rows) for num, rows in own)
+        return pairs, sum(num * rows for num, rows in own), self._rows(start, stop)
+
+    def _rows(self, start: int, stop: int) -> int:
+        return sum(2 * num * (after - before) for num, (before, after) in classes(self.sent, self.rate, start, stop))
+
+    def _pairs(self, start: int, stop: int, end: int) -> int:
+        """Of the queries start..stop-1 of a segment of `end` positions."""
+        total = 0
+        for num, (before, after, every) in classes(self.phases, self.rate, start, stop, end):
+            if self.pattern.is_causal:
+                total += num * (after * (after + 1) - before * (before + 1)) // 2
+            else:
+                total += num * (after - before) * every
+        return total
+
+    def _at(self, place: int, size: int) -> tuple[int, ...]:
+        """The counts of one part of a segment of `size` parts."""
+        start, end = place * self.length, size * self.length
+        stop = start + self.length
+        rows = passed = returned = straight = met = 0
+        beyond = stop + self.length if stop < end else self.length  # the next part, or the first again
+        behind = (start if start else end) - self.length
+        marks = (start, stop, end, beyond, behind)
+        for num, (before, after, every, next_stop, last_start) in classes(self.sent, self.rate, *marks):
+            own, others = after - before, every - (after - before)
+            rows += 2 * num * own
+            if not own or not others:
+                continue
+            if self.is_sparse:  # of each phase a part has one row, and only parts with rows take part
+                next_rows = last_rows = 1
+                below, above = before, every - after
+            else:
+                next_rows = next_stop - (after if stop < end else 0)
+                last_rows = (before if start else every) - last_start
+                below, above = place, size - 1 - place
+            if self.pattern.is_causal:
+                passed += 2 * num * (after if above else 0)
+                returned += 2 * num * ((own if above else 0) + before - (last_rows if below else 0))
+                straight += 2 * num * own * above
+                met += 2 * num * before
+            else:
+                passed += 2 * num * (every - next_rows)
+                returned += 2 * num * (every - last_rows)
+                straight += 2 * num * own * (below + above)
+                met += 2 * num * others
+        return self._pairs(start, stop, end), rows, passed, returned, straight, met
+
+
+@lru_cache(maxsize=64)  # forms of the same job by other exchanges count the same
+def parts_of(
+    pattern: DilatedPattern, num_heads: int, num_kv_heads: int, held: range | None, length: int, num: int
+) -> list[Parts]:
+    """By branch."""
+    heads = (num_heads, num_kv_heads, held)
+    return [Parts(pattern, branch, *heads, length, num) for branch in range(len(pattern.branches))]
+
+
+def places_counted(pattern: DilatedPattern, length: int, num: int) -> int:
+    """Of parts, one by one, by all branches."""
+    straddling = [r for w, r in pattern.branches if w > length]
+    return sum(min(num, 4 * (rate // gcd(rate, length))) for rate in straddling)
+
+
+def along(at: Callable[[int], Sequence[int]], num: int, period: int) -> list[list[int]]:
+    """Columns of at(0) ... at(num - 1), which grow by the same from one period to the next but at both ends."""
+    if num <= 4 * period:
+        return [list(column) for column in zip(*map(at, range(num)), strict=True)]
+    few = [*map(at, range(3 * period)), *map(at, range(num - period, num))]
+    found = []
+    for column in zip(*few, strict=True):
+        places = list(column[:period]) + [0] * (num - period)
+        for k in range(period, 2 * period):
+            count, first, step = -(-(num - k) // period), column[k], column[k + period] - column[k]
+            places[k::period] = range(first, first + step * count, step) if step else [first] * count
+        places[-period:] = column[-period:]
+        found.append(places)
+    return found
