@@ -13,7 +13,8 @@ from ..pattern import DilatedPattern
 from ..plan.advice import Waiting, advice
 from ..plan.clock import Bounds, Hardware, time_text
 from ..plan.exchange import Choice, RankPlan, choose_exchange, plan_exchange, traffic_of
-from ..plan.lockstep import MOST_HOPS, Dealt, Lockstep, all_hops, closed_form, why_not, why_not_by
+from ..plan.forms import Dealt, closed_form, why_not_by
+from ..plan.lockstep import MOST_HOPS, Form, Lockstep, all_hops, why_not
 from ..plan.memory import Sizes, attention_memory
 from ..plan.parts import places_counted
 from ..plan.sharding import SHARDINGS, Shard, shard_length
@@ -56,7 +57,7 @@ class Large(NamedTuple):
         return self.num_heads, self.num_kv_heads, self.documents, self.sizes
 
     @property
-    def form(self) -> Lockstep | Dealt:
+    def form(self) -> Form:
         heads = self.num_heads, self.num_kv_heads
         return closed_form(self.exchange, self.pattern, self.seq_len, self.num_ranks, *heads, self.sizes, self.sharding)
 

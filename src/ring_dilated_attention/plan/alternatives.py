@@ -8,7 +8,8 @@ from .advice import BOUND_BY_COMMUNICATION, Waiting, advice, exposed_of
 from .clock import Bounds, Hardware, model_step
 from .dealing import check_dealing
 from .exchange import RankPlan, plan_exchange
-from .lockstep import Dealt, Lockstep, all_hops, closed_form, why_not, why_not_by
+from .forms import closed_form, why_not_by
+from .lockstep import Form, all_hops, why_not
 from .memory import Sizes, Traits, attention_memory
 from .parts import places_counted
 from .sharding import SHARDINGS, Cut, Shard
@@ -170,7 +171,7 @@ def _weighed(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> 
     )
 
 
-def _form(one: Alternative, job: Job) -> Lockstep | Dealt:
+def _form(one: Alternative, job: Job) -> Form:
     return closed_form(one.exchange, *job, one.sharding, one.inner)
 
 
