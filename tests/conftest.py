@@ -8,3 +8,8 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+
+def pytest_xdist_auto_num_workers(config):
+    """For `-n auto`: half of the time tests wait for processes that they started."""
+    return 2 * (os.cpu_count() or 1)

@@ -14,7 +14,7 @@ import pytest
 
 from ring_dilated_attention.commands import cli, interrupts, limits, output
 
-PLAN = ["plan", "--seq-len", "4096", "--ranks", "32", "--segment-lengths", "4096", "--dilation-rates", "1"]
+PLAN = ["plan", "--seq-len", "4096", "--ranks", "17", "--segment-lengths", "4096", "--dilation-rates", "1"]
 EXTRA = ("tqdm", "numpy", "matplotlib", "safetensors")
 
 
