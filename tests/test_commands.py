@@ -1,5 +1,6 @@
 """What all commands have in common: they do without the extra packages, and end well whatever their streams do."""
 
+import importlib
 import os
 import random
 import re
@@ -20,6 +21,7 @@ EXTRA = ("tqdm", "numpy", "matplotlib", "safetensors")
 
 @pytest.fixture
 def without_extra(monkeypatch):
+    importlib.import_module("torch")  # which looks for numpy itself, once
     for name in EXTRA:
         monkeypatch.setitem(sys.modules, name, None)
 
