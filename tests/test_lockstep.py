@@ -5,7 +5,6 @@ import time
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from ring_dilated_attention.plan.forms import Dealt, closed_form, why_not_by
 
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
@@ -13,6 +12,7 @@ from ring_dilated_attention.plan.advice import exposed_of
 from ring_dilated_attention.plan.alternatives import Job, alternatives
 from ring_dilated_attention.plan.clock import Hardware, model_step
 from ring_dilated_attention.plan.exchange import RankPlan, choose_exchange, plan_exchange
+from ring_dilated_attention.plan.forms import Dealt, closed_form, why_not_by
 from ring_dilated_attention.plan.lockstep import Lockstep, why_not
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan

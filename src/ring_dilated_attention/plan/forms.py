@@ -73,12 +73,14 @@ class Gathered(Lockstep):
         return handshakes + max(self.work_seconds(hardware), self.largest_sent[1] / hardware.bytes_per_second)
 
     def memory(self, traits: Traits) -> AttentionMemory:
-        """Of the rank to which most comes."""
+        """Of the ranks to which most comes: chunks with their gradients, or gradients of its own as well."""
         home, met = self.sent_of_ranks
-        wide = self.sizes.itemsize + self.sizes.sum_itemsize
-        both = [*map(operator.add, map(wide.__mul__, met), map(self.sizes.sum_itemsize.__mul__, home))]
-        k = both.index(max(both))
-        plans = (replace(gathered(plan), received_size=met[k], home_size=home[k]) for plan in self.few_plans())
+        both = [*map(operator.add, met, home)]
+        plans = [
+            replace(gathered(plan), received_size=met[k], home_size=home[k])
+            for k in {met.index(max(met)), both.index(max(both))}
+            for plan in self.few_plans()
+        ]
         found = (attention_memory(plan, self.sizes, traits) for plan in plans)
         return max(found, key=lambda x: x.forward_backward.num_bytes)
 
