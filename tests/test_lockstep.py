@@ -27,7 +27,7 @@ WAYS = [("ring", 1), ("all_gather", 1), ("all_to_all", 1), ("ring", 2), ("ring",
 def jobs(draw, ways=WAYS):
     """Any rates, segments that are cut off at the end, and both shardings."""
     exchange, inner = draw(st.sampled_from(ways))
-    num_ranks, length = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12])), draw(st.sampled_from([8, 12, 16]))
+    num_ranks, length = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 10, 12])), draw(st.sampled_from([8, 12, 16]))
     sharding = draw(st.sampled_from(["contiguous", "zigzag"]))
     seq_len = num_ranks * length
     heads, num = draw(st.sampled_from(HEADS)), draw(st.integers(1, 3))
@@ -94,8 +94,6 @@ def test_work_bytes_and_memory_are_the_plans(case, sizes):
 def test_the_time_is_between_its_bounds(case, hardware, sizes):
     exchange, job, sharding, inner = case
     length = part_length(*case)
-    if any(r > length and w > length for w, r in job[0].branches):  # kernel calls of such rates are those of few ranks
-        hardware = hardware._replace(call_seconds=0.0)
     plans = plans_of(*case)
     step = model_step([x.plan for x in plans], sizes, hardware, [x.dealing for x in plans if x.dealing] or None)
     found = closed_form(exchange, *job, sizes, sharding, inner)

@@ -180,6 +180,31 @@ def test_what_has_no_closed_form_is_planned_or_sampled(capsys):
     assert "sampled" in many["reason"]
 
 
+def test_what_may_be_faster_is_named():
+    """Of bounds nobody knows which is the fastest, and of ways that were left out even less."""
+    ring = Alternative("dilated", "ring", "contiguous", 1, 1.0, 100, 100, Bounds(2, 3), found_by="forms")
+    zigzag = ring._replace(sharding="zigzag", step_seconds=Bounds(1, 4))
+    slower = ring._replace(exchange="all_gather", step_seconds=Bounds(3, 5))
+    best, reason = recommended([ring, zigzag, slower], None)
+    assert best is ring
+    assert reason == "at most 3 s; by the most that each may take the fastest; ring zigzag may be faster"
+    left_out = zigzag._replace(why_not="zigzag has no closed form: ...")
+    assert recommended([ring, left_out], None)[1].endswith("the fastest (of the ways compared)")
+    assert recommended([ring._replace(why_not="?")], None) == (None, "none: no way could be planned")
+
+
+def test_of_split_heads_the_memory_is_that_of_all_places():
+    """Catches 71 MB where the place that runs the longest branch holds 88."""
+    pattern = DilatedPattern((64, 1024, 4096), (1, 3, 1), is_causal=True, heads="split")
+    job = Job(pattern, 4096, 32, 32, 4, Sizes(1, 16, 4))
+    hardware = Hardware(1e12, 1e10)
+    every = alternatives(job, hardware, TRAITS["cpu"], every_rank=True)
+    for x, y in zip(alternatives(job, hardware, TRAITS["cpu"]), every, strict=True):
+        if x.inner > 1:
+            assert x.found_by == "forms"
+            assert x.peak_bytes == pytest.approx(y.peak_bytes, rel=0.05)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rate", [4, 12])
 def test_closed_forms_bound_the_plans_of_all_ways(is_causal, rate):

@@ -8,25 +8,29 @@ from typing import Any
 from ..pattern import DilatedPattern
 from ..plan.alternatives import (
     MOST_RANKS,
+    MOST_SAMPLED_HOPS,
     Alternative,
     Job,
     advice_on,
     alternatives,
+    dense_of,
     has_forms,
     is_planned,
     places_of_forms,
     recommended,
 )
 from ..plan.clock import Hardware, time_text
+from ..plan.lockstep import all_hops
 from ..plan.memory import Traits
 from ..plan.planner import make_plan
 from ..plan.sharding import default_lengths, make_shards
 from .hardware import described
 from .output import aligned
-from .plan_large import SECONDS_A_PLACE
+from .plan_large import SECONDS_A_PLACE, SECONDS_PER_HOP
 
 # What all ways take of each rank, in plans of one way and for each rank that it meets: measured on 32 and 64 ranks.
 PLANS_A_RANK = 0.8
+PLANS_OF_SAMPLES = 12  # of the pattern's, and of dense attention's, with their memory
 
 
 def found_for(
@@ -53,6 +57,8 @@ def found_for(
         say_before(job, seconds_of_planning(job))
     elif has_forms(job):
         say_before(job, SECONDS_A_PLACE * places_of_forms(job))
+    else:
+        say_before(job, seconds_of_sampling(job))
     rows = alternatives(job, hardware, traits, every_rank=every_rank)
     best, reason = recommended(rows, memory_bytes)
     return {
@@ -61,7 +67,7 @@ def found_for(
         "alternatives": [_as_json(row) for row in rows],
         "recommended": None if best is None else _as_json(best),
         "reason": reason,
-        "advice": None if best is None else advice_on(job, best, hardware, every_rank=every_rank),
+        "advice": None if best is None else advice_on(job, best, hardware),
     }
 
 
@@ -79,6 +85,12 @@ def seconds_of_planning(job: Job) -> float:
     return PLANS_A_RANK * job.num_ranks**2 * (time.monotonic() - began)
 
 
+def seconds_of_sampling(job: Job) -> float:
+    """About how long two ranks of each way take, if they have no more hops than are sampled."""
+    hops = (all_hops(pattern, *job[1:4]) // job.num_ranks for pattern in (job.pattern, dense_of(job)))
+    return PLANS_OF_SAMPLES * SECONDS_PER_HOP * sum(x for x in hops if x <= MOST_SAMPLED_HOPS)
+
+
 def say_before(job: Job, seconds: float) -> None:
     """Nobody should wait without knowing for what."""
     if seconds > 2:
@@ -93,9 +105,7 @@ def text(found: dict[str, Any]) -> str:
         if row["why_not"]:
             impossible.append(f"{row['function']} {row['name']}: {row['why_not']}")
             continue
-        numbers = (_span(**row["step_seconds"]), f"{row['exposed']:.0%}", f"{row['balance']:.1%}")
-        sizes = (f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['peak_bytes'] / 1e6:,.0f}")
-        rows.append((row["function"], row["name"], row["sharding"], *numbers, *sizes))
+        rows.append((row["function"], row["name"], row["sharding"], *_numbers(row)))
     lines = [found["assumed"], "", _texts_left(headers, rows)]
     if any("closed form" in line for line in impossible) and found["num_ranks"] <= MOST_RANKS:
         impossible.append("what has no closed form: --every-rank plans it")
@@ -104,6 +114,16 @@ def text(found: dict[str, Any]) -> str:
     name = "" if best is None else f"{best['name']}, {best['sharding']} shards: "
     lines += ["", f"recommended: {name}{found['reason']}"]
     return "\n".join(lines + ([found["advice"]] if found["advice"] else []))
+
+
+def _numbers(row: dict[str, Any]) -> tuple[str, ...]:
+    """What is a bound is marked as one."""
+    least, most = row["step_seconds"].values()
+    is_sample = row["found_by"] == "samples"
+    at_least, at_most = (">= ", "<= ") if is_sample else ("", "")
+    waits = "" if is_sample else f"{'' if least == most else '>= '}{row['exposed']:.0%}"
+    sizes = f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['peak_bytes'] / 1e6:,.0f}"
+    return _span(least, most), waits, f"{at_most}{row['balance']:.1%}", *(at_least + size for size in sizes)
 
 
 def _span(least: float, most: float | None) -> str:

@@ -72,7 +72,9 @@ class Large(NamedTuple):
 
     def answers_at_once(self) -> bool:
         """Whether closed forms do, and planning every rank would take longer than a moment."""
-        return all_hops(self.pattern, self.seq_len, self.num_ranks) > MOST_HOPS and self.obstacle() is None
+        return (
+            all_hops(self.pattern, self.seq_len, self.num_ranks, self.num_heads) > MOST_HOPS and self.obstacle() is None
+        )
 
     def balance(self) -> float | None:
         """Of equal shards; None where no closed form tells it."""
@@ -199,7 +201,7 @@ def seconds_of_planning(job: Large) -> float:
     length = max(map(shard_length, job.shards))
     num_hops = sum(min(job.num_ranks, -(-w // length)) for w in job.pattern.segment_lengths if w > length)
     if num_hops > MANY_HOPS:
-        return PASSES * SECONDS_PER_HOP * num_hops * job.num_ranks
+        return PASSES * SECONDS_PER_HOP * num_hops * job.num_ranks * max(1, job.num_heads // 8)
     began = time.monotonic()
     plan_of(job, job.num_ranks - 1)
     passes = PASSES_COMPARED if job.num_ranks <= MOST_COMPARED else PASSES
@@ -247,9 +249,10 @@ def text(job: Large, found: dict[str, Any]) -> str:
         what = f"travels among {sharing:,} ranks" if sharing > 1 else "stays at home"
         what = "is computed by heads: each rank has all positions of some" if job.exchange == "all_to_all" else what
         lines.append(f"branch {i} ({job.pattern.branches[i]}) {what}")
-    by_sharding = {name: known for name, known in found.get("balance_of_rings", {}).items() if known is not None}
-    if len(by_sharding) > 1:
-        lines.append("balance by sharding: " + ", ".join(f"{name} {known:.1%}" for name, known in by_sharding.items()))
+    by_sharding = found.get("balance_of_rings", {})
+    if by_sharding:
+        words = (f"{name} {'not known' if x is None else format(x, '.1%')}" for name, x in by_sharding.items())
+        lines.append("balance by sharding: " + ", ".join(words))
     return "\n".join(lines)
 
 

@@ -39,6 +39,7 @@ from .output import aligned
 MOST_PARAMETERS = 10**15  # a thousand times the largest models: more is a slip of the keyboard
 # That are planned for what fits where attention decides it; most serve all three ways to keep activations.
 LENGTHS_AND_MESHES = 80
+CHECKS = 6  # whether the lengths and meshes that are found without attention fit with it, of each activations
 # What a config.json calls each field: Llama's and its kin's word, GPT-2's, ours.
 _FIELDS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -221,13 +222,13 @@ def asked(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machi
 def say_before(question: Asked, memory: int) -> None:
     """Nobody should wait without knowing for what: about how long the search takes, by the plan of one more length."""
     job, traits = question.job, TRAITS[question.kernel]
-    if not any(is_decided_by_attention(job, how, traits, memory) for how in ACTIVATIONS):
-        return
     began = time.monotonic()
     attention_of(replace(job, seq_len=job.seq_len + 1), traits)
-    seconds = LENGTHS_AND_MESHES * (time.monotonic() - began)
-    if seconds > 1:
-        print(f"searching for what fits takes about {time_text(seconds)}", file=sys.stderr)
+    one = time.monotonic() - began
+    if CHECKS * one > 1:
+        print(f"searching for what fits takes at least {time_text(CHECKS * one)}", file=sys.stderr)
+    if LENGTHS_AND_MESHES * one > 1 and any(is_decided_by_attention(job, x, traits, memory) for x in ACTIVATIONS):
+        print(f"searching for what fits takes about {time_text(LENGTHS_AND_MESHES * one)}", file=sys.stderr)
 
 
 def figures(question: Asked) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 from .advice import BOUND_BY_COMMUNICATION, Waiting, advice, exposed_of
-from .clock import Bounds, Hardware, model_step
+from .clock import Bounds, Hardware, model_step, time_text
 from .dealing import check_dealing
 from .exchange import RankPlan, plan_exchange
 from .forms import closed_form, why_not_by
@@ -16,9 +16,9 @@ from .sharding import SHARDINGS, Cut, Shard
 from .sharing import branch_shares
 from .totals import pairs
 
-# Every rank of every way is planned where all have so few hops, which takes a moment; and, where no closed form holds,
-# of so many ranks at most. Of more some are sampled, if they have no more hops than that.
-MOST_HOPS, MOST_RANKS, MOST_SAMPLED_HOPS = 256, 64, 4096  # of 14 ways
+# Every rank of every way is planned where all have so few hops, which takes a moment, or of one without a closed form;
+# and, where none has any, of so many ranks at most. Of more some are sampled, if they have no more hops than that.
+MOST_HOPS, MOST_HOPS_OF_ONE, MOST_RANKS, MOST_SAMPLED_HOPS = 256, 512, 64, 8192
 # Two steps whose times differ by less are alike: what sends less, then what holds less, is better.
 ALIKE = 1.02
 
@@ -27,7 +27,9 @@ class Alternative(NamedTuple):
     """One way to compute it. inner: ranks that deal heads inside a ring of groups (a 2-D mesh); 1 for none.
 
     sent_bytes, peak_bytes: of the rank that sends, or holds, most. exposed: share of a step in which the busiest rank
-        waits.
+        waits; at least so much, where the time is bounds.
+    found_by: "plans", which are exact; "forms": peak_bytes may be off by a row of each head; "samples" of ranks:
+        balance is at most, all else at least so much.
     step_seconds: bounds where it is by closed forms; at least so much where ranks are sampled.
     why_not: instead of figures.
     """
@@ -41,6 +43,7 @@ class Alternative(NamedTuple):
     peak_bytes: int = 0
     step_seconds: Bounds = Bounds(0.0, 0.0)
     exposed: float = 0.0
+    found_by: str = "plans"
     why_not: str = ""
 
     @property
@@ -78,7 +81,7 @@ def alternatives(job: Job, hardware: Hardware, traits: Traits, *, every_rank: bo
     except ValueError as error:
         cannot_deal = str(error).split(":")[0]
     for function in ("dilated", "dense"):
-        pattern = job.pattern if function == "dilated" else _dense(job)
+        pattern = job.pattern if function == "dilated" else dense_of(job)
         for exchange, size in ways:
             for sharding in SHARDINGS if exchange != "all_to_all" else SHARDINGS[:1]:
                 one = Alternative(function, exchange, sharding, size)
@@ -96,7 +99,7 @@ def has_forms(job: Job) -> bool:
 
 def is_planned(job: Job) -> bool:
     """Whether every rank of every way is planned: if that takes a moment, or nothing else can be had."""
-    hops = sum(all_hops(pattern, job.seq_len, job.num_ranks) for pattern in (job.pattern, _dense(job)))
+    hops = sum(all_hops(pattern, *job[1:4]) for pattern in (job.pattern, dense_of(job)))
     return hops <= MOST_HOPS or (job.num_ranks <= MOST_RANKS and not has_forms(job))
 
 
@@ -117,12 +120,14 @@ def _inner(job: Job) -> int:
     return max(sizes, default=1)
 
 
-def _dense(job: Job) -> DilatedPattern:
+def dense_of(job: Job) -> DilatedPattern:
     return DilatedPattern.dense(is_causal=job.pattern.is_causal)
 
 
 def _by_form(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> Alternative:
     if (found := why_not_by(one.exchange, *job[:3], one.sharding, one.inner)) is not None:
+        if all_hops(*job[:4]) <= MOST_HOPS_OF_ONE:
+            return _weighed(one, job, hardware, traits)
         return one._replace(why_not=f"{one.sharding} has no closed form: {found}")
     form = _form(one, job)
     seconds = form.step_seconds(hardware)
@@ -132,14 +137,16 @@ def _by_form(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> 
         peak_bytes=form.memory(traits).forward_backward.num_bytes,
         step_seconds=seconds,
         exposed=form.exposed(hardware, seconds),
+        found_by="forms",
     )
 
 
 def _by_sample(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> Alternative:
-    """At least what one of the last two ranks computes, sends, holds and takes: of a causal pattern, contiguous, these
-    do most."""
-    if all_hops(*job[:3]) > MOST_SAMPLED_HOPS * job.num_ranks:
-        return one._replace(why_not="planning one rank takes too long")
+    """At least what one of the last two ranks computes, sends, holds and takes."""
+    if all_hops(*job[:4]) > MOST_SAMPLED_HOPS * job.num_ranks:
+        return one._replace(
+            why_not="planning one rank takes too long; lengths that ranks divide evenly have closed forms"
+        )
     shards, ranks = _shards(one, job), (job.num_ranks - 1, job.num_ranks - 2)
     plans = [_plan(one, job, shards, rank) for rank in ranks]
     work, sent = max(x.plan.pairs for x in plans), max(map(job.bytes_sent, plans))
@@ -154,6 +161,7 @@ def _by_sample(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -
         peak_bytes=max(peaks),
         step_seconds=Bounds(least, inf),
         exposed=1 - busy / least,
+        found_by="samples",
     )
 
 
@@ -193,43 +201,48 @@ def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alt
     """The fastest that fits and computes the pattern, and the reason in a sentence. Of bounds the most counts: what is
     recommended takes no longer than that."""
     ways = [x for x in found if x.function == "dilated" and not x.why_not]
-    if not ways or ways[0].step_seconds.most == inf:
-        return None, "none: what ranks that were sampled take at least recommends nothing"
     fitting = [x for x in ways if memory_bytes is None or x.peak_bytes <= memory_bytes]
     if not fitting:
-        least = min(ways, key=lambda x: x.peak_bytes)
+        least = min(ways, key=lambda x: x.peak_bytes, default=None)
+        if least is None:
+            return None, "none: no way could be planned"
         return None, f"none fits: the least, {least.name} {least.sharding}, holds {least.peak_bytes / 1e9:,.1f} GB"
+    if any(x.found_by == "samples" for x in fitting):
+        return None, "none: what ranks that were sampled take at least recommends nothing"
     fastest = min(x.step_seconds.most for x in fitting)
     alike = [x for x in fitting if x.step_seconds.most <= ALIKE * fastest]
     best = min(alike, key=lambda x: (x.sent_bytes, x.peak_bytes, x.inner))
-    others = [x for x in fitting if x.step_seconds.most > ALIKE * fastest]
+    is_partial = any("closed form" in x.why_not for x in found if x.function == "dilated")
+    return best, _reason(best, alike, fitting) + " (of the ways compared)" * is_partial
+
+
+def _reason(best: Alternative, alike: list[Alternative], fitting: list[Alternative]) -> str:
+    """Why it is the best of those that are alike, and of what is known of the others."""
     if len(alike) > 1:
         ways_alike = "another way, and of the two" if len(alike) == 2 else f"{len(alike) - 1} other ways, and of these"
         holds = " and holds" if best.peak_bytes == min(x.peak_bytes for x in alike) else ""
         why = f"as fast as {ways_alike} it sends{holds} least"
     else:
         why = "the fastest"
+    most = best.step_seconds.most
+    if not all(x.step_seconds.is_exact for x in fitting):
+        why = f"at most {time_text(most)}; by the most that each may take {why}"
+        faster = [f"{x.name} {x.sharding}" for x in fitting if x is not best and x.step_seconds.least < most / ALIKE]
+        return why + (f"; {', '.join(faster)} may be faster" if faster else "")
+    others = [x for x in fitting if x not in alike]
     if others:
         second = min(others, key=lambda x: x.step_seconds.most)
-        why += f"; {second.name} {second.sharding} {_compared(second.step_seconds, best.step_seconds)}"
+        why += f"; {second.name} {second.sharding} would take {second.step_seconds.most / most - 1:.0%} longer"
         why += " (its work is less balanced)" if second.balance < 0.95 * best.balance else ""
-    return best, why
+    return why
 
 
-def _compared(second: Bounds, best: Bounds) -> str:
-    if second.is_exact and best.is_exact:
-        return f"would take {second.least / best.least - 1:.0%} longer"
-    if second.least > best.most:
-        return f"would take at least {second.least / best.most - 1:.0%} longer"
-    return f"may take up to {second.most / best.most - 1:.0%} longer, by the most that both may take"
-
-
-def advice_on(job: Job, best: Alternative, hardware: Hardware, *, every_rank: bool = False) -> str | None:
-    """What `advice` says of one of `alternatives`, which were found with the same arguments."""
-    is_dealt, is_form = best.exchange == "all_to_all" or best.inner > 1, not every_rank and not is_planned(job)
+def advice_on(job: Job, best: Alternative, hardware: Hardware) -> str | None:
+    """What `advice` says of one of `alternatives`."""
+    is_dealt = best.exchange == "all_to_all" or best.inner > 1
     sent = [0] * len(job.pattern.branches)
     if not is_dealt and best.exposed >= BOUND_BY_COMMUNICATION:
-        if is_form:
+        if best.found_by == "forms":
             sent = _form(best, job).sent_of_branches()
         else:
             plans, heads = [x.plan for x in _plans(best, job)], (job.num_heads, job.num_kv_heads)
@@ -237,7 +250,8 @@ def advice_on(job: Job, best: Alternative, hardware: Hardware, *, every_rank: bo
             sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
 
     def again(pattern: DilatedPattern) -> Bounds | None:
-        other = (_by_form if is_form else _weighed)(best, job._replace(pattern=pattern), hardware, _NO_KERNEL)
+        weigh = _by_form if best.found_by == "forms" else _weighed
+        other = weigh(best, job._replace(pattern=pattern), hardware, _NO_KERNEL)
         return None if other.why_not else other.step_seconds
 
     step = Waiting(best.exposed, best.step_seconds, sent, is_dealt=is_dealt)

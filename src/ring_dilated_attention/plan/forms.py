@@ -12,11 +12,12 @@ from itertools import pairwise
 from ..pattern import DilatedPattern
 from .clock import Bounds, Hardware
 from .dealing import check_dealing, dealt_bytes
-from .lockstep import FEWEST, Form, Lockstep, ring_plans, why_not
+from .lockstep import Form, Lockstep, ring_plans, why_not
 from .memory import AttentionMemory, Sizes, Traits, attention_memory
 from .pace import stage_seconds
 from .plan import gathered
 
+MOST_KINDS = 8  # of places that deal heads and differ in a row of each
 STAGES_OF_DEALING = 14  # tensors that are dealt, there and back, in a forward and its backward
 
 
@@ -108,7 +109,8 @@ class Gathered(Lockstep):
 @dataclass(frozen=True)
 class Dealt(Form):
     """Groups of `inner` neighbours deal heads among them, around a ring of groups: each place in them has a ring of its
-    own, of ranks with its share of the heads and the group's positions. One group is an all-to-all."""
+    own, of ranks with its share of the heads and the group's positions. One group is an all-to-all. Work and bytes are
+    exact unless more than MOST_KINDS places differ, by a row of each head."""
 
     pattern: DilatedPattern
     seq_len: int
@@ -121,12 +123,16 @@ class Dealt(Form):
 
     @cached_property
     def rings(self) -> list[Lockstep]:
-        """By place; one and the same where places have as many rows of each branch."""
+        """By place; one and the same where places have as many rows of each branch, or are so many that some stand for
+        their neighbours."""
         share = self.num_heads // self.inner
         found: dict[tuple, Lockstep] = {}
         job = (self.pattern, self.seq_len, self.num_ranks // self.inner, self.num_heads, self.num_kv_heads, self.sizes)
         rings = [Lockstep(*job, self.sharding, range(k * share, (k + 1) * share)) for k in range(self.inner)]
-        return [found.setdefault(tuple(branch.kind for branch in ring.parts), ring) for ring in rings]
+        rings = [found.setdefault(tuple(branch.kind for branch in ring.parts), ring) for ring in rings]
+        if len(found) <= MOST_KINDS or self.pattern.heads == "split":
+            return rings
+        return [rings[k - k % -(-self.inner // MOST_KINDS)] for k in range(self.inner)]
 
     @property
     def kinds(self) -> list[Lockstep]:
@@ -169,10 +175,9 @@ class Dealt(Form):
         pattern, num_ranks = self.rings[0].small
         heads, length = (self.num_heads, self.num_kv_heads), self.seq_len // self.num_ranks
         places = [self.rings.index(ring) for ring in self.kinds]
-        if not self.is_memory_exact:
-            places = places[:2]
-        groups = range(num_ranks) if self.is_memory_exact else range(num_ranks)[-FEWEST:]
-        ranks = tuple(group * self.inner + k for group in groups for k in places)
+        if not self.is_memory_exact:  # of each set of branches one
+            places = list({tuple(bool(x.phases) for x in self.rings[k].parts): k for k in places}.values())
+        ranks = tuple(group * self.inner + k for group in range(num_ranks) for k in places)
         plans = ring_plans(pattern, num_ranks * self.inner, length, self.sharding, *heads, None, self.inner, ranks)
         found = (attention_memory(x.plan, self.sizes, traits, x.dealing) for x in plans)
         return max(found, key=lambda x: x.forward_backward.num_bytes)

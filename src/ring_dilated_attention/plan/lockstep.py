@@ -29,9 +29,8 @@ from .parts import Counts, Parts, parts_of
 from .plan import Plan, Tile
 from .sharding import Cut
 
-# Ranks of a small job that tells what chunks, buffers and kernel calls are; and the longest period of places that one
-# goes through, which takes as many more.
-FEWEST, LONGEST_PERIOD = 4, 13
+# Ranks of a small job that tells what chunks, buffers and kernel calls are.
+FEWEST = 4
 # Hops of all ranks and branches up to which every rank is planned although closed forms hold: half a second's work.
 MOST_HOPS = 1024
 
@@ -334,31 +333,24 @@ class Lockstep(Form):
 
     def few_plans(self, branch: int | None = None) -> Sequence[Plan]:
         """Of ranks of a small job; of one branch alone."""
-        pattern, num_ranks = self.small if branch is None else self.smaller(FEWEST)
-        ranks = range(num_ranks)
+        pattern, num_ranks = self.small
         if branch is not None:
             pattern = _alone(pattern, branch)
-        elif not self.is_memory_exact:
-            ranks = ranks[-FEWEST:]  # buffers are of one size on all ranks of a ring
-        heads = (self.num_heads, self.num_kv_heads)
+        heads, ranks = (self.num_heads, self.num_kv_heads), range(num_ranks)
         return [x.plan for x in ring_plans(pattern, num_ranks, self.length, self.sharding, *heads, self.held, 1, ranks)]
 
     @cached_property
     def small(self) -> tuple[DilatedPattern, int]:
-        """The pattern and the number of ranks of a job whose ranks hold at a hop what they hold in this one: so many
-        that all places of a short period are among them."""
-        period = max((branch.period for branch in self.parts if branch.group > 1), default=1)
-        return self.smaller(FEWEST - 1 + period if period <= LONGEST_PERIOD else FEWEST)
-
-    def smaller(self, places: int) -> tuple[DilatedPattern, int]:
-        """A job of so many ranks, or of some more, whose rings are as long as they can be in it."""
+        """The pattern and the number of ranks of a job whose ranks hold at a hop what they hold in this one, but for a
+        row of each head where places differ: FEWEST of them, or some more. Its rings are as long as they can be."""
         if not self.folds:
-            num_ranks = min(self.num_ranks, places)
+            num_ranks = min(self.num_ranks, FEWEST)
             groups = [min(branch.group, num_ranks) for branch in self.parts]
         else:
             halves = [min(branch.group, 4) for branch in self.parts if branch.group < branch.num]
             unit = lcm(*halves)
-            num_ranks = unit * -(-places // unit)
+            num_ranks = unit * -(-FEWEST // unit)
+            num_ranks += unit * ((self.num_ranks - num_ranks) % 2)  # what is dealt joins the two parts in the middle
             if num_ranks >= self.num_ranks:
                 return self.pattern, self.num_ranks
             groups = [2 * num_ranks if x.group == x.num else min(x.group, 4) for x in self.parts]
@@ -369,10 +361,11 @@ class Lockstep(Form):
         return replace(self.pattern, segment_lengths=lengths), num_ranks
 
 
-def all_hops(pattern: DilatedPattern, seq_len: int, num_ranks: int) -> int:
-    """Of all ranks and branches together: what planning them takes goes by it."""
+def all_hops(pattern: DilatedPattern, seq_len: int, num_ranks: int, num_heads: int) -> int:
+    """Of all ranks and branches together, and more of many heads: what planning them takes goes by it."""
     length = max(1, seq_len // num_ranks)
-    return num_ranks * sum(min(num_ranks, -(-w // length)) - 1 for w in pattern.segment_lengths if w > length)
+    hops = sum(min(num_ranks, -(-w // length)) - 1 for w in pattern.segment_lengths if w > length)
+    return num_ranks * hops * max(1, num_heads // 16)
 
 
 @lru_cache(maxsize=64)

@@ -107,7 +107,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
     """
     if traits.is_whole and plan.hops:
         raise ValueError(
-            f"a kernel of whole passes serves one device, and this plan has {len(plan.hops)} hops. Choose another."
+            "a kernel of whole passes serves one device, and here chunks come from others. Choose another kernel."
         )
     terms = Terms(
         in_place=traits.in_place,

@@ -291,7 +291,7 @@ def _form(job: ModelJob) -> Lockstep | None:
 def _is_planned(job: ModelJob) -> bool:
     """Whether every rank is: if that takes a moment, or no closed form holds."""
     ranks = job.mesh.sequence
-    is_short = all_hops(job.pattern, job.seq_len, ranks) <= MOST_HOPS
+    is_short = all_hops(job.pattern, job.seq_len, ranks, job.shape.num_heads) <= MOST_HOPS
     return ranks <= MOST_PLANNED and (is_short or _form(job) is None)
 
 

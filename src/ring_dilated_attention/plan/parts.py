@@ -7,10 +7,11 @@ next: a few are counted one by one, and the others follow.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -122,8 +123,8 @@ class Parts:
         if self.group == 1:
             return self._at_home(self.num, self.local_pairs)
         whole, rest = divmod(self.num, self.group)
-        first = along(lambda place: self._at(place, self.group), self.group, self.period)
-        last = along(lambda place: self._at(place, rest), rest, self.period) if rest else [[]] * len(first)
+        first = along(partial(self._columns, size=self.group), self.group, self.period)
+        last = along(partial(self._columns, size=rest), rest, self.period) if rest else [[]] * len(first)
         return Counts(*(column * whole + end for column, end in zip(first, last, strict=True)))
 
     def _at_home(self, num: int, num_pairs: int) -> Counts:
@@ -164,7 +165,7 @@ class Parts:
         """Pairs of a part in which whole segments lie."""
         w = self.pattern.segment_lengths[self.branch]
         segments, rest = divmod(self.length, w)
-        return segments * self._pairs(0, w, w) + self._pairs(0, rest, rest)
+        return sum(number * self._pairs_before([size], size)[0] for number, size in ((segments, w), (1, rest)))
 
     def load(self, pick: Callable[..., int]) -> Load:
         """Of the parts of a segment, by `max` or `min`."""
@@ -182,52 +183,73 @@ class Parts:
         own = [(num, after - before) for num, (before, after) in classes(self.phases, self.rate, start, stop)]
         is_causal = self.pattern.is_causal
         pairs = sum(num * (rows * (rows + 1) // 2 if is_causal else rows * rows) for num, rows in own)
-        return pairs, sum(num * rows for num, rows in own), self._rows(start, stop)
+        return pairs, sum(num * rows for num, rows in own), self._rows_of(place)
 
-    def _rows(self, start: int, stop: int) -> int:
-        return sum(2 * num * (after - before) for num, (before, after) in classes(self.sent, self.rate, start, stop))
+    def _columns(self, places: range, size: int) -> list[list[int]]:
+        """The counts of neighbouring parts of a segment of `size` parts."""
+        borders = range(places.start * self.length, (places.stop + 1) * self.length, self.length)
+        pairs = self._pairs_before(borders, size * self.length)
+        columns = self._sparse(places, size) if self.is_sparse else self._dense(places, size, borders)
+        return [[b - a for a, b in pairwise(pairs)], *columns]
 
-    def _pairs(self, start: int, stop: int, end: int) -> int:
-        """Of the queries start..stop-1 of a segment of `end` positions."""
-        total = 0
-        for num, (before, after, every) in classes(self.phases, self.rate, start, stop, end):
+    def _pairs_before(self, borders: Iterable[int], end: int) -> list[int]:
+        """Pairs of the queries before each border of a segment that ends at `end`: of y rows of a phase the last sees y
+        if causal, and else all there are."""
+        num, every, longer = len(self.phases), end // self.rate, bisect_left(self.phases, end % self.rate)
+        found = []
+        for border in borders:
+            rows, place = divmod(border, self.rate)
+            more = bisect_left(self.phases, place)  # phases with one row more
             if self.pattern.is_causal:
-                total += num * (after * (after + 1) - before * (before + 1)) // 2
+                found.append(num * rows * (rows + 1) // 2 + more * (rows + 1))
             else:
-                total += num * (after - before) * every
-        return total
+                found.append(rows * (num * every + longer) + more * every + min(more, longer))
+        return found
 
-    def _at(self, place: int, size: int) -> tuple[int, ...]:
-        """The counts of one part of a segment of `size` parts."""
-        start, end = place * self.length, size * self.length
-        stop = start + self.length
-        rows = passed = returned = straight = met = 0
-        beyond = stop + self.length if stop < end else self.length  # the next part, or the first again
-        behind = (start if start else end) - self.length
-        marks = (start, stop, end, beyond, behind)
-        for num, (before, after, every, next_stop, last_start) in classes(self.sent, self.rate, *marks):
-            own, others = after - before, every - (after - before)
-            rows += 2 * num * own
-            if not own or not others:
-                continue
-            if self.is_sparse:  # of each phase a part has one row, and only parts with rows take part
-                next_rows = last_rows = 1
-                below, above = before, every - after
-            else:
-                next_rows = next_stop - (after if stop < end else 0)
-                last_rows = (before if start else every) - last_start
-                below, above = place, size - 1 - place
-            if self.pattern.is_causal:
-                passed += 2 * num * (after if above else 0)
-                returned += 2 * num * ((own if above else 0) + before - (last_rows if below else 0))
-                straight += 2 * num * own * above
-                met += 2 * num * before
-            else:
-                passed += 2 * num * (every - next_rows)
-                returned += 2 * num * (every - last_rows)
-                straight += 2 * num * own * (below + above)
-                met += 2 * num * others
-        return self._pairs(start, stop, end), rows, passed, returned, straight, met
+    def _dense(self, places: range, size: int, borders: Iterable[int]) -> list[list[int]]:
+        """All parts have rows of all phases: one ring."""
+        before = [self._rows_before(border) for border in borders]
+        rows, every = [b - a for a, b in pairwise(before)], self._rows_before(size * self.length)
+        behind, ahead = (self._rows_of(place % size) for place in (places.start - 1, places.stop))
+        onward, back = [*rows[1:], ahead], [behind, *rows[:-1]]
+        if not self.pattern.is_causal:
+            passed, returned, met = ([every - x for x in column] for column in (onward, back, rows))
+            return [rows, passed, returned, [(size - 1) * x for x in rows], met]
+        # The last part of a segment is met by nobody, and the first meets none.
+        met, passed = before[:-1], before[1:]
+        returned = [own + earlier - last for own, earlier, last in zip(rows, met, back, strict=True)]
+        if places.start == 0:
+            returned[0] = rows[0]
+        if places.stop == size:
+            passed[-1], returned[-1] = 0, returned[-1] - rows[-1]
+        straight = [own * (size - 1 - place) for place, own in zip(places, rows, strict=True)]
+        return [rows, passed, returned, straight, met]
+
+    def _rows_before(self, border: int) -> int:
+        """Of keys and values, which travel."""
+        rows, place = divmod(border, self.rate)
+        return 2 * (len(self.sent) * rows + bisect_left(self.sent, place))
+
+    def _rows_of(self, place: int) -> int:
+        return self._rows_before((place + 1) * self.length) - self._rows_before(place * self.length)
+
+    def _sparse(self, places: range, size: int) -> list[list[int]]:
+        """Of each phase a part has one row or none, and those with one are its ring."""
+        end, is_causal, found = size * self.length, self.pattern.is_causal, []
+        for start in range(places.start * self.length, places.stop * self.length, self.length):
+            rows = passed = returned = straight = met = 0
+            for num, (before, after, every) in classes(self.sent, self.rate, start, start + self.length, end):
+                if after == before:
+                    continue
+                rows += 2 * num
+                if every > 1:
+                    above = every - after
+                    passed += 2 * num * ((after if above else 0) if is_causal else every - 1)
+                    returned += 2 * num * ((before - (before > 0) + (above > 0)) if is_causal else every - 1)
+                    straight += 2 * num * (above if is_causal else every - 1)
+                    met += 2 * num * (before if is_causal else every - 1)
+            found.append((rows, passed, returned, straight, met))
+        return [list(column) for column in zip(*found, strict=True)]
 
 
 @lru_cache(maxsize=64)  # forms of the same job by other exchanges count the same
@@ -245,17 +267,17 @@ def places_counted(pattern: DilatedPattern, length: int, num: int) -> int:
     return sum(min(num, 4 * (rate // gcd(rate, length))) for rate in straddling)
 
 
-def along(at: Callable[[int], Sequence[int]], num: int, period: int) -> list[list[int]]:
-    """Columns of at(0) ... at(num - 1), which grow by the same from one period to the next but at both ends."""
-    if num <= 4 * period:
-        return [list(column) for column in zip(*map(at, range(num)), strict=True)]
-    few = [*map(at, range(3 * period)), *map(at, range(num - period, num))]
+def along(columns: Callable[[range], list[list[int]]], num: int, period: int) -> list[list[int]]:
+    """Columns of `num` places, which grow by the same from one period to the next but at both ends."""
+    if num <= 8 * period:
+        return columns(range(num))
     found = []
-    for column in zip(*few, strict=True):
-        places = list(column[:period]) + [0] * (num - period)
+    starts, ends = columns(range(3 * period)), columns(range(num - period, num))
+    for column, end in zip(starts, ends, strict=True):
+        places = column[:period] + [0] * (num - period)
         for k in range(period, 2 * period):
             count, first, step = -(-(num - k) // period), column[k], column[k + period] - column[k]
             places[k::period] = range(first, first + step * count, step) if step else [first] * count
-        places[-period:] = column[-period:]
+        places[-period:] = end
         found.append(places)
     return found
