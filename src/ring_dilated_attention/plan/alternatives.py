@@ -144,9 +144,7 @@ def _by_form(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> 
 def _by_sample(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> Alternative:
     """At least what one of the last two ranks computes, sends, holds and takes."""
     if all_hops(*job[:4]) > MOST_SAMPLED_HOPS * job.num_ranks:
-        return one._replace(
-            why_not="planning one rank takes too long; lengths that ranks divide evenly have closed forms"
-        )
+        return one._replace(why_not="planning one rank takes too long; equal shards have closed forms")
     shards, ranks = _shards(one, job), (job.num_ranks - 1, job.num_ranks - 2)
     plans = [_plan(one, job, shards, rank) for rank in ranks]
     work, sent = max(x.plan.pairs for x in plans), max(map(job.bytes_sent, plans))
