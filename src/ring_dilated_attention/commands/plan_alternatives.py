@@ -30,6 +30,9 @@ from .plan_large import SECONDS_A_PLACE, SECONDS_PER_HOP
 
 # What all ways take of each rank, in plans of one way and for each rank that it meets: measured on 32 and 64 ranks.
 PLANS_A_RANK = 0.8
+SECONDS_A_HEAD = (
+    4e-3  # and branch, for the plans of few ranks that closed forms take: at most, where rates divide nothing
+)
 PLANS_OF_SAMPLES = 12  # of the pattern's, and of dense attention's, with their memory
 
 
@@ -56,7 +59,8 @@ def found_for(
     if every_rank or is_planned(job):
         say_before(job, seconds_of_planning(job))
     elif has_forms(job):
-        say_before(job, SECONDS_A_PLACE * places_of_forms(job))
+        small_plans = SECONDS_A_HEAD * job.num_heads * len(job.pattern.branches)
+        say_before(job, SECONDS_A_PLACE * places_of_forms(job) + small_plans)
     else:
         say_before(job, seconds_of_sampling(job))
     rows = alternatives(job, hardware, traits, every_rank=every_rank)

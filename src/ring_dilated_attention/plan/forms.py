@@ -17,7 +17,7 @@ from .memory import AttentionMemory, Sizes, Traits, attention_memory
 from .pace import stage_seconds
 from .plan import gathered
 
-MOST_KINDS = 4  # of places that deal heads and differ in a row of each
+MOST_KINDS = 8  # of places that deal heads and differ in a row of each
 STAGES_OF_DEALING = 14  # tensors that are dealt, there and back, in a forward and its backward
 
 
