@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ring_dilated_attention.commands import cli, doctor, doctor_facts, doctor_ranks, processes
 from ring_dilated_attention.commands.hardware import machine_of
+from ring_dilated_attention.commands.processes import Launch, RankFailedError
 
 
 def test_two_ranks_are_examined_and_a_plan_reads_it(tmp_path, capsys):
@@ -200,28 +203,65 @@ def test_a_message_that_is_no_slower_when_it_is_large():
     assert found.bytes_per_second == doctor_ranks.LARGE / 0.01
 
 
-def test_a_rank_that_does_not_join_is_named():
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "doctor", "--timeout", "2"]
-    ended = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
-    assert "2 of 3 ranks did not join within 2 s: 1, 2" in ended.stderr
+        return str(free.getsockname()[1])
+
+
+def started_rank(rank, num_ranks, port, seconds):
+    place = {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "doctor", "--timeout", seconds]
+    return subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_rank_that_does_not_join_is_named():
+    process = started_rank(0, 3, free_port(), "2")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "2 of 3 ranks did not join within 2 s: 1, 2" in error
+
+
+def test_whoever_waits_when_rank_0_gives_up_says_so_in_a_sentence():
+    """Catches torch's own words where rank 0, which has the store, began to wait earlier."""
+    port = free_port()
+    processes = [started_rank(0, 3, port, "8"), started_rank(1, 3, port, "60")]
+    first, second = (process.communicate(timeout=90)[1] for process in processes)
+    assert [process.returncode for process in processes] == [1, 1]
+    missing = re.fullmatch(r"rda doctor: not ready: rank 0: \d of 3 ranks did not join within 8 s: (1, )?2\n", first)
+    assert missing is not None
+    assert second == "rda doctor: not ready: rank 1: rank 0 ended: not all ranks joined; it says which\n"
+
+
+def meet_and_sleep(worker, seconds):
+    time.sleep(seconds)
+    return worker.rank
+
+
+def test_joining_has_a_limit_of_its_own(capsys, monkeypatch):
+    """Catches a healthy machine that is called unready, since measuring took longer than ranks may take to join."""
+    asked = []
+    monkeypatch.setattr(processes, "run_ranks", lambda launch, *arguments: asked.append(launch) or [[one(0)]])
+    monkeypatch.setattr(doctor, "report", lambda arguments, everyone: 0)
+    assert cli.main(["doctor", "--ranks", "2", "--timeout", "6"]) == 0
+    assert (asked[0].join_seconds, asked[0].seconds) == (6, doctor.MEASURING_SECONDS)
+    monkeypatch.undo()
+    assert processes.run_ranks(Launch(2, seconds=60, join_seconds=30), meet_and_sleep, 0) == [0, 1]
+    for launch, said in (
+        (Launch(2, seconds=1, join_seconds=60), "rank 0: no answer within 1 s of joining"),
+        (Launch(2, seconds=60, join_seconds=0.01), "rank 0: did not join within 0.01 s"),
+    ):
+        with pytest.raises(RankFailedError, match=said):
+            processes.run_ranks(launch, meet_and_sleep, 60)
 
 
 def test_without_rank_0_one_sentence_is_said():
     """Catches torch's log, whose frames of C++ hide it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "doctor", "--timeout", "1"]
-    ended = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
-    said = f"rda doctor: not ready: rank 1: rank 0 could not be met at 127.0.0.1:{port} within 1 s\n"
-    assert ended.stderr == said
+    port = free_port()
+    process = started_rank(1, 2, port, "1")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert error == f"rda doctor: not ready: rank 1: rank 0 could not be met at 127.0.0.1:{port} within 1 s\n"
 
 
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -15,9 +15,11 @@ from distributed import run as run_ranks
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
+from ring_dilated_attention.commands.train import causes
 from ring_dilated_attention.training.checkpoint import find_checkpoint
 from ring_dilated_attention.training.data import Document, load_document, source_files, strip_fasta
 from ring_dilated_attention.training.interrupt import StopRequest
+from ring_dilated_attention.training.launch import LOST_ANOTHER, Ended
 from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, train
 from ring_dilated_attention.training.memory import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
@@ -337,6 +339,48 @@ class TestCommand:
         last += r"go on with: rda train --resume run --ranks 2 --save-every 5\n$"
         assert re.search(last, error)
 
+    @pytest.mark.parametrize(
+        ("error", "reason"),
+        [
+            ('RuntimeError("DefaultCPUAllocator: can\'t allocate memory")', "there is not enough memory"),
+            ("KeyError('weight')", "KeyError: 'weight'"),
+        ],
+    )
+    def test_a_rank_that_fails_is_named_with_its_reason(self, error, reason, monkeypatch):
+        """And not the one that only lost it. What nobody foresaw keeps its traceback."""
+        failing_on_rank_1(error, monkeypatch)
+        process = start(*tiny_arguments(data="text.txt", steps=100), "--run-folder", "run", "--ranks", "2")
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert re.search(r"\nrda train: rank 0 on host \S+ lost another: ", said)
+        assert ("Traceback" in said) == (not reason.startswith("there"))
+        assert re.search(rf"\nrda train: rank 1 on host \S+: {reason}\n", said) or "Traceback" in said
+        last = f"rda train: the ranks failed: rank 1: {reason}; newest checkpoint: run/checkpoint-000005; "
+        assert said.splitlines()[-1] == f"{last}go on with: rda train --resume run --ranks 2 --save-every 5"
+
+    def test_memory_that_ran_out_is_said_with_what_goes_on(self, monkeypatch, capsys):
+        def without_memory(options, step):
+            if step == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return learning_rate(options, step)
+
+        monkeypatch.setattr("ring_dilated_attention.training.loop.learning_rate", without_memory)
+        words = [*tiny_arguments(data="text.txt"), "--run-folder", "run", "--save-every"]
+        assert main(["train", *words, "2"]) == 1
+        said = "\nrda train: there is not enough memory; newest checkpoint: run/checkpoint-000002; "
+        assert capsys.readouterr().err.endswith(f"{said}go on with: rda train --resume run --save-every 2\n")
+
+    def test_causes_are_not_those_that_followed(self):
+        killed, error, followed = (-9, ""), (2, "run/x: No space left on device"), (1, LOST_ANOTHER)
+        for ranks, said in (
+            ([followed, error], ["rank 1: run/x: No space left on device"]),
+            ([error, followed, killed], ["rank 2 was ended by SIGKILL", "rank 0: run/x: No space left on device"]),
+            ([(-9, LOST_ANOTHER), (1, "")], ["rank 1 ended with code 1"]),
+            ([(0, ""), followed], ["rank 1: lost another"]),
+        ):
+            codes, reasons = zip(*ranks, strict=True)
+            assert causes(Ended(codes, False, reasons)) == said
+
     @pytest.mark.parametrize("killed", [0, 1])
     def test_whoever_is_left_under_torchrun_says_how_to_go_on(self, killed):
         """Above torchrun's own block; catches a rank that torchrun ends before it could say so, and one that looks for
@@ -366,6 +410,24 @@ class TestCommand:
 def start(*arguments, output=subprocess.PIPE):
     command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", "--save-every", "5", *arguments]
     return subprocess.Popen(command, stdout=output, stderr=output, text=True)
+
+
+def failing_on_rank_1(error, monkeypatch):
+    """Python starts every process with this file; the launcher has no rank."""
+    Path("start").mkdir()
+    Path("start/sitecustomize.py").write_text(
+        f"""import os
+if os.environ.get("RANK") == "1":
+    from ring_dilated_attention.training import loop
+    rate = loop.learning_rate
+    def failing(options, step):
+        if step == 7:
+            raise {error}
+        return rate(options, step)
+    loop.learning_rate = failing
+"""
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["start", *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
 def rank_of(launcher, rank):

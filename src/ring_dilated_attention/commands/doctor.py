@@ -25,6 +25,7 @@ LEAST_FREE = 10**9
 BYTES_OF_A_RANK = 10**8  # at least
 SLOW_PAIR = 0.5  # of the median pair's bandwidth
 MOST_SECONDS_APART = 1.0
+MEASURING_SECONDS = 120.0  # at most, once all have joined
 MOST_NAMED = 8  # ranks, of those that a line names
 UNSET = "not set"
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -50,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write what rda plan --hardware reads")
     parser.add_argument(
-        "--timeout", type=amount, default=60.0, metavar="S", help="for all ranks to join (default 60 s)"
+        "--timeout",
+        type=amount,
+        default=60.0,
+        metavar="S",
+        help="for all ranks to join (default 60 s); they then have two minutes",
     )
     parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
 
@@ -80,11 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1
         try:
             launch = Launch(
-                num_ranks, num_threads=threads, backend=backend_for(num_ranks), seconds=2 * arguments.timeout
+                num_ranks,
+                num_threads=threads,
+                backend=backend_for(num_ranks),
+                seconds=MEASURING_SECONDS,
+                join_seconds=arguments.timeout,
             )
             # Taken here: what it started a rank may read otherwise, with what keeps gloo on this host.
             environment = dict(os.environ)
-            everyone = run_ranks(launch, examine_here, arguments.run_folder, arguments.timeout, environment)[0]
+            everyone = run_ranks(launch, examine_here, arguments.run_folder, MEASURING_SECONDS, environment)[0]
         except RankFailedError as error:
             print(f"rda doctor: not ready: {error}", file=sys.stderr)
             return 1
@@ -95,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         if said := unmet(os.environ, sorted(name for _, name in socket.if_nameindex()), socket.gethostname()):
             raise ValueError("; ".join(said))
         join(rank, num_ranks, arguments.timeout)
-        everyone = examine(arguments.run_folder, arguments.timeout, os.environ)
+        everyone = examine(arguments.run_folder, MEASURING_SECONDS, os.environ)
     except (ValueError, RuntimeError) as error:
         print(f"rda doctor: not ready: rank {rank}: {error}", file=sys.stderr)
         return 1
@@ -153,12 +162,10 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
     except RuntimeError as error:
         raise RuntimeError(f"rank 0 could not be met at {address}:{port} within {seconds:g} s") from error
     store = dist.PrefixStore("rda doctor", meeting)
-    store.set(f"rank {rank}", "here")
-    deadline = time.monotonic() + seconds
-    missing = [k for k in range(num_ranks) if k != rank]
-    while missing and time.monotonic() < deadline:
-        missing = [k for k in missing if not store.check([f"rank {k}"])]
-        time.sleep(0.05 if missing else 0)
+    try:
+        missing = missing_from(store, rank, num_ranks, seconds)
+    except RuntimeError as error:  # the store has gone, and rank 0 with it
+        raise RuntimeError("rank 0 ended: not all ranks joined; it says which") from error
     if missing:
         time.sleep(min(1.0, seconds / 10) if is_host else 0)  # so that the others can say the same
         raise RuntimeError(f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names(missing)}")
@@ -166,6 +173,24 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+
+
+def missing_from(store: Any, rank: int, num_ranks: int, seconds: float) -> list[int]:
+    """The ranks that did not come to the store in time.
+
+    Args:
+        store: torch's.
+
+    Raises:
+        RuntimeError: torch's, if the store goes away meanwhile.
+    """
+    store.set(f"rank {rank}", "here")
+    deadline = time.monotonic() + seconds
+    missing = [k for k in range(num_ranks) if k != rank]
+    while missing and time.monotonic() < deadline:
+        missing = [k for k in missing if not store.check([f"rank {k}"])]
+        time.sleep(0.05 if missing else 0)
+    return missing
 
 
 def backend_for(num_ranks: int) -> str:
@@ -179,7 +204,10 @@ def examine_here(worker: Any, folder: Path, seconds: float, environment: Mapping
 
 
 def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Everybody's findings, in the order of the ring, on every rank. environment: as the user set it."""
+    """Everybody's findings, in the order of the ring, on every rank. environment: as the user set it.
+
+    seconds: that a rank waits for another.
+    """
     import torch
 
     from ..ranks.context import ContextParallel

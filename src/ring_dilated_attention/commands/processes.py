@@ -41,6 +41,7 @@ class Launch(NamedTuple):
     is_pinned: rank k runs on the k-th core that this process may use, and nowhere else (Linux).
     backend: of torch.distributed. "cpu:gloo,cuda:nccl" gives rank k the k-th GPU.
     seconds: after which every rank is ended.
+    join_seconds: within which all must have met, where that has a limit of its own; `seconds` count from then on.
     """
 
     world_size: int
@@ -48,6 +49,7 @@ class Launch(NamedTuple):
     is_pinned: bool = False
     backend: str = "gloo"
     seconds: float = 60
+    join_seconds: float | None = None
 
 
 def run_ranks(
@@ -76,22 +78,24 @@ def run_ranks(
                     theirs.close()
                     processes.append(process)
                     pipes.append(ours)
-            return _collect(pipes, launch.seconds, on_report or (lambda rank, message: None))
+            return _collect(pipes, launch, on_report or (lambda rank, message: None))
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(pipes: list[Connection], seconds: float, on_report: Callable[[int, Any], object]) -> list[Any]:
-    deadline = time.monotonic() + seconds
+def _collect(pipes: list[Connection], launch: Launch, on_report: Callable[[int, Any], object]) -> list[Any]:
+    joining = set() if launch.join_seconds is None else set(range(launch.world_size))
+    deadline = time.monotonic() + (launch.join_seconds or launch.seconds)
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes:
         ready = wait(list(open_pipes), timeout=max(0, deadline - time.monotonic()))
         if not ready:
-            failures.update({rank: f"no answer within {seconds:.0f} s" for rank in open_pipes.values()})
+            for rank in joining or open_pipes.values():
+                failures.setdefault(rank, _too_late(launch, is_joining=bool(joining)))
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -100,6 +104,10 @@ def _collect(pipes: list[Connection], seconds: float, on_report: Callable[[int, 
                 kind, value = pipe.recv()
             except EOFError:
                 kind, value = "failure", "died without a word"
+            if kind == "joined":
+                deadline = time.monotonic() + launch.seconds if joining == {rank} else deadline
+                joining.discard(rank)
+                continue
             if kind == "report":
                 on_report(rank, value)
                 continue
@@ -108,6 +116,12 @@ def _collect(pipes: list[Connection], seconds: float, on_report: Callable[[int, 
     if failures:
         raise RankFailedError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _too_late(launch: Launch, *, is_joining: bool) -> str:
+    if is_joining:
+        return f"did not join within {launch.join_seconds:g} s"
+    return f"no answer within {launch.seconds:.0f} s" + " of joining" * (launch.join_seconds is not None)
 
 
 def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Callable[..., Any], args: tuple) -> None:
@@ -130,8 +144,9 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
             store=store,
             rank=rank,
             world_size=launch.world_size,
-            timeout=timedelta(seconds=launch.seconds),
+            timeout=timedelta(seconds=launch.join_seconds or launch.seconds),
         )
+        pipe.send(("joined", None))
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
         pipe.send(("result", function(worker, *args)))
     except Exception:  # noqa: BLE001  whatever it was, the starter reports it

@@ -9,6 +9,7 @@ from ..training.files import in_words
 from .interrupts import EXIT_CODE, ignore_from_now_on
 
 UNREAD_EXIT_CODE = 141  # as a shell reports SIGPIPE
+NO_MEMORY = "there is not enough memory"
 
 
 def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
@@ -36,7 +37,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        say(f"{command}: there is not enough memory")
+        say(f"{command}: {NO_MEMORY}")
         return 2
     finally:
         if is_process:

@@ -10,7 +10,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from ..plan.exchange import EXCHANGES
 from ..training.checkpoint import find_checkpoint
 from ..training.files import in_words
 from ..training.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
-from ..training.launch import launch, num_ranks_started, rank_started
+from ..training.launch import LOST_ANOTHER, Ended, launch, leave_reason, num_ranks_started, rank_started
 from ..training.metrics import check_tensorboard
 from ..training.options import Hyperparameters, add_hyperparameters
 from ..training.ownership import join_folder, own_folder
@@ -31,7 +31,7 @@ from .generate import sample
 from .interrupts import leaving_at_once
 from .limits import check_memory, check_ranks_fit
 from .numbers import count
-from .terminal import UNREAD_EXIT_CODE, say
+from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 DEFAULTS = {"exchange": "auto", "save_every": 30}
@@ -51,8 +51,8 @@ EXAMPLES = """examples:
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
 (safetensors and JSON), metrics.jsonl as the run goes, record.json and loss.png; one run at a time has it. Exit codes:
-0 done, 1 a rank was lost, 2 a sentence says what is wrong, 130 interrupted and saved; under a torchrun of your own they
-are the ranks' codes.
+0 done, 1 a rank was lost or memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved; under a
+torchrun of your own they are the ranks' codes.
 
 With --ranks nobody beyond this machine can reach the ranks. torchrun opens its stores on every interface, and unpickles
 what it finds there: let no host but those of the job reach them (ports 29400 and 29500, unless you name others, and
@@ -156,11 +156,15 @@ def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
     for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
         if not ended.was_aborted and set(ended.codes) <= {0, code}:
             return code  # the ranks have said why, or nobody reads it
-    reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended.codes))}"
-    checkpoint = find_checkpoint(run.folder)
-    onward = f"go on with: {resume_command(arguments, run.folder)}" if checkpoint else "start it again"
-    say(f"rda train: {reason}; newest checkpoint: {checkpoint or 'none'}; {onward}")
+    reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
+    say(f"rda train: {reason}; {what_is_left(arguments, run.folder)}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
+
+
+def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
+    checkpoint = find_checkpoint(folder)
+    onward = f"go on with: {resume_command(arguments, folder)}" if checkpoint else "start it again"
+    return f"newest checkpoint: {checkpoint or 'none'}; {onward}"
 
 
 def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
@@ -176,11 +180,18 @@ def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
     return f"{start} {shlex.join(words)}"
 
 
-def causes(codes: Sequence[int]) -> list[str]:
-    """How ranks ended, those first that the others may have followed."""
-    killed = [f"rank {k} was ended by {signal.Signals(-code).name}" for k, code in enumerate(codes) if code < 0]
-    failed = [f"rank {k} ended with code {code}" for k, code in enumerate(codes) if code > 0]
-    return killed or failed
+def causes(ended: Ended) -> list[str]:
+    """How ranks failed, those first that were killed; of those that lost another only if there is nothing else."""
+    failed = sorted((k for k, code in enumerate(ended.codes) if code), key=lambda k: ended.codes[k] > 0)
+    first = [k for k in failed if ended.reasons[k] != LOST_ANOTHER]
+    return [how_it_ended(k, ended.codes[k], ended.reasons[k]) for k in first or failed]
+
+
+def how_it_ended(rank: int, code: int, reason: str) -> str:
+    if reason:
+        return f"rank {rank}: {reason}"
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"rank {rank} {how}"
 
 
 def train_alone(arguments: argparse.Namespace, run: Run) -> int:
@@ -190,8 +201,14 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
         from ..training.loop import train
 
     was_complete = run.is_complete
-    with StopRequest() as stop:
-        record = train(run, ContextParallel(exchange=arguments.exchange), stop)
+    try:
+        with StopRequest() as stop:
+            record = train(run, ContextParallel(exchange=arguments.exchange), stop)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        say(f"\nrda train: {NO_MEMORY}; {what_is_left(arguments, run.folder)}")
+        return FAILED_EXIT_CODE
     report(arguments, run, record, was_complete=was_complete)
     return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
 
@@ -201,7 +218,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
-        from ..ranks.context import ContextParallel, ExchangeError
+        from ..ranks.context import ContextParallel
         from ..training.agreement import Refusal, agree, together, told_by_first
         from ..training.loop import TrainingDiverged, train
 
@@ -235,19 +252,39 @@ def run_rank(arguments: argparse.Namespace) -> int:
         return USER_ERROR_EXIT_CODE
     except BrokenPipeError:
         raise  # whoever reads has enough of it
-    except (ValueError, OSError) as error:
-        say(f"rda train: rank {rank} on host {socket.gethostname()}: {in_words(error)}")
-        return USER_ERROR_EXIT_CODE
-    except RuntimeError as error:
-        if not isinstance(error, ExchangeError) and not LOST_CONNECTION.search(str(error)):
-            raise
-        lost = f"rda train: rank {rank} on host {socket.gethostname()} lost another: {first_line(error)}"
-        # Any rank may be the lost one, so each says it: at once, since a launcher ends them soon.
-        has_checkpoint = arguments.launched is None and find_checkpoint(folder) is not None
-        say(lost + f"\nrda train: go on with: {resume_command(arguments, folder)}" * has_checkpoint)
-        return FAILED_EXIT_CODE
+    except Exception as error:  # noqa: BLE001  raised again if nobody foresaw it
+        return failed(error, arguments, folder)
     # The launcher reads the record; from any other code torchrun would make a traceback.
     return 0 if record["status"] == "complete" or arguments.launched else INTERRUPTED_EXIT_CODE
+
+
+def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
+    """Say what ended this rank, to the reader and to the launcher. What nobody foresaw keeps its traceback.
+
+    folder: of the run.
+    """
+    from ..ranks.context import ExchangeError
+
+    who = f"rda train: rank {rank_started()} on host {socket.gethostname()}"
+    is_expected, code = True, FAILED_EXIT_CODE
+    if isinstance(error, (ValueError, OSError)):
+        code, reason, said = USER_ERROR_EXIT_CODE, in_words(error), f"{who}: {in_words(error)}"
+    elif isinstance(error, ExchangeError) or (
+        isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error)) is not None
+    ):
+        reason, said = LOST_ANOTHER, f"{who} lost another: {first_line(error)}"
+    elif is_out_of_memory(error):
+        reason, said = NO_MEMORY, f"\n{who}: {NO_MEMORY}"  # another rank's progress bar may stand there
+    else:
+        is_expected, reason, said = False, f"{type(error).__name__}: {first_line(error)}", ""
+    if arguments.launched is not None:
+        leave_reason(arguments.launched, reason)
+    if not is_expected:
+        raise error
+    # Any rank may be the lost one, so each says it: at once, since a launcher ends them soon.
+    goes_on = code == FAILED_EXIT_CODE and arguments.launched is None and find_checkpoint(folder) is not None
+    say(said + f"\nrda train: go on with: {resume_command(arguments, folder)}" * goes_on)
+    return code
 
 
 def attempt(action: Callable[[], Run]) -> Callable[[], Run]:

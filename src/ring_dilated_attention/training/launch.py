@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -22,13 +23,18 @@ from .interrupt import NOTICE, SIGNALS, STDERR
 GRACE_SECONDS, POLL_SECONDS = 10, 0.05
 STORE_BYTES = 1500  # about what two ranks tell each other there
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+LOST_ANOTHER = "lost another"  # the reason of a rank that only followed one that failed
 
 
 class Ended(NamedTuple):
-    """How the ranks ended: their exit codes (negative: the signal that killed one), or on a second request."""
+    """How the ranks ended: their exit codes (negative: the signal that killed one), or on a second request.
+
+    reasons: what each left with `leave_reason`, or "".
+    """
 
     codes: tuple[int, ...]
     was_aborted: bool
+    reasons: tuple[str, ...]
 
 
 def num_ranks_started() -> int:
@@ -79,6 +85,9 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
                 for rank in range(num_ranks):
                     processes.append(_start([*command, "--launched", folder], rank, environment, asked))
                 _wait(processes, lambda: num_requests > 1)
+                # One that is ended here waited for another: it did not fail.
+                default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]
+                reasons = tuple(_reason(Path(folder), rank) or text for rank, text in enumerate(default))
             finally:
                 for process in processes:
                     process.kill()
@@ -88,7 +97,23 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
             signal.signal(number, handler)
         for descriptor in [asked] if num_requests else [asked, asking]:
             os.close(descriptor)
-    return Ended(tuple(process.returncode for process in processes), num_requests > 1)
+    return Ended(tuple(process.returncode for process in processes), num_requests > 1, reasons)
+
+
+def leave_reason(folder: Path, reason: str) -> None:
+    """For the launcher, which has only an exit code otherwise: why this rank fails, in one line."""
+    with suppress(OSError):  # without room for it the exit code has to do
+        _reason_file(folder, rank_started()).write_text(reason, errors="backslashreplace")
+
+
+def _reason(folder: Path, rank: int) -> str:
+    with suppress(OSError, ValueError):  # none, or one that was cut short
+        return _reason_file(folder, rank).read_text()
+    return ""
+
+
+def _reason_file(folder: Path, rank: int) -> Path:
+    return folder / f"failed-{rank}"
 
 
 def _check_room(folder: Path) -> None:
