@@ -221,6 +221,20 @@ def test_the_command_plans_a_model(capsys):
         assert words in out
 
 
+def test_a_model_says_which_pattern_it_was_planned_with(tmp_path, capsys, monkeypatch):
+    """Of a run's folder nobody typed it."""
+    fields = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "seq_len": 4096}
+    fields |= {"segment_lengths": [256, 4096], "dilation_rates": [1, 8]}
+    command = "ring_dilated_attention.commands.plan_model"
+    monkeypatch.setattr(f"{command}.find_checkpoint", lambda folder: folder)
+    monkeypatch.setattr(f"{command}.read_state", lambda folder: {"hyperparameters": fields})
+    assert cli.main(["plan", "--config", str(tmp_path)]) == 0
+    assert "\npattern: w=256, r=1; w=4096, r=8; causal\n" in capsys.readouterr().out
+    assert cli.main(["plan", "--config", str(tmp_path), "--json"]) == 0
+    pattern = json.loads(capsys.readouterr().out)["pattern"]
+    assert DilatedPattern(**pattern) == DilatedPattern([256, 4096], [1, 8], is_causal=True)
+
+
 def test_memory_too_small_says_what_would_do(capsys):
     """And that does. One rank of a sequence has too little for the states alone, unless they are cut over several."""
     for mesh, memory in (("1x1", "4M"), ("2x2x2", "4M"), ("1x2", "1M"), ("1x1", "1M")):
