@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ring_dilated_attention.commands import cli, doctor, doctor_facts, doctor_ranks, processes
 from ring_dilated_attention.commands.hardware import machine_of
@@ -50,11 +51,37 @@ def test_a_folder_that_cannot_be_is_a_finding():
     assert doctor_facts.storage(Path("n" * 300))["failure"] == "File name too long"
 
 
+def test_versions_of_what_is_under_the_gpu(tmp_path, monkeypatch):
+    """As a machine with GPUs would tell them; no such machine has."""
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version:  gcc 12\n")
+    monkeypatch.setattr(doctor_facts, "NVIDIA_DRIVER", driver)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    found = doctor_facts.facts(0, "cpu", tmp_path, {})["versions"]
+    assert (found["CUDA"], found["NCCL"]) == ("12.8", "2.27.3")
+    assert found["GPU driver"] == "NVIDIA UNIX x86_64 Kernel Module 535.129.03 Thu Oct 19"
+    assert "torch" in found
+
+
+@pytest.mark.parametrize("error", [AttributeError, ImportError, RuntimeError])
+def test_versions_where_there_is_no_gpu(error, tmp_path, monkeypatch):
+    """They are there as "none", so that ranks with and without differ."""
+
+    def fails():
+        raise error("not compiled with NCCL")
+
+    monkeypatch.setattr(doctor_facts, "NVIDIA_DRIVER", tmp_path / "nothing")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda.nccl, "version", fails)
+    assert doctor_facts.gpu_versions() == {"CUDA": "none", "NCCL": "none", "GPU driver": "none"}
+
+
 def one(rank, **more):
     fine = {
         "rank": rank, "host": f"h{rank}", "versions": {"torch": "2.13.0"}, "harmful": {}, "matter": {},
         "interfaces": ["eth0", "lo"], "backends": {"cpu": None}, "folder": {"path": "/x", "free_bytes": 10**12},
-        "clock": 0.0, "agreement": {"passed": True, "quantity": "dq", "error": 1.0, "tolerance": 1e-6},
+        "clock": 0.0, "gpu": None, "agreement": {"passed": True, "quantity": "dq", "error": 1.0, "tolerance": 1e-6},
         "links": {"large": {"1": 1.0, "2": 1.0, "3": 1.0}},
     }  # fmt: skip
     return fine | more
@@ -64,6 +91,7 @@ def one(rank, **more):
     ("fault", "said"),
     [
         ({"versions": {"torch": "2.12.0"}}, "torch differs: 2.13.0 on ranks 0, 1, 2; 2.12.0 on ranks 3"),
+        ({"gpu": {"name": "A100"}}, "GPU differs: none on ranks 0, 1, 2; A100 on ranks 3. Every step waits"),
         ({"matter": {"GLOO_SOCKET_IFNAME": "ib0"}}, "GLOO_SOCKET_IFNAME=ib0 is no interface of host h3: eth0, lo"),
         ({"matter": {"NCCL_ALGO": "Tree"}}, "NCCL_ALGO differs: not set on ranks 0, 1, 2; Tree on ranks 3"),
         ({"harmful": {"NCCL_SHM_DISABLE": "unset it"}}, "NCCL_SHM_DISABLE is set: unset it (ranks 3)"),

@@ -5,8 +5,11 @@ from matplotlib.image import imread
 
 from ring_dilated_attention.commands import figures
 from ring_dilated_attention.commands.scaled import scaled_down
-from ring_dilated_attention.commands.sketch import panels
+from ring_dilated_attention.commands.sketch import panels, shares_of_form
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.forms import closed_form
+from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards, split_lengths
 from ring_dilated_attention.plan.sharing import branch_shares
@@ -99,6 +102,27 @@ def test_a_sketch_says_what_the_plans_do(pattern, seq_len, num_ranks, sharing):
         for b, q in zip(inks, pattern.dilation_rates, strict=True)
         if r != q
     )
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize(
+    ("pattern", "num_ranks", "sharding"),
+    [
+        (DilatedPattern((2048, 65536, 2**20), (1, 16, 256)), 16, "contiguous"),
+        (DilatedPattern((2048, 65536, 2**21), (1, 16, 256), is_causal=True), 16, "zigzag"),
+        (DilatedPattern((2**18, 2**20), (3, 2**18), heads="split"), 16, "contiguous"),  # rows are of few ranks
+    ],
+)
+def test_closed_forms_draw_what_plans_do(pattern, num_ranks, sharding, exchange):
+    seq_len = 2**20
+    shards = make_shards(sharding, (seq_len // num_ranks,) * num_ranks)
+    plans = [plan_exchange(exchange, pattern, shards, rank, 16, 16).plan for rank in range(num_ranks)]
+    expected = branch_shares(pattern, shards, plans, 16, 16)
+    sizes = Sizes(2, 64, 4)
+    form = closed_form(exchange, pattern, seq_len, num_ranks, 16, 16, sizes, sharding)
+    found = shares_of_form(pattern, seq_len, form, sizes)
+    assert found == expected
+    assert panels(pattern, shards, found) == panels(pattern, shards, expected)
 
 
 def test_the_ring_of_a_long_sequence_is_the_plans(tmp_path, monkeypatch):

@@ -59,6 +59,31 @@ def test_pictures_are_made(tmp_path, capsys):
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"pattern.png", "ring.png"}
 
 
+@pytest.mark.parametrize("exchange", ["auto", "ring", "all_gather"])
+def test_a_sketch_of_many_ranks_takes_no_plans(exchange, tmp_path, capsys, monkeypatch):
+    """Catches hours of planning for what closed forms tell."""
+    monkeypatch.setattr(figures, "plan_exchange", None)
+    monkeypatch.setattr(plan, "make_plans", None)
+    drawn = []
+    monkeypatch.setattr(figures, "draw_panel", lambda axes, panel, *others, **more: drawn.append(panel.notes[-1]))
+    argv = ["plan", "--seq-len", "16Mi", "--ranks", "4Ki", "--segment-lengths", "2Ki", "64Ki", "16Mi"]
+    argv += ["--dilation-rates", "1", "16", "512", "--exchange", exchange, "--picture", str(tmp_path)]
+    assert cli.main(argv) == 0
+    out, error = capsys.readouterr()
+    assert "by closed forms" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["pattern.png"]
+    assert drawn == ["stays at home", *(f"travels: up to {n} ranks share a segment" for n in ("16", "4,096"))]
+    assert "no ring.png: " in error
+
+
+def test_a_picture_that_takes_all_plans_says_so(tmp_path, capsys, monkeypatch):
+    """Where no closed form holds it is the picture for which every rank is planned."""
+    monkeypatch.setattr(plan, "MOST_SECONDS", 0)
+    argv = ["plan", "--seq-len", "65Ki", "--ranks", "65", "--segment-lengths", "1500", "--dilation-rates", "1"]
+    assert cli.main([*argv, "--picture", str(tmp_path)]) == 0
+    assert "--picture takes the plan of every rank here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("exchange", "said", "note", "why"),
     [

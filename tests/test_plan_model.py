@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.hardware import PRESETS, Machine, as_toml, machine_of
@@ -68,6 +69,45 @@ def test_activations_are_what_autograd_saves(fields):
         model.loss(torch.randint(256, (1, n)))
     found = model_memory(job, "kept", TRAITS["cpu"]).activations
     assert found == pytest.approx(sum(saved.values()), rel=0.01)
+
+
+def working_of(config, n, *, checkpointing):
+    """Bytes beyond what the forward saved, by torch's allocator, where gradients of an earlier backward are kept."""
+    model, tokens = LongNetLM(config, activation_checkpointing=checkpointing), torch.randint(config.vocab_size, (1, n))
+    model.loss(tokens).backward()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss = model.loss(tokens)
+        with record_function("the forward is done"):
+            pass
+        loss.backward()
+    current = peak = held = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "the forward is done":
+            held = current
+        elif event.name() == "[memory]":
+            current += event.nbytes()
+            peak = max(peak, current)
+    return peak - held
+
+
+@pytest.mark.parametrize(
+    ("embed_dim", "ffn_dim", "vocab_size", "n", "activations"),
+    [
+        (256, 1024, 256, 256, "kept"),  # the gradient of a matrix of the feed-forward is more than of all positions
+        (256, 1024, 256, 256, "checkpointed"),
+        (512, 2048, 8192, 64, "kept"),  # that of the head is more than the logits
+        (256, 128, 2048, 1280, "kept"),  # and is summed over chunks
+        (512, 128, 2048, 1280, "kept"),
+    ],
+)
+def test_wide_models_on_short_shards_take_what_is_measured(embed_dim, ffn_dim, vocab_size, n, activations, monkeypatch):
+    """Catches the gradient of a matrix that is forgotten while it is computed."""
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    sizes = dict(num_layers=1, embed_dim=embed_dim, num_heads=4, ffn_dim=ffn_dim, vocab_size=vocab_size)
+    config = LongNetConfig((64, n), (1, 4), **sizes)
+    job = ModelJob(Shape(1, embed_dim, ffn_dim, vocab_size, 4, 4), config.pattern, n, 1, Mesh())
+    found = working_of(config, n, checkpointing=activations == "checkpointed")
+    assert model_memory(job, activations, TRAITS["cpu"]).working == pytest.approx(found, rel=0.01)
 
 
 def test_a_mesh_cuts_what_it_should():
@@ -179,6 +219,20 @@ def test_the_command_plans_a_model(capsys):
     out = capsys.readouterr().out
     for words in ("a rank holds", "assumed of each rank: 1.00 TFLOP/s", "longest sequence", "tokens/s"):
         assert words in out
+
+
+def test_a_model_says_which_pattern_it_was_planned_with(tmp_path, capsys, monkeypatch):
+    """Of a run's folder nobody typed it."""
+    fields = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "seq_len": 4096}
+    fields |= {"segment_lengths": [256, 4096], "dilation_rates": [1, 8]}
+    command = "ring_dilated_attention.commands.plan_model"
+    monkeypatch.setattr(f"{command}.find_checkpoint", lambda folder: folder)
+    monkeypatch.setattr(f"{command}.read_state", lambda folder: {"hyperparameters": fields})
+    assert cli.main(["plan", "--config", str(tmp_path)]) == 0
+    assert "\npattern: w=256, r=1; w=4096, r=8; causal\n" in capsys.readouterr().out
+    assert cli.main(["plan", "--config", str(tmp_path), "--json"]) == 0
+    pattern = json.loads(capsys.readouterr().out)["pattern"]
+    assert DilatedPattern(**pattern) == DilatedPattern([256, 4096], [1, 8], is_causal=True)
 
 
 def test_memory_too_small_says_what_would_do(capsys):

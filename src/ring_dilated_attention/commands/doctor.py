@@ -242,6 +242,9 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
         versions = by_value((one["rank"], one["versions"][name]) for one in everyone)
         if len(versions) > 1:
             found.append(f"{name} differs: {listed(versions)}. Install the same everywhere")
+    models = by_value((one["rank"], one["gpu"]["name"] if one["gpu"] else "none") for one in everyone)
+    if len(models) > 1:
+        found.append(f"GPU differs: {listed(models)}. Every step waits for the slowest: take ranks of one model")
     found += _told_by_all(everyone)
     for name in SAME_EVERYWHERE:
         values = by_value((one["rank"], one["matter"].get(name, UNSET)) for one in everyone)

@@ -38,8 +38,10 @@ MATTER += (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_DISTRIBUTED_DEBUG",
 )
+NONE = "none"
 OFF = ("", "0", "false", "False")
 WRITTEN_BYTES = 32 * 2**20
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def facts(rank: int, device: str, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def facts(rank: int, device: str, folder: Path, environment: Mapping[str, str]) 
     return {
         "rank": rank,
         "host": socket.gethostname(),
-        "versions": versions(),
+        "versions": versions() | gpu_versions(),
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
         "device": device,
@@ -67,6 +69,27 @@ def gpu(device: str) -> dict[str, Any] | None:
         return None
     found = torch.cuda.get_device_properties(device)
     return {"name": found.name, "capability": [found.major, found.minor], "memory_bytes": found.total_memory}
+
+
+def gpu_versions() -> dict[str, str]:
+    """Of CUDA and NCCL as torch has them, and of the driver's kernel module; `NONE` where there is none."""
+    return {"CUDA": torch.version.cuda or NONE, "NCCL": _nccl_version(), "GPU driver": _driver_version()}
+
+
+def _nccl_version() -> str:
+    try:
+        found = torch.cuda.nccl.version()
+    except (AttributeError, ImportError, RuntimeError):  # torch is built without it
+        return NONE
+    return ".".join(map(str, found))
+
+
+def _driver_version() -> str:
+    try:
+        lines = NVIDIA_DRIVER.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return NONE
+    return " ".join(lines[0].removeprefix("NVRM version:").split()) if lines else NONE
 
 
 def dtype_advice(card: dict[str, Any] | None) -> str:

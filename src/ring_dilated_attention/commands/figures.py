@@ -48,15 +48,32 @@ def draw(
     """
     plans = [plan_exchange(exchange, pattern, shards, rank, *heads).plan for rank in range(len(shards))]
     shares = branch_shares(pattern, shards, plans, *heads)
-    seq_len = sum(map(shard_length, shards))
-    if seq_len <= MOST_POSITIONS:
-        pictures = {PATTERN_PICTURE: draw_pattern(pattern, seq_len, heads[0])}
-    else:
-        found = panels(pattern, shards, shares, is_dealt=exchange == "all_to_all")
-        pictures = {PATTERN_PICTURE: draw_sketch(found, is_causal=pattern.is_causal)}
+    pictures = {PATTERN_PICTURE: _pattern_or_sketch(pattern, shards, heads[0], shares, exchange)}
     if why_no_ring(len(shards), exchange) is None:
         pictures[RING_PICTURE] = draw_ring(pattern, shards, plans, shares)
     return _save(folder, pictures)
+
+
+def draw_counted(
+    folder: Path,
+    pattern: DilatedPattern,
+    shards: tuple[Shard, ...],
+    num_heads: int,
+    shares: Sequence[BranchShare],
+    exchange: str,
+) -> list[Path]:
+    """pattern.png alone, of so many ranks that nobody plans each: a closed form tells what travels."""
+    return _save(folder, {PATTERN_PICTURE: _pattern_or_sketch(pattern, shards, num_heads, shares, exchange)})
+
+
+def _pattern_or_sketch(
+    pattern: DilatedPattern, shards: tuple[Shard, ...], num_heads: int, shares: Sequence[BranchShare], exchange: str
+) -> "Figure":
+    seq_len = sum(map(shard_length, shards))
+    if seq_len <= MOST_POSITIONS:
+        return draw_pattern(pattern, seq_len, num_heads)
+    found = panels(pattern, shards, shares, is_dealt=exchange == "all_to_all")
+    return draw_sketch(found, is_causal=pattern.is_causal)
 
 
 def why_no_ring(num_ranks: int, exchange: str) -> str | None:

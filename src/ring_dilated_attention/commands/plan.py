@@ -16,7 +16,7 @@ from ..plan.memory import AttentionMemory, Sizes, attention_memory
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
 from ..plan.sharing import branch_shares
 from . import plan_alternatives, plan_model
-from .figures import draw, why_no_ring
+from .figures import draw, draw_counted, why_no_ring
 from .hardware import ITEMSIZE, Machine, described, machine_for
 from .hardware import add_options as add_hardware_options
 from .limits import check_ranks_fit
@@ -57,6 +57,7 @@ from .plan_report import (
     summary,
     table,
 )
+from .sketch import shares_of_form
 
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi --dilation-rates 1 16 256
@@ -164,8 +165,12 @@ def call(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machin
     check_shards(shards, arguments.align)
     job = job_of(pattern, shards, arguments)
     is_small = arguments.ranks <= MOST_COMPARED and not job.answers_at_once()
-    if arguments.every_rank or arguments.picture is not None or is_small:
-        say_before(seconds_of_planning(job), job, is_sampled=False)
+    is_planned = arguments.every_rank or is_small
+    if is_planned or is_drawn_from_plans(job, arguments):
+        seconds = seconds_of_planning(job)
+        if not is_planned and seconds > MOST_SECONDS:
+            print("--picture takes the plan of every rank here: without it there are figures sooner", file=sys.stderr)
+        say_before(seconds, job, is_sampled=False)
     elif large(job, machine, arguments):
         return
     check_work(pattern, arguments)
@@ -173,9 +178,21 @@ def call(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machin
     print_each(arguments, pattern, shards, exchange, machine)
     if arguments.picture is not None:
         heads = heads_and_documents(arguments)[:2]
-        print(*draw(arguments.picture, pattern, shards, heads, exchange.exchange), sep="\n", file=sys.stderr)
-        if (why := why_no_ring(arguments.ranks, exchange.exchange)) is not None:
-            print(f"no ring.png: {why}", file=sys.stderr)
+        say_drawn(draw(arguments.picture, pattern, shards, heads, exchange.exchange), arguments, exchange.exchange)
+
+
+def is_drawn_from_plans(job: Large, arguments: argparse.Namespace) -> bool:
+    """Whether a picture is asked for that closed forms cannot tell."""
+    if arguments.picture is None:
+        return False
+    exchange = job.exchange if arguments.exchange == "auto" else arguments.exchange
+    return why_no_ring(job.num_ranks, exchange) is None or job._replace(exchange=exchange).obstacle() is not None
+
+
+def say_drawn(paths: list[Path], arguments: argparse.Namespace, exchange: str) -> None:
+    print(*paths, sep="\n", file=sys.stderr)
+    if (why := why_no_ring(arguments.ranks, exchange)) is not None:
+        print(f"no ring.png: {why}", file=sys.stderr)
 
 
 def print_each(
@@ -244,6 +261,10 @@ def large(job: Large, machine: Machine | None, arguments: argparse.Namespace) ->
         if machine is not None:
             print(described(machine.hardware, machine.source))
             print_if_any(found["advice"])
+    if arguments.picture is not None:  # never of a sample: `is_drawn_from_plans`
+        shares = shares_of_form(job.pattern, job.seq_len, job.form, job.sizes)
+        paths = draw_counted(arguments.picture, job.pattern, job.shards, job.num_heads, shares, job.exchange)
+        say_drawn(paths, arguments, job.exchange)
     return True
 
 

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,6 +237,7 @@ def figures(question: Asked) -> dict[str, Any]:
     found: dict[str, Any] = {
         "mesh": job.mesh._asdict(),
         "counted_as": "LongNetLM",
+        "pattern": asdict(job.pattern),
         "num_parameters": job.shape.num_parameters,
         "tokens_per_step": tokens,
         "flops_per_step": flops_of_step(job),
@@ -297,6 +298,7 @@ def text(question: Asked, found: dict[str, Any]) -> str:
     lines = [
         f"counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): {parameters}",
         f"{ranks}; each {each:,} of {job.seq_len:,} positions, batch {job.batch}",
+        pattern_line(job.pattern),
         aligned(("a rank holds", *ACTIVATIONS), _memory_rows(found)),
     ]
     columns = [found["memory"][how] for how in ACTIVATIONS]
@@ -314,6 +316,12 @@ def text(question: Asked, found: dict[str, Any]) -> str:
         if not any(row["fits"] for row in columns):
             lines.append(_remedy(question))
     return "\n".join(lines)
+
+
+def pattern_line(pattern: DilatedPattern) -> str:
+    """Which may stand in a config, where nobody looked."""
+    branches = "; ".join(map(str, pattern.branches))
+    return f"pattern: {branches}; {'causal' if pattern.is_causal else 'not causal'}"
 
 
 def _memory_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:

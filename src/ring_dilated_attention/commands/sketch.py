@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..pattern import DilatedPattern
+from ..plan.lockstep import Form
+from ..plan.memory import Sizes
 from ..plan.sharding import Shard, Span, shard_length
 from ..plan.sharing import BranchShare
 
@@ -52,6 +54,18 @@ def panels(
         borders = inside if len(inside) * NARROWEST_SHARD < 1 else ()
         found.append(Panel(stop, segments, borders, ink, notes_of(share, is_dealt=is_dealt)))
     return found
+
+
+def shares_of_form(pattern: DilatedPattern, seq_len: int, form: Form, sizes: Sizes) -> list[BranchShare]:
+    """What `branch_shares` finds in the plans of all ranks, from the closed form of one document."""
+    lengths = [min(w, seq_len) for w in pattern.segment_lengths]
+    unit = sizes.unit * sizes.itemsize
+    return [
+        BranchShare(w, r, sharing, -(-length // r), length, sent // unit)
+        for (w, r), length, sharing, sent in zip(
+            pattern.branches, lengths, form.sharing, form.sent_of_branches(), strict=True
+        )
+    ]
 
 
 def notes_of(share: BranchShare, *, is_dealt: bool) -> tuple[str, ...]:

@@ -11,8 +11,15 @@ heads and D their size:
     checkpointed       2 E, and H in float32: its input, and what `save_attention` keeps of the attention
     the ends           2 E, and 2 + D in float32 (the last norm, the rotary table), and two int64 (tokens, labels)
 
-What is taken for a moment (`working`) is the largest of a chunk of the loss (12 bytes per logit), of the feed-forward's
-backward (a gradient of F, and of E) and of the attention's, in the last block; and, checkpointed, that block once more.
+What is taken for a moment (`working`) is the largest of the loss's backward, of the feed-forward's and of the
+attention's, in the last block; and, checkpointed, that block once more:
+
+    the loss           12 bytes per logit of a chunk; or 4, and the gradient of the head's matrix
+    the feed-forward   per position gradients of F and of E; and that of one of its matrices
+    the attention      what its buffers hold; its products with weights come before and after it
+
+The gradient of a matrix is computed apart from the one that is kept (DDP's buckets, or that of an earlier backward) and
+then added to it; the head's is summed over chunks first.
 """
 
 from dataclasses import dataclass, replace
@@ -184,11 +191,12 @@ def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
     """
     shape = job.shape
     row, wide = shape.embed_dim * shape.itemsize, shape.ffn_dim * shape.itemsize
-    chunk = min(job.rows, max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // shape.vocab_size))
-    loss = chunk * shape.vocab_size * BYTES_PER_LOGIT + (job.rows - chunk) * row
+    loss = _working_of_loss(job)
     # The gradient of the residual stream is there, and 2 E of the ends are gone; at the attention's turn 3 F and 3 E of
     # the block too.
     feed_forward = job.rows * (wide + row - 2 * row) + again
+    if job.mesh.shards == 1:  # else it is among the gradients of the block at hand
+        feed_forward += _gradient_of(shape, shape.embed_dim * shape.ffn_dim)
     if traits is None:
         return max(loss, feed_forward, 0)
     attention = attention_of(job, traits).forward_backward
@@ -196,6 +204,21 @@ def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
     beside = sum(item.num_bytes for item in attention.items if item.name.removesuffix(", own rows") not in given)
     in_attention = beside + job.rows * (row - 5 * row - 3 * wide) + again
     return max(loss, feed_forward, in_attention, 0)
+
+
+def _working_of_loss(job: ModelJob) -> int:
+    """At a chunk's logits, or at the head's matrix after them, whichever holds more."""
+    shape, row = job.shape, job.shape.embed_dim * job.shape.itemsize
+    chunk = min(job.rows, max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // shape.vocab_size))
+    logits, head = chunk * shape.vocab_size, _gradient_of(shape, shape.vocab_size * shape.embed_dim)
+    summed = head if job.rows > chunk else 0  # of the chunks before
+    at_logits = logits * BYTES_PER_LOGIT + (job.rows - chunk) * row
+    return summed + max(at_logits, logits * FLOAT + job.rows * row + head)
+
+
+def _gradient_of(shape: Shape, num_entries: int) -> int:
+    """Bytes of a matrix's gradient on its way: one of 16 bits is made wide before it is added."""
+    return num_entries * (shape.itemsize + (shape.param_itemsize if shape.itemsize < shape.param_itemsize else 0))
 
 
 @lru_cache(maxsize=1024)  # the same whatever becomes of the model's activations
