@@ -86,7 +86,7 @@ def test_work_bytes_and_memory_are_the_plans(case, sizes):
     if found.is_memory_exact:
         assert found.memory(TRAITS["cpu"]).forward_backward.num_bytes == max(peaks)
     else:
-        assert found.memory(TRAITS["cpu"]).forward_backward.num_bytes == pytest.approx(max(peaks), rel=0.25)
+        assert found.memory(TRAITS["cpu"]).forward_backward.num_bytes == pytest.approx(max(peaks), rel=0.35)
 
 
 @settings(max_examples=250, deadline=None)
