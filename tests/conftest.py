@@ -8,16 +8,3 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-
-
-def pytest_xdist_auto_num_workers(config):
-    """For `-n auto`: half of the time tests wait for processes that they started."""
-    return 2 * (os.cpu_count() or 1)
-
-
-LONGEST = ("test_in_the_interpreter", "test_the_rehearsal")
-
-
-def pytest_collection_modifyitems(items):
-    """The longest first: what begins last would end last, with all cores but one at rest."""
-    items.sort(key=lambda item: item.name not in LONGEST)

@@ -9,6 +9,7 @@ from ring_dilated_attention.commands.sketch import panels, shares_of_form
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.forms import closed_form
+from ring_dilated_attention.plan.lockstep import Job
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards, split_lengths
@@ -118,9 +119,8 @@ def test_closed_forms_draw_what_plans_do(pattern, num_ranks, sharding, exchange)
     shards = make_shards(sharding, (seq_len // num_ranks,) * num_ranks)
     plans = [plan_exchange(exchange, pattern, shards, rank, 16, 16).plan for rank in range(num_ranks)]
     expected = branch_shares(pattern, shards, plans, 16, 16)
-    sizes = Sizes(2, 64, 4)
-    form = closed_form(exchange, pattern, seq_len, num_ranks, 16, 16, sizes, sharding)
-    found = shares_of_form(pattern, seq_len, form, sizes)
+    form = closed_form(exchange, Job(pattern, seq_len, num_ranks, 16, 16, Sizes(2, 64, 4)), sharding)
+    found = shares_of_form(form)
     assert found == expected
     assert panels(pattern, shards, found) == panels(pattern, shards, expected)
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.advice import exposed_of
-from ring_dilated_attention.plan.alternatives import Job, alternatives
+from ring_dilated_attention.plan.alternatives import alternatives
 from ring_dilated_attention.plan.clock import Hardware, model_step
 from ring_dilated_attention.plan.exchange import RankPlan, choose_exchange, plan_exchange
 from ring_dilated_attention.plan.forms import Dealt, closed_form, why_not_by
-from ring_dilated_attention.plan.lockstep import Lockstep, why_not
+from ring_dilated_attention.plan.lockstep import Job, Lockstep, why_not
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import Cut, make_shards
@@ -40,20 +40,23 @@ def jobs(draw, ways=WAYS):
     )
     dealing = num_ranks if exchange == "all_to_all" else inner
     assume(num_ranks % inner == 0 and heads[1] % dealing == 0)
-    assume(why_not_by(exchange, pattern, seq_len, num_ranks, sharding, inner) is None)
-    return exchange, (pattern, seq_len, num_ranks, *heads), sharding, inner
+    job = Job(
+        pattern, seq_len, num_ranks, *heads, Sizes(draw(st.sampled_from([1, 2])), 8, draw(st.sampled_from([2, 4])))
+    )
+    assume(why_not_by(exchange, job, sharding, inner) is None)
+    return exchange, job, sharding, inner
 
 
 def plans_of(exchange, job, sharding, inner) -> list[RankPlan]:
-    pattern, seq_len, num_ranks, *heads = job
-    cut = Cut(sharding, num_ranks, inner=inner)
-    shards = cut.shards_of(cut.default_lengths(seq_len))
-    return [plan_exchange(exchange, pattern, shards, rank, *heads, inner=inner) for rank in range(num_ranks)]
+    cut = Cut(sharding, job.num_ranks, inner=inner)
+    shards = cut.shards_of(cut.default_lengths(job.seq_len))
+    heads = job.num_heads, job.num_kv_heads
+    return [plan_exchange(exchange, job.pattern, shards, rank, *heads, inner=inner) for rank in range(job.num_ranks)]
 
 
 def part_length(exchange, job, sharding, inner) -> int:
-    num_ranks = 1 if exchange == "all_to_all" else job[2] // inner
-    return job[1] // num_ranks // (2 if sharding == "zigzag" and num_ranks > 1 else 1)
+    num_ranks = 1 if exchange == "all_to_all" else job.num_ranks // inner
+    return job.seq_len // num_ranks // (2 if sharding == "zigzag" and num_ranks > 1 else 1)
 
 
 HARDWARE = st.builds(
@@ -68,12 +71,11 @@ HARDWARE = st.builds(
 
 
 @settings(max_examples=250, deadline=None)
-@given(jobs(), st.builds(Sizes, st.sampled_from([1, 2]), st.just(8), st.sampled_from([2, 4])))
-def test_work_bytes_and_memory_are_the_plans(case, sizes):
+@given(jobs())
+def test_work_bytes_and_memory_are_the_plans(case):
     """Catches a rank that was forgotten among those that may be busiest, and a rate that leaves it a row more."""
-    exchange, job, sharding, inner = case
-    plans = plans_of(*case)
-    found = closed_form(exchange, *job, sizes, sharding, inner)
+    plans, sizes = plans_of(*case), case[1].sizes
+    found = closed_form(*case)
     assert found.pairs_of_ranks == [x.plan.pairs for x in plans]
     sent = [(x.bytes_sent(sizes), sum(x.bytes_sent(sizes, backward=b) for b in (False, True))) for x in plans]
     assert found.largest_sent == tuple(map(max, zip(*sent, strict=True)))
@@ -90,19 +92,21 @@ def test_work_bytes_and_memory_are_the_plans(case, sizes):
 
 
 @settings(max_examples=250, deadline=None)
-@given(jobs(), HARDWARE, st.builds(Sizes, st.sampled_from([1, 2]), st.just(8), st.sampled_from([2, 4])))
-def test_the_time_is_between_its_bounds(case, hardware, sizes):
+@given(jobs(), HARDWARE)
+def test_the_time_is_between_its_bounds(case, hardware):
     exchange, job, sharding, inner = case
     length = part_length(*case)
     plans = plans_of(*case)
-    step = model_step([x.plan for x in plans], sizes, hardware, [x.dealing for x in plans if x.dealing] or None)
-    found = closed_form(exchange, *job, sizes, sharding, inner)
+    step = model_step([x.plan for x in plans], job.sizes, hardware, [x.dealing for x in plans if x.dealing] or None)
+    found = closed_form(*case)
     bounds = found.step_seconds(hardware)
     assert bounds.least <= step.step_seconds * (1 + 1e-9)
     assert step.step_seconds <= bounds.most * (1 + 1e-9)
     assert found.exposed(hardware, bounds) <= exposed_of(step) + 1e-9
-    is_even = all(length % r == 0 and (job[1] % w == 0 or w > job[1]) for w, r in job[0].branches if w > length)
-    if exchange == "ring" and inner == 1 and sharding == "contiguous" and is_even and not job[0].is_causal:
+    is_even = all(
+        length % r == 0 and (job.seq_len % w == 0 or w > job.seq_len) for w, r in job.pattern.branches if w > length
+    )
+    if exchange == "ring" and inner == 1 and sharding == "contiguous" and is_even and not job.pattern.is_causal:
         assert bounds.is_exact
 
 
@@ -110,10 +114,10 @@ def test_the_time_is_between_its_bounds(case, hardware, sizes):
 @given(jobs([("ring", 1)]))
 def test_the_choice_and_what_branches_send_are_the_plans(case):
     _, job, sharding, _ = case
-    pattern, seq_len, num_ranks, *heads = job
-    sizes, plans = Sizes(1, 8, 4), [x.plan for x in plans_of(*case)]
+    pattern, seq_len, num_ranks, *heads, sizes = job
+    plans = [x.plan for x in plans_of(*case)]
     shards = Cut(sharding, num_ranks).shards_of(Cut(sharding, num_ranks).default_lengths(seq_len))
-    found = Lockstep(*job, sizes, sharding)
+    found = Lockstep(job, sharding)
     shares = branch_shares(pattern, shards, plans, *heads)
     assert found.sent_of_branches() == [share.sent * sizes.unit * sizes.itemsize for share in shares]
     assert found.sharing == [share.num_sharing for share in shares]
@@ -128,7 +132,7 @@ def test_the_choice_and_what_branches_send_are_the_plans(case):
 def test_the_busiest_of_many_ranks(lengths, rates, is_causal):
     """Also where segments of two branches end together on a rank in the middle alone, and after many periods."""
     pattern = DilatedPattern(lengths, rates[: len(lengths)], is_causal=is_causal)
-    found = Lockstep(pattern, 300 * 16, 300, 4, 4, Sizes(1, 8, 4))
+    found = Lockstep(Job(pattern, 300 * 16, 300, 4, 4, Sizes(1, 8, 4)))
     shards = make_shards("contiguous", (16,) * 300)
     plans = [make_plan(pattern, shards, rank, 4, 4) for rank in range(300)]
     assert found.pairs_of_ranks == [plan.pairs for plan in plans]
@@ -153,11 +157,13 @@ def test_many_ranks_take_a_moment(rates, is_causal):
 
 
 def test_the_reason_is_given():
-    pattern = DilatedPattern((2048, 6000), (1, 3))
-    assert why_not(pattern, 10, 3, "contiguous", None) == "10 positions do not divide among 3 ranks"
-    assert "in two parts each" in str(why_not(pattern, 6, 6, "zigzag", None))
-    assert "segments of 6,000 neither divide" in str(why_not(pattern, 8192, 4, "contiguous", None))
-    assert "reaches over the middle" in str(why_not(DilatedPattern((6144,), (1,)), 8192, 4, "zigzag", None))
-    assert "documents" in str(why_not(DilatedPattern((4096,), (1,)), 8192, 4, "contiguous", (0, 1, 8192)))
-    assert why_not(DilatedPattern((4096,), (3,)), 8192, 4, "contiguous", None) is None
-    assert why_not(DilatedPattern((6144,), (1,)), 8192, 4, "contiguous", None) is None
+    def reason(lengths, rates, seq_len, num_ranks, sharding="contiguous"):
+        return why_not(Job(DilatedPattern(lengths, rates), seq_len, num_ranks, 1, 1, Sizes(1, 8, 4)), sharding)
+
+    both = (2048, 6000), (1, 3)
+    assert reason(*both, 10, 3) == "10 positions do not divide among 3 ranks"
+    assert "in two parts each" in str(reason(*both, 6, 6, "zigzag"))
+    assert "segments of 6,000 neither divide" in str(reason(*both, 8192, 4))
+    assert "reaches over the middle" in str(reason((6144,), (1,), 8192, 4, "zigzag"))
+    assert reason((4096,), (3,), 8192, 4) is None
+    assert reason((6144,), (1,), 8192, 4) is None

@@ -9,9 +9,9 @@ from pathlib import Path
 from ..kernels.traits import TRAITS
 from ..pattern import PHASE_RULES, DilatedPattern
 from ..plan.advice import Waiting, advice, exposed_of
-from ..plan.alternatives import Job
 from ..plan.clock import Bounds, Hardware, StepTime, model_step
 from ..plan.exchange import EXCHANGES, Choice, RankPlan, choose_exchange, plan_exchange
+from ..plan.lockstep import Job
 from ..plan.memory import AttentionMemory, Sizes, attention_memory
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
 from ..plan.sharing import branch_shares
@@ -163,15 +163,15 @@ def call(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machin
         return
     shards = split(arguments, arguments.seq_len)
     check_shards(shards, arguments.align)
-    job = job_of(pattern, shards, arguments)
-    is_small = arguments.ranks <= MOST_COMPARED and not job.answers_at_once()
+    large = large_of(pattern, shards, arguments)
+    is_small = arguments.ranks <= MOST_COMPARED and not large.answers_at_once()
     is_planned = arguments.every_rank or is_small
-    if is_planned or is_drawn_from_plans(job, arguments):
-        seconds = seconds_of_planning(job)
+    if is_planned or is_drawn_from_plans(large, arguments):
+        seconds = seconds_of_planning(large)
         if not is_planned and seconds > MOST_SECONDS:
             print("--picture takes the plan of every rank here: without it there are figures sooner", file=sys.stderr)
-        say_before(seconds, job, is_sampled=False)
-    elif large(job, machine, arguments):
+        say_before(seconds, large, is_sampled=False)
+    elif print_large(large, machine, arguments):
         return
     check_work(pattern, arguments)
     exchange = exchange_of(pattern, shards, arguments)
@@ -181,12 +181,13 @@ def call(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machin
         say_drawn(draw(arguments.picture, pattern, shards, heads, exchange.exchange), arguments, exchange.exchange)
 
 
-def is_drawn_from_plans(job: Large, arguments: argparse.Namespace) -> bool:
+def is_drawn_from_plans(large: Large, arguments: argparse.Namespace) -> bool:
     """Whether a picture is asked for that closed forms cannot tell."""
     if arguments.picture is None:
         return False
-    exchange = job.exchange if arguments.exchange == "auto" else arguments.exchange
-    return why_no_ring(job.num_ranks, exchange) is None or job._replace(exchange=exchange).obstacle() is not None
+    exchange = large.exchange if arguments.exchange == "auto" else arguments.exchange
+    large = large._replace(exchange=exchange)
+    return why_no_ring(large.job.num_ranks, exchange) is None or large.obstacle() is not None
 
 
 def say_drawn(paths: list[Path], arguments: argparse.Namespace, exchange: str) -> None:
@@ -233,38 +234,43 @@ def print_each(
         print(sharding_lines(compared))
 
 
-def job_of(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: argparse.Namespace) -> Large:
-    heads, sizes = heads_and_documents(arguments), sizes_of(arguments)
-    return Large(pattern, shards, arguments.seq_len, arguments.sharding, *heads, sizes, arguments.kernel)
+def large_of(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: argparse.Namespace) -> Large:
+    documents = heads_and_documents(arguments)[2]
+    return Large(job_of(pattern, arguments), shards, arguments.sharding, documents, arguments.kernel)
 
 
-def large(job: Large, machine: Machine | None, arguments: argparse.Namespace) -> bool:
+def job_of(pattern: DilatedPattern, arguments: argparse.Namespace) -> Job:
+    heads = heads_and_documents(arguments)[:2]
+    return Job(pattern, arguments.seq_len, arguments.ranks, *heads, sizes_of(arguments))
+
+
+def print_large(large: Large, machine: Machine | None, arguments: argparse.Namespace) -> bool:
     """Print the figures of a job of many ranks without planning each; False if that takes no longer."""
     hardware = None if machine is None else machine.hardware
-    job, choice = with_exchange(job, arguments.exchange)
-    if job.obstacle() is None:
-        say_before(seconds_of_counting(job), job, is_sampled=False)
-        found = closed(job, hardware)
+    large, choice = with_exchange(large, arguments.exchange)
+    if large.obstacle() is None:
+        say_before(seconds_of_counting(large), large, is_sampled=False)
+        found = closed(large, hardware)
     else:
-        seconds = seconds_of_planning(job)
+        seconds = seconds_of_planning(large)
         is_sampled = seconds > MOST_SECONDS
-        say_before(seconds, job, is_sampled=is_sampled)
+        say_before(seconds, large, is_sampled=is_sampled)
         if not is_sampled:
             return False
-        found = sampled(job, hardware)
+        found = sampled(large, hardware)
     found["exchange"] = choice._asdict() if choice.reason else found["auto"]
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
-        print(job.pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
-        print(text(job, found))
+        print(large.job.pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len]))
+        print(text(large, found))
         if machine is not None:
             print(described(machine.hardware, machine.source))
             print_if_any(found["advice"])
     if arguments.picture is not None:  # never of a sample: `is_drawn_from_plans`
-        shares = shares_of_form(job.pattern, job.seq_len, job.form, job.sizes)
-        paths = draw_counted(arguments.picture, job.pattern, job.shards, job.num_heads, shares, job.exchange)
-        say_drawn(paths, arguments, job.exchange)
+        job, shares = large.job, shares_of_form(large.form)
+        paths = draw_counted(arguments.picture, job.pattern, large.shards, job.num_heads, shares, large.exchange)
+        say_drawn(paths, arguments, large.exchange)
     return True
 
 
@@ -292,8 +298,7 @@ def print_model(arguments: argparse.Namespace, pattern: DilatedPattern, machine:
 def print_alternatives(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> None:
     if machine is None:
         raise ValueError("--alternatives compares times: give --hardware, or --flops and --bandwidth")
-    heads = heads_and_documents(arguments)[:2]
-    job = Job(pattern, arguments.seq_len, arguments.ranks, *heads, sizes_of(arguments))
+    job = job_of(pattern, arguments)
     memory_bytes = arguments.memory or machine.memory_bytes
     found = plan_alternatives.found_for(
         job, machine.hardware, machine.source, TRAITS[arguments.kernel], memory_bytes, every_rank=arguments.every_rank

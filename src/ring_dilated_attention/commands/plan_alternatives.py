@@ -10,7 +10,6 @@ from ..plan.alternatives import (
     MOST_RANKS,
     MOST_SAMPLED_HOPS,
     Alternative,
-    Job,
     advice_on,
     alternatives,
     dense_of,
@@ -20,7 +19,7 @@ from ..plan.alternatives import (
     recommended,
 )
 from ..plan.clock import Hardware, time_text
-from ..plan.lockstep import all_hops
+from ..plan.lockstep import Job, all_hops
 from ..plan.memory import Traits
 from ..plan.planner import make_plan
 from ..plan.sharding import default_lengths, make_shards
@@ -30,9 +29,8 @@ from .plan_large import SECONDS_A_PLACE, SECONDS_PER_HOP
 
 # What all ways take of each rank, in plans of one way and for each rank that it meets: measured on 32 and 64 ranks.
 PLANS_A_RANK = 0.8
-SECONDS_A_HEAD = (
-    4e-3  # and branch, for the plans of few ranks that closed forms take: at most, where rates divide nothing
-)
+# A head and branch take so long in the plans of few ranks that closed forms need: at most, where rates divide nothing.
+SECONDS_A_HEAD = 4e-3
 PLANS_OF_SAMPLES = 12  # of the pattern's, and of dense attention's, with their memory
 
 
@@ -91,7 +89,7 @@ def seconds_of_planning(job: Job) -> float:
 
 def seconds_of_sampling(job: Job) -> float:
     """About how long two ranks of each way take, if they have no more hops than are sampled."""
-    hops = (all_hops(pattern, *job[1:4]) // job.num_ranks for pattern in (job.pattern, dense_of(job)))
+    hops = (all_hops(x) // job.num_ranks for x in (job, job._replace(pattern=dense_of(job))))
     return PLANS_OF_SAMPLES * SECONDS_PER_HOP * sum(x for x in hops if x <= MOST_SAMPLED_HOPS)
 
 

@@ -14,8 +14,9 @@ from ..plan.advice import Waiting, advice
 from ..plan.clock import Bounds, Hardware, time_text
 from ..plan.exchange import Choice, RankPlan, choose_exchange, plan_exchange, traffic_of
 from ..plan.forms import Dealt, closed_form, why_not_by
-from ..plan.lockstep import MOST_HOPS, Form, Lockstep, all_hops, why_not
+from ..plan.lockstep import MOST_HOPS, Form, Job, Lockstep, all_hops, why_not
 from ..plan.memory import Sizes, attention_memory
+from ..plan.pace import work_seconds
 from ..plan.parts import places_counted
 from ..plan.sharding import SHARDINGS, Shard, shard_length
 from ..plan.sharing import branch_shares
@@ -36,76 +37,71 @@ FLOPS_PER_PAIR = 7 * 2  # of each number of a head: 2 products forward, 5 backwa
 class Large(NamedTuple):
     """A job of many ranks, as `rda plan` takes it. exchange: by which chunks travel."""
 
-    pattern: DilatedPattern
+    job: Job
     shards: tuple[Shard, ...]
-    seq_len: int
     sharding: str
-    num_heads: int
-    num_kv_heads: int
     documents: tuple[int, ...] | None
-    sizes: Sizes
     kernel: str
     exchange: str = "ring"
 
     @property
-    def num_ranks(self) -> int:
-        return len(self.shards)
+    def borders(self) -> tuple[int, ...]:
+        """Of documents."""
+        return self.documents or (0, self.job.seq_len)
 
     @property
     def call(self) -> tuple[int, int, tuple[int, ...] | None, Sizes]:
         """What an exchange is chosen for, beside pattern and shards."""
-        return self.num_heads, self.num_kv_heads, self.documents, self.sizes
+        return self.job.num_heads, self.job.num_kv_heads, self.documents, self.job.sizes
 
     @property
     def form(self) -> Form:
-        heads = self.num_heads, self.num_kv_heads
-        return closed_form(self.exchange, self.pattern, self.seq_len, self.num_ranks, *heads, self.sizes, self.sharding)
+        return closed_form(self.exchange, self.job, self.sharding)
 
     def obstacle(self) -> str | None:
         """What keeps it from closed forms."""
-        if self.documents is not None and len(self.documents) > 2:
+        if len(self.borders) > 2:
             return "documents are packed"
-        found = why_not_by(self.exchange, self.pattern, self.seq_len, self.num_ranks, self.sharding)
+        found = why_not_by(self.exchange, self.job, self.sharding)
         if found is None and len(set(map(shard_length, self.shards))) > 1:
             return "shards are not of one length"
         return found
 
     def answers_at_once(self) -> bool:
         """Whether closed forms do, and planning every rank would take longer than a moment."""
-        return (
-            all_hops(self.pattern, self.seq_len, self.num_ranks, self.num_heads) > MOST_HOPS and self.obstacle() is None
-        )
+        return all_hops(self.job) > MOST_HOPS and self.obstacle() is None
 
     def balance(self) -> float | None:
         """Of equal shards; None where no closed form tells it."""
-        found = why_not(self.pattern, self.seq_len, self.num_ranks, self.sharding, self.documents)
-        return None if found is not None else self.form.balance
+        is_closed = len(self.borders) == 2 and why_not(self.job, self.sharding) is None
+        return self.form.balance if is_closed else None
 
 
-def with_exchange(job: Large, exchange: str) -> tuple[Large, Choice]:
+def with_exchange(large: Large, exchange: str) -> tuple[Large, Choice]:
     """The job with the exchange that was asked for; of "auto" the one that a call takes, where closed forms tell."""
     if exchange != "auto":
-        return job._replace(exchange=exchange), Choice(exchange, "asked for")
-    if job.obstacle() is not None:
-        return job, Choice("ring", "")
-    form = job.form
+        return large._replace(exchange=exchange), Choice(exchange, "asked for")
+    if large.obstacle() is not None:
+        return large, Choice("ring", "")
+    form = large.form
     assert isinstance(form, Lockstep)
-    choice = choose_exchange(job.pattern, job.shards, *job.call, traffic=form.traffic())
-    return job._replace(exchange=choice.exchange), choice
+    choice = choose_exchange(large.job.pattern, large.shards, *large.call, traffic=form.traffic())
+    return large._replace(exchange=choice.exchange), choice
 
 
-def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
+def closed(large: Large, hardware: Hardware | None) -> dict[str, Any]:
     """All figures, exact but for memory (`Form.is_memory_exact`) and the time, which may be two bounds."""
+    job = large.job
 
     def again(pattern: DilatedPattern) -> Bounds | None:
         assert hardware is not None
-        other = job._replace(pattern=pattern)
+        other = large._replace(job=job._replace(pattern=pattern))
         return other.form.step_seconds(hardware) if other.obstacle() is None else None
 
-    form = job.form
+    form = large.form
     forward, both = form.largest_sent
     flops = FLOPS_PER_PAIR * job.sizes.head_dim * job.sizes.batch
-    memory = form.memory(TRAITS[job.kernel]).forward_backward
+    memory = form.memory(TRAITS[large.kernel]).forward_backward
     found: dict[str, Any] = {
         "method": "closed forms, exact" + ("" if form.is_memory_exact else " but for memory: to a row of each head"),
         "positions_per_rank": job.seq_len // job.num_ranks,
@@ -113,7 +109,7 @@ def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
         "largest_flops": flops * form.pairs_of_ranks[form.busiest],
         "busiest_rank": form.busiest,
         "balance": form.balance,
-        "balance_of_rings": {name: job._replace(exchange="ring", sharding=name).balance() for name in SHARDINGS},
+        "balance_of_rings": {name: large._replace(exchange="ring", sharding=name).balance() for name in SHARDINGS},
         "hops": form.num_hops,
         "largest_forward_sent_bytes": forward,
         "largest_sent_bytes": both,
@@ -130,42 +126,41 @@ def closed(job: Large, hardware: Hardware | None) -> dict[str, Any]:
     return found
 
 
-def sampled(job: Large, hardware: Hardware | None) -> dict[str, Any]:
+def sampled(large: Large, hardware: Hardware | None) -> dict[str, Any]:
     """Bounds: totals are exact where one document is planned, the largest figures those of the ranks looked at."""
+    job = large.job
     flops = FLOPS_PER_PAIR * job.sizes.head_dim * job.sizes.batch
     ranks, plans, peaks = [], [], []
     began = time.monotonic()
     for rank in _order(job.num_ranks):
         ranks.append(rank)
-        plans.append(plan_of(job, rank))
-        memory = attention_memory(plans[-1].plan, job.sizes, TRAITS[job.kernel], plans[-1].dealing)
+        plans.append(plan_of(large, rank))
+        memory = attention_memory(plans[-1].plan, job.sizes, TRAITS[large.kernel], plans[-1].dealing)
         peaks.append(memory.forward_backward)
         # The last two at least: of a causal pattern one computes most, and the other sends most chunks.
         if len(ranks) > 1 and time.monotonic() - began > MOST_SECONDS / 2:
             break
     work = [x.plan.pairs for x in plans]
-    sent = [[x.bytes_sent(job.sizes, backward=backward) for backward in (False, True)] for x in plans]
-    borders = job.documents or (0, job.seq_len)
-    total = sum(pairs(job.pattern, b - a, job.num_heads) for a, b in pairwise(borders))
+    sender = max(plans, key=job.bytes_sent)
+    total = sum(pairs(job.pattern, b - a, job.num_heads) for a, b in pairwise(large.borders))
     peak = max(peaks, key=lambda x: x.num_bytes)
     found: dict[str, Any] = {
-        "method": f"bounds from {len(ranks)} sampled ranks of {job.num_ranks:,} ({job.obstacle()})",
+        "method": f"bounds from {len(ranks)} sampled ranks of {job.num_ranks:,} ({large.obstacle()})",
         "sampled_ranks": sorted(ranks),
         "flops": flops * total,
         "largest_flops": flops * max(work),
         "busiest_rank": ranks[work.index(max(work))],
         "balance": min(1.0, total / (job.num_ranks * max(work))) if max(work) else 1.0,
-        "largest_forward_sent_bytes": max(forward for forward, _ in sent),
-        "largest_sent_bytes": max(map(sum, sent)),
+        "largest_forward_sent_bytes": max(x.bytes_sent(job.sizes) for x in plans),
+        "largest_sent_bytes": job.bytes_sent(sender),
         "peak_bytes": peak.num_bytes,
         "peak_items": [item._asdict() for item in peak.items],
     }
-    if job.exchange == "ring":
+    if large.exchange == "ring":
         traffic = traffic_of([x.plan for x in plans], job.sizes)
-        choice = choose_exchange(job.pattern, job.shards, *job.call, traffic=traffic)
+        choice = choose_exchange(job.pattern, large.shards, *large.call, traffic=traffic)
         found["auto"] = {"exchange": choice.exchange, "reason": f"by the ranks sampled, {choice.reason}"}
-    sender = plans[sent.index(max(sent))]
-    return found if hardware is None else found | _times_of_sample(job, found, sender, hardware)
+    return found if hardware is None else found | _times_of_sample(large, max(work), sender, hardware)
 
 
 def _order(num: int) -> list[int]:
@@ -174,56 +169,61 @@ def _order(num: int) -> list[int]:
     return list(dict.fromkeys([num - 1, num - 2, 0, *halves]))
 
 
-def _times_of_sample(job: Large, found: dict[str, Any], sender: RankPlan, hardware: Hardware) -> dict[str, Any]:
+def _times_of_sample(large: Large, num_pairs: int, sender: RankPlan, hardware: Hardware) -> dict[str, Any]:
     """A step takes what its busiest rank computes, or what the `sender` sends, at least."""
-    compute = [2 / 7 * found["largest_flops"], 5 / 7 * found["largest_flops"]]
-    busy = sum(hardware.compute_seconds(x, backward=i == 1, calls=0) for i, x in enumerate(compute))
-    least = max(busy, found["largest_sent_bytes"] / hardware.bytes_per_second) + 2 * hardware.handshake
+    job = large.job
+    busy = work_seconds(num_pairs, job.sizes, hardware)
+    least = max(busy, job.bytes_sent(sender) / hardware.bytes_per_second) + 2 * hardware.handshake
     is_dealt = sender.dealing is not None
-    shares = branch_shares(job.pattern, job.shards, [sender.plan], job.num_heads, job.num_kv_heads, job.documents)
+    heads = job.num_heads, job.num_kv_heads
+    shares = branch_shares(job.pattern, large.shards, [sender.plan], *heads, large.documents)
     bytes_sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
     waiting = Waiting(1 - busy / least, Bounds(least, inf), bytes_sent, senders="one rank", is_dealt=is_dealt)
-    borders = job.documents or (0, job.seq_len)
-    said = advice(job.pattern, job.num_heads, borders, waiting, lambda pattern: None)
+    said = advice(job.pattern, job.num_heads, large.borders, waiting, lambda pattern: None)
     return {"step_seconds": {"least": least, "most": None}, "advice": said}
 
 
 @lru_cache(maxsize=1)  # the rank that was timed is the first that is sampled
-def plan_of(job: Large, rank: int) -> RankPlan:
+def plan_of(large: Large, rank: int) -> RankPlan:
+    job = large.job
     heads = job.num_heads, job.num_kv_heads
     make = plan_exchange.__wrapped__  # one that is kept already would take no time
-    return make(job.exchange, job.pattern, job.shards, rank, *heads, job.documents)
+    return make(large.exchange, job.pattern, large.shards, rank, *heads, large.documents)
 
 
-def seconds_of_planning(job: Large) -> float:
+def seconds_of_planning(large: Large) -> float:
     """About how long the plans of all ranks would take: by that of the last one, or where that would take long too, by
     its hops."""
-    length = max(map(shard_length, job.shards))
+    job = large.job
+    length = max(map(shard_length, large.shards))
     num_hops = sum(min(job.num_ranks, -(-w // length)) for w in job.pattern.segment_lengths if w > length)
     if num_hops > MANY_HOPS:
         return PASSES * SECONDS_PER_HOP * num_hops * job.num_ranks * max(1, job.num_heads // 8)
     began = time.monotonic()
-    plan_of(job, job.num_ranks - 1)
+    plan_of(large, job.num_ranks - 1)
     passes = PASSES_COMPARED if job.num_ranks <= MOST_COMPARED else PASSES
     return passes * (time.monotonic() - began) * job.num_ranks
 
 
-def seconds_of_counting(job: Large) -> float:
+def seconds_of_counting(large: Large) -> float:
     """About how long closed forms of both shardings take."""
+    job = large.job
     parts = (job.num_ranks, 2 * job.num_ranks)
     return SECONDS_A_PLACE * sum(places_counted(job.pattern, max(1, job.seq_len // num), num) for num in parts)
 
 
-def say_before(seconds: float, job: Large, *, is_sampled: bool) -> None:
+def say_before(seconds: float, large: Large, *, is_sampled: bool) -> None:
     """Nobody should wait without knowing for what."""
     if seconds <= 2:
         return
-    sample = max(MOST_SECONDS / 2, 2 * seconds / job.num_ranks)  # two plans, and their memory
-    how = f"up to {time_text(sample)}, for a sample: {job.obstacle()}" if is_sampled else f"about {time_text(seconds)}"
-    print(f"planning {job.num_ranks:,} ranks takes {how}", file=sys.stderr)
+    sample = max(MOST_SECONDS / 2, 2 * seconds / large.job.num_ranks)  # two plans, and their memory
+    how = (
+        f"up to {time_text(sample)}, for a sample: {large.obstacle()}" if is_sampled else f"about {time_text(seconds)}"
+    )
+    print(f"planning {large.job.num_ranks:,} ranks takes {how}", file=sys.stderr)
 
 
-def text(job: Large, found: dict[str, Any]) -> str:
+def text(large: Large, found: dict[str, Any]) -> str:
     is_bound = "sampled_ranks" in found
     at_least, at_most = ("at least ", "at most ") if is_bound else ("", "")
     rows = [
@@ -240,15 +240,17 @@ def text(job: Large, found: dict[str, Any]) -> str:
         rows.append(("modelled step", span or f"at least {time_text(least)}"))
     taken, reason = found["exchange"].values()
     other = (
-        "" if taken == job.exchange else f" (the figures are those of {job.exchange}: --exchange {taken} has others)"
+        ""
+        if taken == large.exchange
+        else f" (the figures are those of {large.exchange}: --exchange {taken} has others)"
     )
-    lines = [f"{job.num_ranks:,} ranks, by {found['method']}", f"exchange: {taken}{other}: {reason}"]
+    lines = [f"{large.job.num_ranks:,} ranks, by {found['method']}", f"exchange: {taken}{other}: {reason}"]
     lines += [aligned(("", "forward and backward"), rows)]
     lines += [f"  {item['num_bytes'] / 1e6:>12,.1f} MB  {item['name']}" for item in found["peak_items"]]
     for i, sharing in enumerate(found.get("ranks_that_share", ())):
         what = f"travels among {sharing:,} ranks" if sharing > 1 else "stays at home"
-        what = "is computed by heads: each rank has all positions of some" if job.exchange == "all_to_all" else what
-        lines.append(f"branch {i} ({job.pattern.branches[i]}) {what}")
+        what = "is computed by heads: each rank has all positions of some" if large.exchange == "all_to_all" else what
+        lines.append(f"branch {i} ({large.job.pattern.branches[i]}) {what}")
     by_sharding = found.get("balance_of_rings", {})
     if by_sharding:
         words = (f"{name} {'not known' if x is None else format(x, '.1%')}" for name, x in by_sharding.items())

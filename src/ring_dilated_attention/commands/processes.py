@@ -144,7 +144,7 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
             store=store,
             rank=rank,
             world_size=launch.world_size,
-            timeout=timedelta(seconds=launch.join_seconds or launch.seconds),
+            timeout=timedelta(seconds=launch.seconds),
         )
         pipe.send(("joined", None))
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..pattern import DilatedPattern
 from ..plan.lockstep import Form
-from ..plan.memory import Sizes
 from ..plan.sharding import Shard, Span, shard_length
 from ..plan.sharing import BranchShare
 
@@ -56,16 +55,14 @@ def panels(
     return found
 
 
-def shares_of_form(pattern: DilatedPattern, seq_len: int, form: Form, sizes: Sizes) -> list[BranchShare]:
-    """What `branch_shares` finds in the plans of all ranks, from the closed form of one document."""
-    lengths = [min(w, seq_len) for w in pattern.segment_lengths]
-    unit = sizes.unit * sizes.itemsize
-    return [
-        BranchShare(w, r, sharing, -(-length // r), length, sent // unit)
-        for (w, r), length, sharing, sent in zip(
-            pattern.branches, lengths, form.sharing, form.sent_of_branches(), strict=True
-        )
-    ]
+def shares_of_form(form: Form) -> list[BranchShare]:
+    """What `branch_shares` finds in the plans of all ranks."""
+    job, unit = form.job, form.job.sizes.unit * form.job.sizes.itemsize
+    found = []
+    for (w, r), sharing, sent in zip(job.pattern.branches, form.sharing, form.sent_of_branches(), strict=True):
+        length = min(w, job.seq_len)
+        found.append(BranchShare(w, r, sharing, -(-length // r), length, sent // unit))
+    return found
 
 
 def notes_of(share: BranchShare, *, is_dealt: bool) -> tuple[str, ...]:

@@ -9,8 +9,9 @@ from .clock import Bounds, Hardware, model_step, time_text
 from .dealing import check_dealing
 from .exchange import RankPlan, plan_exchange
 from .forms import closed_form, why_not_by
-from .lockstep import Form, all_hops, why_not
-from .memory import Sizes, Traits, attention_memory
+from .lockstep import Form, Job, all_hops, why_not
+from .memory import Traits, attention_memory
+from .pace import work_seconds
 from .parts import places_counted
 from .sharding import SHARDINGS, Cut, Shard
 from .sharing import branch_shares
@@ -51,20 +52,6 @@ class Alternative(NamedTuple):
         return f"2-D, {self.inner} deal heads" if self.inner > 1 else self.exchange.replace("_", "-")
 
 
-class Job(NamedTuple):
-    """An attention call on ranks."""
-
-    pattern: DilatedPattern
-    seq_len: int
-    num_ranks: int
-    num_heads: int
-    num_kv_heads: int
-    sizes: Sizes
-
-    def bytes_sent(self, rank_plan: RankPlan) -> int:
-        return sum(rank_plan.bytes_sent(self.sizes, backward=backward) for backward in (False, True))
-
-
 def alternatives(job: Job, hardware: Hardware, traits: Traits, *, every_rank: bool = False) -> list[Alternative]:
     """The pattern by every exchange and sharding, and dense attention by the same.
 
@@ -94,12 +81,12 @@ def alternatives(job: Job, hardware: Hardware, traits: Traits, *, every_rank: bo
 
 def has_forms(job: Job) -> bool:
     """Whether closed forms answer for contiguous shards; zigzag ones may still lack them."""
-    return why_not(job.pattern, job.seq_len, job.num_ranks, "contiguous", None) is None
+    return why_not(job, "contiguous") is None
 
 
 def is_planned(job: Job) -> bool:
     """Whether every rank of every way is planned: if that takes a moment, or nothing else can be had."""
-    hops = sum(all_hops(pattern, *job[1:4]) for pattern in (job.pattern, dense_of(job)))
+    hops = all_hops(job) + all_hops(job._replace(pattern=dense_of(job)))
     return hops <= MOST_HOPS or (job.num_ranks <= MOST_RANKS and not has_forms(job))
 
 
@@ -125,8 +112,8 @@ def dense_of(job: Job) -> DilatedPattern:
 
 
 def _by_form(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> Alternative:
-    if (found := why_not_by(one.exchange, *job[:3], one.sharding, one.inner)) is not None:
-        if all_hops(*job[:4]) <= MOST_HOPS_OF_ONE:
+    if (found := why_not_by(one.exchange, job, one.sharding, one.inner)) is not None:
+        if all_hops(job) <= MOST_HOPS_OF_ONE:
             return _weighed(one, job, hardware, traits)
         return one._replace(why_not=f"{one.sharding} has no closed form: {found}")
     form = _form(one, job)
@@ -143,13 +130,12 @@ def _by_form(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> 
 
 def _by_sample(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> Alternative:
     """At least what one of the last two ranks computes, sends, holds and takes."""
-    if all_hops(*job[:4]) > MOST_SAMPLED_HOPS * job.num_ranks:
+    if all_hops(job) > MOST_SAMPLED_HOPS * job.num_ranks:
         return one._replace(why_not="planning one rank takes too long; equal shards have closed forms")
     shards, ranks = _shards(one, job), (job.num_ranks - 1, job.num_ranks - 2)
     plans = [_plan(one, job, shards, rank) for rank in ranks]
     work, sent = max(x.plan.pairs for x in plans), max(map(job.bytes_sent, plans))
-    flops = [products * 2 * job.sizes.head_dim * job.sizes.batch * work for products in (2, 5)]
-    busy = sum(hardware.compute_seconds(x, backward=i == 1, calls=0) for i, x in enumerate(flops))
+    busy = work_seconds(work, job.sizes, hardware)
     least = max(busy, sent / hardware.bytes_per_second) + 2 * hardware.handshake
     peaks = [attention_memory(x.plan, job.sizes, traits, x.dealing).forward_backward.num_bytes for x in plans]
     balance = min(1.0, pairs(job.pattern, job.seq_len, job.num_heads) / (job.num_ranks * work))
@@ -178,7 +164,7 @@ def _weighed(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> 
 
 
 def _form(one: Alternative, job: Job) -> Form:
-    return closed_form(one.exchange, *job, one.sharding, one.inner)
+    return closed_form(one.exchange, job, one.sharding, one.inner)
 
 
 def _plans(one: Alternative, job: Job) -> list[RankPlan]:
@@ -204,7 +190,8 @@ def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alt
         least = min(ways, key=lambda x: x.peak_bytes, default=None)
         if least is None:
             return None, "none: no way could be planned"
-        return None, f"none fits: the least, {least.name} {least.sharding}, holds {least.peak_bytes / 1e9:,.1f} GB"
+        holds = "holds at least" if least.found_by == "samples" else "holds"
+        return None, f"none fits: the least, {least.name} {least.sharding}, {holds} {least.peak_bytes / 1e9:,.1f} GB"
     if any(x.found_by == "samples" for x in fitting):
         return None, "none: what ranks that were sampled take at least recommends nothing"
     fastest = min(x.step_seconds.most for x in fitting)

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from ..pattern import DilatedPattern
 from .clock import Bounds, Hardware
 from .dealing import check_dealing, dealt_bytes
-from .lockstep import Form, Lockstep, ring_plans, why_not
-from .memory import AttentionMemory, Sizes, Traits, attention_memory
+from .lockstep import Form, Job, Lockstep, ring_plans, why_not
+from .memory import AttentionMemory, Traits, attention_memory
 from .pace import stage_seconds
 from .plan import gathered
 
@@ -21,36 +20,23 @@ MOST_KINDS = 8  # of places that deal heads and differ in a row of each
 STAGES_OF_DEALING = 14  # tensors that are dealt, there and back, in a forward and its backward
 
 
-def why_not_by(
-    exchange: str, pattern: DilatedPattern, seq_len: int, num_ranks: int, sharding: str, inner: int = 1
-) -> str | None:
-    """What keeps a job of one document from closed forms, by its exchange: `why_not` of its rings."""
-    if seq_len % num_ranks:
-        return why_not(pattern, seq_len, num_ranks, sharding, None)
-    return why_not(pattern, seq_len, 1 if exchange == "all_to_all" else num_ranks // inner, sharding, None)
+def why_not_by(exchange: str, job: Job, sharding: str, inner: int = 1) -> str | None:
+    """What keeps a job from closed forms, by its exchange: `why_not` of its rings."""
+    if job.seq_len % job.num_ranks:
+        return why_not(job, sharding)
+    return why_not(job._replace(num_ranks=1 if exchange == "all_to_all" else job.num_ranks // inner), sharding)
 
 
-def closed_form(
-    exchange: str,
-    pattern: DilatedPattern,
-    seq_len: int,
-    num_ranks: int,
-    num_heads: int,
-    num_kv_heads: int,
-    sizes: Sizes,
-    sharding: str = "contiguous",
-    inner: int = 1,
-) -> Form:
+def closed_form(exchange: str, job: Job, sharding: str = "contiguous", inner: int = 1) -> Form:
     """The form of a job that has one (`why_not_by`), of a call as `plan_exchange` takes it.
 
     Raises:
         ValueError: if heads cannot be dealt.
     """
-    job = (pattern, seq_len, num_ranks, num_heads, num_kv_heads, sizes, sharding)
-    if (size := num_ranks if exchange == "all_to_all" else inner) > 1:
-        check_dealing(num_kv_heads, size)
-        return Dealt(*job, size)
-    return Gathered(*job) if exchange == "all_gather" else Lockstep(*job)
+    if (size := job.num_ranks if exchange == "all_to_all" else inner) > 1:
+        check_dealing(job.num_kv_heads, size)
+        return Dealt(job, sharding, size)
+    return Gathered(job, sharding) if exchange == "all_gather" else Lockstep(job, sharding)
 
 
 class Gathered(Lockstep):
@@ -67,10 +53,10 @@ class Gathered(Lockstep):
         return min(1, super().num_hops)
 
     def sent_of_branches(self) -> list[int]:
-        return [self.sizes.unit * self.sizes.itemsize * sum(counts.straight) for counts in self.counts]
+        return [self.job.sizes.unit * self.job.sizes.itemsize * sum(counts.straight) for counts in self.counts]
 
     def at_least(self, hardware: Hardware) -> float:
-        handshakes = 2 * hardware.handshake if self.num_ranks > 1 else 0.0
+        handshakes = 2 * hardware.handshake if self.job.num_ranks > 1 else 0.0
         return handshakes + max(self.work_seconds(hardware), self.largest_sent[1] / hardware.bytes_per_second)
 
     def memory(self, traits: Traits) -> AttentionMemory:
@@ -82,26 +68,26 @@ class Gathered(Lockstep):
             for k in {met.index(max(met)), both.index(max(both))}
             for plan in self.few_plans()
         ]
-        found = (attention_memory(plan, self.sizes, traits) for plan in plans)
+        found = (attention_memory(plan, self.job.sizes, traits) for plan in plans)
         return max(found, key=lambda x: x.forward_backward.num_bytes)
 
     def at_most(self, hardware: Hardware) -> tuple[float, float]:
         """Messages leave a rank in the order of peers, and come in in that order. So of those that wait for one another
         each is of another pair of places, farther down the ranks than the one before."""
-        unit, flows = self.sizes.unit / hardware.bytes_per_second, self.flows(max)
-        groups = [min(branch.group, self.num_ranks) for branch in self.parts if branch.members]
+        unit, flows = self.job.sizes.unit / hardware.bytes_per_second, self.flows(max)
+        groups = [min(branch.group, self.job.num_ranks) for branch in self.parts if branch.members]
         are_nested = all(b % a == 0 for a, b in pairwise(sorted(groups)))
-        widest = max(groups, default=1) if are_nested else self.num_ranks
+        widest = max(groups, default=1) if are_nested else self.job.num_ranks
         turns = (min(2 * widest - 3, -(-widest // g) * (2 * g - 3)) for g in groups)
         rows = sum(number * flow.rows for number, flow in zip(turns, flows, strict=True))
-        passes = [rows * unit * itemsize for itemsize in (self.sizes.itemsize, self.sizes.sum_itemsize)]
+        passes = [rows * unit * itemsize for itemsize in (self.job.sizes.itemsize, self.job.sizes.sum_itemsize)]
         home, calls = self.home_pairs(max), self.home_calls(max)
         met = max(self.pairs_of_ranks) - self.home_pairs(min), self.all_calls - calls
-        seconds = [hardware.handshake if self.num_ranks > 1 else 0.0] * 2
+        seconds = [hardware.handshake if self.job.num_ranks > 1 else 0.0] * 2
         for stage, products in enumerate((2, 5)):
-            at_home = stage_seconds(home, products, self.sizes, hardware, calls)
+            at_home = stage_seconds(home, products, self.job.sizes, hardware, calls)
             comes = passes[0] + hardware.latency_seconds if rows else 0.0
-            seconds[stage] += max(at_home, comes) + stage_seconds(met[0], products, self.sizes, hardware, met[1])
+            seconds[stage] += max(at_home, comes) + stage_seconds(met[0], products, self.job.sizes, hardware, met[1])
         seconds[1] += passes[1] + hardware.latency_seconds if rows else 0.0
         return seconds[0], seconds[1]
 
@@ -112,25 +98,18 @@ class Dealt(Form):
     own, of ranks with its share of the heads and the group's positions. One group is an all-to-all. Work and bytes are
     exact unless more than MOST_KINDS places differ, by a row of each head."""
 
-    pattern: DilatedPattern
-    seq_len: int
-    num_ranks: int
-    num_heads: int
-    num_kv_heads: int
-    sizes: Sizes
-    sharding: str
-    inner: int
+    inner: int = 1
 
     @cached_property
     def rings(self) -> list[Lockstep]:
         """By place; one and the same where places have as many rows of each branch, or are so many that some stand for
         their neighbours."""
-        share = self.num_heads // self.inner
+        share = self.job.num_heads // self.inner
         found: dict[tuple, Lockstep] = {}
-        job = (self.pattern, self.seq_len, self.num_ranks // self.inner, self.num_heads, self.num_kv_heads, self.sizes)
-        rings = [Lockstep(*job, self.sharding, range(k * share, (k + 1) * share)) for k in range(self.inner)]
+        job = self.job._replace(num_ranks=self.job.num_ranks // self.inner)
+        rings = [Lockstep(job, self.sharding, range(k * share, (k + 1) * share)) for k in range(self.inner)]
         rings = [found.setdefault(tuple(branch.kind for branch in ring.parts), ring) for ring in rings]
-        if len(found) <= MOST_KINDS or self.pattern.heads == "split":
+        if len(found) <= MOST_KINDS or self.job.pattern.heads == "split":
             return rings
         return [rings[k - k % -(-self.inner // MOST_KINDS)] for k in range(self.inner)]
 
@@ -157,8 +136,11 @@ class Dealt(Form):
     @property
     def dealt_bytes(self) -> tuple[int, int]:
         """What a rank sends to deal in a forward, and in its backward."""
-        lengths, heads = (self.seq_len // self.num_ranks,) * self.inner, (self.num_heads, self.num_kv_heads)
-        forward, backward = (dealt_bytes(lengths, 0, *heads, *self.sizes[:3], backward=b) for b in (False, True))
+        lengths, heads = (
+            (self.job.seq_len // self.job.num_ranks,) * self.inner,
+            (self.job.num_heads, self.job.num_kv_heads),
+        )
+        forward, backward = (dealt_bytes(lengths, 0, *heads, *self.job.sizes[:3], backward=b) for b in (False, True))
         return forward, backward
 
     @cached_property
@@ -173,13 +155,13 @@ class Dealt(Form):
 
     def memory(self, traits: Traits) -> AttentionMemory:
         pattern, num_ranks = self.rings[0].small
-        heads, length = (self.num_heads, self.num_kv_heads), self.seq_len // self.num_ranks
+        heads, length = (self.job.num_heads, self.job.num_kv_heads), self.job.seq_len // self.job.num_ranks
         places = [self.rings.index(ring) for ring in self.kinds]
         if not self.is_memory_exact:  # of each set of branches one
             places = list({tuple(bool(x.phases) for x in self.rings[k].parts): k for k in places}.values())
         ranks = tuple(group * self.inner + k for group in range(num_ranks) for k in places)
         plans = ring_plans(pattern, num_ranks * self.inner, length, self.sharding, *heads, None, self.inner, ranks)
-        found = (attention_memory(x.plan, self.sizes, traits, x.dealing) for x in plans)
+        found = (attention_memory(x.plan, self.job.sizes, traits, x.dealing) for x in plans)
         return max(found, key=lambda x: x.forward_backward.num_bytes)
 
     def step_seconds(self, hardware: Hardware) -> Bounds:

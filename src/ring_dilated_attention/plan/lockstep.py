@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, reduce
 from math import lcm
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ..pattern import DilatedPattern
 from .clock import Bounds, Hardware
 from .exchange import RankPlan, Traffic, looked_at, plan_exchange
 from .memory import AttentionMemory, Sizes, Traits, attention_memory
-from .pace import Flow, Pace, stage_seconds
+from .pace import Flow, Pace, work_seconds
 from .parts import Counts, Parts, parts_of
 from .plan import Plan, Tile
 from .sharding import Cut
@@ -35,12 +35,23 @@ FEWEST = 4
 MOST_HOPS = 1024
 
 
-def why_not(
-    pattern: DilatedPattern, seq_len: int, num_ranks: int, sharding: str, documents: tuple[int, ...] | None
-) -> str | None:
+class Job(NamedTuple):
+    """An attention call on ranks, of one document."""
+
+    pattern: DilatedPattern
+    seq_len: int
+    num_ranks: int
+    num_heads: int
+    num_kv_heads: int
+    sizes: Sizes
+
+    def bytes_sent(self, rank_plan: RankPlan) -> int:
+        return sum(rank_plan.bytes_sent(self.sizes, backward=backward) for backward in (False, True))
+
+
+def why_not(job: Job, sharding: str) -> str | None:
     """What keeps a job from closed forms, or None."""
-    if documents is not None and len(documents) > 2:
-        return "documents are packed"
+    pattern, seq_len, num_ranks = job[:3]
     folds = sharding == "zigzag" and num_ranks > 1
     num_parts = 2 * num_ranks if folds else num_ranks
     length, rest = divmod(seq_len, num_parts)
@@ -60,13 +71,17 @@ def why_not(
     return None
 
 
+@dataclass(frozen=True)
 class Form(ABC):
-    """What a closed form tells.
+    """What a closed form tells of a job.
 
     pairs_of_ranks: that each rank computes. largest_sent: bytes of a forward, and of a forward with its backward, of
         the ranks that send most. sharing: by branch, ranks (or groups that deal heads) that share a segment.
     is_memory_exact: or rows of some head may be one more on other ranks than on those that tell the memory.
     """
+
+    job: Job
+    sharding: str = "contiguous"
 
     @property
     @abstractmethod
@@ -122,29 +137,24 @@ class Lockstep(Form):
 
     is_ring: ClassVar[bool] = True
 
-    pattern: DilatedPattern
-    seq_len: int
-    num_ranks: int
-    num_heads: int
-    num_kv_heads: int
-    sizes: Sizes
-    sharding: str = "contiguous"
     held: range | None = None
 
     @property
     def length(self) -> int:
-        return self.seq_len // self.num_ranks
+        return self.job.seq_len // self.job.num_ranks
 
     @property
     def folds(self) -> bool:
         """A rank has two parts, as far from the middle of the sequence as each other."""
-        return self.sharding == "zigzag" and self.num_ranks > 1
+        return self.sharding == "zigzag" and self.job.num_ranks > 1
 
     @cached_property
     def parts(self) -> list[Parts]:
         """By branch."""
-        num = 2 * self.num_ranks if self.folds else self.num_ranks
-        return parts_of(self.pattern, self.num_heads, self.num_kv_heads, self.held, self.seq_len // num, num)
+        num = 2 * self.job.num_ranks if self.folds else self.job.num_ranks
+        return parts_of(
+            self.job.pattern, self.job.num_heads, self.job.num_kv_heads, self.held, self.job.seq_len // num, num
+        )
 
     @cached_property
     def counts(self) -> list[Counts]:
@@ -172,26 +182,30 @@ class Lockstep(Form):
 
     @property
     def sharing(self) -> list[int]:
-        return [max(1, min(self.num_ranks, branch.sharing)) for branch in self.parts]
+        return [max(1, min(self.job.num_ranks, branch.sharing)) for branch in self.parts]
 
     def sent_of_branches(self) -> list[int]:
-        return [self.sizes.unit * self.sizes.itemsize * sum(counts.passed) for counts in self.counts]
+        return [self.job.sizes.unit * self.job.sizes.itemsize * sum(counts.passed) for counts in self.counts]
 
     @cached_property
     def largest_sent(self) -> tuple[int, int]:
-        unit, gradient = self.sizes.unit * self.sizes.itemsize, self.sizes.unit * self.sizes.sum_itemsize
+        unit, gradient = (
+            self.job.sizes.unit * self.job.sizes.itemsize,
+            self.job.sizes.unit * self.job.sizes.sum_itemsize,
+        )
         chunks, gradients = self.sent_of_ranks
         both = map(operator.add, map((2 * unit).__mul__, chunks), map(gradient.__mul__, gradients))
         return max(chunks) * unit, max(both)
 
     def traffic(self) -> Traffic:
         """What `choose_exchange` sees of the plans; of rates that do not divide a part about that."""
-        unit, ranks = self.sizes.unit * self.sizes.itemsize, looked_at(self.num_ranks)
+        unit, ranks = self.job.sizes.unit * self.job.sizes.itemsize, looked_at(self.job.num_ranks)
         passed, met = self.sent_of_ranks[0], self.of_ranks("met")
         travel = [(branch, branch.load(max).rows) for branch in self.parts if branch.members]
         # Two parts are one message where the same ranks need both.
         messages = [
-            2 * rows if self.folds and x.group == x.num and not self.pattern.is_causal else rows for x, rows in travel
+            2 * rows if self.folds and x.group == x.num and not self.job.pattern.is_causal else rows
+            for x, rows in travel
         ]
         return Traffic(
             sent=unit * max(passed[rank] for rank in ranks),
@@ -206,8 +220,8 @@ class Lockstep(Form):
         calls = 0
         for flow in self.flows(max):
             first = rank - rank % flow.group
-            size = min(flow.group, self.num_ranks - first)
-            is_line = self.pattern.is_causal and not self.folds
+            size = min(flow.group, self.job.num_ranks - first)
+            is_line = self.job.pattern.is_causal and not self.folds
             calls += len(flow.tiles) * (rank - first if is_line else size - 1)
         return calls
 
@@ -220,7 +234,7 @@ class Lockstep(Form):
 
     def work_seconds(self, hardware: Hardware, calls: int = 0) -> float:
         """Of the busiest rank, both stages."""
-        return sum(stage_seconds(self.pairs_of_ranks[self.busiest], k, self.sizes, hardware, calls) for k in (2, 5))
+        return work_seconds(self.pairs_of_ranks[self.busiest], self.job.sizes, hardware, calls)
 
     @property
     def is_memory_exact(self) -> bool:
@@ -228,7 +242,7 @@ class Lockstep(Form):
 
     def memory(self, traits: Traits) -> AttentionMemory:
         """Of the rank that holds most: buffers and tiles are the same at every hop, so a few shards tell it."""
-        found = (attention_memory(plan, self.sizes, traits) for plan in self.few_plans())
+        found = (attention_memory(plan, self.job.sizes, traits) for plan in self.few_plans())
         return max(found, key=lambda x: x.forward_backward.num_bytes)
 
     def step_seconds(self, hardware: Hardware) -> Bounds:
@@ -237,17 +251,17 @@ class Lockstep(Form):
 
     def at_least(self, hardware: Hardware) -> float:
         ways = self.largest_sent[1] / hardware.bytes_per_second
-        handshakes = 2 * hardware.handshake if self.num_ranks > 1 else 0.0
+        handshakes = 2 * hardware.handshake if self.job.num_ranks > 1 else 0.0
         least = handshakes + max(self.work_seconds(hardware), ways, self.first_chunk_arrives(hardware))
-        if self.pattern.is_causal or self.folds:
+        if self.job.pattern.is_causal or self.folds:
             return least
         return max(least, sum(self._pace(min, hardware).seconds()))
 
     def first_chunk_arrives(self, hardware: Hardware) -> float:
         """Hop by hop at the last rank of its ring, in both stages."""
-        unit = self.sizes.unit * self.sizes.itemsize / hardware.bytes_per_second
+        unit = self.job.sizes.unit * self.job.sizes.itemsize / hardware.bytes_per_second
         hops = [
-            (2 * (min(branch.members[-1], self.num_ranks) - 1), 2 if branch.is_sparse else branch.load(min).rows)
+            (2 * (min(branch.members[-1], self.job.num_ranks) - 1), 2 if branch.is_sparse else branch.load(min).rows)
             for branch in self.parts
             if branch.members
         ]
@@ -262,12 +276,12 @@ class Lockstep(Form):
         """All ranks do the same at all times."""
         straddling = [branch for branch in self.parts if branch.group > 1]
         are_even = all(branch.period == 1 and len(branch.members) == 1 for branch in straddling)
-        is_exact = self.is_ring and are_even and not self.pattern.is_causal and not self.folds
+        is_exact = self.is_ring and are_even and not self.job.pattern.is_causal and not self.folds
         return not straddling or is_exact
 
     def _pace(self, pick: Callable[..., int], hardware: Hardware) -> Pace:
         home = self.home_pairs(pick), self.home_calls(pick)
-        return Pace(self.flows(pick), *home, self.pattern.is_causal, self.num_ranks, self.sizes, hardware)
+        return Pace(self.flows(pick), *home, self.job.pattern.is_causal, self.job.num_ranks, self.job.sizes, hardware)
 
     def flows(self, pick: Callable[..., int]) -> list[Flow]:
         """What ranks pass on at a hop, at most (`max`) or at least (`min`), by branch."""
@@ -285,9 +299,9 @@ class Lockstep(Form):
             # are in one ring. Where they are in one segment, the early part of another rank meets both, or both of its
             # parts the late one.
             is_one = branch.group == branch.num
-            times = (1 if self.pattern.is_causal and not branch.is_sparse else 2) * (2 if is_one else 1)
+            times = (1 if self.job.pattern.is_causal and not branch.is_sparse else 2) * (2 if is_one else 1)
             rows *= 2
-            members = (self.num_ranks,) if is_one else members
+            members = (self.job.num_ranks,) if is_one else members
         return Flow(members, rows, self._tiles(branch, times, pick))
 
     def _tiles(self, branch: Parts, times: int, pick: Callable[..., int]) -> tuple[int, ...]:
@@ -311,7 +325,7 @@ class Lockstep(Form):
             return own
         # Of two parts in one segment the late one sees the early one too; not causal, each sees the other.
         are_together = 1 < branch.group == branch.num
-        return 2 * own + (1 if self.pattern.is_causal else 2) * branch.load(pick).hop_pairs * are_together
+        return 2 * own + (1 if self.job.pattern.is_causal else 2) * branch.load(pick).hop_pairs * are_together
 
     def home_calls(self, pick: Callable[..., int]) -> int:
         """Those of few ranks; where rows are not alike, with as many more or less as there can be on others."""
@@ -322,7 +336,7 @@ class Lockstep(Form):
             """As in `program.py`: one, or one for each batch entry."""
             rows = tile.query
             is_one = rows.segments == 1 or rows.segments * rows.segment_step == plan.num_rows
-            return 1 if is_one else self.sizes.batch
+            return 1 if is_one else self.job.sizes.batch
 
         found = pick(sum(calls(tile, plan) for tile in plan.local) for plan in self.few_plans())
         return max(0, found + (spread if pick is max else -spread))
@@ -336,7 +350,7 @@ class Lockstep(Form):
         pattern, num_ranks = self.small
         if branch is not None:
             pattern = _alone(pattern, branch)
-        heads, ranks = (self.num_heads, self.num_kv_heads), range(num_ranks)
+        heads, ranks = (self.job.num_heads, self.job.num_kv_heads), range(num_ranks)
         return [x.plan for x in ring_plans(pattern, num_ranks, self.length, self.sharding, *heads, self.held, 1, ranks)]
 
     @cached_property
@@ -344,28 +358,30 @@ class Lockstep(Form):
         """The pattern and the number of ranks of a job whose ranks hold at a hop what they hold in this one, but for a
         row of each head where places differ: FEWEST of them, or some more. Its rings are as long as they can be."""
         if not self.folds:
-            num_ranks = min(self.num_ranks, FEWEST)
+            num_ranks = min(self.job.num_ranks, FEWEST)
             groups = [min(branch.group, num_ranks) for branch in self.parts]
         else:
             halves = [min(branch.group, 4) for branch in self.parts if branch.group < branch.num]
             unit = lcm(*halves)
             num_ranks = unit * -(-FEWEST // unit)
-            num_ranks += unit * ((self.num_ranks - num_ranks) % 2)  # what is dealt joins the two parts in the middle
-            if num_ranks >= self.num_ranks:
-                return self.pattern, self.num_ranks
+            num_ranks += unit * (
+                (self.job.num_ranks - num_ranks) % 2
+            )  # what is dealt joins the two parts in the middle
+            if num_ranks >= self.job.num_ranks:
+                return self.job.pattern, self.job.num_ranks
             groups = [2 * num_ranks if x.group == x.num else min(x.group, 4) for x in self.parts]
         lengths = [
             group * branch.length if group > 1 else w
-            for w, group, branch in zip(self.pattern.segment_lengths, groups, self.parts, strict=True)
+            for w, group, branch in zip(self.job.pattern.segment_lengths, groups, self.parts, strict=True)
         ]
-        return replace(self.pattern, segment_lengths=lengths), num_ranks
+        return replace(self.job.pattern, segment_lengths=lengths), num_ranks
 
 
-def all_hops(pattern: DilatedPattern, seq_len: int, num_ranks: int, num_heads: int) -> int:
+def all_hops(job: Job) -> int:
     """Of all ranks and branches together, and more of many heads: what planning them takes goes by it."""
-    length = max(1, seq_len // num_ranks)
-    hops = sum(min(num_ranks, -(-w // length)) - 1 for w in pattern.segment_lengths if w > length)
-    return num_ranks * hops * max(1, num_heads // 16)
+    length = max(1, job.seq_len // job.num_ranks)
+    hops = sum(min(job.num_ranks, -(-w // length)) - 1 for w in job.pattern.segment_lengths if w > length)
+    return job.num_ranks * hops * max(1, job.num_heads // 16)
 
 
 @lru_cache(maxsize=64)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 from .advice import Waiting, advice, exposed_of
 from .clock import Bounds, Hardware, StepTime, model_step
-from .lockstep import MOST_HOPS, Lockstep, all_hops, why_not
+from .lockstep import MOST_HOPS, Job, Lockstep, all_hops, why_not
 from .memory import AttentionMemory, Sizes, Traits, attention_memory
 from .planner import make_plan
 from .sharding import default_lengths, make_shards
@@ -305,17 +305,18 @@ def attention_waiting(job: ModelJob, hardware: Hardware) -> Waiting | None:
 
 def _form(job: ModelJob) -> Lockstep | None:
     """Of one layer's attention."""
-    shape, ranks = job.shape, job.mesh.sequence
-    if why_not(job.pattern, job.seq_len, ranks, job.sharding, None) is not None:
-        return None
-    return Lockstep(job.pattern, job.seq_len, ranks, shape.num_heads, shape.num_kv_heads, job.sizes, job.sharding)
+    call = _call(job)
+    return Lockstep(call, job.sharding) if why_not(call, job.sharding) is None else None
+
+
+def _call(job: ModelJob) -> Job:
+    heads = job.shape.num_heads, job.shape.num_kv_heads
+    return Job(job.pattern, job.seq_len, job.mesh.sequence, *heads, job.sizes)
 
 
 def _is_planned(job: ModelJob) -> bool:
     """Whether every rank is: if that takes a moment, or no closed form holds."""
-    ranks = job.mesh.sequence
-    is_short = all_hops(job.pattern, job.seq_len, ranks, job.shape.num_heads) <= MOST_HOPS
-    return ranks <= MOST_PLANNED and (is_short or _form(job) is None)
+    return job.mesh.sequence <= MOST_PLANNED and (all_hops(_call(job)) <= MOST_HOPS or _form(job) is None)
 
 
 @lru_cache(maxsize=2)  # its seconds and what it waits are asked for apart

@@ -41,6 +41,11 @@ def stage_seconds(num_pairs: int, products: int, sizes: Sizes, hardware: Hardwar
     return hardware.compute_seconds(flops, backward=products == 5, calls=calls)
 
 
+def work_seconds(num_pairs: int, sizes: Sizes, hardware: Hardware, calls: int = 0) -> float:
+    """Of both stages. calls: of each."""
+    return sum(stage_seconds(num_pairs, products, sizes, hardware, calls) for products in (2, 5))
+
+
 class Pace(NamedTuple):
     """One rank's way through all hops, in step with all others, with what is most, or least, at each of them.
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 from .totals import classes, sent_phases
 
+FEW_PERIODS = 8  # of places: so few are all counted one by one
+
 
 class Counts(NamedTuple):
     """Of every part, in order. All but pairs are in units of B * D elements, K and V.
@@ -262,14 +264,14 @@ def parts_of(
 
 
 def places_counted(pattern: DilatedPattern, length: int, num: int) -> int:
-    """Of parts, one by one, by all branches."""
-    straddling = [r for w, r in pattern.branches if w > length]
-    return sum(min(num, 4 * (rate // gcd(rate, length))) for rate in straddling)
+    """Of parts, one by one, by all branches, about: as `along` counts a whole sequence's."""
+    periods = [r // gcd(r, length) for w, r in pattern.branches if w > length]
+    return sum(num if num <= FEW_PERIODS * period else 4 * period for period in periods)
 
 
 def along(columns: Callable[[range], list[list[int]]], num: int, period: int) -> list[list[int]]:
     """Columns of `num` places, which grow by the same from one period to the next but at both ends."""
-    if num <= 8 * period:
+    if num <= FEW_PERIODS * period:
         return columns(range(num))
     found = []
     starts, ends = columns(range(3 * period)), columns(range(num - period, num))

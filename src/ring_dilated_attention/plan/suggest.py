@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
-from .lockstep import Lockstep, why_not
-from .memory import Sizes
+from .lockstep import Job, Lockstep, why_not
 from .planner import make_plan
 from .sharding import default_lengths, make_shards
 from .totals import pairs, sent_by_rank
@@ -68,22 +67,20 @@ def unread_phases(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, in
     return found
 
 
-def most_sent(
-    pattern: DilatedPattern, seq_len: int, num_ranks: int, num_heads: int, num_kv_heads: int, sizes: Sizes
-) -> tuple[int, bool]:
+def most_sent(job: Job) -> tuple[int, bool]:
     """Bytes that the rank which sends most sends in a forward and its backward around the ring, and whether they are
     exact: else of the ranks that are looked at, where they are many, over shards cut to one length."""
-    even = seq_len - seq_len % num_ranks
-    if even != seq_len and num_ranks <= MOST_UNEVEN:  # their borders are none that another length has
+    pattern, seq_len, num_ranks, num_heads, num_kv_heads, sizes = job
+    even = job._replace(seq_len=seq_len - seq_len % num_ranks)
+    if even != job and num_ranks <= MOST_UNEVEN:  # their borders are none that another length has
         shards = make_shards("contiguous", default_lengths("contiguous", seq_len, num_ranks))
         plans = [make_plan(pattern, shards, rank, num_heads, num_kv_heads) for rank in range(num_ranks)]
         return max(sum(x.bytes_sent(*sizes[:3], backward=b) for b in (False, True)) for x in plans), True
-    if why_not(pattern, even, num_ranks, "contiguous", None) is None:
-        form = Lockstep(pattern, even, num_ranks, num_heads, num_kv_heads, sizes)
-        return form.largest_sent[1], even == seq_len
-    ranks = _ranks_to_look_at(pattern, even, num_ranks, MOST_COUNTED // (len(pattern.branches) * num_heads))
-    sent = (sent_by_rank(pattern, even, num_ranks, rank, num_heads, num_kv_heads) for rank in ranks)
-    return max(sum(x.num_bytes(*sizes[:3])) for x in sent), even == seq_len and len(ranks) == num_ranks
+    if why_not(even, "contiguous") is None:
+        return Lockstep(even).largest_sent[1], even == job
+    ranks = _ranks_to_look_at(pattern, even.seq_len, num_ranks, MOST_COUNTED // (len(pattern.branches) * num_heads))
+    sent = (sent_by_rank(pattern, even.seq_len, num_ranks, rank, num_heads, num_kv_heads) for rank in ranks)
+    return max(sum(x.num_bytes(*sizes[:3])) for x in sent), even == job and len(ranks) == num_ranks
 
 
 def _ranks_to_look_at(pattern: DilatedPattern, seq_len: int, num_ranks: int, most: int) -> Sequence[int]:
