@@ -335,6 +335,8 @@ def test_bounds_are_marked(capsys, monkeypatch):
     assert "100 ranks, by bounds from 2 sampled ranks of 100" in out
     assert "at least " in out
     assert "at most " in out
+    assert cli.main(["plan", "--seq-len", "2000", "--ranks", "100", *MANY, "--documents", "1500", "500"]) == 0
+    assert "100 ranks, by bounds from 2 sampled ranks of 100 (documents are packed)" in capsys.readouterr().out
 
 
 def extremes(found):
