@@ -83,7 +83,7 @@ def seconds_of_planning(job: Job) -> float:
     began = time.monotonic()
     dense = DilatedPattern.dense(is_causal=job.pattern.is_causal)
     shards = make_shards("zigzag", default_lengths("zigzag", job.seq_len, job.num_ranks))
-    make_plan(dense, shards, job.num_ranks - 1, job.num_heads, job.num_kv_heads)
+    make_plan(dense, shards, job.num_ranks - 1, *job.heads)
     return PLANS_A_RANK * job.num_ranks**2 * (time.monotonic() - began)
 
 

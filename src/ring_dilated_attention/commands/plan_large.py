@@ -52,7 +52,7 @@ class Large(NamedTuple):
     @property
     def call(self) -> tuple[int, int, tuple[int, ...] | None, Sizes]:
         """What an exchange is chosen for, beside pattern and shards."""
-        return self.job.num_heads, self.job.num_kv_heads, self.documents, self.job.sizes
+        return *self.job.heads, self.documents, self.job.sizes
 
     @property
     def form(self) -> Form:
@@ -175,8 +175,7 @@ def _times_of_sample(large: Large, num_pairs: int, sender: RankPlan, hardware: H
     busy = work_seconds(num_pairs, job.sizes, hardware)
     least = max(busy, job.bytes_sent(sender) / hardware.bytes_per_second) + 2 * hardware.handshake
     is_dealt = sender.dealing is not None
-    heads = job.num_heads, job.num_kv_heads
-    shares = branch_shares(job.pattern, large.shards, [sender.plan], *heads, large.documents)
+    shares = branch_shares(job.pattern, large.shards, [sender.plan], *job.heads, large.documents)
     bytes_sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
     waiting = Waiting(1 - busy / least, Bounds(least, inf), bytes_sent, senders="one rank", is_dealt=is_dealt)
     said = advice(job.pattern, job.num_heads, large.borders, waiting, lambda pattern: None)
@@ -186,9 +185,8 @@ def _times_of_sample(large: Large, num_pairs: int, sender: RankPlan, hardware: H
 @lru_cache(maxsize=1)  # the rank that was timed is the first that is sampled
 def plan_of(large: Large, rank: int) -> RankPlan:
     job = large.job
-    heads = job.num_heads, job.num_kv_heads
     make = plan_exchange.__wrapped__  # one that is kept already would take no time
-    return make(large.exchange, job.pattern, large.shards, rank, *heads, large.documents)
+    return make(large.exchange, job.pattern, large.shards, rank, *job.heads, large.documents)
 
 
 def seconds_of_planning(large: Large) -> float:
@@ -217,9 +215,9 @@ def say_before(seconds: float, large: Large, *, is_sampled: bool) -> None:
     if seconds <= 2:
         return
     sample = max(MOST_SECONDS / 2, 2 * seconds / large.job.num_ranks)  # two plans, and their memory
-    how = (
-        f"up to {time_text(sample)}, for a sample: {large.obstacle()}" if is_sampled else f"about {time_text(seconds)}"
-    )
+    how = f"about {time_text(seconds)}"
+    if is_sampled:
+        how = f"up to {time_text(sample)}, for a sample: {large.obstacle()}"
     print(f"planning {large.job.num_ranks:,} ranks takes {how}", file=sys.stderr)
 
 
@@ -239,11 +237,8 @@ def text(large: Large, found: dict[str, Any]) -> str:
         span = time_text(least) if least == most else f"{time_text(least)} to {time_text(most)}" if most else ""
         rows.append(("modelled step", span or f"at least {time_text(least)}"))
     taken, reason = found["exchange"].values()
-    other = (
-        ""
-        if taken == large.exchange
-        else f" (the figures are those of {large.exchange}: --exchange {taken} has others)"
-    )
+    other = f" (the figures are those of {large.exchange}: --exchange {taken} has others)"
+    other = "" if taken == large.exchange else other
     lines = [f"{large.job.num_ranks:,} ranks, by {found['method']}", f"exchange: {taken}{other}: {reason}"]
     lines += [aligned(("", "forward and backward"), rows)]
     lines += [f"  {item['num_bytes'] / 1e6:>12,.1f} MB  {item['name']}" for item in found["peak_items"]]

@@ -173,7 +173,7 @@ def _plans(one: Alternative, job: Job) -> list[RankPlan]:
 
 
 def _plan(one: Alternative, job: Job, shards: tuple[Shard, ...], rank: int) -> RankPlan:
-    return plan_exchange(one.exchange, job.pattern, shards, rank, job.num_heads, job.num_kv_heads, inner=one.inner)
+    return plan_exchange(one.exchange, job.pattern, shards, rank, *job.heads, inner=one.inner)
 
 
 def _shards(one: Alternative, job: Job) -> tuple[Shard, ...]:
@@ -230,8 +230,8 @@ def advice_on(job: Job, best: Alternative, hardware: Hardware) -> str | None:
         if best.found_by == "forms":
             sent = _form(best, job).sent_of_branches()
         else:
-            plans, heads = [x.plan for x in _plans(best, job)], (job.num_heads, job.num_kv_heads)
-            shares = branch_shares(job.pattern, _shards(best, job), plans, *heads)
+            plans = [x.plan for x in _plans(best, job)]
+            shares = branch_shares(job.pattern, _shards(best, job), plans, *job.heads)
             sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
 
     def again(pattern: DilatedPattern) -> Bounds | None:

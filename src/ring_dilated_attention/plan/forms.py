@@ -136,11 +136,9 @@ class Dealt(Form):
     @property
     def dealt_bytes(self) -> tuple[int, int]:
         """What a rank sends to deal in a forward, and in its backward."""
-        lengths, heads = (
-            (self.job.seq_len // self.job.num_ranks,) * self.inner,
-            (self.job.num_heads, self.job.num_kv_heads),
-        )
-        forward, backward = (dealt_bytes(lengths, 0, *heads, *self.job.sizes[:3], backward=b) for b in (False, True))
+        lengths = (self.job.seq_len // self.job.num_ranks,) * self.inner
+        others = (0, *self.job.heads, *self.job.sizes[:3])
+        forward, backward = (dealt_bytes(lengths, *others, backward=b) for b in (False, True))
         return forward, backward
 
     @cached_property
@@ -155,7 +153,7 @@ class Dealt(Form):
 
     def memory(self, traits: Traits) -> AttentionMemory:
         pattern, num_ranks = self.rings[0].small
-        heads, length = (self.job.num_heads, self.job.num_kv_heads), self.job.seq_len // self.job.num_ranks
+        heads, length = self.job.heads, self.job.seq_len // self.job.num_ranks
         places = [self.rings.index(ring) for ring in self.kinds]
         if not self.is_memory_exact:  # of each set of branches one
             places = list({tuple(bool(x.phases) for x in self.rings[k].parts): k for k in places}.values())

@@ -45,6 +45,11 @@ class Job(NamedTuple):
     num_kv_heads: int
     sizes: Sizes
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Of queries, and of keys and values."""
+        return self.num_heads, self.num_kv_heads
+
     def bytes_sent(self, rank_plan: RankPlan) -> int:
         return sum(rank_plan.bytes_sent(self.sizes, backward=backward) for backward in (False, True))
 
@@ -152,9 +157,7 @@ class Lockstep(Form):
     def parts(self) -> list[Parts]:
         """By branch."""
         num = 2 * self.job.num_ranks if self.folds else self.job.num_ranks
-        return parts_of(
-            self.job.pattern, self.job.num_heads, self.job.num_kv_heads, self.held, self.job.seq_len // num, num
-        )
+        return parts_of(self.job.pattern, *self.job.heads, self.held, self.job.seq_len // num, num)
 
     @cached_property
     def counts(self) -> list[Counts]:
@@ -350,8 +353,8 @@ class Lockstep(Form):
         pattern, num_ranks = self.small
         if branch is not None:
             pattern = _alone(pattern, branch)
-        heads, ranks = (self.job.num_heads, self.job.num_kv_heads), range(num_ranks)
-        return [x.plan for x in ring_plans(pattern, num_ranks, self.length, self.sharding, *heads, self.held, 1, ranks)]
+        ranks, others = range(num_ranks), (*self.job.heads, self.held, 1)
+        return [x.plan for x in ring_plans(pattern, num_ranks, self.length, self.sharding, *others, ranks)]
 
     @cached_property
     def small(self) -> tuple[DilatedPattern, int]:

@@ -70,16 +70,16 @@ def unread_phases(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, in
 def most_sent(job: Job) -> tuple[int, bool]:
     """Bytes that the rank which sends most sends in a forward and its backward around the ring, and whether they are
     exact: else of the ranks that are looked at, where they are many, over shards cut to one length."""
-    pattern, seq_len, num_ranks, num_heads, num_kv_heads, sizes = job
+    pattern, seq_len, num_ranks, num_heads, _, sizes = job
     even = job._replace(seq_len=seq_len - seq_len % num_ranks)
     if even != job and num_ranks <= MOST_UNEVEN:  # their borders are none that another length has
         shards = make_shards("contiguous", default_lengths("contiguous", seq_len, num_ranks))
-        plans = [make_plan(pattern, shards, rank, num_heads, num_kv_heads) for rank in range(num_ranks)]
+        plans = [make_plan(pattern, shards, rank, *job.heads) for rank in range(num_ranks)]
         return max(sum(x.bytes_sent(*sizes[:3], backward=b) for b in (False, True)) for x in plans), True
     if why_not(even, "contiguous") is None:
         return Lockstep(even).largest_sent[1], even == job
     ranks = _ranks_to_look_at(pattern, even.seq_len, num_ranks, MOST_COUNTED // (len(pattern.branches) * num_heads))
-    sent = (sent_by_rank(pattern, even.seq_len, num_ranks, rank, num_heads, num_kv_heads) for rank in ranks)
+    sent = (sent_by_rank(pattern, even.seq_len, num_ranks, rank, *job.heads) for rank in ranks)
     return max(sum(x.num_bytes(*sizes[:3])) for x in sent), even == job and len(ranks) == num_ranks
 
 
