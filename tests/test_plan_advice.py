@@ -42,7 +42,7 @@ def test_alternatives_are_ordered_by_their_figures():
     assert advice_on(job, best, fast) is None
     none, why = recommended(found, 1000)
     assert none is None
-    assert why.startswith("none fits")
+    assert re.fullmatch(r"none fits: the least, .*, holds [\d.,]+ MB", why)
 
 
 def test_advice_counts_the_pairs_of_the_branch():
@@ -191,6 +191,8 @@ def test_what_may_be_faster_is_named():
     left_out = zigzag._replace(why_not="zigzag has no closed form: ...")
     assert recommended([ring, left_out], None)[1].endswith("the fastest (of the ways compared)")
     assert recommended([ring._replace(why_not="?")], None) == (None, "none: no way could be planned")
+    sample = ring._replace(peak_bytes=13_000_000, found_by="samples")
+    assert recommended([sample], 10**6) == (None, "none fits: the least, ring contiguous, holds at least 13.0 MB")
 
 
 def test_of_split_heads_the_memory_is_that_of_all_places():

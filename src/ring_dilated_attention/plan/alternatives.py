@@ -191,7 +191,7 @@ def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alt
         if least is None:
             return None, "none: no way could be planned"
         holds = "holds at least" if least.found_by == "samples" else "holds"
-        return None, f"none fits: the least, {least.name} {least.sharding}, {holds} {least.peak_bytes / 1e9:,.1f} GB"
+        return None, f"none fits: the least, {least.name} {least.sharding}, {holds} {least.peak_bytes / 1e6:,.1f} MB"
     if any(x.found_by == "samples" for x in fitting):
         return None, "none: what ranks that were sampled take at least recommends nothing"
     fastest = min(x.step_seconds.most for x in fitting)
