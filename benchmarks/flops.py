@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ring_dilated_attention.kernels.traits import KEY_BLOCK, query_block
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
@@ -128,7 +129,7 @@ def _dense_pattern(pattern: DilatedPattern, sizes: Sizes) -> DilatedPattern:
 
 
 def _plan(pattern: DilatedPattern, sizes: Sizes) -> Plan:
-    return make_plan(pattern, make_shards("contiguous", (sizes.seq_len,)), 0, sizes.num_heads, sizes.num_heads)
+    return make_plan(Job(pattern, make_shards("contiguous", (sizes.seq_len,)), sizes.num_heads, sizes.num_heads), 0)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -12,6 +12,7 @@ import torch
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.memory import attention_memory
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
@@ -91,7 +92,7 @@ def _tensor_bytes(sizes: Sizes, num_rows: int) -> int:
 
 def _plan(sizes: Sizes, pattern: DilatedPattern, num_ranks: int, rank: int) -> Plan:
     shards = make_shards("contiguous", split_lengths(sizes.seq_len, num_ranks))
-    return make_plan(pattern, shards, rank, sizes.num_heads, sizes.num_heads)
+    return make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank)
 
 
 def _row(sizes: Sizes, pattern: DilatedPattern, num_ranks: int, rank: int, found: Allocated) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.memory import attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
@@ -44,7 +45,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     [(times, resident)] = run_ranks(launch, _timed, sizes, pattern)
     step("profiled")
     [found] = run_ranks(launch, _profiled, sizes, pattern)
-    plan = make_plan(pattern, make_shards("contiguous", (sizes.seq_len,)), 0, sizes.num_heads, sizes.num_heads)
+    plan = make_plan(Job(pattern, make_shards("contiguous", (sizes.seq_len,)), sizes.num_heads, sizes.num_heads), 0)
     planned = attention_memory(plan, sizes.planned(launch.num_threads), TRAITS["cpu"])
     tensor = sizes.batch * sizes.seq_len * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize
     return [

@@ -13,6 +13,7 @@ import torch
 from ring_dilated_attention.commands.compare import Squares
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.ranks.context import ContextParallel
@@ -99,7 +100,7 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, A
         squares = gate_squares(settings.sizes, pattern, parallel)
         shards = parallel.cut.shards_of(parallel.cut.default_lengths(settings.sizes.seq_len))
         heads = settings.sizes.num_heads
-        plan = make_plan(pattern, shards, parallel.rank, heads, heads)
+        plan = make_plan(Job(pattern, shards, heads, heads), parallel.rank)
         steps = []
         for repeat in range(1 + settings.repeats):
             if worker.rank == 0:

@@ -14,6 +14,7 @@ from ring_dilated_attention.commands.doctor_ranks import hardware_of
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.clock import model_step
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards, split_lengths
 from ring_dilated_attention.ranks.context import ContextParallel
@@ -54,7 +55,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     rows = []
     for i, (sizes, pattern) in enumerate(settings.jobs):
         shards = make_shards("contiguous", split_lengths(sizes.seq_len, NUM_RANKS))
-        plans = [make_plan(pattern, shards, rank, sizes.num_heads, sizes.num_heads) for rank in range(NUM_RANKS)]
+        plans = [make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank) for rank in range(NUM_RANKS)]
         # A step ends when the slowest rank does; both begin together.
         times = [max(rank[1][i][0][k] for rank in ranks) for k in range(REPEATS)]
         median = statistics.median(times)

@@ -13,6 +13,7 @@ from ring_dilated_attention.commands.compare import Squares
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.memory import attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
@@ -107,7 +108,7 @@ def _row(setup: Setup, num_ranks: int, found: list[Found]) -> dict[str, Any]:
     arguments = (sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
     forwards, boths, sent = [], [], []
     for rank, part in enumerate(found):
-        plan = make_plan(pattern, shards, rank, sizes.num_heads, sizes.num_heads)
+        plan = make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank)
         planned = attention_memory(plan, sizes.planned(), TRAITS["cpu"])
         forwards.append(part.forward / planned.forward.num_bytes)
         boths.append(part.forward_backward / planned.forward_backward.num_bytes)

@@ -16,6 +16,7 @@ from ring_dilated_attention.commands.compare import Squares
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.clock import Hardware, model_step
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.ranks.context import ContextParallel
@@ -119,7 +120,7 @@ def _row(
     efficiency = quantiles(a / (NUM_RANKS * b) for a, b in zip(one, two, strict=True))
     ceiling = quantiles(a / (NUM_RANKS * b) for a, b in zip(one, apart, strict=True))
     shards = make_shards(sharding, default_lengths(sharding, sizes.seq_len, NUM_RANKS))
-    plans = [make_plan(pattern, shards, rank, sizes.num_heads, sizes.num_heads) for rank in range(NUM_RANKS)]
+    plans = [make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank) for rank in range(NUM_RANKS)]
     arguments = (sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
     sent = [sum(plan.bytes_sent(*arguments, backward=backward) for backward in (False, True)) for plan in plans]
     assert all(sent), "two ranks that send nothing measure no exchange"
@@ -149,7 +150,7 @@ def _bytes_per_second(sizes: Sizes, pattern: DilatedPattern, sharding: str) -> f
     """One way of this rank's link: the first hop's chunks with nothing to compute, the median of several passes."""
     parallel = ContextParallel(exchange="ring", sharding=sharding)
     shards = parallel.cut.shards_of(parallel.cut.default_lengths(sizes.seq_len))
-    plan = make_plan(pattern, shards, parallel.rank, sizes.num_heads, sizes.num_heads)
+    plan = make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), parallel.rank)
     unit, hop = sizes.batch * sizes.head_dim, plan.hops[0]
     own, free = (torch.zeros(plan.chunk_size * unit, dtype=sizes.dtype) for _ in range(2))
     sends, receives = (
@@ -175,7 +176,7 @@ def _modelled(
     found = []
     for num_ranks in MODELLED_RANKS:
         shards = make_shards(row["sharding"], default_lengths(row["sharding"], sizes.seq_len, num_ranks))
-        plans = [make_plan(pattern, shards, rank, sizes.num_heads, sizes.num_heads) for rank in range(num_ranks)]
+        plans = [make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank) for rank in range(num_ranks)]
         arguments = (sizes.batch, sizes.head_dim)
         flops = sum(plan.flops(*arguments, backward=backward) for plan in plans for backward in (False, True))
         hardware = Hardware(flops / row["one_rank_seconds"]["median"], bytes_per_second)

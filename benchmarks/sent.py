@@ -12,6 +12,7 @@ import torch
 from ring_dilated_attention.commands.compare import Squares
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
@@ -76,7 +77,7 @@ def _undilated(pattern: DilatedPattern) -> DilatedPattern:
 
 def _plans(sizes: Sizes, pattern: DilatedPattern, num_ranks: int) -> list[Plan]:
     shards = make_shards("contiguous", default_lengths("contiguous", sizes.seq_len, num_ranks))
-    return [make_plan(pattern, shards, rank, sizes.num_heads, sizes.num_heads) for rank in range(num_ranks)]
+    return [make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank) for rank in range(num_ranks)]
 
 
 def _bytes(plan: Plan, sizes: Sizes, *, backward: bool) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from faults import CAUSAL, Fault, Trial, run_trial
 
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 
@@ -51,7 +52,7 @@ def posts_messages(fault: Fault) -> bool:
     """Whether the rank has messages at the place, under causality, where nothing wraps."""
     shards = make_shards("contiguous", default_lengths("contiguous", 64 * fault.world_size, fault.world_size, 1, 1))
     number = int(fault.place[4])  # of the hop
-    for hop in make_plan(CAUSAL, shards, fault.rank, 2, 2).hops[number - 1 : number]:
+    for hop in make_plan(Job(CAUSAL, shards, 2, 2), fault.rank).hops[number - 1 : number]:
         return bool(hop.grad_sends or hop.grad_receives if "gradients" in fault.place else hop.sends or hop.receives)
     return False
 

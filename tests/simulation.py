@@ -8,6 +8,7 @@ from collections import Counter, deque
 from itertools import pairwise
 
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Tile
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.rows import Block, Rows
@@ -42,7 +43,8 @@ class Simulation:
         borders: tuple[int, ...],
         held: range | None = None,
     ) -> None:
-        self.plans = [make_plan(pattern, shards, k, num_heads, num_kv_heads, borders, held) for k in range(len(shards))]
+        job = Job(pattern, shards, num_heads, num_kv_heads, borders, held)
+        self.plans = [make_plan(job, k) for k in range(len(shards))]
         self.positions = [[t for span in shard for t in range(*span)] for shard in shards]
         self.ratio = num_heads // num_kv_heads
         self.computed: Triples = Counter()

@@ -14,6 +14,7 @@ import torch
 
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import steps
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.plan.step import Post, Terms
@@ -41,7 +42,7 @@ def posted(exchange: str, stage: str, pattern: DilatedPattern, sharding: str, wo
     shards = make_shards(sharding, default_lengths(sharding, LENGTH, world_size))
     ranks = []
     for rank in range(world_size):
-        plan = plan_exchange(exchange, pattern, shards, rank, 2, 2).plan
+        plan = plan_exchange(exchange, Job(pattern, shards, 2, 2), rank).plan
         posts = [step for step in steps(plan, stage, Terms()) if isinstance(step, Post)]
         ranks.append(
             [

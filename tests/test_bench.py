@@ -14,6 +14,7 @@ from benchmarks import command, crossover, flops, gate, linear, measure, record,
 from benchmarks.command import CASES, needs_gpu
 from ring_dilated_attention import kernels
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT, DilatedPattern
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 
@@ -184,7 +185,7 @@ def test_scaling_marks_what_is_modelled(tmp_path, capsys):
 def test_rounding_is_of_causal_tiles_only():
     for is_causal in (False, True):
         pattern = DilatedPattern((2048,), (1,), is_causal=is_causal)
-        plan = make_plan(pattern, make_shards("contiguous", (4096,)), 0, 3, 3)
+        plan = make_plan(Job(pattern, make_shards("contiguous", (4096,)), 3, 3), 0)
         assert (flops.computed_pairs(plan) > plan.pairs) == is_causal
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.cache import Rings, check_append, check_crop, plan_cache, plan_chunk
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 
@@ -146,7 +147,7 @@ def test_a_chunk_is_the_second_of_two_shards(call, position, num_new):
     plan = plan_cache(*call)
     chunk, whole = (
         plan_chunk(plan, position, num_new),
-        make_plan(call[0], make_shards("contiguous", (position, num_new)), 1, *call[1:]),
+        make_plan(Job(call[0], make_shards("contiguous", (position, num_new)), *call[1:]), 1),
     )
     assert chunk.pairs == whole.pairs
     assert not chunk.hops

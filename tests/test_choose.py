@@ -14,6 +14,7 @@ from ring_dilated_attention.plan.exchange import (
     looked_at,
     plan_exchange,
 )
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards
@@ -24,7 +25,7 @@ CAUSAL = DilatedPattern((8192,), (1,), is_causal=True)
 
 def choose(pattern, p, n, *, sharding="contiguous", heads=(8, 8), documents=None, head_dim=64):
     shards = make_shards(sharding, default_lengths(sharding, n, p))
-    return choose_exchange(pattern, shards, *heads, documents, Sizes(1, head_dim, 4))
+    return choose_exchange(Job(pattern, shards, *heads, documents), Sizes(1, head_dim, 4))
 
 
 def test_documents_that_lie_in_shards_send_nothing():
@@ -45,7 +46,7 @@ def test_the_bytes_are_those_of_the_plan_of_the_rank_that_sends_most():
     """Catches bytes of a full ring where chunks go no further than they are needed, and those of some other rank."""
     for pattern, documents in product((CAUSAL, DilatedPattern((8192,), (1,))), (None, (0, 3000, 8192))):
         shards = make_shards("contiguous", (2048,) * 4)
-        sent = [make_plan(pattern, shards, k, 6, 3, documents).bytes_sent(1, 64, 4) for k in range(4)]
+        sent = [make_plan(Job(pattern, shards, 6, 3, documents), k).bytes_sent(1, 64, 4) for k in range(4)]
         assert (
             f"the ring sends {max(sent):,} bytes" in choose(pattern, 4, 8192, heads=(6, 3), documents=documents).reason
         )
@@ -67,7 +68,7 @@ def test_small_chunks_go_at_once():
 def test_the_reason_names_what_it_rests_on():
     """Catches a reason without its figures: bytes, hops and memory of the ring, bytes of dealing."""
     shards = make_shards("contiguous", (2048,) * 4)
-    plan = make_plan(DilatedPattern((8192,), (1,)), shards, 0, 8, 4)
+    plan = make_plan(Job(DilatedPattern((8192,), (1,)), shards, 8, 4), 0)
     dealt = dealt_bytes((2048,) * 4, 0, 8, 4, 1, 64, 4)
     reason = choose(DilatedPattern((8192,), (1,)), 4, 8192, heads=(8, 4)).reason
     for figure in (plan.bytes_sent(1, 64, 4), 2 * plan.chunk_size * 64 * 4, dealt):
@@ -105,7 +106,7 @@ def test_dealt_heads_are_one_tile_whatever_the_sharding(num_ranks):
     """Catches rows that keep the order of zigzag's shards once heads are dealt: 8, 28 and 120 tiles instead of one."""
     for sharding in ("contiguous", "zigzag"):
         shards = make_shards(sharding, default_lengths(sharding, 8192, num_ranks))
-        assert plan_exchange("all_to_all", CAUSAL, shards, 1, 8, 8).plan.num_tiles == 1
+        assert plan_exchange("all_to_all", Job(CAUSAL, shards, 8, 8), 1).plan.num_tiles == 1
 
 
 def test_kernel_calls_count_too():
@@ -122,7 +123,7 @@ def test_ranks_that_are_looked_at_stand_at_all_places():
     """Each third of 40 ranks is the first of a segment of three: none of those receives, and chunks would be small."""
     pattern = DilatedPattern((48, 48), (1, 2), is_causal=True, heads="split")
     shards = make_shards("contiguous", (16,) * 40)
-    assert choose_exchange(pattern, shards, 4, 2, None, Sizes(300, 64, 4)).exchange == "ring"
+    assert choose_exchange(Job(pattern, shards, 4, 2), Sizes(300, 64, 4)).exchange == "ring"
     for num_ranks in (17, 40, 64, 100, 1000, 65_536):
         ranks = looked_at(num_ranks)
         assert {0, num_ranks - 1} <= set(ranks) <= set(range(num_ranks))

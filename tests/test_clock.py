@@ -14,6 +14,7 @@ from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.clock import Hardware, Network, RankTime, Side, model_step
 from ring_dilated_attention.plan.exchange import RankPlan
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.plan import gathered
 from ring_dilated_attention.plan.planner import make_plan
@@ -27,7 +28,7 @@ CAUSAL = DilatedPattern((4096,), (1,), is_causal=True)
 
 def plans_of(pattern, seq_len, num_ranks, sharding="contiguous", heads=(1, 1), documents=None):
     shards = make_shards(sharding, default_lengths(sharding, seq_len, num_ranks))
-    return [make_plan(pattern, shards, rank, *heads, documents) for rank in range(num_ranks)]
+    return [make_plan(Job(pattern, shards, *heads, documents), rank) for rank in range(num_ranks)]
 
 
 def two_ranks(hardware):
@@ -93,7 +94,9 @@ def test_computing_is_the_plans_flops(pattern, sharding):
 def test_without_messages_only_the_slowest_counts():
     """Segments that stay at home: nobody waits, on the slowest link."""
     shards = make_shards("contiguous", (16, 8))
-    step = model_step([make_plan(DENSE, shards, rank, 1, 1) for rank in (0, 1)], Sizes(1, 1, 4), Hardware(256, 1e-9))
+    step = model_step(
+        [make_plan(Job(DENSE, shards, 1, 1), rank) for rank in (0, 1)], Sizes(1, 1, 4), Hardware(256, 1e-9)
+    )
     assert [rank.exposed_seconds for rank in step.ranks] == [0, 0]
     assert step.step_seconds == 7
     assert step.balance == 0.75

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
@@ -81,7 +82,7 @@ def rank_counts(rank, world_size, exchange):
 def plans_of(cp, exchange, pattern, heads, kv_heads, itemsize, has_dlse):
     """(bytes, pairs) of a forward and of a backward, as planned."""
     shards, name = cp.cut.shards_of(cp.cut.default_lengths(N)), "ring" if exchange == "mesh" else exchange
-    rank_plan = plan_exchange(name, pattern, shards, cp.rank, heads, kv_heads, inner=cp.cut.inner)
+    rank_plan = plan_exchange(name, Job(pattern, shards, heads, kv_heads), cp.rank, inner=cp.cut.inner)
     sizes = Sizes(BATCH, HEAD_DIM, itemsize)
     return [
         (rank_plan.bytes_sent(sizes, backward=backward, has_dlse=has_dlse), BATCH * rank_plan.plan.pairs)
@@ -103,7 +104,7 @@ def test_a_counter_sees_what_is_not_planned():
     """Proof that the counts can differ: of a causal tile computed in full, and of another sharding."""
     counter = Counter()
     try:
-        plan = make_plan(DilatedPattern((8,), (1,), is_causal=True), make_shards("contiguous", (8,)), 0, 2, 2)
+        plan = make_plan(Job(DilatedPattern((8,), (1,), is_causal=True), make_shards("contiguous", (8,)), 2, 2), 0)
         q = torch.randn(1, 2, 8, 8)
         cpu.forward(q, q, q, True, 1.0)
         assert counter.pairs == plan.pairs

@@ -9,7 +9,8 @@ from ring_dilated_attention.commands.sketch import panels, shares_of_form
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.forms import closed_form
-from ring_dilated_attention.plan.lockstep import Job
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.lockstep import EqualJob
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards, split_lengths
@@ -34,7 +35,7 @@ def test_cells_are_the_definition(pattern):
 
 def test_filled_rows_are_the_plan():
     """Rows that travel: head 0 of each rank's shard of 8 has phase 0 of rate 4."""
-    plan = make_plan(DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8,) * 4), 1, 4, 4)
+    plan = make_plan(Job(DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8,) * 4), 4, 4), 1)
     assert figures._packed_rows(plan, head=0) == {0, 4}
     assert figures._packed_rows(plan, head=3) == {3, 7}
 
@@ -84,8 +85,8 @@ def test_one_rank_has_no_ring(tmp_path):
 def test_a_sketch_says_what_the_plans_do(pattern, seq_len, num_ranks, sharing):
     """Catches a picture whose small stand-in travels where the job stays at home, or the other way around."""
     shards = make_shards("contiguous", split_lengths(seq_len, num_ranks))
-    plans = [make_plan(pattern, shards, rank, 12, 12) for rank in range(num_ranks)]
-    shares = branch_shares(pattern, shards, plans, 12, 12)
+    plans = [make_plan(Job(pattern, shards, 12, 12), rank) for rank in range(num_ranks)]
+    shares = branch_shares(Job(pattern, shards, 12, 12), plans)
     assert tuple(share.num_sharing for share in shares) == sharing
     assert sum(share.sent for share in shares) == sum(plan.sent()[0] for plan in plans)
     for panel, share, (w, r) in zip(panels(pattern, shards, shares), shares, pattern.branches, strict=True):
@@ -117,9 +118,9 @@ def test_a_sketch_says_what_the_plans_do(pattern, seq_len, num_ranks, sharing):
 def test_closed_forms_draw_what_plans_do(pattern, num_ranks, sharding, exchange):
     seq_len = 2**20
     shards = make_shards(sharding, (seq_len // num_ranks,) * num_ranks)
-    plans = [plan_exchange(exchange, pattern, shards, rank, 16, 16).plan for rank in range(num_ranks)]
-    expected = branch_shares(pattern, shards, plans, 16, 16)
-    form = closed_form(exchange, Job(pattern, seq_len, num_ranks, 16, 16, Sizes(2, 64, 4)), sharding)
+    plans = [plan_exchange(exchange, Job(pattern, shards, 16, 16), rank).plan for rank in range(num_ranks)]
+    expected = branch_shares(Job(pattern, shards, 16, 16), plans)
+    form = closed_form(exchange, EqualJob(pattern, seq_len, num_ranks, 16, 16, Sizes(2, 64, 4)), sharding)
     found = shares_of_form(form)
     assert found == expected
     assert panels(pattern, shards, found) == panels(pattern, shards, expected)

@@ -14,6 +14,7 @@ from benchmarks.apart import Budget, measure_apart
 from benchmarks.candidates import OWN, Candidate, attention
 from benchmarks.measure import Sizes, Times
 from ring_dilated_attention import DilatedPattern, kernels
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 
@@ -105,7 +106,7 @@ def test_shares_are_against_the_same_kernel_and_the_fastest():
 def test_flops_are_the_plans():
     """Catches a convention for FLOPs that differs from the plan's."""
     for pattern in (PATTERN, DilatedPattern((100, 512), (3, 4), is_causal=True)):
-        plan = make_plan(pattern, make_shards("contiguous", (SIZES.seq_len,)), 0, SIZES.num_heads, SIZES.num_heads)
+        plan = make_plan(Job(pattern, make_shards("contiguous", (SIZES.seq_len,)), SIZES.num_heads, SIZES.num_heads), 0)
         group = side_by_side.Group(SIZES, pattern.is_causal, (), 1, "cpu")
         found = side_by_side.Found({}, "", 0, device.Profile((), ()), [Times(1, 1)], [0.0])
         row = shares.row_of(group, Candidate("sdpa", "", pattern), found, {}, device.Ceilings(1, 1))

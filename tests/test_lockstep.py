@@ -13,7 +13,8 @@ from ring_dilated_attention.plan.alternatives import alternatives
 from ring_dilated_attention.plan.clock import Hardware, model_step
 from ring_dilated_attention.plan.exchange import RankPlan, choose_exchange, plan_exchange
 from ring_dilated_attention.plan.forms import Dealt, closed_form, why_not_by
-from ring_dilated_attention.plan.lockstep import Job, Lockstep, why_not
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.lockstep import EqualJob, Lockstep, why_not
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import Cut, make_shards
@@ -40,7 +41,7 @@ def jobs(draw, ways=WAYS):
     )
     dealing = num_ranks if exchange == "all_to_all" else inner
     assume(num_ranks % inner == 0 and heads[1] % dealing == 0)
-    job = Job(
+    job = EqualJob(
         pattern, seq_len, num_ranks, *heads, Sizes(draw(st.sampled_from([1, 2])), 8, draw(st.sampled_from([2, 4])))
     )
     assume(why_not_by(exchange, job, sharding, inner) is None)
@@ -51,7 +52,9 @@ def plans_of(exchange, job, sharding, inner) -> list[RankPlan]:
     cut = Cut(sharding, job.num_ranks, inner=inner)
     shards = cut.shards_of(cut.default_lengths(job.seq_len))
     heads = job.num_heads, job.num_kv_heads
-    return [plan_exchange(exchange, job.pattern, shards, rank, *heads, inner=inner) for rank in range(job.num_ranks)]
+    return [
+        plan_exchange(exchange, Job(job.pattern, shards, *heads), rank, inner=inner) for rank in range(job.num_ranks)
+    ]
 
 
 def part_length(exchange, job, sharding, inner) -> int:
@@ -118,12 +121,12 @@ def test_the_choice_and_what_branches_send_are_the_plans(case):
     plans = [x.plan for x in plans_of(*case)]
     shards = Cut(sharding, num_ranks).shards_of(Cut(sharding, num_ranks).default_lengths(seq_len))
     found = Lockstep(job, sharding)
-    shares = branch_shares(pattern, shards, plans, *heads)
+    shares = branch_shares(Job(pattern, shards, *heads), plans)
     assert found.sent_of_branches() == [share.sent * sizes.unit * sizes.itemsize for share in shares]
     assert found.sharing == [share.num_sharing for share in shares]
     if sharding == "contiguous" and found.is_memory_exact:
-        choice = choose_exchange(pattern, shards, *heads, None, sizes, traffic=found.traffic())
-        assert choice == choose_exchange(pattern, shards, *heads, None, sizes)
+        choice = choose_exchange(Job(pattern, shards, *heads), sizes, traffic=found.traffic())
+        assert choice == choose_exchange(Job(pattern, shards, *heads), sizes)
 
 
 @pytest.mark.parametrize("lengths", [(16, 64, 160), (32, 48), (80, 112, 48)])
@@ -132,9 +135,9 @@ def test_the_choice_and_what_branches_send_are_the_plans(case):
 def test_the_busiest_of_many_ranks(lengths, rates, is_causal):
     """Also where segments of two branches end together on a rank in the middle alone, and after many periods."""
     pattern = DilatedPattern(lengths, rates[: len(lengths)], is_causal=is_causal)
-    found = Lockstep(Job(pattern, 300 * 16, 300, 4, 4, Sizes(1, 8, 4)))
+    found = Lockstep(EqualJob(pattern, 300 * 16, 300, 4, 4, Sizes(1, 8, 4)))
     shards = make_shards("contiguous", (16,) * 300)
-    plans = [make_plan(pattern, shards, rank, 4, 4) for rank in range(300)]
+    plans = [make_plan(Job(pattern, shards, 4, 4), rank) for rank in range(300)]
     assert found.pairs_of_ranks == [plan.pairs for plan in plans]
     assert found.busiest == max(range(300), key=lambda rank: plans[rank].pairs)
     assert list(zip(*found.sent_of_ranks, strict=True)) == [plan.sent(backward=True) for plan in plans]
@@ -147,7 +150,7 @@ def test_many_ranks_take_a_moment(rates, is_causal):
     """All ways of 65,536 of them, but an all-to-all, for which heads are too few."""
     n, start = 2**30, time.process_time()
     pattern = DilatedPattern((2048, 2**20, n), rates, is_causal=is_causal)
-    job = Job(pattern, n, 65_536, 32, 8, Sizes(1, 128, 2))
+    job = EqualJob(pattern, n, 65_536, 32, 8, Sizes(1, 128, 2))
     found = alternatives(job, Hardware(5e14, 5e10, 1e-5), TRAITS["cpu"])
     ways = [x for x in found if not x.why_not]
     assert len(ways) == 2 * 6
@@ -158,7 +161,7 @@ def test_many_ranks_take_a_moment(rates, is_causal):
 
 def test_the_reason_is_given():
     def reason(lengths, rates, seq_len, num_ranks, sharding="contiguous"):
-        return why_not(Job(DilatedPattern(lengths, rates), seq_len, num_ranks, 1, 1, Sizes(1, 8, 4)), sharding)
+        return why_not(EqualJob(DilatedPattern(lengths, rates), seq_len, num_ranks, 1, 1, Sizes(1, 8, 4)), sharding)
 
     both = (2048, 6000), (1, 3)
     assert reason(*both, 10, 3) == "10 positions do not divide among 3 ranks"

@@ -15,6 +15,7 @@ from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.kernels.traits import TRAITS, no_scratch
 from ring_dilated_attention.plan import step
 from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards, split_lengths
@@ -74,7 +75,7 @@ def test_the_plan_holds_what_the_executor_holds(pattern, sharding, exchange):
     for num_ranks, (heads, kv_heads), batch, n in ((1, (4, 2), 2, 4096), (3, (6, 3), 1, 4096), (4, (8, 4), 2, 4001)):
         shards = make_shards(sharding, default_lengths(sharding, n, num_ranks))
         for rank, dtype in product({0, num_ranks // 2, num_ranks - 1}, (torch.float32, torch.float64)):
-            rank_plan = plan_exchange(exchange, pattern, shards, rank, heads, kv_heads)
+            rank_plan = plan_exchange(exchange, Job(pattern, shards, heads, kv_heads), rank)
             sizes = Sizes(batch, 24, dtype.itemsize)
             planned = attention_memory(rank_plan.plan, sizes, VISIBLE, rank_plan.dealing)
             assert tuple(peak.num_bytes for peak in planned) == held_peaks(rank_plan, sizes, dtype), (num_ranks, rank)
@@ -88,7 +89,7 @@ def test_sampled_ranks_of_many(num_ranks, sharding):
     pattern = DilatedPattern((2048, 65536, 2**20), (1, 8, 128), is_causal=sharding == "zigzag")
     shards = make_shards(sharding, default_lengths(sharding, 2**20, num_ranks))
     for rank in (0, 3 * num_ranks // 5, num_ranks - 1):
-        rank_plan = plan_exchange("ring", pattern, shards, rank, 4, 4)
+        rank_plan = plan_exchange("ring", Job(pattern, shards, 4, 4), rank)
         planned = attention_memory(rank_plan.plan, Sizes(1, 64, 4), VISIBLE)
         assert tuple(peak.num_bytes for peak in planned) == held_peaks(rank_plan, Sizes(1, 64, 4), torch.float32)
 
@@ -102,7 +103,7 @@ def test_rows_that_are_copied_are_held(exchange, monkeypatch):
     for num_ranks, batch, n in ((1, 1, 4096), (1, 2, 4001), (3, 2, 4096)):
         shards = make_shards("contiguous", split_lengths(n, num_ranks))
         for rank in range(num_ranks):
-            rank_plan = plan_exchange(exchange if num_ranks > 1 else "none", pattern, shards, rank, 6, 3)
+            rank_plan = plan_exchange(exchange if num_ranks > 1 else "none", Job(pattern, shards, 6, 3), rank)
             planned = attention_memory(rank_plan.plan, Sizes(batch, 24, 4), always, rank_plan.dealing)
             held = held_peaks(rank_plan, Sizes(batch, 24, 4), torch.float32)
             assert tuple(peak.num_bytes for peak in planned) == held, (num_ranks, rank)
@@ -115,7 +116,7 @@ def test_sixteen_bits_but_for_copies_inside_one_op():
     pattern = DilatedPattern((256, 2048), (1, 4), is_causal=True)
     shards = make_shards("contiguous", split_lengths(2048, 2))
     for rank in range(2):
-        rank_plan, sizes = plan_exchange("ring", pattern, shards, rank, 4, 4), Sizes(1, 64, 2)
+        rank_plan, sizes = plan_exchange("ring", Job(pattern, shards, 4, 4), rank), Sizes(1, 64, 2)
         planned = attention_memory(rank_plan.plan, sizes, VISIBLE)
         forward, both = held_peaks(rank_plan, sizes, torch.bfloat16)
         assert planned.forward.num_bytes == forward
@@ -133,7 +134,7 @@ def test_a_third_chunk_buffer_would_be_seen(monkeypatch):
 
     monkeypatch.setitem(executor._Executor.do, step.Pack, with_another)
     shards = make_shards("contiguous", split_lengths(2048, 4))
-    rank_plan, sizes = plan_exchange("ring", DilatedPattern((2048,), (1,)), shards, 1, 4, 4), Sizes(1, 64, 4)
+    rank_plan, sizes = plan_exchange("ring", Job(DilatedPattern((2048,), (1,)), shards, 4, 4), 1), Sizes(1, 64, 4)
     planned = attention_memory(rank_plan.plan, sizes, VISIBLE)
     assert held_peaks(rank_plan, sizes, torch.float32)[0] > planned.forward.num_bytes
 
@@ -172,7 +173,7 @@ def case_peaks(worker, parallel, n, batch, heads, kv_heads, dim, dtype, pattern)
 
     forward()  # what only the first call makes is not the call's
     given = sum(x.nbytes for x in inputs)
-    plan = make_plan(pattern, make_shards("contiguous", lengths), worker.rank, heads, kv_heads)
+    plan = make_plan(Job(pattern, make_shards("contiguous", lengths), heads, kv_heads), worker.rank)
     estimate = attention_memory(plan, Sizes(batch, dim, dtype.itemsize), CPU)
     return [
         (given + allocated(forward).peak_bytes, estimate.forward.num_bytes),
@@ -206,7 +207,7 @@ def test_what_a_simulated_rank_is_said_to_hold(pattern, sharding):
         out = dilated_attention(*inputs, pattern, parallel=cp)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
     for rank in range(world_size):
-        plan = make_plan(pattern, make_shards(sharding, default_lengths(sharding, n, world_size)), rank, 4, 2)
+        plan = make_plan(Job(pattern, make_shards(sharding, default_lengths(sharding, n, world_size)), 4, 2), rank)
         planned = attention_memory(plan, Sizes(2, 64, 4), VISIBLE).forward_backward
         sent = [plan.bytes_sent(2, 64, 4, backward=backward) for backward in (False, True)]
         assert both[rank].peak_bytes == planned.num_bytes
@@ -240,7 +241,7 @@ def test_measuring_is_for_simulated_ranks():
 
 def planned(n=8192, ranks=1, itemsize=4, pattern=None, num_threads=1, kernel="cpu"):
     pattern = pattern or DilatedPattern((1024, 8192), (1, 8))
-    plan = make_plan(pattern, make_shards("contiguous", split_lengths(n, ranks)), 0, 4, 4)
+    plan = make_plan(Job(pattern, make_shards("contiguous", split_lengths(n, ranks)), 4, 4), 0)
     return attention_memory(plan, Sizes(1, 64, itemsize, num_threads), TRAITS[kernel])
 
 
@@ -256,7 +257,7 @@ def zigzag_peaks(worker):
         torch.autograd.grad(out, inputs, torch.empty_like(out))
 
     both()
-    plan = make_plan(pattern, parallel.cut.shards_of(lengths), worker.rank, heads, heads)
+    plan = make_plan(Job(pattern, parallel.cut.shards_of(lengths), heads, heads), worker.rank)
     peak = attention_memory(plan, Sizes(1, dim, 4), CPU).forward_backward
     late = any(m.owner == worker.rank for hop in plan.hops[1:] for m in hop.sends)
     return sum(x.nbytes for x in inputs) + allocated(both).peak_bytes, peak.num_bytes, late

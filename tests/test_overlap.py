@@ -16,6 +16,7 @@ from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.run import executor
@@ -86,7 +87,7 @@ class TimedKernel:
 def exposed(stage, link_type, delay, exchange="ring"):
     clock = Clock()
     link = link_type(clock, delay)
-    rank_plan = plan_exchange(exchange, PATTERN, SHARDS, 0, 2, 2)
+    rank_plan = plan_exchange(exchange, Job(PATTERN, SHARDS, 2, 2), 0)
     assert rank_plan.plan.hops
     means, x = Means(TimedKernel(clock), 1.0, link), torch.randn(1, 32, 2, 8)
     if stage == "forward":
@@ -128,7 +129,7 @@ def rank_is_late_for_backward(rank, world_size):
     overlap.attend = attend_and_linger
     cp = ContextParallel(exchange="ring")
     pattern = DilatedPattern((256, 2048), (1, 16))
-    plan = make_plan(pattern, cp.cut.shards_of(cp.cut.default_lengths(2048)), cp.rank, 2, 2)
+    plan = make_plan(Job(pattern, cp.cut.shards_of(cp.cut.default_lengths(2048)), 2, 2), cp.rank)
     steps = [overlap.take_step(Sizes(2048, 2, 32), pattern, cp) for _ in range(2)]
     found = overlap.summary(plan, steps[1:])  # the first one connects
     parts = {(part["stage"], part["part"]): part for part in found["parts"]}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Tile
 from ring_dilated_attention.plan.program import steps
 from ring_dilated_attention.plan.rows import Rows
@@ -21,7 +22,7 @@ ALWAYS = Packing(distance=1, num_bytes=1, max_rows=2**16)
 
 
 def program(pattern, seq_len, num_heads, **terms):
-    plan = plan_exchange("none", pattern, make_shards("contiguous", (seq_len,)), 0, num_heads, num_heads).plan
+    plan = plan_exchange("none", Job(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads), 0).plan
     return list(steps(plan, "forward", Terms(**terms)))
 
 

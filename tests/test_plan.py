@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from simulation import Simulation, dense_triples
 
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import chunk_finder, make_plan
 from ring_dilated_attention.plan.rings import causal_hops
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
@@ -76,7 +77,7 @@ def test_own_tiles_of_a_ring_read_the_packed_chunk(sharding, is_causal):
     pattern = DilatedPattern((16, 64), (1, 2), is_causal=is_causal)
     shards = make_shards(sharding, default_lengths(sharding, 64, 2))
     for rank in range(2):
-        plan = make_plan(pattern, shards, rank, 8, 4)
+        plan = make_plan(Job(pattern, shards, 8, 4), rank)
         at_home = [tile for tile in plan.local if tile.key.step == 1]
         straddling = [tile for tile in plan.local if tile.key.step == 2]
         assert straddling
@@ -124,8 +125,8 @@ def test_the_cover_test_can_fail(break_it, monkeypatch):
     """Proof that the tests above see a wrong plan."""
     import simulation
 
-    def broken(pattern, shards, rank, *rest):
-        plan = make_plan(pattern, shards, rank, *rest)
+    def broken(job, rank):
+        plan = make_plan(job, rank)
         if break_it == "drop a tile":
             return replace(plan, local=plan.local[1:])
         if break_it == "repeat a tile":
@@ -141,8 +142,8 @@ def test_the_cover_test_can_fail(break_it, monkeypatch):
 def test_a_message_of_the_wrong_size_is_seen(monkeypatch):
     import simulation
 
-    def broken(pattern, shards, rank, *rest):
-        plan = make_plan(pattern, shards, rank, *rest)
+    def broken(job, rank):
+        plan = make_plan(job, rank)
         if rank == 1:
             hop = plan.hops[0]
             plan = replace(
@@ -159,7 +160,7 @@ def test_bytes_follow_the_formula_of_the_design():
     """(g - 1) * 2 * B * ceil((n/p)/r) * H * D * itemsize per straddling branch, non-causal and aligned."""
     p, local, heads = 4, 64, 4
     pattern = DilatedPattern((32, 128, 256), (1, 2, 4))
-    plan = make_plan(pattern, make_shards("contiguous", (local,) * p), 1, heads, heads)
+    plan = make_plan(Job(pattern, make_shards("contiguous", (local,) * p), heads, heads), 1)
     expected = sum((w // local - 1) * 2 * 3 * (local // r) * heads * 8 * 4 for w, r in [(128, 2), (256, 4)])
     assert plan.bytes_sent(3, 8, 4) == expected
     assert plan.bytes_sent(3, 8, 4, backward=True) == 2 * expected
@@ -170,14 +171,14 @@ def test_bytes_do_not_grow_with_n():
     pattern = DilatedPattern((64, 256), (1, 4))
     sent = []
     for p in (4, 8, 16):
-        plans = [make_plan(pattern, make_shards("contiguous", (64,) * p), k, 4, 4) for k in range(p)]
+        plans = [make_plan(Job(pattern, make_shards("contiguous", (64,) * p), 4, 4), k) for k in range(p)]
         sent.append({plan.bytes_sent(1, 8, 4) for plan in plans})
     assert sent[0] == sent[1] == sent[2]
     assert sent[0] != {0}
 
 
 def test_local_segments_send_nothing():
-    plan = make_plan(DilatedPattern((2048, 4096), (1, 2)), make_shards("contiguous", (8192, 8192)), 0, 12, 12)
+    plan = make_plan(Job(DilatedPattern((2048, 4096), (1, 2)), make_shards("contiguous", (8192, 8192)), 12, 12), 0)
     assert plan.hops == ()
     assert plan.chunk_size == 0
 
@@ -186,8 +187,8 @@ def received_and_read(pattern, shards, heads, documents=None):
     """Units that all ranks receive, hop by hop, and those of them that a tile of the receiver reads at that hop."""
     received, read = 0, 0
     for rank in range(len(shards)):
-        find = chunk_finder(pattern, shards, rank, *heads, documents)
-        for hop in make_plan(pattern, shards, rank, *heads, documents).hops:
+        find = chunk_finder(Job(pattern, shards, *heads, documents), rank)
+        for hop in make_plan(Job(pattern, shards, *heads, documents), rank).hops:
             seen = {(tile.key.offset, head) for tile in hop.tiles for head in tile.key.heads}
             for message in hop.receives:
                 received += message.size
@@ -239,7 +240,7 @@ def test_zigzag_sends_a_quarter_less_than_whole_shards_around():
     """The later parts, half of each shard, are met by the ranks below alone: on the average by half of all."""
     n, p = 4096, 8
     shards = make_shards("zigzag", (n // p,) * p)
-    plans = [make_plan(DilatedPattern((n,), (1,), is_causal=True), shards, k, 1, 1) for k in range(p)]
+    plans = [make_plan(Job(DilatedPattern((n,), (1,), is_causal=True), shards, 1, 1), k) for k in range(p)]
     whole = 2 * n * (p - 1)
     assert sum(plan.sent()[0] for plan in plans) == whole * 3 // 4
     assert max(plan.chunk_size for plan in plans) == 2 * n // p  # and no more is held
@@ -263,7 +264,7 @@ def test_runs_are_the_hops_at_which_somebody_needs_a_piece():
 
 def test_causal_sends_only_to_later_ranks():
     shards = make_shards("contiguous", (8, 8, 8))
-    plans = [make_plan(DilatedPattern((24,), (1,), is_causal=True), shards, k, 1, 1) for k in range(3)]
+    plans = [make_plan(Job(DilatedPattern((24,), (1,), is_causal=True), shards, 1, 1), k) for k in range(3)]
     for rank, plan in enumerate(plans):
         assert all(m.peer > rank for hop in plan.hops for m in hop.sends)
     assert [plan.sent()[0] for plan in plans] == [16, 32, 0]
@@ -279,7 +280,7 @@ def test_zigzag_is_balanced_for_dense_causal_attention(n, p):
 
     def imbalance(sharding):
         shards = make_shards(sharding, default_lengths(sharding, n, p))
-        pairs = [make_plan(pattern, shards, k, 1, 1).pairs for k in range(p)]
+        pairs = [make_plan(Job(pattern, shards, 1, 1), k).pairs for k in range(p)]
         assert sum(pairs) == n * (n + 1) // 2
         return max(pairs) * p / sum(pairs)
 
@@ -290,7 +291,7 @@ def test_zigzag_is_balanced_for_dense_causal_attention(n, p):
 def test_zigzag_balances_dense_causal_work():
     n, p = 64, 4
     pattern = DilatedPattern((n,), (1,), is_causal=True)
-    zigzag = [make_plan(pattern, make_shards("zigzag", (16,) * p), k, 1, 1).pairs for k in range(p)]
-    contiguous = [make_plan(pattern, make_shards("contiguous", (16,) * p), k, 1, 1).pairs for k in range(p)]
+    zigzag = [make_plan(Job(pattern, make_shards("zigzag", (16,) * p), 1, 1), k).pairs for k in range(p)]
+    contiguous = [make_plan(Job(pattern, make_shards("contiguous", (16,) * p), 1, 1), k).pairs for k in range(p)]
     assert max(zigzag) == min(zigzag)
     assert max(contiguous) * p > 1.6 * sum(contiguous)

@@ -10,7 +10,14 @@ from ring_dilated_attention.commands import cli, plan, plan_large
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import model as planned
-from ring_dilated_attention.plan.alternatives import Alternative, Job, advice_on, alternatives, is_planned, recommended
+from ring_dilated_attention.plan.alternatives import (
+    Alternative,
+    EqualJob,
+    advice_on,
+    alternatives,
+    is_planned,
+    recommended,
+)
 from ring_dilated_attention.plan.clock import Bounds, Hardware
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape
@@ -22,7 +29,7 @@ MODEL += ["--seq-len", "4Ki", "--dilation-rates", "1", "4", "--causal", "--flops
 
 
 def test_alternatives_are_ordered_by_their_figures():
-    job = Job(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
+    job = EqualJob(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
     slow = Hardware(1e12, 1e8, 1e-5)
     found = alternatives(job, slow, TRAITS["cpu"])
     assert len(found) == 2 * 7
@@ -48,7 +55,7 @@ def test_alternatives_are_ordered_by_their_figures():
 def test_advice_counts_the_pairs_of_the_branch():
     """Catches the work of all heads for a branch that has a few of them."""
     pattern = DilatedPattern((512, 8192), (1, 4), is_causal=True, heads="split")
-    job, slow = Job(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e8, 1e-5)
+    job, slow = EqualJob(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e8, 1e-5)
     parts = [branch_pairs(pattern, i, 8192, 4) for i in range(2)]
     assert sum(parts) == pairs(pattern, 8192, 4)
     ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "ring")
@@ -57,7 +64,7 @@ def test_advice_counts_the_pairs_of_the_branch():
 
 def test_a_branch_that_can_be_no_sparser_gets_other_advice():
     pattern = DilatedPattern((512, 8192), (1, 4096), is_causal=True)
-    job, slow = Job(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e4, 1e-5)
+    job, slow = EqualJob(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e4, 1e-5)
     ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "ring")
     assert str(advice_on(job, ring, slow)).endswith(
         "fewer ranks, or a link that is faster or has less latency, would help"
@@ -100,7 +107,7 @@ def test_the_reason_counts_other_ways():
 
 
 def test_dealing_heads_is_said_to_be_bound_too():
-    job = Job(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
+    job = EqualJob(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
     slow = Hardware(1e12, 1e8, 1e-5)
     [dealt, *_] = [x for x in alternatives(job, slow, TRAITS["cpu"]) if x.exchange == "all_to_all"]
     assert "bound by communication" in str(advice_on(job, dealt, slow))
@@ -198,7 +205,7 @@ def test_what_may_be_faster_is_named():
 def test_of_split_heads_the_memory_is_that_of_all_places():
     """Catches 71 MB where the place that runs the longest branch holds 88."""
     pattern = DilatedPattern((64, 1024, 4096), (1, 3, 1), is_causal=True, heads="split")
-    job = Job(pattern, 4096, 32, 32, 4, Sizes(1, 16, 4))
+    job = EqualJob(pattern, 4096, 32, 32, 4, Sizes(1, 16, 4))
     hardware = Hardware(1e12, 1e10)
     every = alternatives(job, hardware, TRAITS["cpu"], every_rank=True)
     for x, y in zip(alternatives(job, hardware, TRAITS["cpu"]), every, strict=True):
@@ -210,7 +217,7 @@ def test_of_split_heads_the_memory_is_that_of_all_places():
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rate", [4, 12])
 def test_closed_forms_bound_the_plans_of_all_ways(is_causal, rate):
-    job = Job(DilatedPattern((64, 256, 1536), (1, rate, 8), is_causal=is_causal), 1536, 12, 4, 4, Sizes(1, 16, 2))
+    job = EqualJob(DilatedPattern((64, 256, 1536), (1, rate, 8), is_causal=is_causal), 1536, 12, 4, 4, Sizes(1, 16, 2))
     hardware = Hardware(1e10, 1e8, 1e-5)
     assert not is_planned(job)
     every = alternatives(job, hardware, TRAITS["cpu"], every_rank=True)

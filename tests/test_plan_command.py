@@ -11,6 +11,7 @@ import pytest
 from ring_dilated_attention.commands import cli, figures, limits, plan, plan_large
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.clock import Hardware, RankTime, model_step
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
@@ -27,7 +28,7 @@ def test_the_rows_are_the_plan(capsys):
     found = planned(capsys, *DENSE, "--ranks", "4", "--head-dim", "32", "--dtype", "bfloat16", "--causal")
     shards = make_shards("contiguous", (1024,) * 4)
     for rank, row in enumerate(found["ranks"]):
-        plan = make_plan(DilatedPattern((4096,), (1,), is_causal=True), shards, rank, 2, 2)
+        plan = make_plan(Job(DilatedPattern((4096,), (1,), is_causal=True), shards, 2, 2), rank)
         assert row["flops"] == plan.flops(1, 32) + plan.flops(1, 32, backward=True)
         assert row["forward_sent_bytes"] == plan.bytes_sent(1, 32, 2)
         assert row["sent_bytes"] == plan.bytes_sent(1, 32, 2) + plan.bytes_sent(1, 32, 2, backward=True)
@@ -188,7 +189,7 @@ def test_documents_reach_the_plan(capsys):
     found = planned(capsys, *DENSE, "--ranks", "4", "--causal", "--documents", "3000", "1096")
     pattern, shards = DilatedPattern((4096,), (1,), is_causal=True), make_shards("contiguous", (1024,) * 4)
     for rank, row in enumerate(found["ranks"]):
-        plan = make_plan(pattern, shards, rank, 2, 2, (0, 3000, 4096))
+        plan = make_plan(Job(pattern, shards, 2, 2, (0, 3000, 4096)), rank)
         assert row["flops"] == plan.flops(1, 64) + plan.flops(1, 64, backward=True)
     assert found["shardings"][0]["balance"] == found["balance"]
 
@@ -201,7 +202,7 @@ def test_the_time_is_the_models(capsys):
     found = planned(capsys, *DENSE, *TIME, "--ranks", "4", "--head-dim", "32", "--dtype", "bfloat16", "--causal")
     shards, pattern = make_shards("contiguous", (1024,) * 4), DilatedPattern((4096,), (1,), is_causal=True)
     step = model_step(
-        [make_plan(pattern, shards, k, 2, 2) for k in range(4)], Sizes(1, 32, 2), Hardware(1e9, 1e8, 1e-4)
+        [make_plan(Job(pattern, shards, 2, 2), k) for k in range(4)], Sizes(1, 32, 2), Hardware(1e9, 1e8, 1e-4)
     )
     assert found["model"]["step_seconds"] == step.step_seconds == found["shardings"][0]["step_seconds"]
     assert found["model"]["efficiency"] == step.efficiency

@@ -17,6 +17,7 @@ from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import model as planned
 from ring_dilated_attention.plan.clock import Hardware
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.memory import attention_memory
 from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.plan.planner import make_plan
@@ -171,9 +172,9 @@ def test_short_sequences_fit_too():
 def test_what_fits_is_searched_without_a_plan_of_many_ranks(monkeypatch):
     """Catches lengths and meshes for which plans of 65,536 ranks are made."""
 
-    def few(pattern, shards, *others):
-        assert len(shards) <= planned.MOST_PLANNED
-        return make_plan(pattern, shards, *others)
+    def few(job, rank):
+        assert job.num_ranks <= planned.MOST_PLANNED
+        return make_plan(job, rank)
 
     monkeypatch.setattr(planned, "make_plan", few)
     for sharding in ("contiguous", "zigzag"):
@@ -191,7 +192,7 @@ def test_few_ranks_hold_what_many_do(branches, remainder, num_ranks, sharding):
     pattern, seq_len = DilatedPattern(*branches, is_causal=True), 5000 * num_ranks + remainder
     job = ModelJob(Shape(1, 64, 256, 256, 4, 4), pattern, seq_len, 1, Mesh(1, num_ranks), sharding)
     shards = make_shards(sharding, default_lengths(sharding, seq_len, num_ranks))
-    plans = [make_plan(pattern, shards, rank, 4, 4) for rank in range(num_ranks)]
+    plans = [make_plan(Job(pattern, shards, 4, 4), rank) for rank in range(num_ranks)]
     most = max(attention_memory(p, job.sizes, TRAITS["cpu"]).forward_backward.num_bytes for p in plans)
     found = planned.attention_of(job, TRAITS["cpu"]).forward_backward.num_bytes
     if num_ranks <= planned.MOST_PLANNED:

@@ -9,7 +9,7 @@ from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_atte
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.slice.counter import TENSORS, CounterTensors
 from ring_dilated_attention.commands.slice.direct import Direct
-from ring_dilated_attention.commands.slice.share import Job, Others, choose_rank, longnet_pattern, run_share
+from ring_dilated_attention.commands.slice.share import Others, SlicedJob, choose_rank, longnet_pattern, run_share
 from ring_dilated_attention.commands.slice.verify import tolerance, verify
 from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.plan.sharding import make_shards
@@ -84,7 +84,7 @@ PATTERNS = [
 
 @pytest.mark.parametrize(("pattern", "num_heads", "num_kv_heads"), PATTERNS)
 def test_direct_evaluation_equals_the_definition(pattern, num_heads, num_kv_heads):
-    job = Job(pattern, 96, 1, num_heads, num_kv_heads, 8)
+    job = SlicedJob(pattern, 96, 1, num_heads, num_kv_heads, 8)
     *full, dout = full_tensors(job)
     out, lse, dq, dk, dv = (x[0] for x in reference(pattern, full, dout))
     direct = Direct(pattern, job.seq_len, num_heads, num_kv_heads, job.tensors)
@@ -112,7 +112,7 @@ def test_direct_evaluation_equals_the_definition(pattern, num_heads, num_kv_head
 )
 def test_one_rank_equals_the_definition(pattern, num_kv_heads):
     """All rows of a rank, the complete dk and dv among them, for the first, a middle and the last rank."""
-    job = Job(pattern, 512, 8, 4, num_kv_heads, 8)
+    job = SlicedJob(pattern, 512, 8, 4, num_kv_heads, 8)
     *full, dout = full_tensors(job)
     out, lse, dq, dk, dv = reference(pattern, full, dout)
     for rank in (0, 5, 7):
@@ -186,7 +186,7 @@ def worst(checks, quantity=""):
 @pytest.mark.parametrize("pattern", SLICES)
 def test_a_slice_is_verified(pattern):
     """And the rows drawn are not vacuous: every branch has some, and chunks of other ranks are among them."""
-    job = Job(pattern, 4096, 16, 4, 4, 16)
+    job = SlicedJob(pattern, 4096, 16, 4, 4, 16)
     rank = choose_rank(job)
     share = run_share(job, rank, ignore)
     checks = verify(job, rank, share, ignore)
@@ -226,7 +226,7 @@ class HomeLess(Others):
 )
 def test_the_check_can_fail(kind, quantity):
     """Proof that a slice does not pass if one chunk is made wrong, or a branch's gradients are lost on either way."""
-    job = Job(SLICES[0], 4096, 16, 4, 4, 16)
+    job = SlicedJob(SLICES[0], 4096, 16, 4, 4, 16)
     rank = choose_rank(job)
     others = kind(job.tensors)
     if kind is OneWrongChunk:  # any that it meets, of the widest branch
@@ -238,7 +238,7 @@ def test_the_check_can_fail(kind, quantity):
 
 def test_the_billion_token_job():
     """The rank that runs by default: behind others in all its rings, rows of all branches, and few ranks to run."""
-    job = Job(longnet_pattern(2**30), 2**30, 2**16)
+    job = SlicedJob(longnet_pattern(2**30), 2**30, 2**16)
     assert job.pattern.segment_lengths[-1] == 2**30
     assert all(w / r <= 256 for w, r in job.pattern.branches[5:])
     rank = choose_rank(job)
@@ -311,7 +311,7 @@ def test_numbers_that_cannot_be_are_refused(more, message, capsys):
 
 def test_a_job_in_which_nothing_travels_is_refused():
     with pytest.raises(ValueError, match="nothing would travel"):
-        choose_rank(Job(DilatedPattern((64,), (1,)), 256, 4))
+        choose_rank(SlicedJob(DilatedPattern((64,), (1,)), 256, 4))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import suggest
-from ring_dilated_attention.plan.lockstep import Job
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.lockstep import EqualJob
 from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.reach import MOST_FOLLOWED, every_query, queries_to_follow, reach, some_queries
@@ -232,8 +233,8 @@ def test_what_is_sent_is_that_of_the_plans(n, num_ranks, is_causal, monkeypatch)
     shards = make_shards("contiguous", [n // num_ranks] * num_ranks)
     dense = pairs(DilatedPattern.dense(is_causal=is_causal), n, heads[0])
     for pattern, _ in suggestions(n, heads[0], dense / 8, is_causal=is_causal):
-        job = Job(pattern, n, num_ranks, *heads, sizes)
-        plans = [make_plan(pattern, shards, rank, *heads) for rank in range(num_ranks)]
+        job = EqualJob(pattern, n, num_ranks, *heads, sizes)
+        plans = [make_plan(Job(pattern, shards, *heads), rank) for rank in range(num_ranks)]
         expected = max(sum(plan.bytes_sent(*sizes[:3], backward=b) for b in (False, True)) for plan in plans)
         assert most_sent(job) == (expected, True)
         with monkeypatch.context() as few:
@@ -301,6 +302,6 @@ def test_what_is_sent_where_ranks_do_not_divide_the_length(seq_len, is_causal):
     """By the plans of all ranks: with borders of another length other segments straddle."""
     pattern = DilatedPattern((64, 512, seq_len), (1, 8, 64), is_causal=is_causal)
     shards = make_shards("contiguous", default_lengths("contiguous", seq_len, 8))
-    plans = [make_plan(pattern, shards, rank, 16, 4) for rank in range(8)]
+    plans = [make_plan(Job(pattern, shards, 16, 4), rank) for rank in range(8)]
     most = max(plan.bytes_sent(1, 8, 2) + plan.bytes_sent(1, 8, 2, backward=True) for plan in plans)
-    assert suggest.most_sent(Job(pattern, seq_len, 8, 16, 4, Sizes(1, 8, 2))) == (most, True)
+    assert suggest.most_sent(EqualJob(pattern, seq_len, 8, 16, 4, Sizes(1, 8, 2))) == (most, True)

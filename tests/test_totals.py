@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import chunk_finder, make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.plan.totals import Sent, pairs, sent_by_all, sent_by_rank
@@ -32,7 +33,7 @@ def test_closed_forms_equal_the_plans(job):
     """Catches a formula that holds only where rates divide shards and shards divide segments."""
     pattern, seq_len, num_ranks, heads = job
     shards = make_shards("contiguous", (seq_len // num_ranks,) * num_ranks)
-    plans = [make_plan(pattern, shards, rank, *heads) for rank in range(num_ranks)]
+    plans = [make_plan(Job(pattern, shards, *heads), rank) for rank in range(num_ranks)]
     assert pairs(pattern, seq_len, heads[0]) == sum(plan.pairs for plan in plans)
     sent = [Sent(*plan.sent(backward=True)) for plan in plans]
     assert [sent_by_rank(pattern, seq_len, num_ranks, rank, *heads) for rank in range(num_ranks)] == sent
@@ -62,14 +63,14 @@ def test_a_message_carries_what_its_owner_packs(sharding, is_causal):
     shards = make_shards(sharding, default_lengths(sharding, n, world_size))
     documents = (0, 41, n)
     positions = [[t for span in shard for t in range(*span)] for shard in shards]
-    plans = [make_plan(pattern, shards, k, *heads, documents) for k in range(world_size)]
+    plans = [make_plan(Job(pattern, shards, *heads, documents), k) for k in range(world_size)]
     num_checked = 0
     for k, plan in enumerate(plans):
-        find = chunk_finder(pattern, shards, k, *heads, documents)
+        find = chunk_finder(Job(pattern, shards, *heads, documents), k)
         for message in (m for hop in plan.hops for m in (*hop.receives, *hop.grad_sends, *hop.grad_receives)):
             chunk = find(message)
             assert (chunk.owner, chunk.size) == (message.owner, message.size)
-            owners = chunk_finder(pattern, shards, message.owner, *heads, documents)
+            owners = chunk_finder(Job(pattern, shards, *heads, documents), message.owner)
             packs = [
                 (rows, block)
                 for rows, block in plans[message.owner].packs
@@ -97,9 +98,9 @@ def test_planning_one_rank_of_many_costs_its_rings():
     """65,536 ranks, of which 256 hold rows of the widest branch: no hop but theirs, and none that carries nothing."""
     pattern = DilatedPattern((2048, 2**30), (1, 2**22), is_causal=True)
     shards = make_shards("contiguous", (2**14,) * 2**16)
-    plan = make_plan(pattern, shards, 256 * 200, 4, 4)
+    plan = make_plan(Job(pattern, shards, 4, 4), 256 * 200)
     assert len(plan.hops) == 201  # the last one sends the first chunk on
     assert all(any(hop) for hop in plan.hops)
     assert {m.owner % 256 for hop in plan.hops for m in hop.receives} == {0}
     assert plan.sent() == (201 * 2 * 4, 0)
-    assert make_plan(pattern, shards, 256 * 200 + 1, 4, 4).hops == ()
+    assert make_plan(Job(pattern, shards, 4, 4), 256 * 200 + 1).hops == ()

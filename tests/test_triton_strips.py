@@ -32,6 +32,7 @@ from ring_dilated_attention.kernels.triton.strips import (
     step_of,
     visits,
 )
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.reference import multiplicity
@@ -340,7 +341,7 @@ def test_few_documents_stand_for_many(branches):
             lengths = [stop - start for start, stop in pairwise(borders)]
             each = [shapes.fused_document(pattern, n, 2, 2, kernel) for n in lengths]
             assert fused_work(pattern, borders, 2, 2, kernel) == pytest.approx(sum(each), rel=0.12)
-            plan = make_plan(pattern, make_shards("contiguous", borders[-1:]), 0, 2, 2, borders)
+            plan = make_plan(Job(pattern, make_shards("contiguous", borders[-1:]), 2, 2, borders), 0)
             assert branches_work(pattern, borders, 2, 2, kernel).pairs == pytest.approx(plan.pairs, rel=0.12)
 
 

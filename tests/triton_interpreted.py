@@ -25,6 +25,7 @@ from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
 from ring_dilated_attention.kernels.triton.shapes import Shape
 from ring_dilated_attention.kernels.triton.strips import bundle_size
 from ring_dilated_attention.models import torchscale_attention
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
@@ -252,7 +253,7 @@ def test_memory_is_what_is_planned(kind, dtype, garbage_stays):
     case = (1, 64, 2, 1, 64, [(32, 1), (64, 4)], {"is_causal": True}, None)
     call = call_of(case, dtype)
     inputs = [x.requires_grad_() for x in call.inputs]
-    plan = make_plan(call.pattern, make_shards("contiguous", (64,)), 0, 2, 1)
+    plan = make_plan(Job(call.pattern, make_shards("contiguous", (64,)), 2, 1), 0)
     kernel = "triton-fused" if kind == "fused" else "triton"
     planned = attention_memory(plan, Sizes(1, 64, dtype.itemsize), TRAITS[kernel])
 

@@ -19,6 +19,7 @@ from .kernels.choose import BACKENDS, choose, reasons
 from .kernels.contract import BackwardRows
 from .pattern import DilatedPattern
 from .plan.heads import held_heads
+from .plan.job import Job
 from .plan.memory import Sizes
 from .plan.sharding import Cut, documents_of
 from .ranks.borders import validate_cu_seqlens
@@ -221,12 +222,11 @@ def explain(
         lengths = given or [num_rows] * ranks.world_size
     documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
     sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
-    call = Call(pattern, 1.0, backend, "", False, heads, len(heads))
-    exchange, found["exchange"] = ranks.choose(call, lengths, num_kv_heads, sizes, documents)
+    job = Job(pattern, ranks.shards(lengths), len(heads), num_kv_heads, documents)
+    exchange, found["exchange"] = ranks.choose(job, sizes)
     if kernel.choose_pass is not None and exchange == "none":
-        borders = documents or (0, num_rows)
         for stage in ("forward", "backward"):
-            whole = kernel.choose_pass(pattern, borders, query, num_kv_heads, stage == "backward")
+            whole = kernel.choose_pass(pattern, job.borders, query, num_kv_heads, stage == "backward")
             found[f"tiles, {stage}"] = whole.reason
     return Explanation(kernel.NAME if op is None else f"{kernel.NAME} ({op})", exchange, found)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..pattern import DilatedPattern
 from ..plan.exchange import plan_exchange
+from ..plan.job import Job
 from ..plan.plan import Hop, Message, Plan
 from ..plan.planner import make_plan
 from ..plan.sharding import Shard, make_shards, shard_length
@@ -46,8 +47,9 @@ def draw(
         heads: query heads, key/value heads.
         exchange: by which chunks travel.
     """
-    plans = [plan_exchange(exchange, pattern, shards, rank, *heads).plan for rank in range(len(shards))]
-    shares = branch_shares(pattern, shards, plans, *heads)
+    job = Job(pattern, shards, *heads)
+    plans = [plan_exchange(exchange, job, rank).plan for rank in range(len(shards))]
+    shares = branch_shares(job, plans)
     pictures = {PATTERN_PICTURE: _pattern_or_sketch(pattern, shards, heads[0], shares, exchange)}
     if why_no_ring(len(shards), exchange) is None:
         pictures[RING_PICTURE] = draw_ring(pattern, shards, plans, shares)
@@ -359,10 +361,11 @@ def draw_readme(folder: Path) -> list[Path]:
     """The two pictures of the README: a causal pattern, and a ring of four in which one of two branches travels."""
     shown = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True)
     ring, shards = DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8, 8, 8, 8))
-    plans = [make_plan(ring, shards, rank, 4, 4) for rank in range(4)]
+    job = Job(ring, shards, 4, 4)
+    plans = [make_plan(job, rank) for rank in range(4)]
     pictures = {
         PATTERN_PICTURE: draw_pattern(shown, 32, 4),
-        RING_PICTURE: draw_ring(ring, shards, plans, branch_shares(ring, shards, plans, 4, 4)),
+        RING_PICTURE: draw_ring(ring, shards, plans, branch_shares(job, plans)),
     }
     return _save(folder, pictures)
 

@@ -11,7 +11,8 @@ from ..pattern import PHASE_RULES, DilatedPattern
 from ..plan.advice import Waiting, advice, exposed_of
 from ..plan.clock import Bounds, Hardware, StepTime, model_step
 from ..plan.exchange import EXCHANGES, Choice, RankPlan, choose_exchange, plan_exchange
-from ..plan.lockstep import Job
+from ..plan.job import Job
+from ..plan.lockstep import EqualJob
 from ..plan.memory import AttentionMemory, Sizes, attention_memory
 from ..plan.sharding import SHARDINGS, Shard, default_lengths, make_shards
 from ..plan.sharing import branch_shares
@@ -239,9 +240,9 @@ def large_of(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: argp
     return Large(job_of(pattern, arguments), shards, arguments.sharding, documents, arguments.kernel)
 
 
-def job_of(pattern: DilatedPattern, arguments: argparse.Namespace) -> Job:
+def job_of(pattern: DilatedPattern, arguments: argparse.Namespace) -> EqualJob:
     heads = heads_and_documents(arguments)[:2]
-    return Job(pattern, arguments.seq_len, arguments.ranks, *heads, sizes_of(arguments))
+    return EqualJob(pattern, arguments.seq_len, arguments.ranks, *heads, sizes_of(arguments))
 
 
 def print_large(large: Large, machine: Machine | None, arguments: argparse.Namespace) -> bool:
@@ -319,7 +320,7 @@ def exchange_of(pattern: DilatedPattern, shards: tuple[Shard, ...], arguments: a
         return Choice("none", "one rank: nothing to send")
     if arguments.exchange != "auto":
         return Choice(arguments.exchange, "asked for")
-    return choose_exchange(pattern, shards, *heads_and_documents(arguments), sizes_of(arguments))
+    return choose_exchange(Job(pattern, shards, *heads_and_documents(arguments)), sizes_of(arguments))
 
 
 def sizes_of(arguments: argparse.Namespace) -> Sizes:
@@ -334,7 +335,7 @@ def make_plans(
     plans = []
     with progress_bar(len(shards), "rank", is_shown=len(shards) > MOST_ROWS) as bar:
         for rank in range(len(shards)):
-            plans.append(plan_exchange(exchange, pattern, shards, rank, *others))
+            plans.append(plan_exchange(exchange, Job(pattern, shards, *others), rank))
             bar.update()
     return plans
 
@@ -399,7 +400,7 @@ def branch_rows(
 ) -> list[BranchRow]:
     """What each branch sends, in bytes."""
     row_bytes = arguments.batch * arguments.head_dim * ITEMSIZE[arguments.dtype]
-    shares = branch_shares(pattern, shards, [x.plan for x in plans], *heads_and_documents(arguments))
+    shares = branch_shares(Job(pattern, shards, *heads_and_documents(arguments)), [x.plan for x in plans])
     return [
         BranchRow(share.segment_length, share.dilation_rate, share.num_sharing, share.sent * row_bytes)
         for share in shares

@@ -19,7 +19,8 @@ from ..plan.alternatives import (
     recommended,
 )
 from ..plan.clock import Hardware, time_text
-from ..plan.lockstep import Job, all_hops
+from ..plan.job import Job
+from ..plan.lockstep import EqualJob, all_hops
 from ..plan.memory import Traits
 from ..plan.planner import make_plan
 from ..plan.sharding import default_lengths, make_shards
@@ -35,7 +36,7 @@ PLANS_OF_SAMPLES = 12  # of the pattern's, and of dense attention's, with their 
 
 
 def found_for(
-    job: Job,
+    job: EqualJob,
     hardware: Hardware,
     source: str,
     traits: Traits,
@@ -78,22 +79,22 @@ def _as_json(row: Alternative) -> dict[str, Any]:
     return row._asdict() | {"name": row.name, "step_seconds": {"least": least, "most": None if most == inf else most}}
 
 
-def seconds_of_planning(job: Job) -> float:
+def seconds_of_planning(job: EqualJob) -> float:
     """About how long it takes, by one rank's part of dense attention by zigzag."""
     began = time.monotonic()
     dense = DilatedPattern.dense(is_causal=job.pattern.is_causal)
     shards = make_shards("zigzag", default_lengths("zigzag", job.seq_len, job.num_ranks))
-    make_plan(dense, shards, job.num_ranks - 1, *job.heads)
+    make_plan(Job(dense, shards, *job.heads), job.num_ranks - 1)
     return PLANS_A_RANK * job.num_ranks**2 * (time.monotonic() - began)
 
 
-def seconds_of_sampling(job: Job) -> float:
+def seconds_of_sampling(job: EqualJob) -> float:
     """About how long two ranks of each way take, if they have no more hops than are sampled."""
     hops = (all_hops(x) // job.num_ranks for x in (job, job._replace(pattern=dense_of(job))))
     return PLANS_OF_SAMPLES * SECONDS_PER_HOP * sum(x for x in hops if x <= MOST_SAMPLED_HOPS)
 
 
-def say_before(job: Job, seconds: float) -> None:
+def say_before(job: EqualJob, seconds: float) -> None:
     """Nobody should wait without knowing for what."""
     if seconds > 2:
         print(f"comparing all ways of {job.num_ranks:,} ranks takes about {time_text(seconds)}", file=sys.stderr)

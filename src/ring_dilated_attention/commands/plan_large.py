@@ -14,8 +14,9 @@ from ..plan.advice import Waiting, advice
 from ..plan.clock import Bounds, Hardware, time_text
 from ..plan.exchange import Choice, RankPlan, choose_exchange, plan_exchange, traffic_of
 from ..plan.forms import Dealt, closed_form, why_not_by
-from ..plan.lockstep import MOST_HOPS, Form, Job, Lockstep, all_hops, why_not
-from ..plan.memory import Sizes, attention_memory
+from ..plan.job import Job
+from ..plan.lockstep import MOST_HOPS, EqualJob, Form, Lockstep, all_hops, why_not
+from ..plan.memory import attention_memory
 from ..plan.pace import work_seconds
 from ..plan.parts import places_counted
 from ..plan.sharding import SHARDINGS, Shard, shard_length
@@ -37,7 +38,7 @@ FLOPS_PER_PAIR = 7 * 2  # of each number of a head: 2 products forward, 5 backwa
 class Large(NamedTuple):
     """A job of many ranks, as `rda plan` takes it. exchange: by which chunks travel."""
 
-    job: Job
+    job: EqualJob
     shards: tuple[Shard, ...]
     sharding: str
     documents: tuple[int, ...] | None
@@ -50,9 +51,9 @@ class Large(NamedTuple):
         return self.documents or (0, self.job.seq_len)
 
     @property
-    def call(self) -> tuple[int, int, tuple[int, ...] | None, Sizes]:
-        """What an exchange is chosen for, beside pattern and shards."""
-        return *self.job.heads, self.documents, self.job.sizes
+    def call(self) -> Job:
+        """What an exchange is chosen for."""
+        return Job(self.job.pattern, self.shards, *self.job.heads, self.documents)
 
     @property
     def form(self) -> Form:
@@ -85,7 +86,7 @@ def with_exchange(large: Large, exchange: str) -> tuple[Large, Choice]:
         return large, Choice("ring", "")
     form = large.form
     assert isinstance(form, Lockstep)
-    choice = choose_exchange(large.job.pattern, large.shards, *large.call, traffic=form.traffic())
+    choice = choose_exchange(large.call, large.job.sizes, form.traffic())
     return large._replace(exchange=choice.exchange), choice
 
 
@@ -158,7 +159,7 @@ def sampled(large: Large, hardware: Hardware | None) -> dict[str, Any]:
     }
     if large.exchange == "ring":
         traffic = traffic_of([x.plan for x in plans], job.sizes)
-        choice = choose_exchange(job.pattern, large.shards, *large.call, traffic=traffic)
+        choice = choose_exchange(large.call, job.sizes, traffic)
         found["auto"] = {"exchange": choice.exchange, "reason": f"by the ranks sampled, {choice.reason}"}
     return found if hardware is None else found | _times_of_sample(large, max(work), sender, hardware)
 
@@ -175,7 +176,7 @@ def _times_of_sample(large: Large, num_pairs: int, sender: RankPlan, hardware: H
     busy = work_seconds(num_pairs, job.sizes, hardware)
     least = max(busy, job.bytes_sent(sender) / hardware.bytes_per_second) + 2 * hardware.handshake
     is_dealt = sender.dealing is not None
-    shares = branch_shares(job.pattern, large.shards, [sender.plan], *job.heads, large.documents)
+    shares = branch_shares(large.call, [sender.plan])
     bytes_sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
     waiting = Waiting(1 - busy / least, Bounds(least, inf), bytes_sent, senders="one rank", is_dealt=is_dealt)
     said = advice(job.pattern, job.num_heads, large.borders, waiting, lambda pattern: None)
@@ -184,9 +185,8 @@ def _times_of_sample(large: Large, num_pairs: int, sender: RankPlan, hardware: H
 
 @lru_cache(maxsize=1)  # the rank that was timed is the first that is sampled
 def plan_of(large: Large, rank: int) -> RankPlan:
-    job = large.job
     make = plan_exchange.__wrapped__  # one that is kept already would take no time
-    return make(large.exchange, job.pattern, large.shards, rank, *job.heads, large.documents)
+    return make(large.exchange, large.call, rank)
 
 
 def seconds_of_planning(large: Large) -> float:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
-from ..plan.lockstep import Job
+from ..plan.lockstep import EqualJob
 from ..plan.memory import Sizes
 from ..plan.reach import reach
 from ..plan.suggest import most_sent, suggestions, unread_phases
@@ -116,7 +116,7 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     described = []
     for pattern, rule in found:
         work, followed = pairs(pattern, n, heads), reach(pattern, n, heads, arguments.layers)
-        sent, is_exact = most_sent(Job(pattern, n, arguments.ranks, heads, kv_heads, sizes))
+        sent, is_exact = most_sent(EqualJob(pattern, n, arguments.ranks, heads, kv_heads, sizes))
         described.append(
             {
                 "segment_lengths": pattern.segment_lengths,

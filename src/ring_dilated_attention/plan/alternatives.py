@@ -9,7 +9,8 @@ from .clock import Bounds, Hardware, model_step, time_text
 from .dealing import check_dealing
 from .exchange import RankPlan, plan_exchange
 from .forms import closed_form, why_not_by
-from .lockstep import Form, Job, all_hops, why_not
+from .job import Job
+from .lockstep import EqualJob, Form, all_hops, why_not
 from .memory import Traits, attention_memory
 from .pace import work_seconds
 from .parts import places_counted
@@ -52,7 +53,7 @@ class Alternative(NamedTuple):
         return f"2-D, {self.inner} deal heads" if self.inner > 1 else self.exchange.replace("_", "-")
 
 
-def alternatives(job: Job, hardware: Hardware, traits: Traits, *, every_rank: bool = False) -> list[Alternative]:
+def alternatives(job: EqualJob, hardware: Hardware, traits: Traits, *, every_rank: bool = False) -> list[Alternative]:
     """The pattern by every exchange and sharding, and dense attention by the same.
 
     Args:
@@ -79,18 +80,18 @@ def alternatives(job: Job, hardware: Hardware, traits: Traits, *, every_rank: bo
     return found
 
 
-def has_forms(job: Job) -> bool:
+def has_forms(job: EqualJob) -> bool:
     """Whether closed forms answer for contiguous shards; zigzag ones may still lack them."""
     return why_not(job, "contiguous") is None
 
 
-def is_planned(job: Job) -> bool:
+def is_planned(job: EqualJob) -> bool:
     """Whether every rank of every way is planned: if that takes a moment, or nothing else can be had."""
     hops = all_hops(job) + all_hops(job._replace(pattern=dense_of(job)))
     return hops <= MOST_HOPS or (job.num_ranks <= MOST_RANKS and not has_forms(job))
 
 
-def places_of_forms(job: Job) -> int:
+def places_of_forms(job: EqualJob) -> int:
     """That closed forms count one by one: of rings and 2-D meshes, of both shardings."""
     inner = _inner(job)
     rings = [(1, job.num_ranks)] + [(inner, job.num_ranks // inner)] * (inner > 1)
@@ -101,17 +102,17 @@ def places_of_forms(job: Job) -> int:
     )
 
 
-def _inner(job: Job) -> int:
+def _inner(job: EqualJob) -> int:
     """Ranks that deal heads in a 2-D mesh; 1 where none can."""
     sizes = (d for d in range(2, job.num_ranks) if job.num_ranks % d == 0 and job.num_kv_heads % d == 0)
     return max(sizes, default=1)
 
 
-def dense_of(job: Job) -> DilatedPattern:
+def dense_of(job: EqualJob) -> DilatedPattern:
     return DilatedPattern.dense(is_causal=job.pattern.is_causal)
 
 
-def _by_form(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> Alternative:
+def _by_form(one: Alternative, job: EqualJob, hardware: Hardware, traits: Traits) -> Alternative:
     if (found := why_not_by(one.exchange, job, one.sharding, one.inner)) is not None:
         if all_hops(job) <= MOST_HOPS_OF_ONE:
             return _weighed(one, job, hardware, traits)
@@ -128,7 +129,7 @@ def _by_form(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> 
     )
 
 
-def _by_sample(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> Alternative:
+def _by_sample(one: Alternative, job: EqualJob, hardware: Hardware, traits: Traits) -> Alternative:
     """At least what one of the last two ranks computes, sends, holds and takes."""
     if all_hops(job) > MOST_SAMPLED_HOPS * job.num_ranks:
         return one._replace(why_not="planning one rank takes too long; equal shards have closed forms")
@@ -149,7 +150,7 @@ def _by_sample(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -
     )
 
 
-def _weighed(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> Alternative:
+def _weighed(one: Alternative, job: EqualJob, hardware: Hardware, traits: Traits) -> Alternative:
     plans = _plans(one, job)
     dealings = [x.dealing for x in plans if x.dealing is not None]
     step = model_step([x.plan for x in plans], job.sizes, hardware, dealings or None)
@@ -163,20 +164,20 @@ def _weighed(one: Alternative, job: Job, hardware: Hardware, traits: Traits) -> 
     )
 
 
-def _form(one: Alternative, job: Job) -> Form:
+def _form(one: Alternative, job: EqualJob) -> Form:
     return closed_form(one.exchange, job, one.sharding, one.inner)
 
 
-def _plans(one: Alternative, job: Job) -> list[RankPlan]:
+def _plans(one: Alternative, job: EqualJob) -> list[RankPlan]:
     shards = _shards(one, job)
     return [_plan(one, job, shards, rank) for rank in range(job.num_ranks)]
 
 
-def _plan(one: Alternative, job: Job, shards: tuple[Shard, ...], rank: int) -> RankPlan:
-    return plan_exchange(one.exchange, job.pattern, shards, rank, *job.heads, inner=one.inner)
+def _plan(one: Alternative, job: EqualJob, shards: tuple[Shard, ...], rank: int) -> RankPlan:
+    return plan_exchange(one.exchange, Job(job.pattern, shards, *job.heads), rank, inner=one.inner)
 
 
-def _shards(one: Alternative, job: Job) -> tuple[Shard, ...]:
+def _shards(one: Alternative, job: EqualJob) -> tuple[Shard, ...]:
     cut = Cut(one.sharding, job.num_ranks, inner=one.inner)
     return cut.shards_of(cut.default_lengths(job.seq_len))
 
@@ -222,7 +223,7 @@ def _reason(best: Alternative, alike: list[Alternative], fitting: list[Alternati
     return why
 
 
-def advice_on(job: Job, best: Alternative, hardware: Hardware) -> str | None:
+def advice_on(job: EqualJob, best: Alternative, hardware: Hardware) -> str | None:
     """What `advice` says of one of `alternatives`."""
     is_dealt = best.exchange == "all_to_all" or best.inner > 1
     sent = [0] * len(job.pattern.branches)
@@ -231,7 +232,7 @@ def advice_on(job: Job, best: Alternative, hardware: Hardware) -> str | None:
             sent = _form(best, job).sent_of_branches()
         else:
             plans = [x.plan for x in _plans(best, job)]
-            shares = branch_shares(job.pattern, _shards(best, job), plans, *job.heads)
+            shares = branch_shares(Job(job.pattern, _shards(best, job), *job.heads), plans)
             sent = [share.sent * job.sizes.unit * job.sizes.itemsize for share in shares]
 
     def again(pattern: DilatedPattern) -> Bounds | None:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern, HeadGroup, is_integer
+from .job import Job
 from .plan import Plan, Tile
 from .planner import make_plan
 from .rows import Rows
@@ -226,7 +227,7 @@ def plan_chunk(plan: CachePlan, position: int, num_new: int) -> Plan:
     """
     period = math.lcm(*plan.lengths)  # plans are kept, and depend on nothing else of the position
     shards = make_shards("contiguous", (position % period, num_new))
-    whole = make_plan(plan.pattern, shards, 1, plan.num_heads, plan.num_kv_heads, None, plan.held)
+    whole = make_plan(Job(plan.pattern, shards, plan.num_heads, plan.num_kv_heads, None, plan.held), 1)
     local = tuple(tile._replace(packed=None) for tile in whole.local)
     cached = tuple(tile for rings in plan.rings for tile in _cached_tiles(rings, position, num_new))
     return replace(whole, local=local, packs=(), hops=(), chunk_size=0, received_size=0, home_size=0, cached=cached)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..pattern import DilatedPattern
 from .dealing import Dealing, check_dealing, deal, dealt_bytes
+from .job import Job
 from .memory import Sizes
 from .plan import Plan, gathered
 from .planner import make_plan
-from .sharding import Shard, shard_length
+from .sharding import shard_length
 
 EXCHANGES = ("ring", "all_gather", "all_to_all", "simulated")
 
@@ -44,18 +44,8 @@ class RankPlan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def plan_exchange(
-    exchange: str,
-    pattern: DilatedPattern,
-    shards: tuple[Shard, ...],
-    rank: int,
-    num_heads: int,
-    num_kv_heads: int,
-    documents: tuple[int, ...] | None = None,
-    held: range | None = None,
-    inner: int = 1,
-) -> RankPlan:
-    """A rank's plan under one of EXCHANGES; other arguments as of `make_plan`.
+def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPlan:
+    """A rank's plan under one of EXCHANGES.
 
     Args:
         inner: groups of so many neighbouring ranks deal heads among them (the last axis of a 2-D mesh).
@@ -63,17 +53,16 @@ def plan_exchange(
     Raises:
         ValueError: if heads cannot be dealt.
     """
-    size = len(shards) if exchange == "all_to_all" else inner
+    size = job.num_ranks if exchange == "all_to_all" else inner
     dealing = None
     if size > 1:
-        heads = held if held is not None else range(num_heads)
-        check_dealing(len(heads) * num_kv_heads // num_heads, size)
+        check_dealing(job.num_kv_held, size)
         outer, place = divmod(rank, size)
-        share = len(heads) // size
-        held = heads[place * share : (place + 1) * share]
-        rows = [deal(shards[i : i + size], place) for i in range(0, len(shards), size)]
-        shards, rank, dealing = tuple(shard for _, shard in rows), outer, rows[outer][0]
-    plan = make_plan(pattern, shards, rank, num_heads, num_kv_heads, documents, held)
+        share = len(job.held_heads) // size
+        held = job.held_heads[place * share : (place + 1) * share]
+        rows = [deal(job.shards[i : i + size], place) for i in range(0, job.num_ranks, size)]
+        job, rank, dealing = job._replace(shards=tuple(x for _, x in rows), held=held), outer, rows[outer][0]
+    plan = make_plan(job, rank)
     return RankPlan(gathered(plan) if exchange == "all_gather" else plan, dealing)
 
 
@@ -122,35 +111,25 @@ def looked_at(num_ranks: int) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def choose_exchange(
-    pattern: DilatedPattern,
-    shards: tuple[Shard, ...],
-    num_heads: int,
-    num_kv_heads: int,
-    documents: tuple[int, ...] | None,
-    sizes: Sizes,
-    held: range | None = None,
-    traffic: Traffic | None = None,
-) -> Choice:
-    """The exchange for a forward over these shards.
+def choose_exchange(job: Job, sizes: Sizes, traffic: Traffic | None = None) -> Choice:
+    """The exchange for a forward.
 
     By bytes, by the memory that they take, and by the number of kernel calls: an exchange that saves bytes and cuts the
     work into smaller tiles saves nothing.
 
     Args:
-        sizes: of the tensors; other arguments as of `make_plan`.
+        sizes: of the tensors.
         traffic: where it is known without plans.
     """
-    ranks = looked_at(len(shards))
+    ranks = looked_at(job.num_ranks)
     if traffic is None:
-        heads = (num_heads, num_kv_heads)
-        traffic = traffic_of([make_plan(pattern, shards, rank, *heads, documents, held) for rank in ranks], sizes)
+        traffic = traffic_of([make_plan(job, rank) for rank in ranks], sizes)
     sent, hops, largest, two_chunks, together, calls = traffic
     if not sent:
         return Choice("ring", "nothing is sent: every segment lies in one shard")
-    num_kv_held = num_kv_heads if held is None else len(held) * num_kv_heads // num_heads
-    local = 2 * num_kv_held * sizes.unit * sizes.itemsize * max(map(shard_length, shards))
-    seen = "" if len(shards) <= MOST_PLANS else f" (of {MOST_PLANS} ranks looked at)"
+    num_kv_held, lengths = job.num_kv_held, tuple(map(shard_length, job.shards))
+    local = 2 * num_kv_held * sizes.unit * sizes.itemsize * max(lengths)
+    seen = "" if job.num_ranks <= MOST_PLANS else f" (of {MOST_PLANS} ranks looked at)"
     ring = f"the ring sends {sent:,} bytes{seen} in {hops} hops and holds {two_chunks:,} (two chunks)"
     if hops > 1 and largest <= SMALL_CHUNK_BYTES and together <= max(two_chunks, local):
         return Choice(
@@ -158,12 +137,10 @@ def choose_exchange(
             f"chunks of {largest:,} bytes are small, and all that a rank meets are {together:,}, "
             f"no more than its own keys and values: one round instead of {hops} hops; {ring}",
         )
-    if num_kv_held % len(shards):
-        return Choice("ring", f"{ring}; {num_kv_held} key/value heads cannot be dealt to {len(shards)} ranks")
-    lengths = tuple(map(shard_length, shards))
-    num_held = num_heads if held is None else len(held)
-    dealt = max(dealt_bytes(lengths, rank, num_held, num_kv_held, *sizes[:3]) for rank in ranks)
-    of_heads = plan_exchange("all_to_all", pattern, shards, 0, num_heads, num_kv_heads, documents, held).plan
+    if num_kv_held % job.num_ranks:
+        return Choice("ring", f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks")
+    dealt = max(dealt_bytes(lengths, rank, len(job.held_heads), num_kv_held, *sizes[:3]) for rank in ranks)
+    of_heads = plan_exchange("all_to_all", job, 0).plan
     ring += f", in {calls} kernel calls"
     if dealt * ALL_TO_ALL_SAVING > sent:
         return Choice("ring", f"{ring}, behind computation; dealing heads would send {dealt:,}, hidden by nothing")

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from .clock import Bounds, Hardware
 from .dealing import check_dealing, dealt_bytes
-from .lockstep import Form, Job, Lockstep, ring_plans, why_not
+from .lockstep import EqualJob, Form, Lockstep, ring_plans, why_not
 from .memory import AttentionMemory, Traits, attention_memory
 from .pace import stage_seconds
 from .plan import gathered
@@ -20,14 +20,14 @@ MOST_KINDS = 8  # of places that deal heads and differ in a row of each
 STAGES_OF_DEALING = 14  # tensors that are dealt, there and back, in a forward and its backward
 
 
-def why_not_by(exchange: str, job: Job, sharding: str, inner: int = 1) -> str | None:
+def why_not_by(exchange: str, job: EqualJob, sharding: str, inner: int = 1) -> str | None:
     """What keeps a job from closed forms, by its exchange: `why_not` of its rings."""
     if job.seq_len % job.num_ranks:
         return why_not(job, sharding)
     return why_not(job._replace(num_ranks=1 if exchange == "all_to_all" else job.num_ranks // inner), sharding)
 
 
-def closed_form(exchange: str, job: Job, sharding: str = "contiguous", inner: int = 1) -> Form:
+def closed_form(exchange: str, job: EqualJob, sharding: str = "contiguous", inner: int = 1) -> Form:
     """The form of a job that has one (`why_not_by`), of a call as `plan_exchange` takes it.
 
     Raises:

@@ -23,6 +23,7 @@ from typing import ClassVar, NamedTuple
 from ..pattern import DilatedPattern
 from .clock import Bounds, Hardware
 from .exchange import RankPlan, Traffic, looked_at, plan_exchange
+from .job import Job
 from .memory import AttentionMemory, Sizes, Traits, attention_memory
 from .pace import Flow, Pace, work_seconds
 from .parts import Counts, Parts, parts_of
@@ -35,7 +36,7 @@ FEWEST = 4
 MOST_HOPS = 1024
 
 
-class Job(NamedTuple):
+class EqualJob(NamedTuple):
     """An attention call on ranks, of one document."""
 
     pattern: DilatedPattern
@@ -54,7 +55,7 @@ class Job(NamedTuple):
         return sum(rank_plan.bytes_sent(self.sizes, backward=backward) for backward in (False, True))
 
 
-def why_not(job: Job, sharding: str) -> str | None:
+def why_not(job: EqualJob, sharding: str) -> str | None:
     """What keeps a job from closed forms, or None."""
     pattern, seq_len, num_ranks = job[:3]
     folds = sharding == "zigzag" and num_ranks > 1
@@ -85,7 +86,7 @@ class Form(ABC):
     is_memory_exact: or rows of some head may be one more on other ranks than on those that tell the memory.
     """
 
-    job: Job
+    job: EqualJob
     sharding: str = "contiguous"
 
     @property
@@ -380,7 +381,7 @@ class Lockstep(Form):
         return replace(self.job.pattern, segment_lengths=lengths), num_ranks
 
 
-def all_hops(job: Job) -> int:
+def all_hops(job: EqualJob) -> int:
     """Of all ranks and branches together, and more of many heads: what planning them takes goes by it."""
     length = max(1, job.seq_len // job.num_ranks)
     hops = sum(min(job.num_ranks, -(-w // length)) - 1 for w in job.pattern.segment_lengths if w > length)
@@ -403,7 +404,7 @@ def ring_plans(
     cut = Cut(sharding, num_ranks, inner=inner)
     shards = cut.shards_of(cut.default_lengths(num_ranks * length))
     heads = (num_heads, num_kv_heads)
-    return [plan_exchange("ring", pattern, shards, k, *heads, held=held, inner=inner) for k in ranks]
+    return [plan_exchange("ring", Job(pattern, shards, *heads, held=held), k, inner=inner) for k in ranks]
 
 
 def _alone(pattern: DilatedPattern, branch: int) -> DilatedPattern:

@@ -30,7 +30,8 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 from .advice import Waiting, advice, exposed_of
 from .clock import Bounds, Hardware, StepTime, model_step
-from .lockstep import MOST_HOPS, Job, Lockstep, all_hops, why_not
+from .job import Job
+from .lockstep import MOST_HOPS, EqualJob, Lockstep, all_hops, why_not
 from .memory import AttentionMemory, Sizes, Traits, attention_memory
 from .planner import make_plan
 from .sharding import default_lengths, make_shards
@@ -240,7 +241,7 @@ def attention_of(job: ModelJob, traits: Traits) -> AttentionMemory:
         cut = [all_few if w >= seq_len else min(w, FEW // 2 * longest + w % longest) for w in pattern.segment_lengths]
         pattern, seq_len, ranks = replace(pattern, segment_lengths=cut), all_few, FEW
     shards = make_shards(job.sharding, default_lengths(job.sharding, seq_len, ranks))
-    plans = (make_plan(pattern, shards, rank, *heads) for rank in range(ranks))
+    plans = (make_plan(Job(pattern, shards, *heads), rank) for rank in range(ranks))
     return max((attention_memory(p, job.sizes, traits) for p in plans), key=lambda x: x.forward_backward.num_bytes)
 
 
@@ -309,9 +310,9 @@ def _form(job: ModelJob) -> Lockstep | None:
     return Lockstep(call, job.sharding) if why_not(call, job.sharding) is None else None
 
 
-def _call(job: ModelJob) -> Job:
+def _call(job: ModelJob) -> EqualJob:
     heads = job.shape.num_heads, job.shape.num_kv_heads
-    return Job(job.pattern, job.seq_len, job.mesh.sequence, *heads, job.sizes)
+    return EqualJob(job.pattern, job.seq_len, job.mesh.sequence, *heads, job.sizes)
 
 
 def _is_planned(job: ModelJob) -> bool:
@@ -324,8 +325,9 @@ def _planned_step(job: ModelJob, hardware: Hardware) -> tuple[StepTime, list[Bra
     """One layer's attention by the plans of all ranks: its time, and what its branches send."""
     ranks, heads = job.mesh.sequence, (job.shape.num_heads, job.shape.num_kv_heads)
     shards = make_shards(job.sharding, default_lengths(job.sharding, job.seq_len, ranks))
-    plans = [make_plan(job.pattern, shards, rank, *heads) for rank in range(ranks)]
-    return model_step(plans, job.sizes, hardware), branch_shares(job.pattern, shards, plans, *heads)
+    call = Job(job.pattern, shards, *heads)
+    plans = [make_plan(call, rank) for rank in range(ranks)]
+    return model_step(plans, job.sizes, hardware), branch_shares(call, plans)
 
 
 def attention_advice(job: ModelJob, hardware: Hardware, step: Waiting) -> str | None:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from itertools import accumulate, count, groupby, pairwise, product
 
-from ..pattern import DilatedPattern, HeadGroup
+from ..pattern import HeadGroup
+from .job import Job
 from .plan import Chunk, Hop, Message, Plan, Tile
 from .rings import Hops, Layout, Ring, causal_hops, lay_out
 from .rows import (
@@ -21,28 +22,15 @@ from .rows import (
     query_rows,
     segment_of,
 )
-from .sharding import Shard, first_rows, shard_length
+from .sharding import first_rows, shard_length
 
 
 @lru_cache(maxsize=256)
-def make_plan(
-    pattern: DilatedPattern,
-    shards: tuple[Shard, ...],
-    rank: int,
-    num_heads: int,
-    num_kv_heads: int,
-    documents: tuple[int, ...] | None = None,
-    held: range | None = None,
-) -> Plan:
-    """Plan one rank's work.
-
-    Args:
-        shards: the spans of every rank (`sharding.make_shards`).
-        documents: global borders (0, ..., n) of packed documents; None is one document.
-        held: the query heads that the ranks of this plan hold, if not all.
-    """
-    pattern.check_heads(num_heads, num_kv_heads)
-    planner = _planner(pattern, shards, num_heads, num_kv_heads, documents, held)
+def make_plan(job: Job, rank: int) -> Plan:
+    """Plan one rank's work."""
+    pattern = job.pattern
+    pattern.check_heads(job.num_heads, job.num_kv_heads)
+    planner = _planner(job)
     local, rings = planner.local_and_rings(rank)
     offsets = _offsets(rings)
     packs = [pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)]
@@ -55,9 +43,9 @@ def make_plan(
     covered = all(rate == 1 for rate in first_rates)
     return Plan(
         rank=rank,
-        num_rows=shard_length(shards[rank]),
+        num_rows=shard_length(job.shards[rank]),
         num_heads=planner.num_heads,
-        num_kv_heads=planner.num_heads * num_kv_heads // num_heads,
+        num_kv_heads=job.num_kv_held,
         local=tuple(part for tile in local for part in planner.cut(tile._replace(packed=places.get(tile.key)), rank)),
         packs=tuple(packs),
         hops=tuple(hops),
@@ -65,21 +53,13 @@ def make_plan(
         received_size=offsets[-1],
         home_size=offsets[-1],
         query_covered=covered,
-        key_covered=covered and (pattern.heads == "all" or num_heads == num_kv_heads),
+        key_covered=covered and (pattern.heads == "all" or not planner.shares_kv),
     )
 
 
-def chunk_finder(
-    pattern: DilatedPattern,
-    shards: tuple[Shard, ...],
-    rank: int,
-    num_heads: int,
-    num_kv_heads: int,
-    documents: tuple[int, ...] | None = None,
-    held: range | None = None,
-) -> Callable[[Message], Chunk]:
-    """What the messages of a rank's plan carry. Takes the arguments of `make_plan`."""
-    planner = _planner(pattern, shards, num_heads, num_kv_heads, documents, held)
+def chunk_finder(job: Job, rank: int) -> Callable[[Message], Chunk]:
+    """What the messages of a rank's plan carry."""
+    planner = _planner(job)
     _, rings = planner.local_and_rings(rank)
     ring_at = dict(zip(_offsets(rings), rings, strict=False))
 
@@ -93,37 +73,22 @@ def chunk_finder(
 
 
 @lru_cache(maxsize=4)
-def _planner(
-    pattern: DilatedPattern,
-    shards: tuple[Shard, ...],
-    num_heads: int,
-    num_kv_heads: int,
-    documents: tuple[int, ...] | None,
-    held: range | None,
-) -> "_Planner":
-    borders = documents if documents is not None else (0, sum(map(shard_length, shards)))
-    return _Planner(pattern, shards, num_heads, num_kv_heads, borders, held)
+def _planner(job: Job) -> "_Planner":
+    return _Planner(job)
 
 
 class _Planner:
     """What the plans of all ranks share, and the steps of making one."""
 
-    def __init__(
-        self,
-        pattern: DilatedPattern,
-        shards: tuple[Shard, ...],
-        num_heads: int,
-        num_kv_heads: int,
-        borders: Sequence[int],
-        held: range | None,
-    ) -> None:
-        self.pattern, self.shards, self.borders = pattern, shards, borders
-        self.num_heads = num_heads if held is None else len(held)
-        self.shares_kv = num_heads != num_kv_heads
-        self.groups = [pattern.head_groups(i, num_heads, num_kv_heads, held) for i in range(len(pattern.branches))]
-        self.owners = sorted((span, rank) for rank, shard in enumerate(shards) for span in shard)
+    def __init__(self, job: Job) -> None:
+        self.pattern, self.shards, self.borders = job.pattern, job.shards, job.borders
+        self.num_heads = len(job.held_heads)
+        self.shares_kv = job.num_heads != job.num_kv_heads
+        heads = (job.num_heads, job.num_kv_heads, job.held)
+        self.groups = [job.pattern.head_groups(i, *heads) for i in range(len(job.pattern.branches))]
+        self.owners = sorted((span, rank) for rank, shard in enumerate(job.shards) for span in shard)
         self.starts = [span.start for span, _ in self.owners]
-        self.row_of = {s: row for shard in shards for s, row in zip(shard, first_rows(shard), strict=False)}
+        self.row_of = {s: row for shard in job.shards for s, row in zip(shard, first_rows(shard), strict=False)}
         self.rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # made so far; all their ranks share them
 
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:

@@ -1,14 +1,13 @@
 """What each branch of a job is to its ranks: who shares its segments, and what it sends. Pure integers, no torch."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..pattern import DilatedPattern
+from .job import Job
 from .plan import Plan
 from .planner import chunk_finder
-from .sharding import Shard, shard_length
 
 
 class BranchShare(NamedTuple):
@@ -31,19 +30,12 @@ class BranchShare(NamedTuple):
         return self.num_sharing > 1
 
 
-def branch_shares(
-    pattern: DilatedPattern,
-    shards: tuple[Shard, ...],
-    plans: Sequence[Plan],
-    num_heads: int,
-    num_kv_heads: int,
-    documents: tuple[int, ...] | None = None,
-) -> list[BranchShare]:
+def branch_shares(job: Job, plans: Iterable[Plan]) -> list[BranchShare]:
     """One for each branch, from the messages of the plans. A message carries rows of one branch and segment."""
-    sizes = [0] * len(pattern.branches)
+    sizes = [0] * len(job.pattern.branches)
     sharers: dict[tuple[int, int], set[int]] = defaultdict(set)
     for plan in (plan for plan in plans if plan.hops):
-        find = chunk_finder(pattern, shards, plan.rank, num_heads, num_kv_heads, documents)
+        find = chunk_finder(job, plan.rank)
         places: dict[int, tuple[int, int]] = {}  # by offset, where all chunks of one ring lie
         for message in (message for hop in plan.hops for message in hop.sends):
             if message.offset not in places:
@@ -51,8 +43,7 @@ def branch_shares(
                 places[message.offset] = chunk.branch, chunk.origin
             sizes[places[message.offset][0]] += message.size
             sharers[places[message.offset]] |= {message.owner, message.peer}
-    borders = documents if documents is not None else (0, sum(map(shard_length, shards)))
-    longest = max(b - a for a, b in pairwise(borders))
+    longest = max(b - a for a, b in pairwise(job.borders))
     return [
         BranchShare(
             w,
@@ -62,5 +53,5 @@ def branch_shares(
             num_positions=min(w, longest),
             sent=sizes[branch],
         )
-        for branch, (w, r) in enumerate(pattern.branches)
+        for branch, (w, r) in enumerate(job.pattern.branches)
     ]

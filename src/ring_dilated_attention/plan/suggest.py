@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
-from .lockstep import Job, Lockstep, why_not
+from .job import Job
+from .lockstep import EqualJob, Lockstep, why_not
 from .planner import make_plan
 from .sharding import default_lengths, make_shards
 from .totals import pairs, sent_by_rank
@@ -67,14 +68,14 @@ def unread_phases(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, in
     return found
 
 
-def most_sent(job: Job) -> tuple[int, bool]:
+def most_sent(job: EqualJob) -> tuple[int, bool]:
     """Bytes that the rank which sends most sends in a forward and its backward around the ring, and whether they are
     exact: else of the ranks that are looked at, where they are many, over shards cut to one length."""
     pattern, seq_len, num_ranks, num_heads, _, sizes = job
     even = job._replace(seq_len=seq_len - seq_len % num_ranks)
     if even != job and num_ranks <= MOST_UNEVEN:  # their borders are none that another length has
         shards = make_shards("contiguous", default_lengths("contiguous", seq_len, num_ranks))
-        plans = [make_plan(pattern, shards, rank, *job.heads) for rank in range(num_ranks)]
+        plans = [make_plan(Job(pattern, shards, *job.heads), rank) for rank in range(num_ranks)]
         return max(sum(x.bytes_sent(*sizes[:3], backward=b) for b in (False, True)) for x in plans), True
     if why_not(even, "contiguous") is None:
         return Lockstep(even).largest_sent[1], even == job

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..plan.exchange import Choice
+from ..plan.job import Job
 from ..plan.memory import Sizes
 from ..plan.plan import Chunk, Message
 from ..plan.planner import chunk_finder
 from ..plan.rows import Rows
 from ..plan.sharding import Cut
 from ..run.views import block_views
-from .call import Call
 from .ranks import Links, Ranks
 
 
@@ -115,10 +115,8 @@ class OneRank(Ranks):
             "Make its rows where they are needed, at the positions that `positions` tells."
         )
 
-    def choose(
-        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
-    ) -> Choice:
+    def choose(self, job: Job, sizes: Sizes) -> Choice:
         return Choice("simulated", "asked for")
 
-    def links(self, exchange: str, plan_arguments: tuple) -> Links:
-        return Links(OneRankLink(self.rank, self.others, chunk_finder(*plan_arguments)), None)
+    def links(self, exchange: str, job: Job) -> Links:
+        return Links(OneRankLink(self.rank, self.others, chunk_finder(job, self.rank)), None)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, choose_exchange
+from ..plan.job import Job
 from ..plan.memory import Sizes
 from ..plan.sharding import Cut, ring_order
 from .call import Call
@@ -183,22 +184,18 @@ class Processes(Ranks):
     def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
         return self.all.all_to_all_single(parts, sizes, like, moment)
 
-    def choose(
-        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
-    ) -> Choice:
-        num_kv_held = num_kv_heads * len(call.heads) // call.num_heads
+    def choose(self, job: Job, sizes: Sizes) -> Choice:
         if self.cut.inner > 1:
-            check_dealing(num_kv_held, self.cut.inner)
+            check_dealing(job.num_kv_held, self.cut.inner)
         if self.exchange == "all_to_all":
-            check_dealing(num_kv_held, self.world_size)
+            check_dealing(job.num_kv_held, self.world_size)
         if self.exchange != "auto":
             return Choice(self.exchange, "asked for")
         if self.cut.inner > 1:
             return Choice("ring", "the outer axis of a 2-D mesh; the inner one deals heads")
-        heads = (call.num_heads, num_kv_heads)
-        return choose_exchange(call.pattern, self.shards(lengths), *heads, documents, sizes, call.held)
+        return choose_exchange(job, sizes)
 
-    def links(self, exchange: str, plan_arguments: tuple) -> Links:
+    def links(self, exchange: str, job: Job) -> Links:
         return Links(None, self.all) if exchange == "all_to_all" else Links(self.outer, self.inner)
 
     def abandon(self, reason: str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..kernels.choose import choose
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
+from ..plan.job import Job
 from ..plan.memory import Sizes
 from ..plan.sharding import Cut, Shard, documents_of
 from ..run import executor
@@ -84,14 +85,12 @@ class Ranks:
         with all_or_none(self):
             return self.scatter(make_parts(), sizes, like, moment)
 
-    def choose(
-        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
-    ) -> Choice:
-        """The exchange of a call over rows of these lengths, and why."""
+    def choose(self, job: Job, sizes: Sizes) -> Choice:
+        """The exchange of a call, and why."""
         return Choice("none", "one rank: nothing to send")
 
-    def links(self, exchange: str, plan_arguments: tuple) -> Links:
-        """What connects this rank under an exchange. plan_arguments: of `make_plan`."""
+    def links(self, exchange: str, job: Job) -> Links:
+        """What connects this rank under an exchange."""
         return Links(None, None)
 
     def abandon(self, reason: str) -> None:
@@ -138,15 +137,13 @@ class Ranks:
         self.notice(lengths)
         documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
         num_kv_heads = call.num_kv_heads(key.shape[2])
-        sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
-        exchange = self.choose(call, lengths, num_kv_heads, sizes, documents).exchange
-        arguments = (call.pattern, self.shards(lengths), self.rank, call.num_heads, num_kv_heads, documents, call.held)
-        rank_plan = plan_exchange(exchange, *arguments, self.cut.inner)
-        links = self.links(exchange, arguments)
+        job = Job(call.pattern, self.shards(lengths), call.num_heads, num_kv_heads, documents, call.held)
+        exchange = self.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size())).exchange
+        rank_plan = plan_exchange(exchange, job, self.rank, self.cut.inner)
+        links = self.links(exchange, job)
         whole = None
         if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
-            borders = documents or (0, query.shape[1])
-            whole = kernel.choose_pass(call.pattern, borders, query, num_kv_heads, stage == "backward").found
+            whole = kernel.choose_pass(call.pattern, job.borders, query, num_kv_heads, stage == "backward").found
         return rank_plan, Means(kernel, call.kernel_scale, links.ring, links.heads, whole, call.factor), scaled
 
     def fields(

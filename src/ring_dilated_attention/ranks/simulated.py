@@ -16,6 +16,7 @@ from torch import Tensor
 from ..kernels.choose import choose
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
+from ..plan.job import Job
 from ..plan.memory import Sizes
 from ..plan.plan import Message
 from ..plan.sharding import Cut, Shard, documents_of, make_shards
@@ -154,9 +155,7 @@ class SimulatedRanks(Ranks):
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
         return make_shards("contiguous", lengths)
 
-    def choose(
-        self, call: Call, lengths: Sequence[int], num_kv_heads: int, sizes: Sizes, documents: tuple[int, ...] | None
-    ) -> Choice:
+    def choose(self, job: Job, sizes: Sizes) -> Choice:
         return Choice("simulated", "asked for")
 
     def forward(
@@ -203,12 +202,8 @@ class SimulatedRanks(Ranks):
         means = Means(choose(call.backend, query), call.kernel_scale, factor=call.factor)
         documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), query.shape[1])
         shards = self.cut.shards_of(self.cut.default_lengths(query.shape[1]))
-        heads = (call.num_heads, call.num_kv_heads(key.shape[2]))
-        plans = [
-            plan_exchange("ring", call.pattern, shards, rank, *heads, documents, call.held)
-            for rank in range(len(shards))
-        ]
-        return shards, plans, means
+        job = Job(call.pattern, shards, call.num_heads, call.num_kv_heads(key.shape[2]), documents, call.held)
+        return shards, [plan_exchange("ring", job, rank) for rank in range(len(shards))], means
 
     @contextmanager
     def measured(self, rank: int, link: SimulatedLink, rows: Sequence[Tensor | None]) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..kernels.traits import TRAITS
+from ..plan.job import Job
 from ..plan.memory import Sizes, attention_memory
 from ..plan.planner import make_plan
 from ..plan.sharding import make_shards, split_lengths
@@ -30,7 +31,7 @@ def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel)
     config = options.model_config()
     shards = make_shards(parallel.sharding, split_lengths(options.seq_len, parallel.world_size))
     num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
-    plan = make_plan(config.pattern, shards, parallel.rank, config.num_heads, num_kv_heads)
+    plan = make_plan(Job(config.pattern, shards, config.num_heads, num_kv_heads), parallel.rank)
     head_dim = config.embed_dim // config.num_heads
     sizes = Sizes(1, head_dim, torch.float32.itemsize, torch.get_num_threads())
     memory = attention_memory(plan, sizes, TRAITS["cpu"])

@@ -22,7 +22,7 @@ from ..numbers import count
 from ..output import check_writable, progress_bar, stepper
 
 if TYPE_CHECKING:
-    from .share import Job
+    from .share import SlicedJob
 
 # As strides of tensors, times heads and head dim, these fit 64 bits.
 MOST_POSITIONS, MOST_HEAD_DIM = 2**40, 2**16
@@ -130,7 +130,7 @@ def check_numbers(arguments: argparse.Namespace) -> None:
     check_ranks_fit(arguments.ranks, arguments.seq_len)
 
 
-def check_share(job: "Job", rank: int) -> None:
+def check_share(job: "SlicedJob", rank: int) -> None:
     """Raise ValueError if there is nothing to verify, or not the memory to run it."""
     from .report import describe
 
@@ -143,10 +143,10 @@ def check_share(job: "Job", rank: int) -> None:
     check_memory(f"rank {rank} holds", plan["peak_bytes"], "use more --ranks, or see the figures with --plan")
 
 
-def job_of(arguments: argparse.Namespace) -> "Job":
+def job_of(arguments: argparse.Namespace) -> "SlicedJob":
     """The job that the arguments describe. ValueError if they do not fit."""
     from ...pattern import DilatedPattern
-    from .share import Job, longnet_pattern
+    from .share import SlicedJob, longnet_pattern
 
     check_numbers(arguments)
     if arguments.seq_len % arguments.ranks:
@@ -162,4 +162,4 @@ def job_of(arguments: argparse.Namespace) -> "Job":
     num_kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads
     pattern.check_heads(arguments.heads, num_kv_heads)
     sizes = (arguments.seq_len, arguments.ranks, arguments.heads, num_kv_heads, arguments.head_dim, arguments.seed)
-    return Job(pattern, *sizes)
+    return SlicedJob(pattern, *sizes)

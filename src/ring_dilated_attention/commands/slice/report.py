@@ -13,7 +13,7 @@ from ...plan.plan import Plan
 from ...plan.totals import pairs, sent_by_all, sent_by_rank
 from ...training.memory import peak_resident_bytes
 from ..output import aligned
-from .share import Job, run_share, viewers_of
+from .share import SlicedJob, run_share, viewers_of
 from .verify import Check, tolerance, verify
 
 # How a table is shown: headers and rows to text.
@@ -24,12 +24,12 @@ ITEMSIZE = 4
 NUM_TENSORS = 8
 
 
-def num_steps_of(job: Job, rank: int) -> int:
+def num_steps_of(job: SlicedJob, rank: int) -> int:
     """How many times `measure` calls its step."""
     return 2 + len(viewers_of(job.plan(rank))) + 3
 
 
-def measure(job: Job, rank: int, step: Callable[[str], None]) -> dict[str, Any]:
+def measure(job: SlicedJob, rank: int, step: Callable[[str], None]) -> dict[str, Any]:
     """Run and verify a rank's share. `passed` says whether all rows are within the tolerance."""
     share = run_share(job, rank, step)
     start = time.perf_counter()
@@ -49,7 +49,7 @@ def measure(job: Job, rank: int, step: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
-def describe(job: Job, rank: int) -> dict[str, Any]:
+def describe(job: SlicedJob, rank: int) -> dict[str, Any]:
     """The job, and the plan's figures for the rank and for all ranks."""
     return {
         "segment_lengths": job.pattern.segment_lengths,
@@ -69,7 +69,7 @@ def describe(job: Job, rank: int) -> dict[str, Any]:
     }
 
 
-def _rank_figures(job: Job, rank: int) -> dict[str, Any]:
+def _rank_figures(job: SlicedJob, rank: int) -> dict[str, Any]:
     plan = job.plan(rank)
     sent = tuple(plan.bytes_sent(1, job.head_dim, ITEMSIZE, backward=backward) for backward in (False, True))
     closed = sent_by_rank(*job[:3], rank, job.num_heads, job.num_kv_heads).num_bytes(1, job.head_dim, ITEMSIZE)
@@ -90,11 +90,11 @@ def _rank_figures(job: Job, rank: int) -> dict[str, Any]:
     }
 
 
-def memory_of(job: Job, plan: Plan) -> AttentionMemory:
+def memory_of(job: SlicedJob, plan: Plan) -> AttentionMemory:
     return attention_memory(plan, Sizes(1, job.head_dim, ITEMSIZE, torch.get_num_threads()), TRAITS["cpu"])
 
 
-def _chunks_met(job: Job, rank: int, plan: Plan) -> dict[int, int]:
+def _chunks_met(job: SlicedJob, rank: int, plan: Plan) -> dict[int, int]:
     """By branch, how many chunks of other ranks this rank meets."""
     find = job.chunk_finder(rank)
     met = dict.fromkeys(range(len(job.pattern.branches)), 0)
@@ -104,7 +104,7 @@ def _chunks_met(job: Job, rank: int, plan: Plan) -> dict[int, int]:
     return met
 
 
-def _job_figures(job: Job, rank: int) -> dict[str, Any]:
+def _job_figures(job: SlicedJob, rank: int) -> dict[str, Any]:
     total = pairs(job.pattern, job.seq_len, job.num_heads)
     forward, backward = sent_by_all(*job[:3], job.num_heads, job.num_kv_heads).num_bytes(1, job.head_dim, ITEMSIZE)
     memory = memory_of(job, job.plan(rank))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...attention import dilated_attention
 from ...pattern import DilatedPattern
+from ...plan.job import Job
 from ...plan.plan import Chunk, Message, Plan
 from ...plan.planner import chunk_finder, make_plan
 from ...plan.sharding import Shard, make_shards
@@ -23,7 +24,7 @@ from ...ranks.one_rank import OtherRanks
 from .counter import CounterTensors
 
 
-class Job(NamedTuple):
+class SlicedJob(NamedTuple):
     """A call that no machine holds as a whole, batch 1, float32, contiguous shards."""
 
     pattern: DilatedPattern
@@ -50,10 +51,10 @@ class Job(NamedTuple):
         return make_shards("contiguous", (self.num_rows,) * self.num_ranks)
 
     def plan(self, rank: int) -> Plan:
-        return make_plan(self.pattern, self.shards, rank, self.num_heads, self.num_kv_heads)
+        return make_plan(Job(self.pattern, self.shards, self.num_heads, self.num_kv_heads), rank)
 
     def chunk_finder(self, rank: int) -> Callable[[Message], Chunk]:
-        return chunk_finder(self.pattern, self.shards, rank, self.num_heads, self.num_kv_heads)
+        return chunk_finder(Job(self.pattern, self.shards, self.num_heads, self.num_kv_heads), rank)
 
 
 def longnet_pattern(seq_len: int, *, is_causal: bool = True) -> DilatedPattern:
@@ -72,7 +73,7 @@ def longnet_pattern(seq_len: int, *, is_causal: bool = True) -> DilatedPattern:
 
 
 @lru_cache(maxsize=8)
-def choose_rank(job: Job) -> int:
+def choose_rank(job: SlicedJob) -> int:
     """A rank with rows of the widest branch: in as many rings as possible behind another rank, so that every branch
     brings it keys; with others behind it, so that gradients come home, but as few as possible, as each of them is run.
     """
@@ -92,7 +93,7 @@ def choose_rank(job: Job) -> int:
     return max(candidates, key=merit)
 
 
-def _ring_shares(job: Job, rank: int, branch: int) -> list[tuple[int, int, int]]:
+def _ring_shares(job: SlicedJob, rank: int, branch: int) -> list[tuple[int, int, int]]:
     """Of a rank's rings in a branch: how many ranks at most come before, how many rows it has, how many ranks after."""
     own, found = job.rows_of(rank), []
     for origin, end in straddling_segments(job.pattern.segment_lengths[branch], job.seq_len, own.start, own.stop):
@@ -149,7 +150,7 @@ def viewers_of(plan: Plan) -> list[int]:
     return sorted({message.peer for hop in plan.hops for message in hop.targets})
 
 
-def run_share(job: Job, rank: int, step: Callable[[str], None], others: Others | None = None) -> Share:
+def run_share(job: SlicedJob, rank: int, step: Callable[[str], None], others: Others | None = None) -> Share:
     """Run a rank forward and backward, and then again backward with the gradients that come home.
 
     Args:
@@ -183,7 +184,7 @@ def run_share(job: Job, rank: int, step: Callable[[str], None], others: Others |
 class _Call:
     """A forward of one rank; its backward may be run again."""
 
-    def __init__(self, job: Job, rank: int, others: Others) -> None:
+    def __init__(self, job: SlicedJob, rank: int, others: Others) -> None:
         self.parallel = ContextParallel(exchange="simulated", world_size=job.num_ranks, rank=rank, others=others)
         positions = self.parallel.positions(job.seq_len)
         heads = {"query": job.num_heads, "key": job.num_kv_heads, "value": job.num_kv_heads, "dout": job.num_heads}

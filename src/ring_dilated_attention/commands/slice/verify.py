@@ -24,7 +24,7 @@ from torch import Tensor
 from ...ranks.one_rank import grid
 from ...run.views import block_views
 from .direct import Direct
-from .share import Job, Share
+from .share import Share, SlicedJob
 
 Row = tuple[int, int]  # global position, head
 
@@ -57,7 +57,7 @@ def tolerance(head_dim: int) -> float:
 
 
 def verify(
-    job: Job, rank: int, share: Share, step: Callable[[str], None], *, num_rows: int = 64, num_complete: int = 8
+    job: SlicedJob, rank: int, share: Share, step: Callable[[str], None], *, num_rows: int = 64, num_complete: int = 8
 ) -> list[Check]:
     """Compare drawn rows of a share with direct evaluation. `step` is called with what comes next, three times."""
     direct = Direct(job.pattern, job.seq_len, job.num_heads, job.num_kv_heads, job.tensors)

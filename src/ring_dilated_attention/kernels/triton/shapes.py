@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ...pattern import DilatedPattern
+from ...plan.job import Job
 from ...plan.planner import make_plan
 from ...plan.sharding import make_shards
 from .strips import bundle_size, bundles_of, fused_strips, heads_of_bundle, phases_of_heads, step_of, visits
@@ -143,7 +144,7 @@ def branches_work(
 
 @lru_cache(maxsize=4096)
 def branches_document(pattern: DilatedPattern, length: int, num_heads: int, num_kv_heads: int, kernel: Cost) -> Work:
-    plan = make_plan(pattern, make_shards("contiguous", (length,)), 0, num_heads, num_kv_heads)
+    plan = make_plan(Job(pattern, make_shards("contiguous", (length,)), num_heads, num_kv_heads), 0)
     computed, merged = 0, 0
     for tile in plan.local:
         heads, kv_heads = len(tile.query.heads), len(tile.key.heads)
