@@ -360,10 +360,12 @@ def _dlse_of_float16(rows: Any, width: int) -> Any:
     return _with_columns(rows._replace(dlse=rows.dlse.half().to(rows.dlse.dtype)), width)
 
 
-def _other_phase(exchange: str, pattern: DilatedPattern, *rest: Any) -> Any:
+def _other_phase(exchange: str, job: Any, *rest: Any) -> Any:
+    pattern = job.pattern
     phase = "modulo" if pattern.phase == "blocked" or pattern.heads == "split" else "blocked"
     rules = {"is_causal": pattern.is_causal, "phase": phase, "heads": pattern.heads}
-    return _plan(exchange, DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, **rules), *rest)
+    other = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, **rules)
+    return _plan(exchange, job._replace(pattern=other), *rest)
 
 
 def _add_by_writing(self: Any, step: Any) -> None:
