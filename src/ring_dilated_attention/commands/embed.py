@@ -66,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "lengths stay those of 256"
     )
     add("--tile-size", metavar="PIXELS", help=steps)
-    heads = "attention heads of the weights, which no file tells (default: 16 if their size is a published one's)"
-    add("--heads", type=count, metavar="H", help=heads)
+    add("--heads", type=count, metavar="H", help="attention heads of the weights (default 16, of published sizes only)")
     layers = "layers that the weights must have (default: 12 if they are 768 or 384 wide, as the published ones)"
     add("--depth", type=count, metavar="LAYERS", help=layers)
     add("--dtype", choices=DTYPES, default="float32", help="16 bits under autocast (default float32)")
