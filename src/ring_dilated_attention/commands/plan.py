@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--exchange",
-        choices=("auto", *(name for name in EXCHANGES if name != "simulated")),
+        choices=("auto", *EXCHANGES),
         default="auto",
         help="how chunks travel (default auto: chosen, with the reason)",
     )

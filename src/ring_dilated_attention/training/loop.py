@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..ranks.context import ContextParallel
-from ..ranks.measuring import recorded_waits
+from ..ranks.processes import recorded_waits
 from ..ranks.reduce import all_reduce
 from .agreement import together
 from .baselines import baselines
@@ -51,7 +51,7 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     writes = partial(Metrics, run.folder, state["run"], state["step"], parallel.rank, tensorboard=run.tensorboard)
     with (
         together(parallel, writes) as metrics,
-        recorded_waits(parallel) as waits,
+        recorded_waits(parallel.ranks) as waits,
         Progress(options, state["step"], parallel.rank, planned_attention_bytes(options, parallel)) as progress,
     ):
         while state["step"] < options.steps and not stopping:
