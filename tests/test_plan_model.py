@@ -12,8 +12,8 @@ from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.hardware import PRESETS, Machine, as_toml, machine_of
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.models import longnet
-from ring_dilated_attention.models.config import LongNetConfig
 from ring_dilated_attention.models.longnet import LongNetLM
+from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import model as planned
 from ring_dilated_attention.plan.clock import Hardware

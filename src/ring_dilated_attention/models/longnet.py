@@ -21,8 +21,8 @@ from ..ranks.borders import validate_cu_seqlens
 from ..ranks.context import ContextParallel
 from ..ranks.origin import why_foreign
 from ..run.cache import DilatedCache
-from .config import LongNetConfig
 from .generate import Sampling, generate
+from .longnet_config import LongNetConfig
 from .sharded import shift_left
 
 IGNORED_LABEL = -1

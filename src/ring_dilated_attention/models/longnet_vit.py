@@ -20,8 +20,8 @@ from ..ranks.context import ContextParallel
 from ..ranks.origin import why_foreign
 from ..ranks.reduce import SumOverRanks
 from .checked_loading import CheckedLoading
-from .torchscale import LongNetEncoder
-from .torchscale_config import TorchscaleConfig
+from .torchscale.architecture import TorchscaleConfig
+from .torchscale.networks import LongNetEncoder
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
