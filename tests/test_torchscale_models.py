@@ -150,7 +150,7 @@ def test_feed_forward_in_chunks_without_gradients(monkeypatch):
     case = SEQUENCES["encoder"]
     model = case.model()
     expected = model(case.tokens())
-    monkeypatch.setattr("ring_dilated_attention.models.torchscale.FFN_CHUNK_NUMBERS", 24 * 5)
+    monkeypatch.setattr("ring_dilated_attention.models.torchscale.networks.FFN_CHUNK_NUMBERS", 24 * 5)
     with torch.no_grad():
         torch.testing.assert_close(model(case.tokens()), expected, rtol=1e-13, atol=1e-13)
 
