@@ -125,6 +125,7 @@ def test_the_table_has_clock_and_compute_capability_of_each_rank():
 def test_what_differs_between_ranks_is_listed_with_them():
     """Catches what rank 0 has in the name of all."""
     rates = dict.fromkeys(("flops_per_second", "backward_flops_per_second", "call_seconds", "around_seconds"), 1.0)
+    rates["bfloat16_speedup"] = 1.0
     links = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
     alike = {"gpu": None, "rates": rates, "memory_bytes": 1, "threads": 1, "links": links}
     alike["matter"] = {"NCCL_DEBUG": "WARN"}
@@ -217,10 +218,32 @@ def test_obsolete_variables_are_named():
 
 
 @pytest.mark.parametrize(
-    ("card", "advice"), [(None, "float32"), ([6, 0], "float32: Pascal"), ([7, 0], "float16"), ([9, 0], "bfloat16")]
+    ("card", "speedup", "advice"),
+    [
+        (None, 3.5, "bfloat16: attention in bfloat16 was 3.50 times as fast"),
+        (None, 1.05, "float32: attention in bfloat16 was 1.05 times as fast"),
+        (None, 0.25, "float32: attention in bfloat16 was 0.25 times as fast"),
+        ([6, 0], 1.0, "float32: Pascal"),
+        ([7, 0], 0.1, "float16"),
+        ([9, 0], 8.0, "bfloat16"),
+    ],
 )
-def test_the_dtype_for_a_card(card, advice):
-    assert doctor_facts.dtype_advice(None if card is None else {"capability": card}).startswith(advice)
+def test_the_dtype_for_a_card(card, speedup, advice):
+    """Catches float32 for a CPU with matrix units, on which nobody measured bfloat16."""
+    assert doctor_facts.dtype_advice(None if card is None else {"capability": card}, speedup).startswith(advice)
+
+
+def test_both_dtypes_are_measured(monkeypatch):
+    """As on a CPU whose matrix units are 16-bit: what is said is the slowest rank's."""
+    seconds = {torch.float32: (7.0, 21.0), torch.bfloat16: (2.0, 6.0)}
+    monkeypatch.setattr(doctor_ranks, "_times", lambda parallel, device, dtype, *shape: seconds[dtype])
+    rates = doctor_ranks.rates(None, "cpu")
+    assert rates["bfloat16_speedup"] == 3.5
+    links = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
+    more = {"memory_bytes": 1, "threads": 1, "links": links}
+    slower = one(1, rates=rates | {"bfloat16_speedup": 2.0}, **more)
+    lines = doctor.text([one(0, rates=rates, **more), slower]).splitlines()
+    assert "dtype: bfloat16: attention in bfloat16 was 2.00 times as fast as in float32 on this CPU" in lines
 
 
 def test_a_message_that_is_no_slower_when_it_is_large():

@@ -247,7 +247,7 @@ def test_logits_that_are_no_numbers():
         sampling = Sampling(temperature, seed=0)
         for row in ([0.0, nan], [nan, nan], [-torch.inf, -torch.inf], [0.0, torch.inf]):
             bad[1] = torch.tensor(row)
-            with pytest.raises(ValueError, match="for row 1: the largest of its logits is -?(nan|inf)"):
+            with pytest.raises(ValueError, match=r"for row 1: the largest of its logits is -?(nan|inf)"):
                 sampling.draw(bad, sampling.generators(2, torch.device("cpu")))
         masked = torch.tensor([[-torch.inf, 1.0]])
         assert sampling.draw(masked, sampling.generators(1, torch.device("cpu"))).tolist() == [1]

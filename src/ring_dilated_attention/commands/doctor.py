@@ -371,7 +371,8 @@ def text(everyone: list[dict[str, Any]]) -> str:
         place = (str(one["rank"]), one["host"], device, size_text(one["memory_bytes"]))
         rows.append((*place, *speeds, clock, free, written))
     lines.append(aligned(headers, rows))
-    lines += [f"dtype: {advice}" for advice in dict.fromkeys(dtype_advice(one["gpu"]) for one in everyone)]
+    speedup = min((one["rates"]["bfloat16_speedup"] for one in everyone if one["gpu"] is None), default=1.0)
+    lines += [f"dtype: {advice}" for advice in dict.fromkeys(dtype_advice(one["gpu"], speedup) for one in everyone)]
     lines += [
         f"backend {name}: {listed(by_value((one['rank'], one['backends'][name] or 'can serve') for one in everyone))}"
         for name in first["backends"]

@@ -77,10 +77,12 @@ def typical(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rates(parallel: ContextParallel, device: str) -> dict[str, float]:
-    """This rank's kernel at work while all others' are: rates of forward and backward, and what a call takes."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    """This rank's kernel at work while all others' are: rates of forward and backward, what a call takes, and by how
+    much bfloat16 is faster than float32."""
+    dtype, other = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16, torch.float32)
     many = ROWS if device == "cpu" else 8 * ROWS
     large = _times(parallel, device, dtype, many, DilatedPattern.dense())
+    seconds = {dtype: sum(large), other: sum(_times(parallel, device, other, many, DilatedPattern.dense()))}
     one = _times(parallel, device, dtype, FEW_ROWS, DilatedPattern.dense())
     several = _times(parallel, device, dtype, FEW_ROWS, DilatedPattern((FEW_ROWS,) * (1 + MORE), (1,) * (1 + MORE)))
     tile = max(0.0, *((b - a) / MORE for a, b in zip(one, several, strict=True)))
@@ -91,6 +93,7 @@ def rates(parallel: ContextParallel, device: str) -> dict[str, float]:
         "backward_flops_per_second": rate[1],
         "call_seconds": tile,
         "around_seconds": max(0.0, max(one) - tile),
+        "bfloat16_speedup": seconds[torch.float32] / seconds[torch.bfloat16],
     }
 
 
