@@ -133,7 +133,7 @@ def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> No
 
 def machine_for(arguments: argparse.Namespace) -> Machine | None:
     """The preset or file with the given numbers in place of its own, or None where a time is not asked for."""
-    given: dict[str, float | None] = {}
+    given: dict[str, Any] = {}
     for option, (name, least, most, unit) in _GIVEN.items():
         value = getattr(arguments, option)
         if value is not None and not least <= value <= most:

@@ -65,11 +65,7 @@ class Sampling:
         return [torch.Generator(device).manual_seed(seed + b) for b in range(batch)]
 
     def draw(self, logits_BV: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """(B,) int64.
-
-        Raises:
-            ValueError: for a row with nothing to draw from. (A token of -inf is one that is not drawn.)
-        """
+        """(B,) int64. ValueError for a row with nothing to draw from; a logit of -inf is a token that is not drawn."""
         largest_B = logits_BV.amax(-1)  # NaN where there is one
         if not largest_B.isfinite().all():
             row, largest = next((b, x) for b, x in enumerate(largest_B.tolist()) if not math.isfinite(x))
@@ -178,12 +174,10 @@ def _prompt(b: int, given: object, vocab_size: int, device: torch.device, remedy
     """(N,) int64."""
     try:
         row = torch.as_tensor(given, device=device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"prompt {b} is {reprlib.repr(given)}, and not one or more integers. {remedy}") from error
+    except (TypeError, ValueError, RuntimeError):  # in whatever words torch has
+        row = torch.empty(0)
     if row.dim() != 1 or not len(row) or not is_integral(row):
-        raise ValueError(
-            f"prompt {b} has shape {tuple(row.shape)} and dtype {row.dtype}: a prompt is one or more integers. {remedy}"
-        )
+        raise ValueError(f"prompt {b} is {reprlib.repr(given)}, and not one or more integers. {remedy}")
     row = row.long()
     if row.min() < 0 or row.max() >= vocab_size:
         raise ValueError(f"prompt {b} has tokens from {row.min()} to {row.max()}, but vocab_size={vocab_size}.")
