@@ -1,13 +1,12 @@
 """What `rda plan` refuses before it plans, and what it takes where nothing is said. No torch."""
 
 import argparse
-import math
 from importlib.util import find_spec
 
 from ..pattern import DilatedPattern
 from ..plan.sharding import Shard, shard_length
 from .figures import check_pictures
-from .limits import MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_memory
+from .limits import LARGEST, MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_memory
 from .output import check_writable
 
 BYTES_PER_HOP = 2_000  # 1,024 ranks that share a segment took 2.1 GB
@@ -53,8 +52,8 @@ def check_numbers(arguments: argparse.Namespace) -> None:
     for name in ("seq_len", "batch", "head_dim", "align", "memory", "layers", "embed_dim", "ffn_dim", "vocab"):
         if getattr(arguments, name) is not None:
             check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
-    if arguments.tokens is not None and not 1 <= arguments.tokens < math.inf:
-        raise ValueError(f"--tokens must be at least 1, got {arguments.tokens}")
+    if arguments.tokens is not None and not 1 <= arguments.tokens <= LARGEST:
+        raise ValueError(f"--tokens must be from 1 to {LARGEST:,}, got {arguments.tokens:g}")
     if arguments.ranks is not None:
         check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
     check_at_least("--heads", arguments.heads, most=MOST_HEADS)
