@@ -364,7 +364,7 @@ class TestCommand:
         """Catches work that is done as often as there are tasks, without a word."""
         monkeypatch.setenv("SLURM_STEP_ID", "0")
         monkeypatch.setenv(place[1], "2")
-        for name in ("embed", "generate", "evaluate", "check", "slice"):
+        for name in ("embed", "generate", "evaluate", "check"):
             for rank in ("0", "1"):
                 monkeypatch.setenv(place[0], rank)
                 with pytest.raises(SystemExit, match="2"):

@@ -28,11 +28,9 @@ SUBCOMMANDS = {
     "generate": Subcommand(".generate", "write on from a prompt with the model of a run"),
     "evaluate": Subcommand(".evaluate", "bits per byte of any text, by how much of it came before"),
     "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
-    "bench": Subcommand(".bench", "say how the benchmarks are run: from a clone"),
     "plan": Subcommand(".plan", "show what each rank would compute, send and hold"),
     "doctor": Subcommand(".doctor", "say whether this machine or cluster is ready, and how fast it is", joins=True),
     "suggest": Subcommand(".suggest", "suggest patterns for a length and a budget, and explain them"),
-    "slice": Subcommand(".slice.command", "run and verify one rank's share of a job that no machine holds"),
 }
 
 

@@ -109,5 +109,5 @@ def check_work(pattern: DilatedPattern, arguments: argparse.Namespace) -> None:
     check_memory(
         f"the plans of {arguments.ranks:,} ranks have about {num_hops:,} hops, which take",
         num_hops * BYTES_PER_HOP,
-        "plan fewer --ranks, or one of many with rda slice --plan",
+        "plan fewer --ranks, or one of many with python -m benchmarks.slice --plan",
     )

@@ -1,4 +1,4 @@
-"""What `rda slice` finds: a rank's share, run and verified, beside the plan's figures; as numbers and as text."""
+"""What `benchmarks.slice` finds: one rank's share, run and verified, beside the plan's figures, as numbers and text."""
 
 import math
 import time
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from ...kernels.traits import TRAITS
-from ...plan.memory import AttentionMemory, Sizes, attention_memory
-from ...plan.plan import Plan
-from ...plan.totals import pairs, sent_by_all, sent_by_rank
-from ...training.memory import peak_resident_bytes
-from ..output import aligned
+from ring_dilated_attention.commands.output import aligned
+from ring_dilated_attention.kernels.traits import TRAITS
+from ring_dilated_attention.plan.memory import AttentionMemory, Sizes, attention_memory
+from ring_dilated_attention.plan.plan import Plan
+from ring_dilated_attention.plan.totals import pairs, sent_by_all, sent_by_rank
+from ring_dilated_attention.training.memory import peak_resident_bytes
+
 from .share import SlicedJob, run_share, viewers_of
 from .verify import Check, tolerance, verify
 
