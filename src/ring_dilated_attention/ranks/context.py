@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..pattern import is_integer
 from ..plan.sharding import Cut, check_documents, document_positions
 from .arguments import check_arguments, check_one_rank, resolve_group
-from .batches import shard_batch
+from .batches import fingerprint, shard_batch
 from .borders import validate_cu_seqlens
 from .link import ExchangeError
 from .one_rank import OneRank, OtherRanks
@@ -30,6 +30,7 @@ from .simulated import SimulatedRanks
 _contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
 _made = count()
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_ROWS_COMPARED = 64  # of what may be a shard that is cut again
 
 
 def context_named(key: str) -> "ContextParallel | None":
@@ -165,9 +166,17 @@ class ContextParallel:
         if not failure and (origin := origin_of(x)) is not None:
             failure = f"shard takes a whole sequence, and got {origin}"
         fields = {} if failure else {**rows_fields("shard", x, dim), "length of the whole": x.shape[dim]}
-        self.handshake(0, fields, failure)
-        self.ranks.last_whole = x.shape[dim]
+        last, mark = self.ranks.last_whole, 0
+        if not failure and last and self.world_size > 1 and set(self.ranks.lengths_of(last)) == {x.shape[dim]}:
+            mark = 0 if x.is_meta else fingerprint(x.narrow(dim, 0, min(x.shape[dim], _ROWS_COMPARED)))
+        if len(set(self.ranks.agree(mark, fields, failure))) > 1:
+            text = (
+                f"shard was given {x.shape[dim]} positions, as many as each rank's shard of the {last} that were cut "
+                "last, and different ones on each rank: a shard is cut again. Pass it on as it is, or unshard it first"
+            )
+            self.ranks.warn_once("shard", text)
         lengths = self.ranks.lengths_of(x.shape[dim])
+        self.ranks.last_whole = x.shape[dim]
         shards = self.ranks.shards(lengths)
         if len(shards) == 1:
             return x
@@ -261,7 +270,9 @@ class ContextParallel:
         Raises:
             ValueError: on every rank, if any refuses or fields differ. Nothing of the call was sent.
         """
-        return self.ranks.agree(length, fields, failure)
+        lengths = self.ranks.agree(length, fields, failure)
+        self.ranks.notice_whole(lengths)
+        return lengths
 
 
 __all__ = ["ContextParallel", "ExchangeError", "context_named"]
