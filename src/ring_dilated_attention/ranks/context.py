@@ -58,6 +58,9 @@ class ContextParallel:
     Ranks of one host (over a 2-D mesh: rows of the mesh on one host) stand side by side in the ring, whatever their
     numbers; `rank` is the place in the ring. Errors name this context's groups by its `name`, the same on every rank.
 
+    It belongs to the thread of its first call until `close`; threads of autograd count as that one. Calls in any other
+    are refused on all ranks: give each thread a context of its own.
+
     A copy of a module that holds a context (EMA, nn.TransformerEncoder) holds the same one. `close` gives its groups
     back. torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`; what else talks to
     other ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) goes outside.
@@ -157,6 +160,7 @@ class ContextParallel:
 
         All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) What
         it returns remembers how it was cut: where it is passed on as it is, a context that cuts otherwise refuses it.
+        What an op makes of it is warned of where it is cut again, if its length and content show that it is a shard.
 
         Raises:
             ValueError: on every rank, where shapes differ: they would be no cut of one sequence.
