@@ -58,12 +58,10 @@ class ContextParallel:
     Ranks of one host (over a 2-D mesh: rows of the mesh on one host) stand side by side in the ring, whatever their
     numbers; `rank` is the place in the ring. Errors name this context's groups by its `name`, the same on every rank.
 
-    It belongs to the thread of its first call until `close`; threads of autograd count as that one. Calls in any other
-    are refused on all ranks: give each thread a context of its own.
-
     A copy of a module that holds a context (EMA, nn.TransformerEncoder) holds the same one. `close` gives its groups
-    back. torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`; what else talks to
-    other ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) goes outside.
+    back. Until then it belongs to the thread of its first call; all ranks refuse calls in others.
+    torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`; what else talks to other
+    ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) goes outside.
 
     Args:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
