@@ -30,7 +30,6 @@ from .simulated import SimulatedRanks
 _contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
 _made = count()
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-_ROWS_COMPARED = 64  # of what may be a shard that is cut again
 
 
 def context_named(key: str) -> "ContextParallel | None":
@@ -170,7 +169,7 @@ class ContextParallel:
         fields = {} if failure else {**rows_fields("shard", x, dim), "length of the whole": x.shape[dim]}
         last, mark = self.ranks.last_whole, 0
         if not failure and last and self.world_size > 1 and set(self.ranks.lengths_of(last)) == {x.shape[dim]}:
-            mark = 0 if x.is_meta else fingerprint(x.narrow(dim, 0, min(x.shape[dim], _ROWS_COMPARED)))
+            mark = 0 if x.is_meta else fingerprint(x.narrow(dim, 0, min(x.shape[dim], 64)))
         if len(set(self.ranks.agree(mark, fields, failure))) > 1:
             text = (
                 f"shard was given {x.shape[dim]} positions, as many as each rank's shard of the {last} that were cut "
