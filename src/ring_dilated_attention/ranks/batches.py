@@ -45,8 +45,9 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
     else:
         described = _told(ranks, described, source, failure)
         whole = batch if ranks.rank == source else None
-    length = ranks.last_whole = _length(described)
+    length = _length(described)
     lengths = ranks.lengths_of(length)
+    ranks.last_whole = length
     shards = ranks.shards(lengths)
     local: dict[str, Tensor] = {}
     for name, (shape, dtype) in described.items():
