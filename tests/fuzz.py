@@ -53,6 +53,9 @@ KINDS = {
     "calls": "fuzz_calls",
     "simulated": "fuzz_simulated",
     "ranks": "fuzz_ranks",
+    "losses": "fuzz_losses",
+    "borders": "fuzz_borders",
+    "styles": "fuzz_styles",
 }
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
