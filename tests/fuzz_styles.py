@@ -6,6 +6,7 @@ B batch, N positions, E embedding.
 
 import copy
 import random
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,17 @@ class Desk(fuzz_ranks.Desk):
     def heads(self, rng: random.Random) -> Outcome:
         """ShardHeads: outputs, and gradients of inputs and of what a rank holds of the parameters."""
         alone = draw_heads(rng, self.world_size)
+        frozen = {name: rng.random() < 0.2 for name, _ in alone.named_parameters()}
         part = nn.ModuleDict({"attention": copy.deepcopy(alone)})
+        for name, parameter in part["attention"].named_parameters():
+            parameter.requires_grad_(not frozen[name])
         parallelize_module(part, self.line, {"attention": ShardHeads()})
-        inputs, more, expected = self.draw_inputs(rng, alone)
+        is_kept = all(x.requires_grad != frozen[name] for name, x in part["attention"].named_parameters())
+        complaint = None if is_kept else "what was frozen is trained, or the other way round"
+        part.requires_grad_(True)
+        inputs, more, expected = self.draw_inputs(rng, alone)  # random numbers, which must still be those of all ranks
         found, _ = part["attention"](*inputs, **more)
-        complaint = why_unequal("out", found, expected)
+        complaint = complaint or why_unequal("out", found, expected)
         complaint = complaint or self.why_wrong_gradients(alone, part["attention"], inputs[:1], expected, found)
         return f"{alone}, {more}", complaint
 
@@ -176,9 +183,12 @@ class Desk(fuzz_ranks.Desk):
         pattern = DilatedPattern((4,), (1,))
         few = MultiheadDilatedAttention(8, 4, pattern, num_kv_heads=1, dtype=torch.float64)
         normed = MultiheadDilatedAttention(16, 4, pattern, sub_layernorm=True, dtype=torch.float64)
-        module = rng.choice([few, normed, nn.Linear(2, 2), nn.MultiheadAttention(4, 2)])
+        halved = draw_heads(rng, self.world_size)
+        parallelize_module(halved, self.line, ShardHeads())
+        module = rng.choice([few, normed, halved, nn.Linear(2, 2), nn.MultiheadAttention(4, 2)])
         before = {name: (x.shape, id(x)) for name, x in module.named_parameters()}
-        says = {id(few): "1 key/value heads", id(normed): "sub_layernorm"}.get(id(module), "MultiheadDilatedAttention")
+        said = {id(few): "1 key/value heads", id(normed): "sub_layernorm", id(halved): "take parts of a whole one"}
+        says = said.get(id(module), "MultiheadDilatedAttention")
         complaint = why_not_refused_at_once(lambda: parallelize_module(module, self.line, ShardHeads()), says)
         if {name: (x.shape, id(x)) for name, x in module.named_parameters()} != before:
             complaint = complaint or "the module was changed"
@@ -505,6 +515,12 @@ def _held_as_first(self: MultiheadDilatedAttention, heads: range) -> MultiheadDi
     return part
 
 
+def _held_at_random(self: MultiheadDilatedAttention, heads: range) -> MultiheadDilatedAttention:
+    """With numbers drawn in between, on each rank another number of them."""
+    torch.rand(heads.start + 1)
+    return _held(self, heads)
+
+
 def _unscaled(ctx: Any, x: Tensor, scale: float) -> Tensor:
     ctx.scale = 1.0
     return x.view_as(x)
@@ -516,12 +532,15 @@ def _inputs_as_they_are(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Modu
 
 _held = MultiheadDilatedAttention.held
 RANK_BREAKAGES: dict[str, Callable[[], Any]] = {
-    "heads of torch's styles are taken for the first": broken("held_heads", _held_from_the_first, __import__(__name__)),
+    "heads of torch's styles are taken for the first": broken(
+        "held_heads", _held_from_the_first, sys.modules[__name__]
+    ),
     "phases go by the held head": broken("held", _held_as_first, MultiheadDilatedAttention),
     "biases are added by every rank": broken("held", _held_with_bias, MultiheadDilatedAttention),
+    "parts draw random numbers": broken("held", _held_at_random, MultiheadDilatedAttention),
     "gradients of whole tensors are not scaled": broken("forward", staticmethod(_unscaled), styles._ScaleGradient),
     "inputs stay as they are": broken("_each_input", _inputs_as_they_are, styles),
-    "nobody looks who averages": broken("check_averaged", nothing, __import__(__name__)),
+    "nobody looks who averages": broken("check_averaged", nothing, sys.modules[__name__]),
     "the mean of each shard": broken("mean_loss", mean_of_each_shard, context),
 }
 BREAKAGES = in_ranks(RANK_BREAKAGES)

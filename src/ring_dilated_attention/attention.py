@@ -402,10 +402,9 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple:
     try:
         query, key, value, out, lse, number, cu_seqlens = ctx.saved_tensors
-    except ExchangeError:
-        raise
     except RuntimeError as error:  # somebody has written into them: the others would wait
-        refuse(ctx.rest[3], str(error))
+        if not isinstance(error, ExchangeError):
+            refuse(ctx.rest[3], str(error))
         raise
     dout = torch.zeros_like(out) if dout is None else dout
     grads = _backward(dout, dlse, query, key, value, out, lse, number, cu_seqlens, *ctx.rest)

@@ -127,7 +127,7 @@ class MultiheadDilatedAttention(nn.Module):
         """A module of some of this one's query heads, with their rows and columns of its parameters (copies)."""
         if len(self.heads_held) < self.num_heads:
             raise ValueError(
-                f"this module holds the heads {self.heads_held} of {self.num_heads}: take parts of the whole module"
+                f"this module holds {self.heads_held} of {self.num_heads} heads: take parts of a whole one"
             )
         weight = self.in_proj_weight
         part = MultiheadDilatedAttention(

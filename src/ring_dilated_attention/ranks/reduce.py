@@ -37,29 +37,20 @@ def mean_loss(ranks: Ranks, local_sum: Tensor, local_count: int | Tensor) -> Ten
 def _sum_and_count(local_sum: Any, local_count: Any) -> Tensor:
     """Both numbers, float64, on the CPU."""
     if not _is_one_number(local_sum) or not local_sum.is_floating_point():
+        got = f"{local_sum.dtype} {tuple(local_sum.shape)}" if isinstance(local_sum, Tensor) else repr(local_sum)
         raise ValueError(
-            "local_sum must be one number, the sum over this rank's positions, as a floating tensor, got "
-            f"{_told(local_sum)}. Take reduction='sum'."
+            f"local_sum must be one number, the sum over this rank's positions, as a floating tensor, got {got}. Take "
+            "reduction='sum'."
         )
     count = local_count.item() if _is_one_number(local_count) else local_count
-    is_number = isinstance(count, numbers.Real) and not isinstance(count, bool)
-    if not is_number or not 0 <= count <= sys.float_info.max:
-        raise ValueError(
-            f"local_count must be one number of at least 0, of terms in the sum, got {_told(local_count)}. Take "
-            "labels.numel(), or the number of those that are not ignored."
-        )
-    total = local_sum.detach().reshape(()).double().cpu()
-    return torch.stack([total, torch.tensor(float(count), dtype=torch.float64, device="cpu")])
+    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= count <= sys.float_info.max:
+        raise ValueError(f"local_count must be one number of at least 0, of terms in the sum, got {count!r:.99}.")
+    count = torch.tensor(float(count), dtype=torch.float64, device="cpu")
+    return torch.stack([local_sum.detach().reshape(()).double().cpu(), count])
 
 
 def _is_one_number(x: Any) -> bool:
     return isinstance(x, Tensor) and x.numel() == 1 and x.layout == torch.strided and not x.is_meta
-
-
-def _told(x: Any) -> str:
-    if not isinstance(x, Tensor) or _is_one_number(x):
-        return repr(x)
-    return f"{x.dtype} {tuple(x.shape)}, {x.layout} on {x.device}"
 
 
 class GlobalMean(torch.autograd.Function):
