@@ -148,7 +148,7 @@ class MultiheadDilatedAttention(nn.Module):
         columns = slice(heads.start * dim, heads.stop * dim)
         kv_columns = slice(heads.start // ratio * dim, heads.stop // ratio * dim)
         for name, own in part.named_parameters():
-            whole = self.get_parameter(name)
+            whole: Tensor = self.get_parameter(name)
             own.requires_grad_(whole.requires_grad)
             if name.startswith("in_proj"):
                 query, key, value = whole.split(self._split_sizes)

@@ -43,7 +43,8 @@ def _sum_and_count(local_sum: Any, local_count: Any) -> Tensor:
             "reduction='sum'."
         )
     count = local_count.item() if _is_one_number(local_count) else local_count
-    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= count <= sys.float_info.max:
+    is_number = isinstance(count, numbers.Real) and not isinstance(count, bool)
+    if not is_number or not 0 <= count <= sys.float_info.max:
         raise ValueError(f"local_count must be one number of at least 0, of terms in the sum, got {count!r:.99}.")
     count = torch.tensor(float(count), dtype=torch.float64, device="cpu")
     return torch.stack([local_sum.detach().reshape(()).double().cpu(), count])
