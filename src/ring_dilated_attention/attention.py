@@ -24,7 +24,7 @@ from .plan.memory import Sizes
 from .plan.sharding import Cut, documents_of
 from .ranks.borders import validate_cu_seqlens
 from .ranks.call import Call
-from .ranks.context import ContextParallel, context_named, refuse
+from .ranks.context import ContextParallel, ExchangeError, context_named, refuse
 from .ranks.origin import origin_of, why_foreign
 from .ranks.ranks import Ranks
 from .run.append import append, append_now
@@ -400,7 +400,12 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple:
-    query, key, value, out, lse, number, cu_seqlens = ctx.saved_tensors
+    try:
+        query, key, value, out, lse, number, cu_seqlens = ctx.saved_tensors
+    except RuntimeError as error:  # somebody has written into them: the others would wait
+        if not isinstance(error, ExchangeError):
+            refuse(ctx.rest[3], str(error))
+        raise
     dout = torch.zeros_like(out) if dout is None else dout
     grads = _backward(dout, dlse, query, key, value, out, lse, number, cu_seqlens, *ctx.rest)
     return *grads, *[None] * (1 + len(ctx.rest))
