@@ -53,6 +53,11 @@ KINDS = {
     "calls": "fuzz_calls",
     "simulated": "fuzz_simulated",
     "ranks": "fuzz_ranks",
+    "caches": "fuzz_caches",
+    "torchscale": "fuzz_torchscale",
+    "autocast": "fuzz_autocast",
+    "advice": "fuzz_advice",
+    "streams": "fuzz_streams",
 }
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
