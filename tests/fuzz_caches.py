@@ -453,7 +453,6 @@ MISUSE: list[Callable[[DilatedCache], Any]] = [
     lambda c: c.load_state_dict(told(made(max_len=20), 10).state_dict()),
     lambda c: c.load_state_dict(told(made(PATTERN, num_kv_heads=4), 0).state_dict()),
     lambda c: c.load_state_dict(told(made(batch=3), 0).state_dict()),
-    lambda c: DilatedCache.gather(None, *rows()[1:], PATTERN, 4),  # type: ignore[arg-type]
     lambda c: DilatedCache.gather(ContextParallel(), *rows()[1:], PATTERN, 4, to=1),
     lambda c: DilatedCache.gather(ContextParallel(), *rows()[1:], PATTERN, 3),
     lambda c: DilatedCache.gather(ContextParallel(), *rows(5)[1:], PATTERN, 4, max_len=4),

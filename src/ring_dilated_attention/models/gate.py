@@ -106,6 +106,8 @@ def torchscale_attention(
     if counted is None:
         fields: dict[str, object] = {"pattern": pattern}
         failure = pattern_failure(pattern)
+        if not isinstance(return_lse, bool):
+            failure = f"return_lse must be True or False, got {return_lse!r}"
         if failure is None and (not isinstance(query, Tensor) or query.dim() != 4):
             got = tuple(query.shape) if isinstance(query, Tensor) else type(query).__name__
             failure = f"query must be a tensor (batch, seq, heads, head_dim), got {got}"

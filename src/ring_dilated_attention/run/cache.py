@@ -104,9 +104,7 @@ class DilatedCache:
         Raises:
             ValueError: on every rank, if one refuses or they disagree.
         """
-        ranks = getattr(parallel, "ranks", None)
-        if ranks is None:
-            raise ValueError(f"parallel must be a ContextParallel, got {parallel!r}.")
+        ranks = parallel.ranks
         ranks.check_all_here("DilatedCache.gather")
         gets_one = to is None or to == ranks.rank
         cache, failure, length, fields = None, None, 0, {}
@@ -358,10 +356,10 @@ def _plan(
 
 def _fit(progress: Any, rows: Any) -> bool:
     """Whether a saved progress can be that of as many sequences as have rows."""
-    if not (isinstance(rows, list) and all(isinstance(x, Tensor) for x in [progress, *rows])):
+    if not isinstance(progress, Tensor) or not isinstance(rows, list) or progress.shape != (2, len(rows)):
         return False
-    positions, floors = progress.tolist() if progress.dtype == torch.int64 and progress.shape == (2, len(rows)) else ((), ())
-    return len(positions) > 0 and all(0 <= floor <= position for position, floor in zip(positions, floors, strict=True))
+    positions, floors = progress
+    return progress.dtype == torch.int64 and bool(((floors >= 0) & (floors <= positions)).all())
 
 
 def _plan_of_rows(
