@@ -278,7 +278,7 @@ def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, sha
         others = next(share for share in shares if share != heads)
         if len(others) == len(heads):
             of["heads_held"] = others
-            unchanged(cache, partial(dilated_attention, *rows, pattern, cache=cache, **of), "heads held")
+            unchanged(cache, partial(dilated_attention, *rows, pattern, cache=cache, **of), "head held")
     assert num_rows == pattern.cache_rows(num_heads, num_kv_heads)  # together those of the layer
 
 
