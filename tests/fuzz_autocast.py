@@ -1,6 +1,7 @@
-"""Calls, modules, caches and models under `torch.autocast` on one CPU: the same function, in the dtype that is promised.
+"""Calls, modules, caches and models under `torch.autocast` on one CPU: the same function, in the promised dtype.
 
-As torch's own attention: floating types but float64 take autocast's, lse stays float32, gradients have the inputs' types.
+As torch's own attention: floating types but float64 take autocast's, lse stays float32, gradients have the types of
+the inputs.
 
 What must hold: a call is that of inputs which were cast by hand, to the bit, and within the bound of the definition; a
 module is that of casts by hand; float64 is as if there were no autocast, to the bit; recomputing changes nothing; a
@@ -22,7 +23,7 @@ from fuzz import Trial
 from fuzz_calls import arranged, poisoned, results, why_not_refused
 from fuzz_commands import broken
 from fuzz_modules import draw_module, turned
-from fuzz_oracle import NAMES, Call, answer_to, difference, draw_call, tensors_of
+from fuzz_oracle import NAMES, answer_to, difference, draw_call, tensors_of
 from torch import Tensor, nn
 
 from benchmarks.padded import padded_reference
@@ -259,7 +260,9 @@ def try_model(rng: random.Random) -> Trial:
     how = rng.choice(["near", "near", "float64", "recomputed", "loss"])
     model, inputs = draw_model(rng, activation_checkpointing=how == "recomputed")
     exact = copy.deepcopy(model).double()
-    description = f"{type(model).__name__} {getattr(model, 'config', '')}, {[tuple(x.shape) for x in inputs]} under {short}"
+    description = (
+        f"{type(model).__name__} {getattr(model, 'config', '')}, {[tuple(x.shape) for x in inputs]} under {short}"
+    )
     kind = f"{type(model).__name__}, {how}"
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
     tolerance = 12 * torch.finfo(short).eps
@@ -317,7 +320,9 @@ def try_gated(rng: random.Random) -> Trial:
     for name, actual, of in zip(NAMES[2:], *grads, strict=True):
         complaint = complaint or (f"{name} has NaN" if actual.isnan().any() else None)
         complaint = complaint or why_far(name, actual, of, torch.float32, 16 * eps)
-    return Trial(f"gated, {'causal' if is_causal else 'not causal'}", f"{pattern}, {out.shape} under {short}", complaint)
+    return Trial(
+        f"gated, {'causal' if is_causal else 'not causal'}", f"{pattern}, {out.shape} under {short}", complaint
+    )
 
 
 def try_compiled(rng: random.Random) -> Trial:

@@ -17,16 +17,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from fuzz import Trial
-from fuzz_calls import poisoned, why_not_refused
+from fuzz_calls import poisoned
 from fuzz_commands import broken, nothing
 from fuzz_modules import why_unequal
+from fuzz_torchscale_misuse import TOKENS, try_hostile
 from torch import Tensor
 
 from benchmarks.padded import padded_reference
-from ring_dilated_attention import ContextParallel, DilatedPattern
-from ring_dilated_attention.models import LongNetDecoder, LongNetEncoder, TorchscaleConfig, torchscale, torchscale_attention
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.models import (
+    LongNetDecoder,
+    LongNetEncoder,
+    TorchscaleConfig,
+    torchscale,
+)
 from ring_dilated_attention.models import gate as gates
 from ring_dilated_attention.models.layout import Layout
 from ring_dilated_attention.reference import dilated_attention_reference
@@ -129,7 +134,9 @@ def _by_hand(model: Model, given: Tensor) -> list[Tensor]:
 
         def ffn(x: Tensor, layer: str = layer) -> Tensor:
             hidden = BY_HAND[config.activation](linear(f"{layer}.ffn.fc1", x))
-            return linear(f"{layer}.ffn.fc2", norm(f"{layer}.ffn.ffn_layernorm", hidden) if config.sub_layernorm else hidden)
+            return linear(
+                f"{layer}.ffn.fc2", norm(f"{layer}.ffn.ffn_layernorm", hidden) if config.sub_layernorm else hidden
+            )
 
         for part, name in ((attention, "self_attn_layer_norm"), (ffn, "final_layer_norm")):
             if config.normalize_before:
@@ -171,7 +178,9 @@ def call(model: Model, given: Tensor, documents: tuple[int, ...] | None = None, 
 
 
 def try_model(rng: random.Random) -> Trial:
-    how = rng.choice(["plain", "plain", "recomputed", "packed", "packed, recomputed", "states", "no gradient", "shared"])
+    how = rng.choice(
+        ["plain", "plain", "recomputed", "packed", "packed, recomputed", "states", "no gradient", "shared"]
+    )
     parallel = ContextParallel(exchange="simulated", world_size=rng.randint(1, 4)) if how == "shared" else None
     model = draw_model(rng, activation_checkpointing="recomputed" in how, parallel=parallel)
     batch, num_positions = rng.choice([1, 1, 2, 3]), rng.choice([rng.randint(1, 9), rng.randint(1, 45)])
@@ -209,7 +218,10 @@ def try_model(rng: random.Random) -> Trial:
 
 def try_steep_xpos(rng: random.Random) -> Trial:
     """Where XPOS may grow beyond the dtype: refused, or without NaN."""
-    kind, dtype = rng.choice([LongNetEncoder, LongNetDecoder]), rng.choice([torch.float64, torch.float32, torch.bfloat16])
+    kind, dtype = (
+        rng.choice([LongNetEncoder, LongNetDecoder]),
+        rng.choice([torch.float64, torch.float32, torch.bfloat16]),
+    )
     lengths = (rng.randint(1, 60),)
     sizes = {"num_layers": 1, "embed_dim": 8, "num_heads": 2, "ffn_dim": 8}
     config = TorchscaleConfig(lengths, (1,), **sizes, xpos_scale_base=rng.choice([0.01, 0.05, 0.3, 1.0, 3.0, 1e-9]))
@@ -228,82 +240,6 @@ def try_steep_xpos(rng: random.Random) -> Trial:
     return Trial(f"steep xpos, {what}", f"{kind.__name__} {config}, {dtype} {tuple(x.shape)}", complaint)
 
 
-SIZES = {"num_layers": 1, "embed_dim": 8, "num_heads": 2, "ffn_dim": 8, "num_tokens": 11, "num_logits": 11}
-
-
-def config_with(**more: Any) -> TorchscaleConfig:
-    return TorchscaleConfig(more.pop("lengths", (4, 8)), more.pop("rates", (1, 2)), **{**SIZES, **more})
-
-
-def small(kind: type[Model] = LongNetEncoder, parallel: Any = None, **more: Any) -> Any:
-    return kind(config_with(**more), parallel=parallel)
-
-
-TOKENS = torch.zeros(2, 7, dtype=torch.int64)
-X = torch.zeros(2, 7, 2, 4)
-BLOCKED = DilatedPattern((4, 8), (1, 2), phase="blocked")
-SETTINGS = {"segment_length": "[4, 8]", "dilated_ratio": "[1, 2]", "encoder_layers": 1, "encoder_embed_dim": 8}
-WRONG: list[Callable[[], Any]] = [
-    *(
-        lambda name=name, value=value: config_with(**{name: value})
-        for name in ("num_layers", "embed_dim", "num_heads", "ffn_dim", "num_decoder_layers")
-        for value in (0, -1, 1.5, True, "2", math.nan)
-    ),
-    *(
-        lambda name=name, value=value: config_with(**{name: value})
-        for name in ("num_tokens", "num_logits", "num_learned_positions")
-        for value in (0, -1, 2.0, True, "x")
-    ),
-    *(lambda value=value: config_with(xpos_scale_base=value) for value in (0, -1.0, math.nan, math.inf, "512", True, 1j)),
-    *(lambda value=value: config_with(layernorm_eps=value) for value in (-1.0, math.nan, math.inf, "x", None)),
-    *(
-        lambda name=name, value=value: config_with(**{name: value})
-        for name in (
-            "shares_embedding", "normalize_before", "normalize_output", "scale_embedding", "layernorm_embedding",
-            "sub_layernorm", "deepnorm",
-        )
-        for value in (None, 1, "yes")
-    ),
-    lambda: config_with(lengths=()), lambda: config_with(lengths=(4,)), lambda: config_with(lengths=(0, 8)),
-    lambda: config_with(rates=(1, "2")), lambda: config_with(lengths=None), lambda: config_with(activation="tanh"),
-    lambda: config_with(activation=None), lambda: config_with(padding="zeros"), lambda: config_with(embed_dim=9),
-    lambda: config_with(padding=[]), lambda: config_with(activation=["gelu"]),
-    lambda: config_with(embed_dim=6, xpos_scale_base=512), lambda: config_with(shares_embedding=True, num_logits=12),
-    lambda: config_with(shares_embedding=True, num_tokens=None, num_logits=None), lambda: config_with(deepnorm=True),
-    lambda: LongNetEncoder(None), lambda: LongNetEncoder({}), lambda: LongNetDecoder(config_with(num_decoder_layers=2)),
-    lambda: LongNetEncoder(SIZES), lambda: small(parallel=2)(TOKENS), lambda: small(parallel="x")(TOKENS),
-    lambda: LongNetEncoder(config_with(), activation_checkpointing=1),
-    lambda: small()(), lambda: small()(TOKENS, embeddings=torch.zeros(2, 7, 8)), lambda: small()(TOKENS.tolist()),
-    lambda: small()(TOKENS[0]), lambda: small()(TOKENS.double()), lambda: small()(TOKENS - 1), lambda: small()(TOKENS + 11),
-    lambda: small()(TOKENS.bool()), lambda: small()(TOKENS.to(torch.complex64)), lambda: small()(TOKENS.to("meta")),
-    lambda: small()(TOKENS.to_sparse()), lambda: small()(TOKENS[:0]), lambda: small()(embeddings=torch.zeros(7, 8)),
-    lambda: small()(embeddings=torch.zeros(2, 7, 9)), lambda: small()(embeddings=TOKENS),
-    lambda: small()(embeddings=torch.zeros(2, 7, 8, dtype=torch.int64)), lambda: small()(embeddings=[[0.0] * 8]),
-    lambda: small()(embeddings=torch.zeros(0, 7, 8)), lambda: small(num_tokens=None)(TOKENS),
-    lambda: small()(embeddings=torch.zeros(2, 7, 8).to_sparse()), lambda: small()(embeddings=torch.zeros(2, 7, 8).to("meta")),
-    lambda: small()(TOKENS, cu_seqlens=torch.tensor([0, 7], dtype=torch.int32)),
-    lambda: small()(TOKENS[:1], cu_seqlens=[0, 7]), lambda: small()(TOKENS[:1], cu_seqlens=torch.tensor([0, 7])),
-    lambda: small()(TOKENS[:1], cu_seqlens=torch.tensor([0, 8], dtype=torch.int32)),
-    lambda: small()(TOKENS[:1], cu_seqlens=torch.tensor([0, 0, 7], dtype=torch.int32)),
-    lambda: small()(TOKENS[:1], cu_seqlens=torch.tensor([1, 7], dtype=torch.int32)),
-    lambda: small(num_learned_positions=8)(TOKENS), lambda: small()(TOKENS, collect=3), lambda: small()(TOKENS, collect="x"),
-    lambda: torchscale_attention(X, X, X, DilatedPattern((4,), (1,))),
-    lambda: torchscale_attention(X, X, X, DilatedPattern((4,), (1,), heads="split")),
-    lambda: torchscale_attention(X, X, X, None), lambda: torchscale_attention(X, X[:, :3], X, BLOCKED),
-    lambda: torchscale_attention(X[0], X[0], X[0], BLOCKED), lambda: torchscale_attention(None, X, X, BLOCKED),
-    lambda: torchscale_attention(X, None, X, BLOCKED), lambda: torchscale_attention(X, X, X.double(), BLOCKED),
-    lambda: torchscale_attention(X.int(), X.int(), X.int(), BLOCKED), lambda: torchscale_attention(X, X, X, BLOCKED, scale=math.nan),
-    lambda: torchscale_attention(X, X, X, BLOCKED, parallel="x"), lambda: torchscale_attention(X, X, X, BLOCKED, backend="x"),
-    lambda: torchscale_attention(X, X, X, BLOCKED, return_lse=1), lambda: torchscale_attention(X[:0], X[:0], X[:0], BLOCKED),
-    lambda: torchscale_attention(X, X, X, BLOCKED, cu_seqlens=torch.tensor([0, 7], dtype=torch.int32)),
-]  # fmt: skip
-
-
-def try_hostile(rng: random.Random) -> Trial:
-    number = rng.randrange(len(WRONG))
-    return Trial("refused", f"wrong {number}", why_not_refused(WRONG[number]))
-
-
 SPOILT: list[Any] = [None, "", "x", [], {}, 0, -1, 1.5, "[4, 8", "[]", "[a]", math.nan, True, "4;8", [4.5], object()]
 
 
@@ -311,15 +247,33 @@ def try_settings(rng: random.Random) -> Trial:
     """torchscale's own settings, some spoilt: refused in a sentence, or a config that makes a model."""
     side = rng.choice(["encoder", "decoder"])
     settings: dict[str, Any] = {
-        "segment_length": rng.choice(["[4, 8]", "4,8", [4, 8], (4, 8)]), "dilated_ratio": "[1, 2]", f"{side}_layers": 1,
-        f"{side}_embed_dim": 8, f"{side}_attention_heads": 2, f"{side}_ffn_embed_dim": 8, "vocab_size": 11,
-    }  # fmt: skip
+        "segment_length": rng.choice(["[4, 8]", "4,8", [4, 8], (4, 8)]),
+        "dilated_ratio": "[1, 2]",
+        f"{side}_layers": 1,
+        f"{side}_embed_dim": 8,
+        f"{side}_attention_heads": 2,
+        f"{side}_ffn_embed_dim": 8,
+        "vocab_size": 11,
+    }
     more: dict[str, Any] = {
-        "deepnorm": True, "subln": False, "xpos_rel_pos": True, "xpos_scale_base": 64, "activation_fn": "relu",
-        f"{side}_normalize_before": True, "no_output_layer": True, "layernorm_embedding": True, "moe_freq": 1,
-        "multiway": True, f"share_{side}_input_output_embed": True, "no_scale_embedding": False, "rel_pos_buckets": 32,
-        "layernorm_eps": 1e-6, "normalize_output": False, "dropout": 0.3, "unknown": 1,
-    }  # fmt: skip
+        "deepnorm": True,
+        "subln": False,
+        "xpos_rel_pos": True,
+        "xpos_scale_base": 64,
+        "activation_fn": "relu",
+        f"{side}_normalize_before": True,
+        "no_output_layer": True,
+        "layernorm_embedding": True,
+        "moe_freq": 1,
+        "multiway": True,
+        f"share_{side}_input_output_embed": True,
+        "no_scale_embedding": False,
+        "rel_pos_buckets": 32,
+        "layernorm_eps": 1e-6,
+        "normalize_output": False,
+        "dropout": 0.3,
+        "unknown": 1,
+    }
     settings |= dict(rng.sample(list(more.items()), rng.randint(0, 4)))
     options: dict[str, Any] = {"num_tokens": 11}
     is_spoilt = rng.random() < 0.7
@@ -348,7 +302,9 @@ _positions, _gate, _sum = Layout.positions, gates.gate, torchscale.Layer._sum
 
 
 def _positions_over_documents(self: Layout) -> Tensor:
-    return torch.cat([_positions(self)[:0], *(torch.arange(s.positions.start, s.positions.stop) + s.begin for s in self.stretches)])
+    return torch.cat(
+        [_positions(self)[:0], *(torch.arange(s.positions.start, s.positions.stop) + s.begin for s in self.stretches)]
+    )
 
 
 def _gate_of_one_more(out: Tensor, lse: Tensor, log_num_zero_keys: Tensor) -> tuple[Tensor, Tensor]:

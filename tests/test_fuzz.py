@@ -1,4 +1,4 @@
-"""200 cases of every kind of `make fuzz`, and proofs that cases notice what they are there for."""
+"""200 cases of most kinds of `make fuzz`, and proofs that cases notice what they are there for."""
 
 import json
 from importlib import import_module
@@ -9,12 +9,14 @@ from fuzz import KINDS, fuzz, lines_of
 
 CLONE = Path(__file__).parents[1]
 SEED = 20251122
+FEWER = {"streams": 30}  # of which each is two processes
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_found(kind):
-    found = fuzz(kind, SEED, range(200))
-    assert found.num_cases == 200
+    num_cases = FEWER.get(kind, 200)
+    found = fuzz(kind, SEED, range(num_cases))
+    assert found.num_cases == num_cases
     assert found.failures == []
     assert len(found.outcomes) > 5  # cases of many sorts, and not 200 times the same refusal
 
@@ -31,6 +33,10 @@ def test_nothing_is_found(kind):
         ("calls", "padding is attended"),
         ("simulated", "gradients do not come home"),
         ("ranks", "the mean of each shard"),
+        ("caches", "compiled code scales by the default"),
+        ("torchscale", "steep xpos is not refused"),
+        ("autocast", "a cache has the parameters' type"),
+        ("advice", "one layer less is followed"),
     ],
 )
 def test_a_broken_program_is_noticed(kind, broken):

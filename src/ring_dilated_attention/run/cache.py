@@ -226,11 +226,12 @@ class DilatedCache:
         of = state.get("cache") if isinstance(state, dict) else state
         if of != self._described():
             raise ValueError(f"the state is of a cache of {of}, this one is of {self._described()}.")
-        progress, saved = state.get("progress"), state.get("rows")
+        progress: Any = state.get("progress")
+        saved: Any = state.get("rows")
+        if isinstance(saved, list) and len(saved) not in (1, self.batch):
+            raise ValueError(f"the state has {len(saved)} sequences, and the batch {self.batch} entries: 1 or as many.")
         if not _fit(progress, saved):
             raise ValueError(f"the state is damaged: progress {progress} is not that of sequences with rows.")
-        if len(saved) not in (1, self.batch):
-            raise ValueError(f"the state has {len(saved)} sequences, and the batch {self.batch} entries: 1 or as many.")
         own = self.plan
         source = plan_cache(own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held)
         positions, floors = (x * (self.batch // len(saved)) for x in progress.tolist())

@@ -15,8 +15,8 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    """The same with neighbours in the last dim side by side, which kernels rely on. (`contiguous` leaves a tensor of one
-    number as it is, whatever its strides.)"""
+    """The same with neighbours in the last dim side by side, which kernels rely on. (`contiguous` leaves a tensor of
+    one number as it is, whatever its strides.)"""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
