@@ -99,7 +99,6 @@ MISUSE: list[Callable[[DilatedCache], Any]] = [
     lambda c: appended(c, rows(), lengths=torch.tensor([1, 2])),
     lambda c: appended(c, rows(), lengths=torch.tensor([1, -1])),
     lambda c: appended(c, rows(), lengths=torch.tensor([2**62, 1])),
-    lambda c: appended(c, rows(), lengths=torch.tensor([1, 1], device="meta")),
     lambda c: appended(c, rows(), scale=math.nan),
     lambda c: appended(c, rows(), backend="sdpa"),
     lambda c: appended(str(c), rows()),  # type: ignore[arg-type]

@@ -134,6 +134,14 @@ def test_on_ranks(world_size, name):
     run(world_size, rank_computes, name)
 
 
+def test_xpos_that_grows_beyond_the_dtype_within_a_document():
+    """Catches rows that are infinite far from the middle of a document, where segments are short: all out was NaN."""
+    model = LongNetEncoder(TorchscaleConfig(**{**vars(SMALL), "segment_lengths": (14, 14), "xpos_scale_base": 0.3}))
+    assert model(torch.zeros(1, 20, dtype=int)).isfinite().all()
+    with pytest.raises(ValueError, match=r"of up to 28 from the middle of a document, and XPOS .* after 21:"):
+        model(torch.zeros(1, 55, dtype=int))
+
+
 def test_activation_checkpointing_changes_nothing():
     case = SEQUENCES["encoder"]
     gradients = []

@@ -46,12 +46,12 @@ class XPos(nn.Module):
         Scores of later keys grow with their distance, and rows with that from the middle of their document.
         """
         most = int(self.scale_base * math.log(torch.finfo(dtype).max) / -math.log(LEAST_SCALE))
-        farthest = (layout.longest + 1) // 2
-        if not pattern.is_causal:
-            farthest = min(layout.longest, max(pattern.segment_lengths))
+        middle = (layout.longest + 1) // 2
+        apart = 0 if pattern.is_causal else min(layout.longest, max(pattern.segment_lengths))
+        farthest = max(middle, apart)
         if farthest > most:
             wider = {torch.float16: "bfloat16 or float32", torch.float64: "shorter documents"}.get(dtype, "float64")
-            where = "from the middle of a document" if pattern.is_causal else "between queries and keys"
+            where = "from the middle of a document" if middle > apart else "between queries and keys"
             raise ValueError(
                 f"distances of up to {farthest} {where}, and XPOS with scale_base={self.scale_base:g} grows beyond "
                 f"{dtype} after {most}: take {wider}"
