@@ -491,6 +491,14 @@ def test_graphs_for_heads_that_two_ranks_hold():
         torch._dynamo.reset()
 
 
+def test_one_number_of_any_stride():
+    """Catches a stride of the last dim that `contiguous` leaves as it is, where a tensor holds one number."""
+    row = torch.stack([randn(1, 1, 1, 1)] * 2, -1)[..., 0]
+    assert row.stride(-1) == 2
+    out = dilated_attention(row, row, row, PATTERN, cache=make(PATTERN, 1, 1, 1, 1))
+    torch.testing.assert_close(out, row)
+
+
 def test_heads_that_read_no_phase():
     """Catches a maximum over no rings: segments of 2 have no phase 2, which is all that the last head reads."""
     pattern = DilatedPattern((2,), (3,), is_causal=True)
