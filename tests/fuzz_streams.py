@@ -300,7 +300,7 @@ def _open_streams_only(*_: object) -> None:
 
 
 BREAKAGES: dict[str, Callable[[], Any]] = {
-    "closed streams stay closed": broken("prepare_streams", _open_streams_only, terminal, cli),
+    "closed streams stay closed": broken("prepare_streams", _open_streams_only, terminal),
     "what was not written is written at exit": broken("drop_unwritten", _open_streams_only, terminal),
     "a broken pipe is an error as others": broken("UNREAD_EXIT_CODE", 2, terminal),
     "full streams are not caught": broken("in_words", None, terminal),
