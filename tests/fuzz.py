@@ -59,6 +59,11 @@ KINDS = {
     "losses": "fuzz_losses",
     "borders": "fuzz_borders",
     "styles": "fuzz_styles",
+    "caches": "fuzz_caches",
+    "torchscale": "fuzz_torchscale",
+    "autocast": "fuzz_autocast",
+    "advice": "fuzz_advice",
+    "streams": "fuzz_streams",
 }
 INTEGRATIONS = {"transformers": "fuzz_transformers"}  # kinds of `make test-integrations`, in tests/integrations
 MODULES = KINDS | INTEGRATIONS

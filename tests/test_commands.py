@@ -106,6 +106,14 @@ def test_output_that_cannot_be_written(stream, more, code):
     assert error == (expected if code == 2 else "")
 
 
+def test_a_sentence_that_stderr_does_not_take():
+    """Catches 120, Python's code for what is left in a stream's buffer: argparse passes over what it cannot write."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    words = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "suggest", "--seq-len", "x"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(words, stderr=full, env=environment, timeout=60, check=False).returncode == 2
+
+
 @pytest.mark.parametrize("more", [["--picture"], ["--kernel", "triton"], ["--ranks", "1", "--kernel", "triton-fused"]])
 def test_a_terminal_without_letters(more, tmp_path):
     """Everything that is printed is ASCII; what a user's path has beyond is shown by number."""

@@ -10,7 +10,7 @@ from fuzz import KINDS, fuzz, lines_of
 
 CLONE = Path(__file__).parents[1]
 SEED = 20251122
-FEWER = {"losses": 80, "borders": 80, "styles": 40}
+FEWER = {"losses": 80, "borders": 80, "styles": 40, "streams": 30}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,6 +35,10 @@ def test_nothing_is_found(kind):
         ("simulated", "gradients do not come home"),
         ("ranks", "the mean of each shard"),
         ("borders", "borders are not compared"),
+        ("caches", "compiled code scales by the default"),
+        ("torchscale", "steep xpos is not refused"),
+        ("autocast", "a cache has the parameters' type"),
+        ("advice", "one layer less is followed"),
     ],
 )
 def test_a_broken_program_is_noticed(kind, broken):

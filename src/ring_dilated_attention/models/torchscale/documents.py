@@ -82,6 +82,8 @@ def agree_on_documents(
     Raises:
         ValueError: on every rank, if one refuses, or if fields, borders and lengths do not fit.
     """
+    if not (parallel is None or isinstance(parallel, ContextParallel)):
+        raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}.")
     batch, num_positions = shape
     if cu_seqlens is not None and failure is None:
         try:

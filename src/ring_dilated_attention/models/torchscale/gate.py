@@ -2,7 +2,7 @@
 
     out' = out * sigmoid(lse - log C)         lse' = log(exp(lse) + C)
 
-C(t, h) is the number of zero rows that query t of head h sees (`plan.zero_rows`): keys of score 0 and value 0. Branches
+C(t, h) is the number of zero rows that query t of head h sees (`zero_rows.py`): keys of score 0 and value 0. Branches
 that misplace rows are computed one by one, brought to where torchscale has them, and merged.
 
 B batch, N positions of this rank, H heads, G key/value heads, D head dim, M rows of one zero query, Z zero queries.
@@ -106,6 +106,8 @@ def torchscale_attention(
     if counted is None:
         fields: dict[str, object] = {"pattern": pattern}
         failure = pattern_failure(pattern)
+        if not isinstance(return_lse, bool):
+            failure = f"return_lse must be True or False, got {return_lse!r}"
         if failure is None and (not isinstance(query, Tensor) or query.dim() != 4):
             got = tuple(query.shape) if isinstance(query, Tensor) else type(query).__name__
             failure = f"query must be a tensor (batch, seq, heads, head_dim), got {got}"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...attention import dilated_attention, save_attention
+from ...layers.checks import is_integral
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel
 from ..checked_loading import CheckedLoading
@@ -45,12 +46,12 @@ class XPos(nn.Module):
         Scores of later keys grow with their distance, and rows with that from the middle of their document.
         """
         most = int(self.scale_base * math.log(torch.finfo(dtype).max) / -math.log(LEAST_SCALE))
-        farthest = (documents.longest + 1) // 2
-        if not pattern.is_causal:
-            farthest = min(documents.longest, max(pattern.segment_lengths))
+        middle = (documents.longest + 1) // 2
+        apart = 0 if pattern.is_causal else min(documents.longest, max(pattern.segment_lengths))
+        farthest = max(middle, apart)
         if farthest > most:
             wider = {torch.float16: "bfloat16 or float32", torch.float64: "shorter documents"}.get(dtype, "float64")
-            where = "from the middle of a document" if pattern.is_causal else "between queries and keys"
+            where = "from the middle of a document" if middle > apart else "between queries and keys"
             raise ValueError(
                 f"distances of up to {farthest} {where}, and XPOS with scale_base={self.scale_base:g} grows beyond "
                 f"{dtype} after {most}: take {wider}"
@@ -169,6 +170,10 @@ class _LongNet(CheckedLoading):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(config, TorchscaleConfig):
+            raise ValueError(f"config must be a TorchscaleConfig, got {config!r}.")
+        if not isinstance(activation_checkpointing, bool):
+            raise ValueError(f"activation_checkpointing must be True or False, got {activation_checkpointing!r}.")
         if self.is_causal and config.num_decoder_layers is not None:
             raise ValueError(
                 f"num_decoder_layers={config.num_decoder_layers} is for an encoder: pass None for a decoder, which has "
@@ -225,6 +230,8 @@ class _LongNet(CheckedLoading):
         """
         given = embeddings if tokens_BN is None else tokens_BN
         failure = self._failure(tokens_BN, embeddings)
+        if not (collect is None or callable(collect)):
+            failure = f"collect must be a function or None, got {collect!r}"
         documents = agree_on_documents(
             type(self).__name__,
             (0, 0) if failure or given is None else (given.shape[0], given.shape[1]),
@@ -284,6 +291,8 @@ class _LongNet(CheckedLoading):
         for name, given in (("tokens", tokens_BN), ("embeddings", embeddings)):
             if given is not None and not isinstance(given, Tensor):
                 return f"{name} must be a tensor, got {type(given).__name__}"
+            if given is not None and (given.layout != torch.strided or given.is_meta):
+                return f"{name} have {given.layout} on {given.device}: pass a dense tensor of numbers"
         if embeddings is not None:
             if not embeddings.is_floating_point():
                 return f"embeddings have dtype {embeddings.dtype}, not floating"
@@ -293,7 +302,7 @@ class _LongNet(CheckedLoading):
         assert tokens_BN is not None
         if self.embed_tokens is None:
             return "this model embeds no tokens (num_tokens=None): give embeddings= instead"
-        if tokens_BN.dim() != 2 or tokens_BN.is_floating_point() or tokens_BN.is_complex():
+        if tokens_BN.dim() != 2 or not is_integral(tokens_BN):
             shape, dtype = tuple(tokens_BN.shape), tokens_BN.dtype
             return f"tokens have shape {shape} and dtype {dtype}: pass integers (batch, N)"
         low, high = (int(tokens_BN.min()), int(tokens_BN.max())) if tokens_BN.numel() else (0, 0)
