@@ -38,7 +38,7 @@ from ring_dilated_attention.models import (
     TorchscaleConfig,
     torchscale_attention,
 )
-from ring_dilated_attention.models import gate as gates
+from ring_dilated_attention.models.torchscale import gate as gates
 
 WIDE = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHORT = [torch.bfloat16, torch.bfloat16, torch.float16]
