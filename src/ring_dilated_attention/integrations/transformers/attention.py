@@ -62,7 +62,7 @@ def attend(
     cu_seq_lens_q says where documents begin. parallel: the rows are this rank's shard, and cu_seq_lens_q is global.
     """
     try:
-        _refuse_options(module, dropout, options)
+        _refuse_options(module, query_BHMD, value_BGSD, dropout, options)
         is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         pattern = pattern_of(module.config, is_causal=is_causal)
         num_heads = getattr(module.config, "num_attention_heads", query_BHMD.shape[1])
@@ -164,13 +164,20 @@ def _documents(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | None
     return F.pad(starts, (0, 1), value=batch * num_rows).to(torch.int32)
 
 
-def _refuse_options(module: nn.Module, dropout: float, options: dict[str, Any]) -> None:
+def _refuse_options(
+    module: nn.Module, query: Tensor, value: Tensor, dropout: float, options: dict[str, Any]
+) -> None:
     name = type(module).__name__
     for option, why in REFUSED.items():
-        value = options.get(option)
-        if value is not None and value is not False:
-            said = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+        asked = options.get(option)
+        if asked is not None and asked is not False:
+            said = f"a {type(asked).__name__}" if isinstance(asked, Tensor) else repr(asked)
             raise ValueError(f"{name} passes {option}={said} to dilated attention: {why}.")
+    if value.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"{name} has value heads of width {value.shape[-1]} beside query heads of width {query.shape[-1]}, and "
+            "dilated attention takes one width. Use another attn_implementation for this model."
+        )
     if dropout:
         raise ValueError(
             f"{name} passes dropout={dropout} to dilated attention, which has none. Set the config's attention dropout "

@@ -10,6 +10,7 @@ from ...pattern import DilatedPattern
 
 NAME = "dilated"
 FIELD = "dilated_attention"
+SEEN = "dilated_seen"  # the attention of tiny copies, in `check`
 LISTS = ("segment_lengths", "dilation_rates")
 RULES = ("phase", "heads")
 
@@ -46,9 +47,12 @@ def register() -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dilated_attention=pattern)
     """
     from .attention import attend, make_mask
+    from .check import attend_seen, watch_models
 
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, make_mask)
+    for name, function in {NAME: attend, SEEN: attend_seen}.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, make_mask)
+    watch_models()
     setattr(PreTrainedConfig, FIELD, PatternField())
 
 
