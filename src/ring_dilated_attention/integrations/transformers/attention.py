@@ -19,7 +19,7 @@ from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel, refuse
 from ..torch import held_heads
 from .cache import MARK, BoundedLayer
-from .config import crosses, pattern_of
+from .config import pattern_of
 
 # What models ask of attention by keyword, and why it cannot be had. None and False do not ask.
 REFUSED = {
@@ -164,9 +164,7 @@ def _documents(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | None
     return F.pad(starts, (0, 1), value=batch * num_rows).to(torch.int32)
 
 
-def _refuse_options(
-    module: nn.Module, query: Tensor, value: Tensor, dropout: float, options: dict[str, Any]
-) -> None:
+def _refuse_options(module: nn.Module, query: Tensor, value: Tensor, dropout: float, options: dict[str, Any]) -> None:
     name = type(module).__name__
     for option, why in REFUSED.items():
         asked = options.get(option)
@@ -182,11 +180,6 @@ def _refuse_options(
         raise ValueError(
             f"{name} passes dropout={dropout} to dilated attention, which has none. Set the config's attention dropout "
             "to 0 when the model is made or loaded (attention_dropout, attn_pdrop or attention_probs_dropout_prob=0.0)."
-        )
-    if crosses(module.config):  # where both sequences are as long, shapes do not tell
-        raise ValueError(
-            f"{name} is of a model that attends across sequences (encoder-decoder or cross-attention), and dilated "
-            "attention is self-attention. Use another attn_implementation for this model."
         )
 
 

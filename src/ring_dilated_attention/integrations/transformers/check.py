@@ -1,7 +1,7 @@
 """Whether a model of transformers attends by our function and by nothing else: seen in forwards of a tiny copy.
 
-The copy has the layers of the model, narrower ones. It runs with each position alone in its segment: whatever else a
-position then sees, it sees past our function. And it runs with one segment of all: that is the model's own attention.
+The copy has the layers of the model, narrower. With each position alone in its segment, what a position still sees of
+others it sees past our function. With one segment of all positions, the copy must give what its own attention gives.
 """
 
 import copy
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils._pytree import tree_leaves
 from transformers import MODEL_MAPPING, PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
@@ -21,18 +22,32 @@ from .attention import attend
 from .config import FIELD, NAME, SEEN, crosses, pattern_of
 
 ROWS = 8
-WIDTHS = re.compile("vocab_size|ffn_dim|d_ff|.*intermediate_size|embedding_size")  # of a config, and of no cost at 64
-NARROW = 64
 ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
+# What makes a copy small without another structure: fields of configs, and the most that they are in it.
+NARROW = {r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64, r"(n|moe_num|num)_\w*experts": 32}
+MOST = 100_000_000  # parameters of a copy
+# A model of others may raise anything of these where it takes no attention but its own.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+Trace = dict[str, tuple[Tensor | None, Tensor]]
 
 
 @cache
 def watch_models() -> None:
-    """From now on a model is checked when it is made or loaded: torch says when it is given its first module."""
+    """From now on a model is checked when it is made or loaded: torch says when a module is given another."""
     register_module_module_registration_hook(_check_made)
 
 
 def _check_made(module: nn.Module, name: str, part: nn.Module | None) -> None:
+    """At the first part of a model, when its class and config are known."""
     if isinstance(module, PreTrainedModel) and not module._modules and module.config._attn_implementation == NAME:
         check_model(type(module), module.config)
 
@@ -44,58 +59,53 @@ def attend_seen(module: nn.Module, query_BHMD: Tensor, *args: Any, **options: An
 
 
 def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
-    """Whether the attention of a model of this class is causal. config: with the pattern.
+    """Whether the attention of models of this class and config, which has a pattern, is causal.
 
     Raises:
-        ValueError: naming the module in which positions meet past dilated attention, or what else cannot be had.
+        ValueError: naming the module in which positions meet without dilated attention, or what it cannot compute.
     """
-    name = kind.__name__
-    refuse_config(name, config)
-    heads = getattr(config, "num_attention_heads", None)
+    name, heads = kind.__name__, getattr(config, "num_attention_heads", None)
+    _refuse_config(name, config)
+    pattern = pattern_of(config, is_causal=True)
     if isinstance(heads, int):
-        pattern_of(config, is_causal=True).check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
+        pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
     key = kind, config.to_json_string(use_diff=False)
-    if key not in _checked:
+    if key not in _causal:
+        base = MODEL_MAPPING.get(type(config), ())  # parts of models are often of classes that do not run alone
         here = torch.device("cpu"), local_torch_dtype(torch.float32, name), torch.random.fork_rng(devices=[])
         with ExitStack() as stack:  # models are loaded on the device "meta", in a dtype of theirs
             for context in (*here, torch.no_grad()):
                 stack.enter_context(context)
-            _checked[key] = _check_copies(name, [kind, *_base_of(config)], config)
-    return _checked[key]
+            model, whole = _running([kind, *(base if isinstance(base, tuple) else [base])], config)
+            _causal[key] = _check_copy(name, model, whole)
+    return _causal[key]
 
 
-_checked: dict[tuple[type, str], bool] = {}
+_causal: dict[tuple[type, str], bool] = {}
 
 
-def _base_of(config: Any) -> list[type]:
-    """The model of transformers for a config: parts of models are often of classes that do not run alone."""
-    base = MODEL_MAPPING.get(type(config), ())
-    return [*base] if isinstance(base, tuple) else [base]
-
-
-def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
+def _running(kinds: list[type], config: Any) -> tuple[Any, Trace]:
+    """A copy of the first class of which one runs, and what it computes."""
     failures: list[Exception] = []
     for kind in kinds:
         try:
             model = _tiny(kind, config)
-            inputs = _inputs(model)
-            whole = _traced(model, inputs, WHOLE)
-        except Exception as error:  # whatever a model of others raises
+            return model, _traced(model, _inputs(model), WHOLE)
+        except FAILURES as error:
             failures.append(error)
-            continue
-        return _check_copy(name, model, inputs, whole)
-    error = failures[0]
-    said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-    raise ValueError(f"{name} does not run with dilated attention, as a tiny copy of it shows: {said}") from error
+    said = str(failures[0]) if type(failures[0]) is ValueError else repr(failures[0])
+    raise ValueError(
+        f"{kinds[0].__name__} does not run with dilated attention, as a tiny copy of it shows: {said}"
+    ) from failures[0]
 
 
-def _check_copy(name: str, model: Any, inputs: dict[str, Tensor], whole: "Trace") -> bool:
+def _check_copy(name: str, model: Any, whole: Trace) -> bool:
     modules = dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
-    other = _past_ours(model, inputs, callers)
+    other = _past_ours(model, callers)
     for at in whole if other is None else ():
-        within = any(f"{caller}.".startswith(f"{at}.") or at.startswith(f"{caller}.") for caller in callers)
-        if "attention" in type(modules[at]).__name__.lower() and at and not within:
+        inside = any(f"{caller}.".startswith(f"{at}.") or at.startswith(f"{caller}.") for caller in callers)
+        if at and "attention" in type(modules[at]).__name__.lower() and not inside:
             other = at
     if other is not None or not callers:
         where = f" in {type(modules[other]).__name__} ({other})" if other else ""
@@ -106,7 +116,7 @@ def _check_copy(name: str, model: Any, inputs: dict[str, Tensor], whole: "Trace"
     causal = {bool(getattr(module, "is_causal", True)) for module in callers.values()}
     if len(causal) > 1:
         raise ValueError(f"{name} has attention modules that are causal and others that are not: convert its parts.")
-    found, own = whole[""][1], _traced(model, inputs, None)[""][1]
+    found, own = whole[""][1], _traced(model, _inputs(model), None)[""][1]
     if not torch.allclose(found, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
         kinds = ", ".join(sorted({type(module).__name__ for module in callers.values()}))
         raise ValueError(
@@ -116,29 +126,26 @@ def _check_copy(name: str, model: Any, inputs: dict[str, Tensor], whole: "Trace"
     return causal.pop()
 
 
-def _past_ours(model: Any, inputs: dict[str, Tensor], callers: dict[str, nn.Module]) -> str | None:
+def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
     """The innermost module whose output changes at more positions than what it is given, with each position alone."""
     rows = next((getattr(module, SEEN) for module in callers.values()), ROWS)
-    layer = next((re.match(r".*?\.\d+(?=\.)|.*?\d+(?=\.)", at) for at in callers), None)
-    changed, stir = {**inputs}, None if layer is None else layer[0]
+    inputs, layer = _inputs(model), next((re.match(r".*?\d+(?=\.)", at) for at in callers), None)
+    before = _traced(model, inputs, ALONE)
     if "input_ids" in inputs:
-        changed["input_ids"], stir = inputs["input_ids"].clone(), None
-        changed["input_ids"][0, ROWS // 2] = inputs["input_ids"][0, 0]
-    before, after = _traced(model, inputs, ALONE), _traced(model, changed, ALONE, stir)
+        inputs["input_ids"][0, ROWS // 2] = inputs["input_ids"][0, 0]
+        layer = None
+    after = _traced(model, inputs, ALONE, stir=layer and layer[0])
 
-    def meet(x: Tensor, y: Tensor) -> bool:
-        if x.dim() != 3 or x.shape[1] != rows or x.shape != y.shape:
+    def meet(x: Tensor | None, y: Tensor | None) -> bool:
+        if x is None or y is None or x.dim() != 3 or x.shape[1] != rows or x.shape != y.shape:
             return False
         change_N = (x - y).abs().amax((0, 2))
-        return bool((change_N > 1e-3 * change_N.max()).sum() > 1)
+        return int((change_N > 1e-3 * change_N.max()).sum()) > 1
 
     for at, (given, output) in before.items():
         if meet(output, after[at][1]) and not meet(given, after[at][0]):
             return at
     return None
-
-
-Trace = dict[str, tuple[Tensor, Tensor]]
 
 
 def _traced(model: Any, inputs: dict[str, Tensor], pattern: DilatedPattern | None, stir: str | None = None) -> Trace:
@@ -147,101 +154,90 @@ def _traced(model: Any, inputs: dict[str, Tensor], pattern: DilatedPattern | Non
     pattern: None for the model's own attention. stir: the layer that is given something else at one position."""
     found: Trace = {}
 
-    def keep(at: str) -> Any:
+    def first(nested: Any) -> Tensor | None:
+        leaves = (x for x in tree_leaves(nested) if isinstance(x, Tensor) and x.is_floating_point())
+        return next((x.clone() for x in leaves), None)
+
+    def hook_of(at: str) -> Any:
         def hook(module: nn.Module, args: tuple, options: dict, output: Any) -> None:
-            result = _first(output)
+            result = first(output)
             if result is not None and at not in found:
-                given = _first([*args, *options.values()])
-                found[at] = (result if given is None else given).clone(), result.clone()
+                found[at] = first((args, options)), result
 
         return hook
 
-    if pattern is None:
-        model.config._attn_implementation = "eager"
-    else:
-        setattr(model.config, FIELD, pattern)
-        model.config._attn_implementation = SEEN
-    hooks = [module.register_forward_hook(keep(at), with_kwargs=True) for at, module in model.named_modules()]
+    def add(module: nn.Module, args: tuple) -> None:
+        args[0][:, args[0].shape[1] // 2] += 1
+
+    _give(model.config, pattern)
+    hooks = [module.register_forward_hook(hook_of(at), with_kwargs=True) for at, module in model.named_modules()]
     if stir is not None:
-        hooks.append(model.get_submodule(stir).register_forward_pre_hook(_stir))
+        hooks.append(model.get_submodule(stir).register_forward_pre_hook(add))
     model(**inputs)
     for hook in hooks:
         hook.remove()
     return found
 
 
-def _first(nested: Any) -> Tensor | None:
-    while nested is not None and not isinstance(nested, Tensor):
-        if isinstance(nested, dict):
-            nested = [*nested.values()]
-        nested = next((x for x in nested if x is not None), None) if isinstance(nested, (list, tuple)) else None
-    return nested if nested is not None and nested.is_floating_point() else None
-
-
-def _stir(module: nn.Module, args: tuple) -> tuple:
-    args[0][:, args[0].shape[1] // 2] += 1
-    return args
-
-
 def _tiny(kind: type, config: Any) -> Any:
+    """Fewer heads of the same width, and less of what NARROW names."""
     config = copy.deepcopy(config)
-    _narrow(config)
-    setattr(config, FIELD, WHOLE)
-    config._attn_implementation = SEEN
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 4:
+        groups = getattr(config, "num_key_value_heads", None)
+        config.hidden_size = 4 * (getattr(config, "head_dim", None) or hidden // heads)
+        config.num_attention_heads = 4
+        if groups:
+            config.num_key_value_heads = 4 if groups == heads else min(groups, 2)
+    for field, value in list(vars(config).items()):
+        most = next((most for names, most in NARROW.items() if re.fullmatch(names, field)), None)
+        if type(value) is int and (most is not None or field.endswith("_token_id")):
+            setattr(config, field, value % 64 if most is None else min(value, most))
+    _give(config, WHOLE)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind(config).parameters())
+    if size > MOST:
+        raise ValueError(f"it cannot be made small, and would have {size:,} parameters")
     model = kind(config).float().eval()
     torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(std=parameter[0].numel() ** -0.5)
-        else:
-            parameter.uniform_(0.5, 1)
+    for parameter in model.parameters():  # from_pretrained leaves them as memory was
+        parameter.normal_(std=parameter[0].numel() ** -0.5) if parameter.dim() > 1 else parameter.uniform_(0.5, 1)
     return model
 
 
-def _narrow(config: Any) -> None:
-    """Fewer heads, of the same width, and other widths of NARROW: what layers there are, and what they ask, stays."""
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    if isinstance(heads, int) and isinstance(hidden, int) and heads > 4:
-        groups = getattr(config, "num_key_value_heads", None) or heads
-        width = getattr(config, "head_dim", None) or hidden // heads
-        fewer = min(groups, 2) if groups != heads else 4
-        if groups != heads:
-            config.num_key_value_heads = fewer
-        elif getattr(config, "num_key_value_heads", None):
-            config.num_key_value_heads = 4
-        config.num_attention_heads = 4
-        config.hidden_size = 4 * width
-    for field in vars(config):
-        value = getattr(config, field)
-        if isinstance(value, int) and not isinstance(value, bool):
-            if WIDTHS.fullmatch(field) and value > NARROW:
-                setattr(config, field, NARROW)
-            elif field.endswith("_token_id") and value >= NARROW:
-                setattr(config, field, value % NARROW)
+def _give(config: Any, pattern: DilatedPattern | None) -> None:
+    config._attn_implementation = {"": NAME}
+    setattr(config, FIELD, WHOLE if pattern is None else pattern)
+    config._attn_implementation = "eager" if pattern is None else SEEN
 
 
 def _inputs(model: Any) -> dict[str, Tensor]:
-    config = model.config
-    if model.main_input_name == "pixel_values":
+    config, name = model.config, model.main_input_name
+    if name == "input_ids":
+        special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
+        return {name: torch.tensor([[x for x in range(config.vocab_size) if x not in special][-ROWS:]])}
+    if name == "pixel_values":
         sides = getattr(config, "image_size", 32)
-        sides = (sides, sides) if isinstance(sides, int) else tuple(sides)
-        return {"pixel_values": torch.randn(1, getattr(config, "num_channels", 3), *sides)}
-    if model.main_input_name == "input_values":
-        return {"input_values": torch.randn(1, 4000)}
-    if model.main_input_name != "input_ids":
-        raise ValueError(f"its input is {model.main_input_name}, which is not known")
-    special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
-    ids = [x for x in range(config.vocab_size) if x not in special][-ROWS:]
-    return {"input_ids": torch.tensor([ids])}
+        return {
+            name: _noise(
+                1, getattr(config, "num_channels", 3), *(sides if isinstance(sides, (list, tuple)) else [sides] * 2)
+            )
+        }
+    if name == "input_values":
+        return {name: _noise(1, 4000)}
+    raise ValueError(f"its input is {name}, which is not known")
 
 
-def refuse_config(name: str, config: Any) -> None:
-    """What a config alone shows."""
-    parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
-    if parts:
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def _refuse_config(name: str, config: Any) -> None:
+    present = [part for part in config.sub_configs if getattr(config, part, None) is not None]
+    if present:
+        parts = ", ".join(sorted(present))
         raise ValueError(
-            f"{name} is made of parts with configs of their own ({', '.join(sorted(parts))}): convert the part that "
-            "you mean."
+            f"{name} is made of parts with configs of their own ({parts}): convert the part that you mean."
         )
     if crosses(config):
         raise ValueError(f"{name} attends across sequences, and dilated attention is self-attention.")

@@ -32,11 +32,17 @@ class PatternField:
             for name in (FIELD, "attn_implementation"):
                 config.__dict__.pop(name, None)
             if config._attn_implementation == NAME:
-                config._attn_implementation = None
+                config._attn_implementation = {"": None}
             return
+        if config._attn_implementation not in (None, NAME):
+            raise ValueError(
+                f"{FIELD} for a {type(config).__name__} with attn_implementation={config._attn_implementation!r}: make "
+                "the model that it belongs to dilated by convert_to_dilated(model, pattern), or set "
+                "config._attn_implementation = None if there is none."
+            )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # what is saved
-        config._attn_implementation = NAME  # what is computed
+        config._attn_implementation = {"": NAME}  # what is computed, here and not in configs of parts
 
 
 def register() -> None:
