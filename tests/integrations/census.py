@@ -58,6 +58,12 @@ SIZES = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "rotary_dim": 4,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -103,16 +109,24 @@ AttentionMaskInterface.register("log_m", lambda *_, **__: None)
 
 
 def configs(kind: type):
-    """Tiny ones, the likelier first."""
+    """Tiny ones, the likelier first, and its own defaults last. Windows are left out where full attention is known."""
     fields = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})} | set(kind.attribute_map)
-    same = {**SIZES, "num_key_value_heads": SIZES["num_attention_heads"]}
-    plain = {name: value for name, value in same.items() if "token" not in name}
-    for sizes in (SIZES, same, plain, {name: SIZES[name] for name in FEWER}):
+    try:
+        types = {*(getattr(kind(), "layer_types", None) or ())}
+    except FAILURES:
+        types = set()
+    full = {"layer_types": ["full_attention"] * 2} if types and types <= {"sliding_attention", "full_attention"} else {}
+    same = {**SIZES, **full, "num_key_value_heads": SIZES["num_attention_heads"]}
+    windowed = {name: value for name, value in same.items() if name != "sliding_window"}
+    plain = {name: value for name, value in windowed.items() if "token" not in name}
+    wide = {**same, "hidden_size": 512, "head_dim": 128}
+    sectioned = {**windowed, "hidden_size": 512, "head_dim": 128, "qk_rope_head_dim": 64}
+    fewer = {name: SIZES[name] for name in FEWER}
+    for sizes in ({**SIZES, **full}, same, windowed, plain, wide, sectioned, fewer, {}):
         try:
             config = kind(**{name: value for name, value in sizes.items() if name in fields})
-            types = getattr(config, "layer_types", None)
-            if types and {*types} <= {"sliding_attention", "full_attention"}:
-                config.layer_types = ["full_attention"] * len(types)
+            if full:
+                config.layer_types = ["full_attention"] * len(config.layer_types)
             yield config
         except FAILURES as error:
             yield error
@@ -126,6 +140,11 @@ def inputs_of(model: Any) -> dict[str, Tensor]:
         sides = getattr(config, "image_size", 32)
         sides = (sides, sides) if isinstance(sides, int) else tuple(sides)
         return {"pixel_values": torch.randn(1, getattr(config, "num_channels", 3), *sides, generator=noise)}
+    if model.main_input_name == "input_features":
+        mels = next(
+            getattr(config, name) for name in ("num_mel_bins", "feature_size", "input_dim") if hasattr(config, name)
+        )
+        return {"input_features": torch.randn(1, 40, mels, generator=noise)}
     if model.main_input_name == "input_values":
         return {"input_values": torch.randn(1, 6000, generator=noise)}
     raise ValueError(f"the census knows no {model.main_input_name}")
@@ -172,14 +191,15 @@ def outcome(kind: str, model: str) -> list[str]:
                 raise config
             fields = config.to_dict()
             with torch.device("meta"):
-                size = sum(x.numel() for x in model_class(copy.deepcopy(config)).parameters())
-            if size > MOST:
-                raise ValueError(f"{size:,} parameters")
-            refusal, conversion = refused(model_class, config_class, fields)
+                refusal, conversion = refused(model_class, config_class, fields)
             if (refusal is None) != (conversion is None):
                 return ["two ways", f"made: {refusal}; converted: {conversion}"]
             if refusal is not None and "does not run with dilated attention" not in refusal:
                 return ["refused", refusal]
+            with torch.device("meta"):
+                size = sum(x.numel() for x in model_class(copy.deepcopy(config)).parameters())
+            if size > MOST:
+                raise ValueError(f"{size:,} parameters")
             dense = made(model_class, config_class, fields, "eager")
             plain = first(dense(**inputs_of(dense)))
         except FAILURES as error:

@@ -278,6 +278,7 @@ def make_mask(
             f"{q_length} queries and {kv_length} keys that see each other both ways: dilated attention is "
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
+    pattern = pattern_of(config, is_causal=True)  # or None would be no mask to a model that was never looked at
     compiling = torch.compiler.is_compiling()
     if bounded:
         if attention_mask is None:
@@ -298,7 +299,6 @@ def make_mask(
         _check_one_run(valid_BS)
         first_B1 = valid_BS.int().argmax(1, keepdim=True)
     query_BM = q_offset + torch.arange(q_length, device=device) - first_B1
-    pattern = pattern_of(config, is_causal=True)
     count = _multiplicity(pattern, config.num_attention_heads, query_BM, rows_1S - first_B1, valid_BS)
     return count.to(torch.promote_types(dtype, torch.float32)).log()
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._pytree import tree_leaves
@@ -27,16 +28,8 @@ ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
 NARROW = {r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64, r"(n|moe_num|num)_\w*experts": 32}
 MOST = 100_000_000  # parameters of a copy
 # A model of others may raise anything of these where it takes no attention but its own.
-FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
+FAILURES += (ValueError, StrictDataclassError)
 Trace = dict[str, tuple[Tensor | None, Tensor]]
 
 
