@@ -6,6 +6,7 @@ others it sees past our function. With one segment of all positions, the copy mu
 
 import copy
 import re
+import sys
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -28,8 +29,8 @@ ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
 NARROW = {r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64, r"(n|moe_num|num)_\w*experts": 32}
 MOST = 100_000_000  # parameters of a copy
 # A model of others may raise anything of these where it takes no attention but its own.
-FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
-FAILURES += (ValueError, StrictDataclassError)
+FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
+FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
 Trace = dict[str, tuple[Tensor | None, Tensor]]
 
 
@@ -69,6 +70,9 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
         with ExitStack() as stack:  # models are loaded on the device "meta", in a dtype of theirs
             for context in (*here, torch.no_grad()):
                 stack.enter_context(context)
+            if (zero := sys.modules.get("deepspeed.runtime.zero.partition_parameters")) is not None:
+                zero.shutdown_init_context()  # or ZeRO 3 would divide the copy's parameters among ranks
+                stack.callback(zero.restore_init_context)
             model, whole = _running([kind, *(base if isinstance(base, tuple) else [base])], config)
             _causal[key] = _check_copy(name, model, whole)
     return _causal[key]
