@@ -141,9 +141,8 @@ def inputs_of(model: Any) -> dict[str, Tensor]:
         sides = (sides, sides) if isinstance(sides, int) else tuple(sides)
         return {"pixel_values": torch.randn(1, getattr(config, "num_channels", 3), *sides, generator=noise)}
     if model.main_input_name == "input_features":
-        mels = next(
-            getattr(config, name) for name in ("num_mel_bins", "feature_size", "input_dim") if hasattr(config, name)
-        )
+        names = [name for name in ("num_mel_bins", "feature_size", "input_dim") if hasattr(config, name)]
+        mels = getattr(config, names[0]) if names else 80
         return {"input_features": torch.randn(1, 40, mels, generator=noise)}
     if model.main_input_name == "input_values":
         return {"input_values": torch.randn(1, 6000, generator=noise)}

@@ -42,7 +42,8 @@ def watch_models() -> None:
 
 def _check_made(module: nn.Module, name: str, part: nn.Module | None) -> None:
     """At the first part of a model, when its class and config are known."""
-    if isinstance(module, PreTrainedModel) and not module._modules and module.config._attn_implementation == NAME:
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if attention == NAME and isinstance(module, PreTrainedModel) and not module._modules:
         check_model(type(module), module.config)
 
 
@@ -73,31 +74,33 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
             if (zero := sys.modules.get("deepspeed.runtime.zero.partition_parameters")) is not None:
                 zero.shutdown_init_context()  # or ZeRO 3 would divide the copy's parameters among ranks
                 stack.callback(zero.restore_init_context)
-            model, whole = _running([kind, *(base if isinstance(base, tuple) else [base])], config)
-            _causal[key] = _check_copy(name, model, whole)
+            _causal[key] = _check_copies(name, [kind, *(base if isinstance(base, tuple) else [base])], config)
     return _causal[key]
 
 
 _causal: dict[tuple[type, str], bool] = {}
 
 
-def _running(kinds: list[type], config: Any) -> tuple[Any, Trace]:
-    """A copy of the first class of which one runs, and what it computes."""
+class Refusal(ValueError):
+    """What a copy that runs has shown."""
+
+
+def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
+    """By the first class of which a copy runs."""
     failures: list[Exception] = []
     for kind in kinds:
         try:
-            model = _tiny(kind, config)
-            return model, _traced(model, _inputs(model), WHOLE)
+            return _check_copy(name, _tiny(kind, config))
+        except Refusal:
+            raise
         except FAILURES as error:
             failures.append(error)
     said = str(failures[0]) if type(failures[0]) is ValueError else repr(failures[0])
-    raise ValueError(
-        f"{kinds[0].__name__} does not run with dilated attention, as a tiny copy of it shows: {said}"
-    ) from failures[0]
+    raise ValueError(f"{name} does not run with dilated attention, as a tiny copy of it shows: {said}") from failures[0]
 
 
-def _check_copy(name: str, model: Any, whole: Trace) -> bool:
-    modules = dict(model.named_modules())
+def _check_copy(name: str, model: Any) -> bool:
+    whole, modules = _traced(model, _inputs(model), WHOLE), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
     for at in whole if other is None else ():
@@ -106,17 +109,17 @@ def _check_copy(name: str, model: Any, whole: Trace) -> bool:
             other = at
     if other is not None or not callers:
         where = f" in {type(modules[other]).__name__} ({other})" if other else ""
-        raise ValueError(
+        raise Refusal(
             f"{name}: positions meet{where} without dilated attention, so that it would compute another function than "
             "its config says. Use a model whose attention is all of transformers' attention interface."
         )
     causal = {bool(getattr(module, "is_causal", True)) for module in callers.values()}
     if len(causal) > 1:
-        raise ValueError(f"{name} has attention modules that are causal and others that are not: convert its parts.")
+        raise Refusal(f"{name} has attention modules that are causal and others that are not: convert its parts.")
     found, own = whole[""][1], _traced(model, _inputs(model), None)[""][1]
     if not torch.allclose(found, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
         kinds = ", ".join(sorted({type(module).__name__ for module in callers.values()}))
-        raise ValueError(
+        raise Refusal(
             f"{name}: dilated attention with one segment of all positions is not the attention of {kinds}, which masks "
             "or changes the scores in ways that it does not tell. Use another attn_implementation for this model."
         )
