@@ -29,7 +29,7 @@ MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head
 REFUSED = {
     "codegen": (lambda: CodeGenConfig(**GPT, rotary_dim=4), "positions meet in CodeGenAttention (h.0.attn) without"),
     "bloom": (lambda: BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4), "in BloomAttention (h.0.self_"),
-    "falcon": (lambda: FalconConfig(**SIZES), "does not run with dilated attention, as a tiny copy of it shows"),
+    "falcon": (lambda: FalconConfig(**SIZES), "in FalconDecoderLayer"),
     "mamba": (lambda: MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "layers of linear_attention"),
     "deepseek": (
         lambda: DeepseekV3Config(

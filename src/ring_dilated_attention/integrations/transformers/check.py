@@ -9,6 +9,7 @@ import re
 import sys
 from contextlib import ExitStack
 from functools import cache
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -95,8 +96,13 @@ def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
             raise
         except FAILURES as error:
             failures.append(error)
-    said = str(failures[0]) if type(failures[0]) is ValueError else repr(failures[0])
-    raise ValueError(f"{name} does not run with dilated attention, as a tiny copy of it shows: {said}") from failures[0]
+    error = failures[0]
+    said = str(error)
+    if type(error) is not ValueError:
+        frames = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+        at = next((type(module).__name__ for module in reversed(frames) if isinstance(module, nn.Module)), name)
+        said = f"{error!r} in {at}"
+    raise ValueError(f"{name} does not run with dilated attention, as a tiny copy of it shows: {said}") from error
 
 
 def _check_copy(name: str, model: Any) -> bool:
