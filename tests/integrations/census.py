@@ -95,7 +95,7 @@ def log_m(config: Any, rows: int, is_causal: bool) -> Tensor:
 
 
 def masked(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, scaling: float | None = None, **_: Any
 ):
     """Plain attention under log M, for models that take no mask."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
