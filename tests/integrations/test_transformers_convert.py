@@ -11,6 +11,8 @@ from transformers import (
     BloomForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     MistralConfig,
@@ -44,10 +46,6 @@ def test_one_segment_is_the_dense_model():
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-class OwnAttention(nn.Module):
-    is_causal = True
-
-
 REFUSED = {
     "another library's": (lambda: nn.Linear(4, 4), "must be a PreTrainedModel of transformers, got Linear"),
     "sliding window": (
@@ -77,7 +75,7 @@ REFUSED = {
     ),
     "attention of its own": (
         lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
-        "BloomForCausalLM has no attention modules that say whether they are causal",
+        "BloomForCausalLM: positions meet in BloomAttention (transformer.h.0.self_attention) without dilated attention",
     ),
     "too few heads": (lambda: make("llama", None), "gives each of 5 branches its own heads, but there are only 4"),
     "another causality": (lambda: make("bert", None), "the pattern has is_causal=True, but the attention of"),
@@ -98,13 +96,20 @@ def test_refused(kind):
     assert after == before
 
 
-def test_a_model_that_does_not_ask_transformers_for_its_attention():
-    """Its source is what transformers looks at: a class of another module, with attention of its own."""
-    kind = type("OwnModel", (BloomForCausalLM,), {"__module__": BloomForCausalLM.__module__})
-    model = kind(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2))
-    model.own = OwnAttention()
+def test_a_model_that_cannot_be_given_another_attention():
+    """transformers asks the class, which looks at its source."""
+    kind = type("OwnModel", (LlamaForCausalLM,), {"_can_set_attn_implementation": classmethod(lambda cls: False)})
+    model = kind(LlamaConfig(**SIZES))
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match="chooses its attention itself"):
         convert_to_dilated(model, PATTERN)
-    assert model.config._attn_implementation == before
+    assert {part.config._attn_implementation for part in (model, model.model)} == {before}
+    assert model.config.dilated_attention is None
+
+
+def test_a_pattern_for_the_config_of_a_model_that_stands():
+    """It would reach models that were never looked at: Bloom saw the future so."""
+    model = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match=r"dilated by convert_to_dilated\(model, pattern\)"):
+        model.config.dilated_attention = PATTERN
     assert model.config.dilated_attention is None

@@ -19,7 +19,7 @@ from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel, refuse
 from ..torch import held_heads
 from .cache import MARK, BoundedLayer
-from .config import crosses, pattern_of
+from .config import pattern_of
 
 # What models ask of attention by keyword, and why it cannot be had. None and False do not ask.
 REFUSED = {
@@ -62,7 +62,7 @@ def attend(
     cu_seq_lens_q says where documents begin. parallel: the rows are this rank's shard, and cu_seq_lens_q is global.
     """
     try:
-        _refuse_options(module, dropout, options)
+        _refuse_options(module, query_BHMD, value_BGSD, dropout, options)
         is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         pattern = pattern_of(module.config, is_causal=is_causal)
         num_heads = getattr(module.config, "num_attention_heads", query_BHMD.shape[1])
@@ -164,22 +164,22 @@ def _documents(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | None
     return F.pad(starts, (0, 1), value=batch * num_rows).to(torch.int32)
 
 
-def _refuse_options(module: nn.Module, dropout: float, options: dict[str, Any]) -> None:
+def _refuse_options(module: nn.Module, query: Tensor, value: Tensor, dropout: float, options: dict[str, Any]) -> None:
     name = type(module).__name__
     for option, why in REFUSED.items():
-        value = options.get(option)
-        if value is not None and value is not False:
-            said = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+        asked = options.get(option)
+        if asked is not None and asked is not False:
+            said = f"a {type(asked).__name__}" if isinstance(asked, Tensor) else repr(asked)
             raise ValueError(f"{name} passes {option}={said} to dilated attention: {why}.")
+    if value.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"{name} has value heads of width {value.shape[-1]} beside query heads of width {query.shape[-1]}, and "
+            "dilated attention takes one width. Use another attn_implementation for this model."
+        )
     if dropout:
         raise ValueError(
             f"{name} passes dropout={dropout} to dilated attention, which has none. Set the config's attention dropout "
             "to 0 when the model is made or loaded (attention_dropout, attn_pdrop or attention_probs_dropout_prob=0.0)."
-        )
-    if crosses(module.config):  # where both sequences are as long, shapes do not tell
-        raise ValueError(
-            f"{name} is of a model that attends across sequences (encoder-decoder or cross-attention), and dilated "
-            "attention is self-attention. Use another attn_implementation for this model."
         )
 
 
@@ -278,6 +278,7 @@ def make_mask(
             f"{q_length} queries and {kv_length} keys that see each other both ways: dilated attention is "
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
+    pattern = pattern_of(config, is_causal=True)  # or None would be no mask to a model that was never looked at
     compiling = torch.compiler.is_compiling()
     if bounded:
         if attention_mask is None:
@@ -298,7 +299,6 @@ def make_mask(
         _check_one_run(valid_BS)
         first_B1 = valid_BS.int().argmax(1, keepdim=True)
     query_BM = q_offset + torch.arange(q_length, device=device) - first_B1
-    pattern = pattern_of(config, is_causal=True)
     count = _multiplicity(pattern, config.num_attention_heads, query_BM, rows_1S - first_B1, valid_BS)
     return count.to(torch.promote_types(dtype, torch.float32)).log()
 

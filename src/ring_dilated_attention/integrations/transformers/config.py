@@ -10,6 +10,7 @@ from ...pattern import DilatedPattern
 
 NAME = "dilated"
 FIELD = "dilated_attention"
+SEEN = "dilated_seen"  # the attention of tiny copies, in `check`
 LISTS = ("segment_lengths", "dilation_rates")
 RULES = ("phase", "heads")
 
@@ -31,11 +32,17 @@ class PatternField:
             for name in (FIELD, "attn_implementation"):
                 config.__dict__.pop(name, None)
             if config._attn_implementation == NAME:
-                config._attn_implementation = None
+                config._attn_implementation = {"": None}
             return
+        if config._attn_implementation not in (None, NAME):
+            raise ValueError(
+                f"{FIELD} for a {type(config).__name__} with attn_implementation={config._attn_implementation!r}: make "
+                "the model that it belongs to dilated by convert_to_dilated(model, pattern), or set "
+                "config._attn_implementation = None if there is none."
+            )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # what is saved
-        config._attn_implementation = NAME  # what is computed
+        config._attn_implementation = {"": NAME}  # what is computed, here and not in configs of parts
 
 
 def register() -> None:
@@ -46,9 +53,12 @@ def register() -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dilated_attention=pattern)
     """
     from .attention import attend, make_mask
+    from .check import attend_seen, watch_models
 
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, make_mask)
+    for name, function in {NAME: attend, SEEN: attend_seen}.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, make_mask)
+    watch_models()
     setattr(PreTrainedConfig, FIELD, PatternField())
 
 

@@ -64,8 +64,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
 
 def _refuse_other_mixing(name: str, model: nn.Module) -> None:
     """Layers in which positions meet outside of attention would compute a shard as if it were all of the sequence."""
-    others = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
-    others |= {f"{type(x).__name__} of {x.kernel_size[0]}" for x in model.modules() if isinstance(x, nn.Conv1d)}
+    others = {f"{type(x).__name__} of {x.kernel_size[0]}" for x in model.modules() if isinstance(x, nn.Conv1d)}
     others.discard("Conv1d of 1")
     if others:
         raise ValueError(

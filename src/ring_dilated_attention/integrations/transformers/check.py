@@ -1,0 +1,262 @@
+"""Whether a model of transformers attends by our function and by nothing else: seen in forwards of a tiny copy.
+
+The copy has the layers of the model, narrower. With each position alone in its segment, what a position still sees of
+others it sees past our function. With one segment of all positions, the copy must give what its own attention gives.
+"""
+
+import copy
+import re
+import sys
+from contextlib import ExitStack
+from functools import cache
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils._pytree import tree_leaves
+from transformers import MODEL_MAPPING, PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
+
+from ...pattern import DilatedPattern
+from .attention import attend
+from .config import FIELD, NAME, SEEN, crosses, pattern_of
+
+ROWS = 8
+ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
+# What makes a copy small without another structure: fields of configs, and the most that they are in it.
+NARROW = {r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64, r"(n|moe_num|num)_\w*experts": 32}
+MOST = 100_000_000  # parameters of a copy
+# A model of others may raise anything of these where it takes no attention but its own.
+FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
+FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
+Trace = dict[str, tuple[Tensor | None, Tensor]]
+
+
+@cache
+def watch_models() -> None:
+    """From now on a model is checked when it is made or loaded: torch says when a module is given another."""
+    register_module_module_registration_hook(_check_made)
+
+
+def _check_made(module: nn.Module, name: str, part: nn.Module | None) -> None:
+    """At the first part of a model, when its class and config are known."""
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if attention == NAME and isinstance(module, PreTrainedModel) and not module._modules:
+        check_model(type(module), module.config)
+
+
+def attend_seen(module: nn.Module, query_BHMD: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
+    """The attention of tiny copies, whose modules keep that they have called it, with how many rows."""
+    setattr(module, SEEN, query_BHMD.shape[2])
+    return attend(module, query_BHMD, *args, **options)
+
+
+def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
+    """Whether the attention of models of this class and config, which has a pattern, is causal.
+
+    Raises:
+        ValueError: naming the module in which positions meet without dilated attention, or what it cannot compute.
+    """
+    name, heads = kind.__name__, getattr(config, "num_attention_heads", None)
+    _refuse_config(name, config)
+    pattern = pattern_of(config, is_causal=True)
+    if isinstance(heads, int):
+        pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
+    key = kind, config.to_json_string(use_diff=False)
+    if key not in _causal:
+        base = MODEL_MAPPING.get(type(config), ())  # parts of models are often of classes that do not run alone
+        here = torch.device("cpu"), local_torch_dtype(torch.float32, name), torch.random.fork_rng(devices=[])
+        with ExitStack() as stack:  # models are loaded on the device "meta", in a dtype of theirs
+            for context in (*here, torch.no_grad()):
+                stack.enter_context(context)
+            if (zero := sys.modules.get("deepspeed.runtime.zero.partition_parameters")) is not None:
+                zero.shutdown_init_context()  # or ZeRO 3 would divide the copy's parameters among ranks
+                stack.callback(zero.restore_init_context)
+            _causal[key] = _check_copies(name, [kind, *(base if isinstance(base, tuple) else [base])], config)
+    return _causal[key]
+
+
+_causal: dict[tuple[type, str], bool] = {}
+
+
+class Refusal(ValueError):
+    """What a copy that runs has shown."""
+
+
+def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
+    """By the first class of which a copy runs."""
+    failures: list[Exception] = []
+    for kind in kinds:
+        try:
+            return _check_copy(name, _tiny(kind, config))
+        except Refusal:
+            raise
+        except FAILURES as error:
+            failures.append(error)
+    error = failures[0]
+    said = str(error)
+    if type(error) is not ValueError:
+        frames = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+        at = next((type(module).__name__ for module in reversed(frames) if isinstance(module, nn.Module)), name)
+        said = f"{error!r} in {at}"
+    raise ValueError(f"{name} does not run with dilated attention, as a tiny copy of it shows: {said}") from error
+
+
+def _check_copy(name: str, model: Any) -> bool:
+    whole, modules = _traced(model, _inputs(model), WHOLE), dict(model.named_modules())
+    callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
+    other = _past_ours(model, callers)
+    for at in whole if other is None else ():
+        inside = any(f"{caller}.".startswith(f"{at}.") or at.startswith(f"{caller}.") for caller in callers)
+        if at and "attention" in type(modules[at]).__name__.lower() and not inside:
+            other = at
+    if other is not None or not callers:
+        where = f" in {type(modules[other]).__name__} ({other})" if other else ""
+        raise Refusal(
+            f"{name}: positions meet{where} without dilated attention, so that it would compute another function than "
+            "its config says. Use a model whose attention is all of transformers' attention interface."
+        )
+    causal = {bool(getattr(module, "is_causal", True)) for module in callers.values()}
+    if len(causal) > 1:
+        raise Refusal(f"{name} has attention modules that are causal and others that are not: convert its parts.")
+    found, own = whole[""][1], _traced(model, _inputs(model), None)[""][1]
+    if not torch.allclose(found, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
+        kinds = ", ".join(sorted({type(module).__name__ for module in callers.values()}))
+        raise Refusal(
+            f"{name}: dilated attention with one segment of all positions is not the attention of {kinds}, which masks "
+            "or changes the scores in ways that it does not tell. Use another attn_implementation for this model."
+        )
+    return causal.pop()
+
+
+def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
+    """The innermost module whose output changes at more positions than what it is given, with each position alone."""
+    rows = next((getattr(module, SEEN) for module in callers.values()), ROWS)
+    inputs, layer = _inputs(model), next((re.match(r".*?\d+(?=\.)", at) for at in callers), None)
+    before = _traced(model, inputs, ALONE)
+    if "input_ids" in inputs:
+        inputs["input_ids"][0, ROWS // 2] = inputs["input_ids"][0, 0]
+        layer = None
+    after = _traced(model, inputs, ALONE, stir=layer and layer[0])
+
+    def meet(x: Tensor | None, y: Tensor | None) -> bool:
+        if x is None or y is None or x.dim() != 3 or x.shape[1] != rows or x.shape != y.shape:
+            return False
+        change_N = (x - y).abs().amax((0, 2))
+        return int((change_N > 1e-3 * change_N.max()).sum()) > 1
+
+    for at, (given, output) in before.items():
+        if meet(output, after[at][1]) and not meet(given, after[at][0]):
+            return at
+    return None
+
+
+def _traced(model: Any, inputs: dict[str, Tensor], pattern: DilatedPattern | None, stir: str | None = None) -> Trace:
+    """What each module is given first and returns first, by its name, in the order in which modules end.
+
+    pattern: None for the model's own attention. stir: the layer that is given something else at one position."""
+    found: Trace = {}
+
+    def first(nested: Any) -> Tensor | None:
+        leaves = (x for x in tree_leaves(nested) if isinstance(x, Tensor) and x.is_floating_point())
+        return next((x.clone() for x in leaves), None)
+
+    def hook_of(at: str) -> Any:
+        def hook(module: nn.Module, args: tuple, options: dict, output: Any) -> None:
+            result = first(output)
+            if result is not None and at not in found:
+                found[at] = first((args, options)), result
+
+        return hook
+
+    def add(module: nn.Module, args: tuple) -> None:
+        args[0][:, args[0].shape[1] // 2] += 1
+
+    _give(model.config, pattern)
+    hooks = [module.register_forward_hook(hook_of(at), with_kwargs=True) for at, module in model.named_modules()]
+    if stir is not None:
+        hooks.append(model.get_submodule(stir).register_forward_pre_hook(add))
+    model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _tiny(kind: type, config: Any) -> Any:
+    """Fewer heads of the same width, and less of what NARROW names."""
+    config = copy.deepcopy(config)
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 4:
+        groups = getattr(config, "num_key_value_heads", None)
+        config.hidden_size = 4 * (getattr(config, "head_dim", None) or hidden // heads)
+        config.num_attention_heads = 4
+        if groups:
+            config.num_key_value_heads = 4 if groups == heads else min(groups, 2)
+    for field, value in list(vars(config).items()):
+        most = next((most for names, most in NARROW.items() if re.fullmatch(names, field)), None)
+        if type(value) is int and (most is not None or field.endswith("_token_id")):
+            setattr(config, field, value % 64 if most is None else min(value, most))
+    _give(config, WHOLE)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind(config).parameters())
+    if size > MOST:
+        raise ValueError(f"it cannot be made small, and would have {size:,} parameters")
+    model = kind(config).float().eval()
+    torch.manual_seed(0)
+    for parameter in model.parameters():  # from_pretrained leaves them as memory was
+        parameter.normal_(std=parameter[0].numel() ** -0.5) if parameter.dim() > 1 else parameter.uniform_(0.5, 1)
+    return model
+
+
+def _give(config: Any, pattern: DilatedPattern | None) -> None:
+    config._attn_implementation = {"": NAME}
+    setattr(config, FIELD, WHOLE if pattern is None else pattern)
+    config._attn_implementation = "eager" if pattern is None else SEEN
+
+
+def _inputs(model: Any) -> dict[str, Tensor]:
+    config, name = model.config, model.main_input_name
+    if name == "input_ids":
+        special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
+        return {name: torch.tensor([[x for x in range(config.vocab_size) if x not in special][-ROWS:]])}
+    if name == "pixel_values":
+        sides = getattr(config, "image_size", 32)
+        return {
+            name: _noise(
+                1, getattr(config, "num_channels", 3), *(sides if isinstance(sides, (list, tuple)) else [sides] * 2)
+            )
+        }
+    if name == "input_values":
+        return {name: _noise(1, 4000)}
+    raise ValueError(f"its input is {name}, which is not known")
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def _refuse_config(name: str, config: Any) -> None:
+    present = [part for part in config.sub_configs if getattr(config, part, None) is not None]
+    if present:
+        parts = ", ".join(sorted(present))
+        raise ValueError(
+            f"{name} is made of parts with configs of their own ({parts}): convert the part that you mean."
+        )
+    if crosses(config):
+        raise ValueError(f"{name} attends across sequences, and dilated attention is self-attention.")
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if types is None and window is not None:
+        raise ValueError(
+            f"{name} has sliding_window={window}: a sliding window is another pattern. Load the model with "
+            "sliding_window=None."
+        )
+    others = sorted(set(types or ()) - {"full_attention"})
+    if others:
+        raise ValueError(f"{name} has layers of {', '.join(others)}: dilated attention replaces full_attention alone.")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(
+            f"{name} has attn_logit_softcapping={config.attn_logit_softcapping}: dilated attention does not cap scores."
+        )

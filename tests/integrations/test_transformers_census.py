@@ -1,0 +1,39 @@
+"""Every architecture of the pinned transformers is equal to its own attention under log M, refused, or not built."""
+
+import json
+from collections import Counter
+
+import pytest
+from census import LIST, PATTERN, architectures, compare, first, inputs_of, made, outcome
+from transformers import LlamaConfig, LlamaModel
+
+from ring_dilated_attention.integrations.transformers import register
+
+CHUNKS = 24
+COMMITTED = json.loads(LIST.read_text())
+
+
+def test_all_are_named():
+    """None in between: not one computes another function, and no two ways of making it disagree."""
+    assert [*COMMITTED] == [*architectures()]
+    counts = Counter(found for found, _ in COMMITTED.values())
+    assert set(counts) == {"equal", "refused", "not built"}
+    assert counts["not built"] < len(COMMITTED) / 5
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_as_committed(chunk):
+    names = list(architectures().items())[chunk::CHUNKS]
+    assert {name: outcome(*kinds) for name, kinds in names} == {name: COMMITTED[name] for name, _ in names}
+
+
+def test_another_function_is_noticed():
+    """Proof that the comparison can fail: the phases of another rule."""
+    register()
+    fields = LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4
+    ).to_dict()
+    dense = made(LlamaModel, LlamaConfig, fields, "eager")
+    plain = first(dense(**inputs_of(dense)))
+    assert compare(dense, plain, fields) == ["equal", "under log M as its mask"]
+    assert compare(dense, plain, fields, {**PATTERN, "phase": "blocked"})[0] == "another function"

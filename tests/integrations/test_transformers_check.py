@@ -1,0 +1,153 @@
+"""What is refused when a model is made or loaded, because positions would meet past dilated attention in it."""
+
+import copy
+
+import pytest
+import torch
+from tiny import GROUPED, PATTERN, SIZES, make
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    CodeGenConfig,
+    DeepseekV3Config,
+    EsmConfig,
+    FalconConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MambaConfig,
+    ViTConfig,
+)
+
+from ring_dilated_attention.integrations.transformers import convert_to_dilated, register
+
+GPT = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}
+MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+REFUSED = {
+    "codegen": (lambda: CodeGenConfig(**GPT, rotary_dim=4), "positions meet in CodeGenAttention (h.0.attn) without"),
+    "bloom": (lambda: BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4), "in BloomAttention (h.0.self_"),
+    "falcon": (lambda: FalconConfig(**SIZES), "in FalconDecoderLayer"),
+    "mamba": (lambda: MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "layers of linear_attention"),
+    "deepseek": (
+        lambda: DeepseekV3Config(
+            **SIZES, **MLA, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2
+        ),
+        "DeepseekV3Attention has value heads of width 8 beside query heads of width 12",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_both_ways_refuse_alike(name):
+    """Also without a word of it in the config's class: a pattern is ignored, or the future is seen, by none of them."""
+    register()
+    make_config, part = REFUSED[name]
+    config = make_config()
+    config.dilated_attention = PATTERN
+    with pytest.raises(ValueError) as made:
+        AutoModel.from_config(config)
+    with pytest.raises(ValueError) as converted:
+        convert_to_dilated(AutoModel.from_config(make_config()), PATTERN)
+    assert part in str(made.value)
+    assert str(made.value) == str(converted.value)
+
+
+def test_refused_when_loaded(tmp_path):
+    """By the argument that the page recommends."""
+    BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="positions meet in BloomAttention"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, dilated_attention=PATTERN)
+
+
+def test_esm_is_taken_both_ways():
+    """It has room for another config in its own, and has none in it."""
+    register()
+    sizes = {**SIZES, "pad_token_id": 0, "mask_token_id": 1, "attention_probs_dropout_prob": 0.0}
+    model = AutoModel.from_config(EsmConfig(**sizes)).eval()
+    made = AutoModel.from_config(EsmConfig(**sizes, dilated_attention=PATTERN)).eval()
+    made.load_state_dict(model.state_dict())
+    ids = torch.arange(5, 25)[None]
+    assert torch.equal(convert_to_dilated(model, PATTERN)(ids)[0], made(ids)[0])
+
+
+class Smeared(LlamaModel):
+    """A model of a user, in which a position also sees the one before."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = Before()
+
+
+class Before(nn.Module):
+    def forward(self, x):
+        return x + x.roll(1, 1)
+
+
+class Hidden(LlamaModel):
+    """... and one whose attention over the layers' outcome is another's."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.pool = nn.MultiheadAttention(config.hidden_size, 1, batch_first=True)
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        x = output.last_hidden_state
+        output["pooled"] = self.pool(x[:, :1], x, x)[0]
+        return output
+
+
+class Capped(LlamaModel):
+    """... and one that changes what attention gives."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if self.config._attn_implementation == "eager":
+            output["last_hidden_state"] = output.last_hidden_state.tanh()
+        return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        (Smeared, r"Smeared: positions meet in Before \(norm\) without dilated attention"),
+        (Hidden, r"Hidden: positions meet in MultiheadAttention \(pool\) without dilated attention"),
+        (Capped, "Capped: dilated attention with one segment of all positions is not the attention of LlamaAttention"),
+    ],
+)
+def test_models_of_users(kind, part):
+    register()
+    with pytest.raises(ValueError, match=part):
+        kind(LlamaConfig(**SIZES, dilated_attention=PATTERN))
+    with pytest.raises(ValueError, match=part):
+        convert_to_dilated(kind(LlamaConfig(**SIZES)), PATTERN)
+
+
+def test_a_copy_is_small_and_leaves_no_trace():
+    """Layers of a billion parameters are looked at in a moment, on the device "meta", and no random number is taken."""
+    register()
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 6, "num_attention_heads": 64}
+    config = LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, dilated_attention=PATTERN)
+    before = config.to_dict()
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.lm_head.weight.shape == (128256, 8192)
+    assert config.to_dict() == before
+    assert copy.deepcopy(model).config.dilated_attention == config.dilated_attention
+
+
+def test_vision():
+    register()
+    sizes = {name: SIZES[name] for name in SIZES if name != "vocab_size"}
+    config = ViTConfig(**sizes, image_size=32, patch_size=8, dilated_attention=PATTERN)
+    assert AutoModel.from_config(config)(torch.zeros(1, 3, 32, 32)).last_hidden_state.shape == (1, 17, 32)
+
+
+def test_grouped_queries_of_another_width():
+    assert make("qwen3").config.head_dim == GROUPED["head_dim"]
