@@ -15,7 +15,7 @@ from ring_dilated_attention.plan.exchange import (
     plan_exchange,
 )
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.memory import Sizes
+from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards
 from ring_dilated_attention.ranks.processes import Processes

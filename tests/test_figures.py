@@ -11,7 +11,7 @@ from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.forms import closed_form
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.lockstep import EqualJob
-from ring_dilated_attention.plan.memory import Sizes
+from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards, split_lengths
 from ring_dilated_attention.plan.sharing import branch_shares

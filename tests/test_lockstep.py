@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.advice import exposed_of
+from ring_dilated_attention.forecast.advice import exposed_of
 from ring_dilated_attention.plan.alternatives import alternatives
-from ring_dilated_attention.plan.clock import Hardware, model_step
+from ring_dilated_attention.forecast.clock import Hardware, model_step
 from ring_dilated_attention.plan.exchange import RankPlan, choose_exchange, plan_exchange
 from ring_dilated_attention.plan.forms import Dealt, closed_form, why_not_by
 from ring_dilated_attention.plan.job import Job

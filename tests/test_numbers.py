@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks import record
 from ring_dilated_attention.commands import cli, evaluate, generate, train
 from ring_dilated_attention.commands.numbers import BINARY, DECIMAL, amount, count, scaled
-from ring_dilated_attention.plan.clock import time_text
+from ring_dilated_attention.forecast.clock import time_text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from ring_dilated_attention.commands import cli, plan, plan_large
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan import model as planned
+from ring_dilated_attention.forecast import model as planned
 from ring_dilated_attention.plan.alternatives import (
     Alternative,
     EqualJob,
@@ -18,9 +18,9 @@ from ring_dilated_attention.plan.alternatives import (
     is_planned,
     recommended,
 )
-from ring_dilated_attention.plan.clock import Bounds, Hardware
-from ring_dilated_attention.plan.memory import Sizes
-from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape
+from ring_dilated_attention.forecast.clock import Bounds, Hardware
+from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape
 from ring_dilated_attention.plan.totals import branch_pairs, pairs
 
 CALL = ["plan", "--seq-len", "4Ki", "--segment-lengths", "256", "--dilation-rates", "1"]

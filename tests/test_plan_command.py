@@ -10,9 +10,9 @@ import pytest
 
 from ring_dilated_attention.commands import cli, figures, limits, plan, plan_large
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.clock import Hardware, RankTime, model_step
+from ring_dilated_attention.forecast.clock import Hardware, RankTime, model_step
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.memory import Sizes
+from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 

@@ -15,11 +15,11 @@ from ring_dilated_attention.models import longnet
 from ring_dilated_attention.models.config import LongNetConfig
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan import model as planned
-from ring_dilated_attention.plan.clock import Hardware
+from ring_dilated_attention.forecast import model as planned
+from ring_dilated_attention.forecast.clock import Hardware
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.memory import attention_memory
-from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape, model_memory
+from ring_dilated_attention.forecast.ledger import attention_memory
+from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 

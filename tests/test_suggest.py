@@ -9,15 +9,15 @@ import torch
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan import suggest
+from ring_dilated_attention.forecast import suggest
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.lockstep import EqualJob
-from ring_dilated_attention.plan.memory import Sizes
+from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.reach import MOST_FOLLOWED, every_query, queries_to_follow, reach, some_queries
+from ring_dilated_attention.forecast.reach import MOST_FOLLOWED, every_query, queries_to_follow, reach, some_queries
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
-from ring_dilated_attention.plan.suggest import most_sent, suggestions, unread_phases
-from ring_dilated_attention.plan.totals import pairs
+from ring_dilated_attention.forecast.suggest import most_sent, suggestions, unread_phases
+from ring_dilated_attention.plan.counts import pairs
 from ring_dilated_attention.reference import multiplicity
 
 

@@ -16,7 +16,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..plan.clock import Hardware, time_text
+from ..forecast.clock import Hardware, time_text
 from .numbers import amount, scaled
 
 

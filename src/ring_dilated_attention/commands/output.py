@@ -54,13 +54,14 @@ def stepper(bar: Any) -> Callable[[str], None]:
     return step
 
 
-def progress_bar(total: int, unit: str, *, is_shown: bool = True) -> Any:
-    """A bar on stderr while a context lasts, or none where tqdm is not installed: it is no part of a result."""
+def progress_bar(total: int, unit: str, *, is_shown: bool = True, delay: float = 0.0) -> Any:
+    """A bar on stderr while a context lasts, or none where tqdm is not installed: it is no part of a result. It
+    appears with the first update after `delay` seconds."""
     if not is_shown or find_spec("tqdm") is None:
         return _NoBar()
     from tqdm import tqdm
 
-    return tqdm(total=total, unit=unit, file=LossyStream(sys.stderr), dynamic_ncols=True)
+    return tqdm(total=total, unit=unit, file=LossyStream(sys.stderr), dynamic_ncols=True, delay=delay)
 
 
 class _NoBar:

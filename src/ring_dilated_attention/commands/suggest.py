@@ -6,17 +6,19 @@ import math
 import sys
 from typing import Any
 
+from ..forecast.call import Way
+from ..forecast.call import count as count_ranks
+from ..forecast.compare import Call
+from ..forecast.reach import reach
+from ..forecast.suggest import suggestions, unread_phases
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
-from ..plan.lockstep import EqualJob
-from ..plan.memory import Sizes
-from ..plan.reach import reach
-from ..plan.suggest import most_sent, suggestions, unread_phases
-from ..plan.totals import pairs
+from ..plan.counts import pairs
+from ..plan.sizes import Sizes
 from ..training.options import MOST_LAYERS
 from .hardware import ITEMSIZE, check_dtype, described, machine_of
 from .limits import LARGEST, MOST_HEADS, check_at_least, check_ranks_fit
 from .numbers import amount, count, scaled, size_text
-from .output import aligned
+from .output import aligned, progress_bar
 
 EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50         a fiftieth of dense attention's work
@@ -114,9 +116,9 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     sizes = Sizes(1, arguments.head_dim, ITEMSIZE[arguments.dtype])
     row = arguments.head_dim * sizes.itemsize
     described = []
-    for pattern, rule in found:
+    calls = [Call(pattern, n, arguments.ranks, heads, kv_heads, sizes) for pattern, _ in found]
+    for (pattern, rule), received in zip(found, most_received(calls), strict=True):
         work, followed = pairs(pattern, n, heads), reach(pattern, n, heads, arguments.layers)
-        sent, is_exact = most_sent(EqualJob(pattern, n, arguments.ranks, heads, kv_heads, sizes))
         described.append(
             {
                 "segment_lengths": pattern.segment_lengths,
@@ -131,8 +133,7 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
                 "worst_query": followed.worst,
                 "queries_followed": followed.num_followed,
                 "unread_phases": unread_phases(pattern, heads),
-                "largest_sent_bytes": sent,
-                "sent_is_exact": is_exact,
+                "largest_received_bytes": received,
                 # Keys that come later cannot be in a cache: only causal patterns have one.
                 "cache_bytes": 2 * row * pattern.cache_rows(heads, kv_heads, n) if is_causal else None,
                 "dense_cache_bytes": 2 * row * n * kv_heads if is_causal else None,
@@ -141,13 +142,19 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     return described
 
 
+def most_received(calls: list[Call]) -> list[int]:
+    """Bytes of the rank that receives most around the ring, of each call."""
+    with progress_bar(sum(call.num_ranks for call in calls), "rank", delay=2) as bar:
+        return [count_ranks(call.job(), Way(), bar.update).most_moved(call.sizes)[1] for call in calls]
+
+
 def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: str | None) -> str:
     headers: tuple[str, ...] = (
         "",
         "pairs of dense's",
         "layers to hear 99 %",
         f"unheard after {arguments.layers:,} layer{'s' * (arguments.layers > 1)}",
-        "most sent by a rank",
+        "most received by a rank",
         "decoding cache a layer",
     )
     rows: list[tuple[str, ...]] = [
@@ -156,7 +163,7 @@ def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: st
             f"1/{1 / row['of_dense']:,.1f}",
             str(row["layers_for_most"] or f"more than {arguments.layers:,}"),
             percent(1 - row["reach_by_layer"][-1]),
-            "about " * (not row["sent_is_exact"]) + size_text(row["largest_sent_bytes"]),
+            size_text(row["largest_received_bytes"]),
             size_text(row["cache_bytes"] or 0),
         )
         for i, row in enumerate(found)
@@ -178,7 +185,10 @@ def legend(arguments: argparse.Namespace) -> str:
     what = "all positions" if arguments.not_causal else "the positions up to it"
     lines = [f"heard: by the worst of the queries that were followed, of {what}"]
     if arguments.ranks > 1:
-        lines.append("sent: around the ring, in a layer's forward and backward, by the rank that sends most")
+        lines.append(
+            "received: keys and values around the ring, in a layer's forward and backward, by the rank that receives "
+            "most; with the gradients that it sends for them"
+        )
     return "\n".join(lines)
 
 

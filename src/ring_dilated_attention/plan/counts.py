@@ -1,18 +1,18 @@
 """What ranks compute and must receive, counted from the positions that they own. Pure integers, no torch.
 
-A phase s of rate r has B(x) = ceil((x - s) / r) rows before position x of a segment. A rank that owns the positions a to
-b of a segment of n positions
+A phase s of rate r has B(x) = ceil((x - s) / r) rows before position x of a segment. A rank that owns the positions a
+to b of a segment of n positions
 
     computes    B(b) (B(b) + 1) / 2 - B(a) (B(a) + 1) / 2 pairs if the pattern is causal, else (B(b) - B(a)) B(n)
     receives    the rows of others before its own last one if the pattern is causal, else those of all others
 
-for each head, where it has a row of the head's phase. Since B differs by one row at most from phase to phase, a sum over
-phases needs their number and one place in a sorted list. Shards may have any lengths and pieces, and nothing is planned.
+for each head, where it has a row of the head's phase. Since B differs by one row at most from phase to phase, a sum
+over phases needs their number and one place in a sorted list. Shards may have any lengths and pieces.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
@@ -26,12 +26,14 @@ class Share(NamedTuple):
     """What a rank has to do with a segment of a branch that it does not own as a whole piece.
 
     place: the branch, and the position at which the segment starts.
-    pairs: that it computes. rows, received: of keys and values, its own and those of others, in units of B * D elements.
+    pairs: that it computes.
+    rows, received: of keys and values, its own, by the chunks in which they may travel, and those of others; in units
+        of B * D elements.
     """
 
     place: tuple[int, int]
     pairs: int
-    rows: int
+    rows: tuple[int, ...]
     received: int
 
 
@@ -72,13 +74,14 @@ class Phases:
             return sum(self.triangles(stop) - self.triangles(start) for start, stop in pieces)
         return sum(self.products(stop, length) - self.products(start, length) for start, stop in pieces)
 
-    def own(self, pieces: Pieces) -> int:
-        return sum(self.rows(stop) - self.rows(start) for start, stop in pieces)
+    def own(self, pieces: Pieces) -> list[int]:
+        """Rows of each piece."""
+        return [self.rows(stop) - self.rows(start) for start, stop in pieces]
 
     def foreign(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
         """The rows of others that queries in pieces of a segment need."""
         if len(pieces) == 1 and pieces[0][1] - pieces[0][0] >= self.rate:  # which holds a row of every phase
-            return self.rows(pieces[0][0]) if is_causal else self.rows(length) - self.own(pieces)
+            return self.rows(pieces[0][0]) if is_causal else self.rows(length) - sum(self.own(pieces))
         total = 0
         for num, phase in self._alike(chain((length,), *pieces)):
             own = [(rows_before(a, phase, self.rate), rows_before(b, phase, self.rate)) for a, b in pieces]
@@ -109,8 +112,8 @@ class Counter:
         self.queries, self.keys = [], []
         for branch, rate in enumerate(self.pattern.dilation_rates):
             groups = self.pattern.phase_groups(branch, job.num_heads, job.num_kv_heads, job.held)
-            for found, name in ((self.queries, "query_heads"), (self.keys, "kv_heads")):
-                found.append(Phases([g.phase for g in groups for _ in getattr(g, name)], rate))
+            self.queries.append(Phases([group.phase for group in groups for _ in group.query_heads], rate))
+            self.keys.append(Phases([group.phase for group in groups for _ in group.kv_heads], rate))
 
     def of(self, rank: int) -> RankCount:
         pairs, shares = 0, []
@@ -131,17 +134,23 @@ class Counter:
         return self.queries[branch].pairs(pieces, length, is_causal=self.pattern.is_causal)
 
     def _share(self, branch: int, origin: int, stop: int, pieces: Pieces) -> Share:
-        length, keys = stop - origin, self.keys[branch]
-        received = 2 * keys.foreign(pieces, length, is_causal=self.pattern.is_causal)
-        return Share((branch, origin), self._pairs(branch, pieces, length), 2 * keys.own(pieces), received)
+        length, keys, is_causal = stop - origin, self.keys[branch], self.pattern.is_causal
+        own = [2 * rows for rows in keys.own(pieces)]
+        return Share(
+            (branch, origin),
+            self._pairs(branch, pieces, length),
+            # If causal, others need a later piece at other hops, so that it is a chunk by itself.
+            tuple(own) if is_causal else (sum(own),),
+            2 * keys.foreign(pieces, length, is_causal=is_causal),
+        )
 
 
 class Segment(NamedTuple):
-    """A segment that ranks share. sharers: those that hold rows of it that some head reads. largest: rows of the one
-    that holds most. received: by all of them; 0 if each needs only its own."""
+    """A segment that ranks share. sharers: those that hold rows of it that some head reads. largest: rows of their
+    largest chunks, first and second ones apart. received: by all of them; 0 if each needs only its own."""
 
     sharers: int
-    largest: int
+    largest: tuple[int, ...]
     received: int
 
 
@@ -171,14 +180,20 @@ def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> 
         ranks.append(counter.of(rank))
         for place, _, rows, received in ranks[-1].shares:
             sharers, largest, total = segments.get(place, _NOBODY)
-            segments[place] = Segment(sharers + (rows > 0), max(largest, rows), total + received)
+            segments[place] = Segment(sharers + any(rows), _largest(largest, rows), total + received)
         step()
-    chunks = {place: x.largest for place, x in segments.items() if x.received}
-    buffers = [sum(chunks.get(share.place, 0) for share in rank.shares if share.rows) for rank in ranks]
+    chunks = {place: sum(x.largest) for place, x in segments.items() if x.received}
+    buffers = [sum(chunks.get(share.place, 0) for share in rank.shares if any(share.rows)) for rank in ranks]
     return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments)
 
 
-_NOBODY = Segment(0, 0, 0)
+_NOBODY = Segment(0, (), 0)
+
+
+def _largest(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    if len(first) == len(second) == 1:
+        return first if first > second else second
+    return tuple(map(max, zip_longest(first, second, fillvalue=0)))
 
 
 def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from ...forecast.ledger import AttentionMemory, attention_memory
 from ...kernels.traits import TRAITS
-from ...plan.memory import AttentionMemory, Sizes, attention_memory
+from ...plan.counts import Counter, count_ranks, pairs
 from ...plan.plan import Plan
-from ...plan.totals import pairs, sent_by_all, sent_by_rank
+from ...plan.sizes import Sizes
 from ...training.memory import peak_resident_bytes
 from ..output import aligned
 from .share import SlicedJob, run_share, viewers_of
@@ -72,8 +73,8 @@ def describe(job: SlicedJob, rank: int) -> dict[str, Any]:
 def _rank_figures(job: SlicedJob, rank: int) -> dict[str, Any]:
     plan = job.plan(rank)
     sent = tuple(plan.bytes_sent(1, job.head_dim, ITEMSIZE, backward=backward) for backward in (False, True))
-    closed = sent_by_rank(*job[:3], rank, job.num_heads, job.num_kv_heads).num_bytes(1, job.head_dim, ITEMSIZE)
-    assert sent == closed, f"the plan sends {sent} bytes, its closed form {closed}"
+    comes, counted = sum(m.size for hop in plan.hops for m in hop.receives), Counter(job.call).of(rank).received
+    assert comes == counted, f"by the plan {comes} units of rows come in, and {counted} are counted"
     memory = memory_of(job, plan)
     return {
         "positions": plan.num_rows,
@@ -106,7 +107,8 @@ def _chunks_met(job: SlicedJob, rank: int, plan: Plan) -> dict[int, int]:
 
 def _job_figures(job: SlicedJob, rank: int) -> dict[str, Any]:
     total = pairs(job.pattern, job.seq_len, job.num_heads)
-    forward, backward = sent_by_all(*job[:3], job.num_heads, job.num_kv_heads).num_bytes(1, job.head_dim, ITEMSIZE)
+    forward = sum(count_ranks(Counter(job.call)).received) * job.head_dim * ITEMSIZE
+    backward = 2 * forward  # the chunks again, and their gradients, which are of float32 too
     memory = memory_of(job, job.plan(rank))
     n = job.seq_len
     return {
