@@ -18,7 +18,7 @@ from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.link import Wait
-from ring_dilated_attention.ranks.measuring import recorded_waits
+from ring_dilated_attention.ranks.processes import recorded_waits
 
 from .gate import gate, gate_squares
 from .measure import Sizes, attend, make_tensors, quantiles
@@ -115,7 +115,7 @@ def take_step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) 
     """One forward and its backward."""
     inputs, dout = make_tensors(sizes, parallel)
     parallel.handshake(0, {"call": "start together"})
-    with recorded_waits(parallel) as waits:
+    with recorded_waits(parallel.ranks) as waits:
         begin = time.perf_counter()
         out = attend(inputs, pattern, parallel)
         middle, num_forward = time.perf_counter(), len(waits)

@@ -6,18 +6,19 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT
-from ring_dilated_attention.training.files import write_whole
+from ring_dilated_attention.training.files import MOST_BYTES, json_object, write_whole
 from ring_dilated_attention.training.report import hardware, versions
 
 Record = dict[str, Any]
 
-# By which a page is known for one that may be made anew.
-MADE_BY = "Made by `python -m benchmarks --page` from the records in"
+# By which a record and a page are known for those that may be made anew.
+RECORDED = {"case", "command", "date", "commit", "hardware", "versions", "rows"}
+HEAD = "# Benchmarks\n\nMade by `python -m benchmarks --page` from the records in `results/`."
 
 
 def make_record(
@@ -45,13 +46,10 @@ def write_record(record: Record, folder: Path) -> Path:
     return path
 
 
-def is_record(content: bytes) -> bool:
+def is_record(file: BinaryIO) -> bool:
     """Whether a file is a record, so that another may take its place."""
-    try:
-        record = json.loads(content)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and isinstance(record.get("rows"), list) and "bench" in str(record.get("command"))
+    record = json_object(file.read(MOST_BYTES))
+    return record.keys() == RECORDED and str(record["command"]).startswith("python -m benchmarks")
 
 
 def read_record(path: Path) -> Record:
@@ -60,10 +58,10 @@ def read_record(path: Path) -> Record:
     Raises:
         ValueError: if the file is none.
     """
-    content = path.read_bytes()
-    if not is_record(content):
-        raise ValueError(f"{path} is no record of python -m benchmarks: run its case again")
-    return dict(json.loads(content))
+    with path.open("rb") as file:
+        if not is_record(file):
+            raise ValueError(f"{path} is no record of python -m benchmarks: run its case again")
+    return dict(json.loads(path.read_bytes()))
 
 
 def page_of(folder: Path) -> Path:
@@ -73,25 +71,27 @@ def page_of(folder: Path) -> Path:
         ValueError: if it is somebody else's.
     """
     page = folder.parent / "README.md"
-    if page.exists() and not is_page(page.read_bytes()):
-        raise ValueError(
-            f"the page of the records in {folder} would be {page}, which python -m benchmarks did not make. Choose a "
-            f"--results folder in one of its own, such as {folder.parent / 'benchmarks' / (folder.name or 'results')}"
-        )
-    return page
+    if not page.exists():
+        return page
+    with page.open("rb") as file:
+        if is_page(file):
+            return page
+    raise ValueError(
+        f"the page of the records in {folder} would be {page}, which python -m benchmarks did not make. Choose a "
+        f"--results folder in one of its own, such as {folder.parent / 'benchmarks' / (folder.name or 'results')}"
+    )
 
 
-def is_page(content: bytes) -> bool:
-    return MADE_BY.encode() in content
+def is_page(file: BinaryIO) -> bool:
+    """Whether a file is a page, by how it begins."""
+    return file.read(len(HEAD)) == HEAD.encode()
 
 
 def write_page(folder: Path, render: Mapping[str, Callable[[list[dict[str, Any]]], str]]) -> Path:
     """Make the page: a table for each record. A record that was renamed, as linear.other-cpu.json, stays beside new
     ones: of another machine, say."""
     parts = [
-        "# Benchmarks",
-        "",
-        f"{MADE_BY} `results/`. Each row passed a correctness gate first: the same",
+        f"{HEAD} Each row passed a correctness gate first: the same",
         "branches, heads and dtype at a small size against the definition in float64.",
     ]
     for name, table in render.items():

@@ -20,8 +20,7 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.ranks.context import ContextParallel
-from ring_dilated_attention.ranks.measuring import recorded_waits
-from ring_dilated_attention.ranks.processes import Processes
+from ring_dilated_attention.ranks.processes import Processes, recorded_waits
 
 from .gate import gate, gate_squares
 from .measure import Sizes, Times, dilated_call, quantiles, stopwatch
@@ -94,7 +93,7 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, l
                 parallel.handshake(0, {"call": "start together"})  # and leave the core to whoever is alone
                 if call is None:
                     continue
-                with recorded_waits(parallel) as waits:
+                with recorded_waits(parallel.ranks) as waits:
                     times[setup].append(call().both)
                 if setup == SETUPS[1]:
                     times[WAITING].append(sum(wait.end - wait.start for wait in waits) / times[setup][-1])

@@ -85,17 +85,21 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.folder.is_dir():
         parser.exit(2, f"examples/slide.py: --folder {arguments.folder} is no folder: make it first\n")
+    slide, picture = arguments.folder / "slide.npz", arguments.folder / "slide.png"
+    for path in (slide, picture):
+        if path.exists():
+            parser.exit(2, f"examples/slide.py: {path} is there already: move it away, or choose another --folder\n")
     try:
         models = {padding: make_model(arguments.weights, padding) for padding in ("torchscale", "exact")}
     except ValueError as error:
         parser.exit(2, f"examples/slide.py: --weights: {error}\n")
     features, coords, kinds = make_slide(models["exact"].in_chans)
-    np.savez(arguments.folder / "slide.npz", features=features, coords=coords)
+    np.savez(slide, features=features, coords=coords)
     influences = {
         f"a tile's pull towards tumour, padding={padding!r}": influence(model, features, coords, kinds)
         for padding, model in models.items()
     }
-    draw(arguments.folder / "slide.png", coords, kinds, influences)
+    draw(picture, coords, kinds, influences)
     with torch.no_grad():
         embedding, exact = (embed(model, features, coords) for model in models.values())
     difference = (embedding - exact).norm() / exact.norm()

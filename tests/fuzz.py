@@ -40,10 +40,12 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from unittest import mock
 
 from tqdm import tqdm
+
+from ring_dilated_attention.training.files import MADE_BY, MOST_BYTES, check_mine, json_object, write_whole
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, in the processes that are started here
 sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks, which are not installed
@@ -201,7 +203,9 @@ def no_pictures() -> Iterator[None]:
     from ring_dilated_attention.training import report
 
     def drawn(record: dict[str, Any]) -> bytes:
-        return f"\x89PNG run {record['run']}".encode("latin-1")
+        texts = (f"Software\0{MADE_BY}".encode(), f"Source\0run {record['run']}".encode())
+        chunks = (len(text).to_bytes(4) + b"tEXt" + text + bytes(4) for text in texts)
+        return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
     with mock.patch.object(report, "draw_losses", drawn):
         yield
@@ -255,6 +259,12 @@ def prove(kind: str, seed: int) -> dict[str, int | None]:
             flush=True,
         )
     return found
+
+
+def is_record(file: BinaryIO) -> bool:
+    """Whether a file is one that this script wrote, so that rows may be added to it."""
+    record = json_object(file.read(MOST_BYTES))
+    return record.get("case") == "fuzz" and {"command", "hardware", "versions", "rows"} <= record.keys()
 
 
 def record_of(
@@ -327,6 +337,11 @@ def main() -> int:
     if arguments.table:
         print("\n".join(lines_of(json.loads(arguments.record.read_text()))))
         return 0
+    if arguments.record is not None:
+        try:
+            check_mine(arguments.record, is_record, "tests/fuzz.py")
+        except ValueError as error:
+            parser.error(f"--record: {error}")
     proofs = {kind: prove(kind, arguments.seed) for kind in arguments.kinds} if arguments.prove else {}
     all_findings = []
     for kind in arguments.kinds:
@@ -359,7 +374,8 @@ def main() -> int:
         if arguments.record is not None and arguments.broken is None:
             path = arguments.record
             before = json.loads(path.read_text())["rows"] if path.exists() else []
-            path.write_text(json.dumps(record_of(before, [found], proofs, arguments.first), indent=1) + "\n")
+            text = json.dumps(record_of(before, [found], proofs, arguments.first), indent=1) + "\n"
+            write_whole(path, text.encode(), is_record, "tests/fuzz.py")
     is_proven = all(number is not None for proof in proofs.values() for number in proof.values())
     return 1 if any(found.failures for found in all_findings) or not is_proven else 0
 

@@ -47,7 +47,8 @@ THEIRS = {
     "short.txt": b"x" * 20,
     "taken/record.json": b'{"mine": 1}',
     "taken/loss.png": b"mine",
-    "taken/pattern.png": b"mine",
+    "taken/pattern.png": b"from ring_dilated_attention import DilatedPattern\n",
+    "taken/README.md": b"Quoted: Made by `python -m benchmarks --page` from the records in `results/`.\n",
     "mine/unfinished-thesis/chapter": b"one",
     "mine/unfinished-checkpoint-000002/model.safetensors": b"mine",
     "mine/notes": b"mine",
@@ -147,7 +148,7 @@ SLICE = [
 ]
 MORE_SLICE = [["--rank", "2"], ["--kv-heads", "1"], ["--not-causal"], ["--seed", "5"], ["--plan"]]
 MORE_SLICE += [["--record", "a/record"], ["--record", "taken/record.json"]]
-EMBED = [["slides"], ["--weights", "encoder.pth"], ["--out", "out.safetensors"]]
+EMBED = [["slides"], ["--weights", "encoder.pth"], ["--heads", "16"], ["--out", "out.safetensors"]]
 MORE_EMBED = [
     ["--embedding", "class"],
     ["--layer", "all"],

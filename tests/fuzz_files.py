@@ -63,7 +63,8 @@ def prepare(folder: Path) -> None:
     output = captured(lambda: loop.train(whole, ContextParallel(), StopAfter(4)) and 0)
     assert (output.code, find_checkpoint(Path("run"))) == (0, Path(NEWEST)), output
     record = Path("run/record.json")
-    record.write_text(json.dumps({"run": checkpoint.read_state(Path(NEWEST))["run"]}))
+    known_by = {"status": "interrupted", "hyperparameters": {}, "steps_done": 4, "step_seconds": []}
+    record.write_text(json.dumps(known_by | {"run": checkpoint.read_state(Path(NEWEST))["run"]}))
     shutil.copytree(folder / "start", folder / "whole", dirs_exist_ok=True)
     os.chdir(folder / "whole")
     with no_pictures():

@@ -230,10 +230,8 @@ class Desk:
         others = [{"sharding": "x"}, {"exchange": 3}, {"align": 0}, {"align": "4"}, {"lengths": [1]}, {"lengths": 5}]
         others += [
             {"lengths": [-1] * self.world_size},
-            {"world_size": 2},
             {"timeout": 7},
             {"align": 2**70},
-            {"rank": 0},
         ]
         others += [
             {"align": 3},
@@ -241,7 +239,7 @@ class Desk:
             {"lengths": [5] * self.world_size},
             {"sharding": ["zigzag"]},
         ]
-        others += [{"lengths": [1.5] * self.world_size}]  # (not "simulated": such a rank is alone by definition)
+        others += [{"lengths": [1.5] * self.world_size}]
         other = rng.choice(others)
         arguments = {"timeout": PATIENCE} | (other if dist.get_rank() == self.odd else right)
         complaint = why_not_refused_at_once(lambda: ContextParallel(**arguments))

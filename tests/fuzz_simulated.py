@@ -11,7 +11,7 @@ from fuzz_calls import CALL_BREAKAGES, arranged, poisoned, results, steps_broken
 from fuzz_commands import nothing
 from fuzz_oracle import answer_to, difference, draw_call, tensors_of
 
-from ring_dilated_attention import ContextParallel, dilated_attention
+from ring_dilated_attention import dilated_attention, simulate
 from ring_dilated_attention.run import executor
 
 
@@ -24,7 +24,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     world_size = rng.choice([1, 2, 2, 3, 4, 5, 8])
     cut = draw_cut(rng, world_size, call.seq_len)
     with poisoned():
-        parallel = ContextParallel(exchange="simulated", world_size=world_size, **cut)
+        parallel = simulate.all_ranks(world_size, **cut)
         attend = functools.partial(
             dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, parallel=parallel
         )

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 from ring_dilated_attention.run.merge import merge_
@@ -610,12 +610,12 @@ def test_every_error_dtype_has_a_floor():
 
 
 @pytest.mark.parametrize("rules", [{}, {"phase": "blocked"}, {"heads": "split"}, {"is_causal": True}], ids=str)
-@pytest.mark.parametrize("parallel", [{}, {"exchange": "simulated", "world_size": 3}], ids=["one", "three"])
-def test_some_heads_of_a_layer_are_a_slice_of_all(rules, parallel):
+@pytest.mark.parametrize("make", [ContextParallel, lambda: simulate.all_ranks(3)], ids=["one", "three"])
+def test_some_heads_of_a_layer_are_a_slice_of_all(rules, make):
     """Tensor parallelism. Catches phases by the local head: another function, without a word."""
     pattern = DilatedPattern((7, 29), (2, 5), **rules)
     query, key, value = (torch.randn(2, 29, h, 8, dtype=torch.float64, requires_grad=True) for h in (6, 3, 3))
-    context = ContextParallel(**parallel)
+    context = make()
     out, lse = dilated_attention(query, key, value, pattern, parallel=context, return_lse=True)
     wholes = torch.autograd.grad(out.square().sum(), (query, key, value))
     grads = [torch.zeros_like(x) for x in wholes]
@@ -670,7 +670,7 @@ def test_scales_that_float32_takes_for_nothing(scale):
 @pytest.mark.parametrize("world_size", [None, 2])
 def test_a_tiny_scale_of_float16(world_size):
     """Catches a gradient of the queries that is rounded before it is multiplied by the scale: infinite, or NaN."""
-    parallel = ContextParallel(exchange="simulated", world_size=world_size) if world_size else None
+    parallel = simulate.all_ranks(world_size) if world_size else None
     leaves = [torch.randn(1, 12, 2, 8).half().requires_grad_() for _ in range(3)]
     _, lse = dilated_attention(*leaves, DilatedPattern((12,), (1,)), scale=1e-40, return_lse=True, parallel=parallel)
     dq, _, _ = torch.autograd.grad(lse, leaves, torch.full_like(lse, 1e6), materialize_grads=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.measure import allocated
-from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.plan.cache import plan_cache
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.ranks.link import ExchangeError
@@ -192,7 +192,7 @@ def test_a_rank_that_fails_is_not_waited_for():
 def test_one_device_and_simulated_ranks():
     """Catches a context without connections, which holds the whole sequence."""
     inputs = whole(20)
-    for parallel in (ContextParallel(), ContextParallel(exchange="simulated", world_size=3)):
+    for parallel in (ContextParallel(), simulate.all_ranks(3)):
         cache = DilatedCache.gather(parallel, *inputs[1:], PATTERN, SIZES[1])
         alone = DilatedCache(PATTERN, *SIZES, dtype=torch.float64)
         dilated_attention(*inputs, PATTERN, cache=alone)

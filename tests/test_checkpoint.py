@@ -176,7 +176,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(little_space, tmp_path):
 def test_a_file_is_whole_or_as_it_was(tmp_path):
     path = tmp_path / "record.json"
     write_whole(path, b"mine", lambda content: False, "me")
-    write_whole(path, b"mine too", lambda content: content == b"mine", "me")
+    write_whole(path, b"mine too", lambda file: file.read() == b"mine", "me")
     assert listing(tmp_path) == {"record.json": b"mine too"}
     with pytest.raises(ValueError, match=r"record\.json was not made by me, and nothing is written over it\. Move it"):
         write_whole(path, b"other", lambda content: False, "me")

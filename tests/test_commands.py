@@ -167,7 +167,7 @@ def test_nothing_of_somebody_else_is_overwritten(arguments, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         assert cli.main(arguments) == 0
-    Path("out/pattern.png").write_text("mine")
+    Path("out/pattern.png").write_text("from ring_dilated_attention import DilatedPattern\n")
     before = {path: path.read_bytes() for path in Path("out").iterdir()}
     capsys.readouterr()
     assert cli.main(arguments) == 2
@@ -189,7 +189,8 @@ def test_refused_commands_make_no_folder(arguments, tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", ["/dev/full", "/dev/null"])
 def test_what_has_no_end_is_not_read_to_see_whose_it_is(path, monkeypatch, capsys):
     """Catches a device that is read until memory is full."""
-    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} is read"))
+    for name in ("open", "read_bytes"):
+        monkeypatch.setattr(Path, name, lambda self, *_: pytest.fail(f"{self} is read"))
     assert cli.main(["slice", "--seq-len", "64", "--ranks", "4", "--record", path]) == 2
     assert f"{path} is in the way: it is no regular file" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ from distributed import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.models.sharded import shift_left
@@ -254,7 +254,7 @@ def test_contexts_of_two_lives_of_torch_distributed():
 
 def test_a_copied_module_shares_the_context():
     """Catches modules that EMA and torch's containers cannot copy, and copies whose context nobody serves."""
-    context = ContextParallel(exchange="simulated", world_size=2)
+    context = simulate.all_ranks(2)
     layer = MultiheadDilatedAttention(32, 4, PATTERN, parallel=context)
     assert copy.deepcopy(layer).parallel is context
     around = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
@@ -323,7 +323,7 @@ def test_batches_of_a_data_loader(world_size, sharding):
 def test_batches_alone():
     """One process, and all ranks simulated in one, take the batch as it is."""
     batch = {"tokens": torch.arange(6)[None], "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
-    for cp in (ContextParallel(), ContextParallel(exchange="simulated", world_size=3)):
+    for cp in (ContextParallel(), simulate.all_ranks(3)):
         for source in (None, 0):
             local = cp.shard_batch(batch, source=source)
             assert torch.equal(local["tokens"], batch["tokens"])

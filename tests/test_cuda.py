@@ -24,6 +24,7 @@ from ring_dilated_attention import (
     attention,
     dilated_attention,
     explain,
+    simulate,
 )
 from ring_dilated_attention.commands import check
 from ring_dilated_attention.commands.compare import Case, measure, tolerances, worst
@@ -159,7 +160,7 @@ def test_each_of_torchs_ops(op, head_dim):
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
 def test_hops_of_the_ring(sharding, backend):
     """Catches kernels that need as many keys as queries: a hop has its own number, in a flat buffer."""
-    parallel = ContextParallel(exchange="simulated", world_size=3, sharding=sharding)
+    parallel = simulate.all_ranks(3, sharding=sharding)
     assert_right(Case("hops", PATTERN, N, 1, 4, 2, 64, sharding=sharding), MAIN, backend, parallel)
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -32,7 +33,7 @@ def slides(tmp_path):
 
 
 def expected(weights, name, layer, tile_size=256, **options):
-    model, _ = load_slide_encoder(weights, **options)
+    model, _ = load_slide_encoder(weights, num_heads=16, **options)
     model.tile_size = tile_size  # set afterwards: it serves coordinates, and segments stay as they are
     features, coords = tiles(LENGTHS[name], list(LENGTHS).index(name))
     with torch.no_grad():
@@ -314,6 +315,7 @@ def test_refused_before_anything_is_written(arguments, message, weights, tmp_pat
         make_weights(tmp_path, 384, 11).rename(tmp_path / "short.pth")
     slides = [] if arguments[0] == "a.h5" else ["a.h5"]
     given = ["--weights", str(weights)] if "--weights" not in arguments else []
+    given += ["--heads", "16"] if "--heads" not in arguments else []
     assert cli.main(["embed", *slides, *arguments, *given, "--out", "out.st"]) == 2
     error = capsys.readouterr().err
     assert message in error.splitlines()[-1]
@@ -347,6 +349,35 @@ def test_weights_of_another_depth_when_told(tmp_path, slides, capsys):
     weights = make_weights(tmp_path, 384, 1)
     assert embed(weights, tmp_path / "out.st", slides[0], "--depth", "1") == 0
     assert "weights of 1 layers x 384" in capsys.readouterr().out
+
+
+def test_weights_that_do_not_tell_their_heads(weights, slides, tmp_path, capsys):
+    """Catches 16 heads of other weights, which are another function. A file of the published size needs no option."""
+    given = ["--weights", str(weights), "--out", str(tmp_path / "out.st")]
+    assert cli.main(["embed", str(slides[0]), *given]) == 2
+    assert re.search(
+        r"rda embed: \S+pth holds 2 layers x 32 .* tell their number of heads: .*\(--heads\)\n$",
+        capsys.readouterr().err,
+    )
+    assert not (tmp_path / "out.st").exists()
+    assert cli.main(["embed", str(slides[0]), *given, "--heads", "8"]) == 0
+    with torch.no_grad():
+        model = load_slide_encoder(weights, num_heads=8, global_pool=True)[0]
+        features, coords = tiles(LENGTHS["a"], 0)
+        torch.testing.assert_close(read(tmp_path / "out.st")[0]["a"], model(features[None], coords[None], True)[-1][0])
+    assert embed(weights, tmp_path / "out.st", slides[1]) == 2
+    assert "made with heads=8, not 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_that_are_not_finite(ranks, weights, slides, tmp_path, capsys):
+    saved = torch.load(weights)["model"]
+    saved["encoder.layers.1.ffn.fc1.weight"][3, 2] = torch.nan
+    torch.save(saved, weights)
+    assert embed(weights, tmp_path / "out.st", slides[0], "--ranks", ranks) == 2
+    error = capsys.readouterr().err
+    assert "is unchanged: encoder.layers.1.ffn.fc1.weight holds NaN or inf as torch.float32." in error
+    assert not (tmp_path / "out.st").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention
+from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention, simulate
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.models.generate import STOPPED, Sampling
 
@@ -111,7 +111,7 @@ def test_what_a_layer_refuses():
         ):
             with pytest.raises(ValueError, match=message):
                 module(x, x, x, **options)
-        shared = MultiheadDilatedAttention(24, 4, CAUSAL, parallel=ContextParallel(exchange="simulated", world_size=2))
+        shared = MultiheadDilatedAttention(24, 4, CAUSAL, parallel=simulate.all_ranks(2))
         with pytest.raises(ValueError, match=r"cache and parallel: a cache is of one device.*DilatedCache\.gather"):
             shared(x, x, x, cache=cache)
     assert cache.position.tolist() == [0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_dilated_attention.models import LongNetViT, segment_lengths_for
+from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
 from ring_dilated_attention.pattern import Branch
 from ring_dilated_attention.plan.zero_rows import is_misaligned
@@ -36,6 +36,7 @@ def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
     assert '"gigapath"' in lines
     exec(lines.replace('"gigapath"', '"gigapath-flash"'), names)
     assert names["embedding"].shape == (1, 384)
+    assert load_slide_encoder("slide_encoder.pth")[0].encoder.config.num_heads == 16
     for link in re.findall(r"\]\(([^)#:]+?)\)", page):
         assert (Path(__file__).parent.parent / "docs" / link).exists()
 
@@ -52,6 +53,11 @@ def test_the_example(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "1,145 tiles, embedding (1, 64)" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"slide.npz", "slide.png"}
+    (tmp_path / "slide.npz").write_text("mine")
+    (tmp_path / "slide.png").unlink()
+    done = run_example("--folder", tmp_path)
+    assert (done.returncode, [path.read_text() for path in tmp_path.iterdir()]) == (2, ["mine"])
+    assert "slide.npz is there already: move it away, or choose another --folder" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.measure import allocated
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.commands.processes import Launch, run_ranks
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.kernels.contract import BackwardRows
@@ -20,11 +20,10 @@ from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards, split_lengths
 from ring_dilated_attention.plan.step import Packing
-from ring_dilated_attention.ranks.held import Held
-from ring_dilated_attention.ranks.measuring import measuring
-from ring_dilated_attention.ranks.one_rank import Delivered, OtherRanks
 from ring_dilated_attention.run import executor
 from ring_dilated_attention.run.executor import Means
+from ring_dilated_attention.simulate.measured import Held
+from ring_dilated_attention.simulate.one_rank import Delivered, OtherRanks
 
 CPU = TRAITS["cpu"]
 VISIBLE = CPU._replace(scratch=no_scratch)  # what a dispatch mode sees: not what a kernel makes and frees in one op
@@ -201,9 +200,9 @@ def test_what_a_simulated_rank_is_said_to_hold(pattern, sharding):
     """To the byte, on every rank. Catches a simulation that makes other calls than a real rank, or shares memory that
     real ranks would hold each."""
     n, world_size = 2048, 4
-    cp = ContextParallel(exchange="simulated", world_size=world_size, sharding=sharding)
+    cp = simulate.all_ranks(world_size, sharding=sharding)
     inputs = [torch.randn(2, n, h, 64, requires_grad=True) for h in (4, 2, 2)]
-    with measuring(cp) as both:
+    with simulate.measuring(cp) as both:
         out = dilated_attention(*inputs, pattern, parallel=cp)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
     for rank in range(world_size):
@@ -216,12 +215,12 @@ def test_what_a_simulated_rank_is_said_to_hold(pattern, sharding):
 
 def test_measuring_adds_up_over_calls():
     """Bytes sent are a sum, the peak is a maximum; and what is done outside of the block is not counted."""
-    cp = ContextParallel(exchange="simulated", world_size=2)
+    cp = simulate.all_ranks(2)
     x, pattern = torch.ones(1, 8, 2, 4), DilatedPattern((8,), (1,))
     dilated_attention(x, x, x, pattern, parallel=cp)
-    with measuring(cp) as once:
+    with simulate.measuring(cp) as once:
         dilated_attention(x, x, x, pattern, parallel=cp)
-    with measuring(cp) as twice:
+    with simulate.measuring(cp) as twice:
         dilated_attention(x, x, x, pattern, parallel=cp)
         dilated_attention(x, x, x, pattern, parallel=cp)
     dilated_attention(x, x, x, pattern, parallel=cp)
@@ -232,10 +231,10 @@ def test_measuring_adds_up_over_calls():
 
 
 def test_measuring_is_for_simulated_ranks():
-    with pytest.raises(ValueError, match="was made with exchange='auto'"), measuring(ContextParallel()):
+    with pytest.raises(ValueError, match="is no simulate"), simulate.measuring(ContextParallel()):
         pass
-    alone = ContextParallel(exchange="simulated", world_size=4, rank=1, others=OtherRanks())
-    with pytest.raises(ValueError, match="was made with exchange='simulated' and rank"), measuring(alone):
+    alone = simulate.one_rank(1, 4, OtherRanks())
+    with pytest.raises(ValueError, match="is no simulate"), simulate.measuring(alone):
         pass
 
 

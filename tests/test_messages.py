@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain, simulate
 from ring_dilated_attention.kernels.choose import BACKENDS
 from ring_dilated_attention.pattern import PHASE_RULES
 from ring_dilated_attention.plan.exchange import EXCHANGES
@@ -258,15 +258,23 @@ def test_heads_and_positions_that_look_swapped():
         ({"lengths": (8.5,)}, ("lengths must hold 1", "got (8.5,)")),
         ({"lengths": (8,), "align": 2}, ("align=2 or lengths=(8,), not both",)),
         ({"group": "world"}, ("group must be a ProcessGroup", "DeviceMesh", "got 'world'")),
-        ({"exchange": "simulated"}, ("world_size=None with exchange='simulated'",)),
-        ({"world_size": 4}, ("world_size=4 with exchange='auto'", "exchange='simulated'")),
-        ({"exchange": "simulated", "world_size": 0}, ("world_size must be an integer of at least 1", "got 0")),
-        ({"exchange": "simulated", "world_size": 2.0}, ("world_size must be an integer of at least 1", "got 2.0")),
+        ({"exchange": "simulated"}, ("exchange='simulated' is unknown", "'ring', 'all_gather', 'all_to_all'")),
     ],
 )
 def test_context_parallel(arguments, fragments):
     """Catches an argument that is accepted and ignored, and a name without its list."""
     refused(lambda: ContextParallel(**arguments), *fragments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ((0,), ("number of ranks must be an integer of at least 1", "got 0")),
+        ((2.0,), ("number of ranks must be an integer of at least 1", "got 2.0")),
+    ],
+)
+def test_simulated_ranks(arguments, fragments):
+    refused(lambda: simulate.all_ranks(*arguments), *fragments)
 
 
 def test_lengths_that_do_not_add_up():

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from ring_dilated_attention import ContextParallel
+from ring_dilated_attention import ContextParallel, simulate
 from ring_dilated_attention.layers import multihead, rotary_table
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss, longnet
 
@@ -287,7 +287,7 @@ def compare_with_documents_one_by_one(model, local, cu_seqlens, own_rows):
 @pytest.mark.parametrize("simulated", [None, 3])
 def test_packed_documents_equal_documents_one_by_one(simulated, checkpointing):
     """Catches attention, rotary positions or a label that crosses the border of a document."""
-    cp = None if simulated is None else ContextParallel(exchange="simulated", world_size=simulated)
+    cp = None if simulated is None else simulate.all_ranks(simulated)
     model = make(parallel=cp, activation_checkpointing=checkpointing)
     compare_with_documents_one_by_one(model, *packed(), lambda logits: logits)
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import Sizes, allocated, dilated_call
-from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention, simulate
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.plan import memory
@@ -522,9 +522,7 @@ def rank_equals_the_definition(rank, world_size, seed, num_cases, kind=""):
         if mesh is not None:
             options = {**options, "group": mesh, "exchange": rng.choice(["ring", "all_gather", "auto"])}
             num_heads, num_kv_heads = 2 * num_heads, 2 * num_kv_heads
-        elif kind == "simulated":
-            options = {**options, "exchange": "simulated", "world_size": world_size}
-        cp = ContextParallel(**options)
+        cp = simulate.all_ranks(world_size, **options) if kind == "simulated" else ContextParallel(**options)
         cu_seqlens = torch.tensor(documents, dtype=torch.int32) if documents else None
         shapes = [(batch, n, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
         *full, dout = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
@@ -550,7 +548,7 @@ def rank_simulates(rank, world_size):
     strict()
     for simulated in (2, 5, 8):
         rank_equals_the_definition(0, simulated, simulated, 8, "simulated")
-    cp = ContextParallel(exchange="simulated", world_size=4)
+    cp = simulate.all_ranks(4)
     whole, countdown = cpu.forward, iter([False] * 5 + [True])
 
     def fail(*arguments):

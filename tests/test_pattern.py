@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.commands.scaled import scaled_down
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT
 from ring_dilated_attention.plan.counts import pairs
@@ -21,7 +21,7 @@ LONGEST = 2**62
 def test_one_dense_pattern_serves_every_length(seq_len, is_causal, options):
     """Value and gradients are those of torch's attention. Catches a length that is overflowed or cut short."""
     pattern = DilatedPattern.dense(is_causal=is_causal)
-    parallel = None if options is None else ContextParallel(exchange="simulated", world_size=3, **options)
+    parallel = None if options is None else simulate.all_ranks(3, **options)
     shapes = [(2, seq_len, heads, 8) for heads in (4, 2, 2)]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     out = dilated_attention(*inputs, pattern, parallel=parallel)

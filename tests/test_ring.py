@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -9,18 +10,18 @@ import torch.distributed as dist
 from distributed import run
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.plan.sharding import ring_order
 from ring_dilated_attention.ranks import processes
-from ring_dilated_attention.ranks.simulated import run_in_turn
 from ring_dilated_attention.reference import dilated_attention_reference
+from ring_dilated_attention.simulate.all_ranks import run_in_turn
 
 
-def shards_equal_reference(rank, world_size, cases):
+def shards_equal_reference(rank, world_size, cases, make=ContextParallel):
     for n, batch, heads, kv_heads, dim, branches, kwargs, context in cases:
         torch.manual_seed(1)
         pattern = DilatedPattern(*zip(*branches, strict=True), **kwargs)
-        cp = ContextParallel(**context)
+        cp = make(**context)
         documents = [0, n // 3, n // 3 + 1, n] if batch == 1 and n > 4 else None
         cu_seqlens = torch.tensor(documents, dtype=torch.int32) if documents else None
         full = [torch.randn(batch, n, h, dim, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
@@ -91,8 +92,7 @@ def test_simulated_ranks_equal_the_definition(simulated):
         (41, 2, 4, 2, 24, [(5, 1), (13, 2), (64, 7)], {}, {}),
         (47, 2, 4, 2, 8, [(20, 1), (47, 2)], {"is_causal": True}, {"sharding": "zigzag"}),
     ]
-    cases = [(*case, {**context, "exchange": "simulated", "world_size": simulated}) for *case, context in cases]
-    shards_equal_reference(0, 1, cases)
+    shards_equal_reference(0, 1, cases, partial(simulate.all_ranks, simulated))
 
 
 def mesh_equals_reference(rank, world_size, cases):

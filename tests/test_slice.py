@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.slice.counter import TENSORS, CounterTensors
 from ring_dilated_attention.commands.slice.direct import Direct
@@ -13,10 +13,11 @@ from ring_dilated_attention.commands.slice.share import Others, SlicedJob, choos
 from ring_dilated_attention.commands.slice.verify import tolerance, verify
 from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.ranks.one_rank import OtherRanks, grid
 from ring_dilated_attention.ranks.reduce import all_reduce
 from ring_dilated_attention.reference import dilated_attention_reference
 from ring_dilated_attention.run.views import block_views
+from ring_dilated_attention.simulate import OtherRanks
+from ring_dilated_attention.simulate.one_rank import grid
 
 
 def ignore(text):
@@ -157,7 +158,7 @@ def test_contributions_of_all_ranks_add_up(is_causal, context):
     out, _, dq, dk, dv = reference(pattern, full, dout, documents)
     others = Known(*full[1:])
     for rank in range(p):
-        parallel = ContextParallel(exchange="simulated", world_size=p, rank=rank, others=others, **context)
+        parallel = simulate.one_rank(rank, p, others, **context)
         own = torch.cat(
             [torch.arange(*span) for span in parallel.cut.shards_of(parallel.cut.default_lengths(n))[rank]]
             or [torch.arange(0)]
@@ -315,21 +316,20 @@ def test_a_job_in_which_nothing_travels_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
+    ("arguments", "message"),
     [
-        ({"exchange": "simulated", "world_size": 4, "rank": 1}, "takes both"),
-        ({"exchange": "simulated", "world_size": 4, "others": OtherRanks()}, "takes both"),
-        ({"exchange": "simulated", "world_size": 4, "rank": 4, "others": OtherRanks()}, "from 0 to 3, got 4"),
-        ({"rank": 0, "others": OtherRanks()}, "only a simulated rank"),
+        ((4, 4, OtherRanks()), "from 0 to 3, got 4"),
+        ((1, 4, None), "others must be an OtherRanks, .* got None"),
+        ((0, 0, OtherRanks()), "an integer of at least 1, got 0"),
     ],
 )
-def test_bad_contexts_are_refused(kwargs, message):
+def test_bad_contexts_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        ContextParallel(**kwargs)
+        simulate.one_rank(*arguments)
 
 
 def test_one_rank_has_no_full_tensors():
-    parallel = ContextParallel(exchange="simulated", world_size=4, rank=2, others=OtherRanks())
+    parallel = simulate.one_rank(2, 4, OtherRanks())
     assert parallel.positions(40).tolist() == list(range(20, 30))
     x = torch.zeros(1, 10)
     for method in (
@@ -343,7 +343,7 @@ def test_one_rank_has_no_full_tensors():
 
 
 def test_lengths_must_fit_the_rank():
-    parallel = ContextParallel(exchange="simulated", world_size=2, rank=1, others=OtherRanks(), lengths=(4, 6))
+    parallel = simulate.one_rank(1, 2, OtherRanks(), lengths=(4, 6))
     q = torch.zeros(1, 5, 1, 8)
     with pytest.raises(ValueError, match="rank 1 has 5 positions, but lengths gives it 6"):
         dilated_attention(q, q, q, DilatedPattern((4,), (1,)), parallel=parallel)
@@ -354,7 +354,7 @@ def test_chunks_of_another_shape_are_refused():
         def keys_and_values(self, positions_GM, heads_G1):
             return torch.zeros(1, *positions_GM.shape, 9), torch.zeros(1, *positions_GM.shape, 9)
 
-    parallel = ContextParallel(exchange="simulated", world_size=2, rank=1, others=Wrong())
+    parallel = simulate.one_rank(1, 2, Wrong())
     q = torch.zeros(1, 4, 1, 8)
     with pytest.raises(ValueError, match=r"made \(1, 1, 4, 9\) for 1 heads of 4 rows.*is 8"):
         dilated_attention(q, q, q, DilatedPattern((8,), (1,)), parallel=parallel)

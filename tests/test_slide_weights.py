@@ -1,6 +1,7 @@
 """Weights of slide encoders from files: what fits, what is refused, and that nothing is changed on the way."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from torch import nn
 from torchscale_cases import SLIDES, Slide, fill
 
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
+from ring_dilated_attention.models.weights import slide_encoder_size
 
 POOLED = SLIDES["aligned, pooled"]
+load = partial(load_slide_encoder, num_heads=16)
 
 
 def save(weights, path):
@@ -29,7 +32,7 @@ def test_load_slide_encoder(tmp_path, suffix):
         5, 32, 2, 16, slide_ngrids=20, segment_lengths=segment_lengths_for(), dilation_rates=(1, 2, 4, 8, 16)
     )
     weights = fill(model).state_dict()
-    loaded, left = load_slide_encoder(save(weights, tmp_path / f"weights.{suffix}"))
+    loaded, left = load(save(weights, tmp_path / f"weights.{suffix}"))
     assert left == ([], [])
     assert not loaded.training
     x, coords = POOLED.inputs()
@@ -37,10 +40,10 @@ def test_load_slide_encoder(tmp_path, suffix):
     more = {**{f"module.{name}": x for name, x in weights.items()}, "mask_token": torch.ones(1)}
     path = save(more, tmp_path / f"more.{suffix}")
     with pytest.raises(ValueError, match="1 tensors that a LongNetViT has no place for: mask_token"):
-        load_slide_encoder(path)
+        load(path)
     del more["module.norm.bias"]
     path = save(more, tmp_path / f"fewer.{suffix}")
-    assert load_slide_encoder(path, strict=False)[1] == (["norm.bias"], ["mask_token"])
+    assert load(path, strict=False)[1] == (["norm.bias"], ["mask_token"])
 
 
 def test_weights_that_are_refused(tmp_path):
@@ -48,30 +51,30 @@ def test_weights_that_are_refused(tmp_path):
     weights = dict(whole)
     del weights["encoder.layers.1.ffn.fc1.weight"]
     with pytest.raises(ValueError, match=r"few\.pth: the weights do not fit .* missing encoder.layers.1.ffn.fc1"):
-        load_slide_encoder(save(weights, tmp_path / "few.pth"))
+        load(save(weights, tmp_path / "few.pth"))
     with pytest.raises(ValueError, match="not hold a slide encoder's weights: of cls_token there is no such tensor"):
-        load_slide_encoder(save({"a": torch.ones(2)}, tmp_path / "other.pth"))
+        load(save({"a": torch.ones(2)}, tmp_path / "other.pth"))
     torch.save(nn.Linear(2, 2), tmp_path / "module.pth")
     with pytest.raises(ValueError, match=r"module\.pth cannot be read with weights_only=True, and is not"):
-        load_slide_encoder(tmp_path / "module.pth")
+        load(tmp_path / "module.pth")
     path = save(whole | {"cls_token": torch.ones(1, 1, 0)}, tmp_path / "narrow.pth")
     with pytest.raises(ValueError, match=r"of cls_token there is shape \(1, 1, 0\)"):
-        load_slide_encoder(path)
+        load(path)
     path = save(whole, tmp_path / "bit.pth")
     damaged = bytearray(path.read_bytes())
     damaged[damaged.find(whole["norm.weight"].numpy().tobytes())] ^= 1
     path.write_bytes(damaged)
     with pytest.raises(ValueError, match=r"bit\.pth cannot be read as weights: it is damaged: the checksum of"):
-        load_slide_encoder(path)
+        load(path)
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(ValueError, match=r"list\.pth holds no tensors by name, but a list"):
-        load_slide_encoder(tmp_path / "list.pth")
+        load(tmp_path / "list.pth")
     for name in ("damaged.pth", "damaged.safetensors"):
         (tmp_path / name).write_bytes(b"weights")
         with pytest.raises(ValueError, match=f"{name} cannot be read"):
-            load_slide_encoder(tmp_path / name)
+            load(tmp_path / name)
     with pytest.raises(ValueError, match=r"none\.pth cannot be read as weights: .*No such file"):
-        load_slide_encoder(tmp_path / "none.pth")
+        load(tmp_path / "none.pth")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,64 @@ def test_weights_that_would_become_other_numbers(change):
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 1e39])
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_that_are_not_finite(number, strict, tmp_path):
+    """Also those that are so once they are of the model's dtype."""
+    model = Slide(2048, 5, True).model().float()
+    before = copy.deepcopy(model.state_dict())
+    weights = {name: x.double() for name, x in before.items()}
+    weights["norm.bias"][3] = number
+    with pytest.raises(ValueError, match=r"is unchanged: norm\.bias holds NaN or inf as torch\.float32\.$"):
+        model.load_state_dict(weights, strict=strict)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    with pytest.raises(ValueError, match=r"weights\.pth: .* norm\.bias holds NaN or inf as torch\.float32\.$"):
+        load(save(weights, tmp_path / "weights.pth"), dtype=torch.float32, strict=strict)
+
+
+def test_flipped_bits_of_a_plain_file(tmp_path):
+    """What the page says of files without checksums: 31 of 32 single bits of a weight of 1 load as other numbers."""
+    weights = Slide(2048, 5, True).model().float().state_dict() | {"norm.weight": torch.arange(32) + 1.0}
+    path = save(weights, tmp_path / "weights.safetensors")
+    whole = path.read_bytes()
+    place = whole.find(weights["norm.weight"].numpy().tobytes())
+    num_other = 0
+    for bit in range(32):
+        damaged = bytearray(whole)
+        damaged[place + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            num_other += load(path)[0].norm.weight[0].item() != 1
+        except ValueError as error:
+            assert "norm.weight holds NaN or inf" in str(error)  # noqa: PT017  one of 32, and no other refusal
+    assert num_other == 31
+
+
+@pytest.mark.parametrize("name", ["gigapath", "gigapath-flash"])
+def test_published_sizes_have_16_heads(name):
+    """Others tell no number of heads, and are refused unless it is given."""
+    with torch.device("meta"):
+        weights = LongNetViT.published(name).state_dict()
+    size = slide_encoder_size("weights.pth", weights, None, None)
+    assert (size.depth, size.num_heads) == (12, 16)
+    assert slide_encoder_size("weights.pth", weights, None, 12).num_heads == 12
+    shorter = {key: x for key, x in weights.items() if "layers.11." not in key}
+    narrower = weights | {"encoder.layers.0.ffn.fc1.bias": torch.empty(size.ffn_dim // 2)}
+    fewer = weights | {"patch_embed.proj.weight": torch.empty(size.embed_dim, 1024)}
+    for other, depth in ((shorter, 11), (narrower, None), (fewer, None)):
+        with pytest.raises(ValueError, match=r"tell their number of heads: pass num_heads= \(--heads\)$"):
+            slide_encoder_size("weights.pth", other, depth, None)
+        assert slide_encoder_size("weights.pth", other, depth, 8).num_heads == 8
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_heads_that_are_not_told(strict, tmp_path):
+    path = save(Slide(2048, 5, True).model().state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match=r"weights\.pth holds 2 layers x 32 for 5 features of a tile, .* num_heads="):
+        load_slide_encoder(path, strict=strict)
+    assert load_slide_encoder(path, num_heads=8, strict=strict)[0].encoder.config.num_heads == 8
+
+
 @pytest.mark.parametrize("width", [768, 384])
 def test_weights_that_lack_their_last_layers(width, tmp_path):
     """They load strictly as a shallower model, so that a published width asks for the published depth."""
@@ -97,10 +158,10 @@ def test_weights_that_lack_their_last_layers(width, tmp_path):
         whole = LongNetViT(5, width, 2, 16, segment_lengths=(8,), dilation_rates=(1,), mlp_ratio=0.25).state_dict()
     path = save({name: torch.zeros(x.shape) for name, x in whole.items()}, tmp_path / "short.pth")
     with pytest.raises(ValueError, match=rf"short\.pth holds 2 layers x {width}, and published .* have 12 layers"):
-        load_slide_encoder(path)
-    assert len(load_slide_encoder(path, depth=2)[0].encoder.layers) == 2
+        load(path)
+    assert len(load(path, depth=2)[0].encoder.layers) == 2
     with pytest.raises(ValueError, match="and asked for were 3 layers: some are missing, or pass depth=2"):
-        load_slide_encoder(path, depth=3)
+        load(path, depth=3)
 
 
 @pytest.mark.parametrize(("last", "gap"), [(2, 1), (99_999_999_999, 2)])
@@ -110,8 +171,8 @@ def test_layers_with_a_gap(last, gap, tmp_path):
     weights = {name: x for name, x in weights.items() if f"layers.{gap}." not in name}
     path = save(weights, tmp_path / "gap.pth")
     with pytest.raises(ValueError, match=rf"holds encoder\.layers\.{last} and no encoder\.layers\.{gap}: one is stray"):
-        load_slide_encoder(path)
-    model, left = load_slide_encoder(path, strict=False)
+        load(path)
+    model, left = load(path, strict=False)
     assert len(model.encoder.layers) == gap
     assert f"encoder.layers.{last}.x" in left.unknown
 
@@ -121,15 +182,15 @@ def test_weights_are_not_rounded(dtype, tmp_path):
     """The model is of the weights' dtype where that is wider than float32; another when told."""
     weights = {name: x.to(dtype) for name, x in Slide(2048, 5, True).model().state_dict().items()}
     path = save(weights, tmp_path / "weights.pth")
-    loaded, _ = load_slide_encoder(path)
+    loaded, _ = load(path)
     assert loaded.cls_token.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert all(torch.equal(x, weights[name].to(x.dtype)) for name, x in loaded.state_dict().items())
-    assert load_slide_encoder(path, dtype=torch.float16)[0].cls_token.dtype == torch.float16
+    assert load(path, dtype=torch.float16)[0].cls_token.dtype == torch.float16
 
 
 def test_segment_lengths_are_those_of_the_tile_size(tmp_path):
     path = save(Slide(2048, 5, True).model().state_dict(), tmp_path / "weights.pth")
-    model, _ = load_slide_encoder(path, tile_size=512)
+    model, _ = load(path, tile_size=512)
     assert (model.tile_size, model.encoder.pattern.segment_lengths) == (512, segment_lengths_for(tile_size=512))
 
 
@@ -143,4 +204,4 @@ def test_weights_under_other_names_are_refused(tmp_path, strict):
     """Catches a model that is random throughout, since strict=False leaves out what has no place."""
     weights = {f"slide_encoder.{name}": x for name, x in fill(POOLED.model()).state_dict().items()}
     with pytest.raises(ValueError, match=r"under other names, such as 'slide_encoder\.cls_token'"):
-        load_slide_encoder(save(weights, tmp_path / "tuned.pth"), strict=strict)
+        load(save(weights, tmp_path / "tuned.pth"), strict=strict)

@@ -17,7 +17,7 @@ from torchscale_cases import ATTENTION, Attention, blocked, kept, waves
 
 from benchmarks import checkout
 from benchmarks.padded import padded_reference
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.models import torchscale_attention
 from ring_dilated_attention.models.gate import gate
 
@@ -126,7 +126,7 @@ def check(inputs, pattern, attend, tolerance=1e-11):
 def test_value_lse_and_gradients(branches, length, num_heads, is_causal, num_simulated):
     """Any branches and lengths, also where no branch covers a query, and over simulated ranks."""
     pattern = DilatedPattern(*zip(*branches, strict=True), is_causal=is_causal, phase="blocked")
-    parallel = ContextParallel(exchange="simulated", world_size=num_simulated) if num_simulated else None
+    parallel = simulate.all_ranks(num_simulated) if num_simulated else None
     inputs = [random(2, length, num_heads, 4, seed=seed) for seed in range(3)]
     check(inputs, pattern, lambda own: torchscale_attention(*own, pattern, parallel=parallel, return_lse=True))
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path, PurePosixPath
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from distributed import run as run_ranks
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import causes
+from ring_dilated_attention.training import checkpoint
 from ring_dilated_attention.training.checkpoint import find_checkpoint
 from ring_dilated_attention.training.data import Document, load_document, source_files, strip_fasta
 from ring_dilated_attention.training.interrupt import StopRequest
@@ -23,7 +25,7 @@ from ring_dilated_attention.training.launch import LOST_ANOTHER, Ended
 from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, train
 from ring_dilated_attention.training.memory import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
-from ring_dilated_attention.training.report import summary, write_report
+from ring_dilated_attention.training.report import draw_losses, summary, write_report
 from ring_dilated_attention.training.run import Run
 
 TINY = {
@@ -163,6 +165,27 @@ class TestLoop:
         assert re.search(r"rank +positions.*\n +0 +48 ", text)
         assert f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte" in text
 
+    def test_a_report_that_is_made_again(self, tmp_path):
+        """It tells of the machine, versions and memory that trained. An older checkpoint tells none of them."""
+        record = train(tiny_run(tmp_path), ContextParallel(), NEVER)
+        with mock.patch("ring_dilated_attention.training.loop.versions", return_value={"torch": "another"}):
+            assert train(tiny_run(tmp_path, resume=True), ContextParallel(), NEVER) == record
+            path = find_checkpoint(tmp_path) / "state.json"
+            state = json.loads(path.read_text())["state"]
+            for name in ("hardware", "versions", "ranks"):
+                del state[name]
+            path.write_text(checkpoint._signed(path.parent, state))
+            older = train(tiny_run(tmp_path, resume=True), ContextParallel(), NEVER)
+        assert older["versions"] == {"torch": "another"}
+        assert [row["positions"] for row in older["ranks"]] == [48]
+
+    @pytest.mark.parametrize(("num_ranks", "title"), [(1, "48 tokens over 1 rank"), (2, "48 tokens over 2 ranks")])
+    def test_the_title_of_the_picture(self, num_ranks, title, tmp_path):
+        record = train(tiny_run(tmp_path), ContextParallel(), NEVER) | {"num_ranks": num_ranks}
+        with mock.patch("matplotlib.axes.Axes.set_title") as set_title:
+            draw_losses(record)
+        set_title.assert_called_once_with(title)
+
 
 def train_twice(rank, world_size, folder):
     """One run in one go, one interrupted on the last rank's request and resumed."""
@@ -179,13 +202,18 @@ def train_twice(rank, world_size, folder):
 
 
 def test_three_ranks_resume_to_the_bit_and_agree_with_one(tmp_path):
-    """Three, since gloo's sum of two is the same in any order. On one rank the losses differ by rounding only."""
+    """Three, since gloo's sum of two is the same in any order. On one rank the losses differ by rounding only. And a
+    report that is made again by one rank tells of the three that trained."""
     results = run_ranks(3, train_twice, tmp_path)
     losses, positions = results[0]
     assert all(result == results[0] for result in results)
     assert positions == [16, 16, 16]
     alone = train(tiny_run(tmp_path / "alone"), ContextParallel(), NEVER)
     assert losses == pytest.approx(alone["bits_per_byte"], abs=1e-4)
+    again = train(tiny_run(tmp_path / "whole", resume=True), ContextParallel(), NEVER)
+    assert again["bits_per_byte"] == losses
+    assert again["num_ranks"] == 3
+    assert [row["positions"] for row in again["ranks"]] == positions
 
 
 def test_signals_are_requests_inside_the_context_only():

@@ -237,9 +237,11 @@ def test_evaluate(folder, tmp_path, capsys):
     assert sum(bucket["num_bytes"] for bucket in record["by_bytes_before"]) == 989
     assert record["peak_resident_bytes"] > 1e7
     assert (tmp_path / "made" / "bits.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "mine.png").write_bytes(b"mine")
-    assert main([*arguments, "--picture", str(tmp_path / "mine.png")]) == 2
-    assert "mine.png was not made by rda evaluate --picture" in capsys.readouterr().err
+    script = tmp_path / "mine.py"  # it is evaluated itself, too
+    script.write_bytes(b"from ring_dilated_attention import dilated_attention\n")
+    assert main(["evaluate", str(folder), str(script), "--picture", str(script)]) == 2
+    assert "mine.py was not made by rda evaluate --picture" in capsys.readouterr().err
+    assert script.read_bytes() == b"from ring_dilated_attention import dilated_attention\n"
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert f"{record['bits_per_byte']:.3f} bits per byte over 989 bytes, in contexts of 96 bytes" in out

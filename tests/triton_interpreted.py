@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import allocated
-from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, explain
+from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, explain, simulate
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, launch, shapes, token
 from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
@@ -300,7 +300,7 @@ def test_one_position(kind):
 def test_hops_of_the_ring(sharding, backend):
     """Catches kernels that need as many keys as queries: a hop has its own number of keys, in a flat buffer."""
     call = call_of((1, 60, 4, 2, 16, [(8, 1), (60, 2)], {"is_causal": True}, None))
-    parallel = ContextParallel(exchange="simulated", world_size=3, sharding=sharding)
+    parallel = simulate.all_ranks(3, sharding=sharding)
     call.check(call.run(backend=backend, parallel=parallel))
 
 

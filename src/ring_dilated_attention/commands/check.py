@@ -19,6 +19,7 @@ from ..kernels.choose import BACKENDS, reasons
 from ..pattern import DilatedPattern
 from ..plan.exchange import EXCHANGES
 from ..ranks.context import ContextParallel
+from ..simulate import all_ranks
 from .compare import DTYPES, Case, Squares, measure, measure_cached, worst
 from .limits import check_at_least, check_ranks_fit
 from .numbers import count
@@ -36,7 +37,8 @@ CASES = (
     Case("queries without keys", DilatedPattern((8, 97), (3, 8)), 97, 1, 3, 3, 16),
 )
 
-CACHE = "cache"  # in the place of an exchange: one device, and a sequence that is appended to a cache
+# In the place of an exchange: one device, and a sequence that is appended to a cache; all ranks in one process.
+CACHE, SIMULATED = "cache", "simulated"
 
 
 class Row(NamedTuple):
@@ -65,7 +67,7 @@ class Trial(NamedTuple):
 
     @property
     def num_processes(self) -> int:
-        return 1 if self.exchange == "simulated" else self.num_ranks
+        return 1 if self.exchange == SIMULATED else self.num_ranks
 
     @property
     def cases(self) -> list[Case]:
@@ -85,7 +87,7 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     trials, rows = [], []
     for backend in BACKENDS:
-        for exchange in EXCHANGES if num_ranks > 1 else ("none", CACHE):
+        for exchange in (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE):
             for dtype in DTYPES:
                 options = [Trial(backend, device, exchange, dtype, num_ranks) for device in devices]
                 against = [_why_not(option) for option in options]
@@ -136,12 +138,13 @@ def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> lis
             if trial.num_ranks > 1:
                 how = (case.sharding, trial.num_ranks)
                 if how not in contexts:
-                    contexts[how] = ContextParallel(
-                        sharding=case.sharding,
-                        exchange=trial.exchange,
-                        timeout=timedelta(seconds=seconds),
-                        world_size=trial.num_ranks if trial.exchange == "simulated" else None,
-                    )
+                    if trial.exchange == SIMULATED:
+                        contexts[how] = all_ranks(trial.num_ranks, sharding=case.sharding)
+                    else:
+                        timeout = timedelta(seconds=seconds)
+                        contexts[how] = ContextParallel(
+                            sharding=case.sharding, exchange=trial.exchange, timeout=timeout
+                        )
                 parallel = contexts[how]
             if trial.exchange == CACHE:
                 results[-1].append(measure_cached(case, trial.dtype, trial.backend, device))

@@ -331,7 +331,7 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
         print("".join(f"  {i + 1}. {problem}\n" for i, problem in enumerate(problems)), end="")
     if arguments.save is not None:
         memory = memory_of_each(everyone)
-        source = f"{MAKER} on {len(everyone)} ranks, {everyone[0]['hardware']['processor']}"
+        source = f"{MAKER} on {len(everyone)} rank{'s' * (len(everyone) > 1)}, {everyone[0]['hardware']['processor']}"
         itemsize = 4 if everyone[0]["gpu"] is None else 2
         machine = Machine(hardware, itemsize, int(memory) if memory < float("inf") else None, source)
         notes = [time.strftime("measured %Y-%m-%d"), f"torch {everyone[0]['versions']['torch']}"]

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "lengths stay those of 256"
     )
     add("--tile-size", metavar="PIXELS", help=steps)
-    add("--heads", type=count, default=16, metavar="H", help="attention heads of the weights (default 16)")
+    add("--heads", type=count, metavar="H", help="attention heads of the weights (default 16, of published sizes only)")
     layers = "layers that the weights must have (default: 12 if they are 768 or 384 wide, as the published ones)"
     add("--depth", type=count, metavar="LAYERS", help=layers)
     add("--dtype", choices=DTYPES, default="float32", help="16 bits under autocast (default float32)")
@@ -202,7 +202,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
     digest = digest_of(arguments.weights)
     check_device(arguments.device, arguments.ranks)
-    size = slide_encoder_size(arguments.weights, read_weights(arguments.weights), arguments.depth)
+    size = slide_encoder_size(arguments.weights, read_weights(arguments.weights), arguments.depth, arguments.heads)
     layer = arguments.layer
     if layer not in LAYERS:
         if int(layer) > size.depth:
@@ -219,7 +219,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "padding": arguments.padding,
         "max_wsi_size": arguments.max_wsi_size,
         "tile_size": tile_size if tile_size == "file" else float(tile_size or DEFAULT_TILE_SIZE),
-        "heads": arguments.heads,
+        "heads": size.num_heads,
         "dtype": arguments.dtype,
         "weights_sha256": digest,
     }

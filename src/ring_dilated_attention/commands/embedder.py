@@ -34,7 +34,7 @@ class Options(NamedTuple):
     padding: str
     max_wsi_size: int
     tile_size: str | None
-    heads: int
+    heads: int | None
     depth: int | None
     dtype: str
     device: str
@@ -212,8 +212,8 @@ def _embed(model: LongNetViT, options: Options, group: list[Tiles], device: str)
         if embedding.isfinite().all():
             yield tiles.result(embedding.tolist())
         else:
-            why = f"too large for {options.dtype}, or the weights are not finite either"
-            yield tiles.result(None, f"its features are finite and its embedding is not: {why}")
+            why = f"its features are finite and its embedding is not: too large for {options.dtype}"
+            yield tiles.result(None, why)
 
 
 def _forward(model: LongNetViT, options: Options, group: list[Tiles], device: str) -> Tensor:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..training.files import replaced
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -154,15 +156,10 @@ class EmbeddingFile:
             "settings": json.dumps(self.settings),
             "slides": json.dumps(self.entries),
         }
-        unfinished = self.place.with_name(f"{self.place.name}.unfinished-{os.getpid()}")
         self.place.parent.mkdir(parents=True, exist_ok=True)
         try:
-            save_file(self.embeddings, unfinished, metadata=metadata)
-            with unfinished.open("rb") as file:
-                os.fsync(file.fileno())
-            unfinished.replace(self.place)
+            with replaced(self.place) as unfinished:
+                save_file(self.embeddings, unfinished, metadata=metadata)
         except SafetensorError as error:  # a full disk, for one
             raise ValueError(f"--out {self.path} cannot be written: {error}") from error
-        finally:
-            unfinished.unlink(missing_ok=True)
         self._written, self._is_new, self._seen = time.monotonic(), False, self._stat()

@@ -14,9 +14,10 @@ import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ..forecast.clock import Hardware, time_text
+from ..training.files import MOST_BYTES
 from .numbers import amount, scaled
 
 
@@ -187,9 +188,13 @@ def as_toml(machine: Machine, notes: list[str]) -> str:
     return "\n".join([*lines, f'dtype = "{dtype}"', f'source = "{source}"', ""])
 
 
-def is_saved(content: bytes) -> bool:
+def is_saved(file: BinaryIO) -> bool:
     """Whether a file is one that `rda doctor` wrote."""
-    return f'source = "{MAKER} '.encode() in content
+    try:
+        found = tomllib.loads(file.read(MOST_BYTES).decode())
+        return len(found) == 1 and found["hardware"]["source"].startswith(f"{MAKER} ")
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def described(hardware: Hardware, source: str) -> str:

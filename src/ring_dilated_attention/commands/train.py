@@ -63,9 +63,11 @@ those that gloo picks).
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
-    exchanges = ("auto", *(name for name in EXCHANGES if name != "simulated"))
     parser.add_argument(
-        "--exchange", choices=exchanges, default=DEFAULTS["exchange"], help="how chunks travel (default auto)"
+        "--exchange",
+        choices=("auto", *EXCHANGES),
+        default=DEFAULTS["exchange"],
+        help="how chunks travel (default auto)",
     )
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
     parser.add_argument("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")

@@ -29,8 +29,8 @@ class CheckedLoading(nn.Module):
             missing_keys and unexpected_keys: with strict=False what was left as it is, and what was left over.
 
         Raises:
-            ValueError: for tensors of other shapes or without floating numbers, and with strict=True for names that are
-                missing or unknown.
+            ValueError: for tensors of other shapes, without floating numbers, or with some that are not finite in the
+                model's dtype; and with strict=True for names that are missing or unknown.
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"state_dict must be a dict of tensors by name, got a {type(state_dict).__name__}.")
@@ -51,6 +51,11 @@ def _failure(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> 
         f"{name} has {x.layout} and {x.dtype} on {x.device}, expected floating numbers"
         for name, x in state_dict.items()
         if name in own and isinstance(x, Tensor) and not _has_numbers(x)
+    ]
+    failures += [
+        f"{name} holds NaN or inf as {own[name].dtype}"
+        for name, x in state_dict.items()
+        if name in own and isinstance(x, Tensor) and _has_numbers(x) and not x.to(own[name].dtype).isfinite().all()
     ]
     if strict:
         missing = [name for name in own if name not in state_dict]

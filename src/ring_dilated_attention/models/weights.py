@@ -19,12 +19,13 @@ _NESTS = ("model", "state_dict", "module")
 
 
 class EncoderSize(NamedTuple):
-    """Of a slide encoder, as its weights tell it."""
+    """Of a slide encoder, as its weights tell it, but for the heads."""
 
     in_chans: int
     embed_dim: int
     depth: int
     ffn_dim: int
+    num_heads: int
 
     def __str__(self) -> str:
         return f"{self.depth} layers x {self.embed_dim}"
@@ -83,32 +84,38 @@ def first_line(error: Exception) -> str:
 
 
 def slide_encoder_size(
-    path: Path | str, weights: Mapping[str, Tensor], depth: int | None = None, *, strict: bool = True
+    path: Path | str, weights: Mapping[str, Tensor], depth: int | None, num_heads: int | None, *, strict: bool = True
 ) -> EncoderSize:
     """The size of the slide encoder that a file's weights belong to.
 
     Args:
         path: for what is said of them.
-        depth: the number of layers that the file must have. By default 12 for the widths of the published encoders, 768
+        depth: the number of layers that the file must have. None is 12 for the widths of the published encoders, 768
             and 384, since a file that lacks the last ones is a whole model too, and any for other widths.
+        num_heads: which no weights tell. None is 16 for the sizes of the published encoders, which all have 16.
         strict: refuse weights of another depth, or with a gap; otherwise the size is that of the model to make.
 
     Raises:
-        ValueError: if they are no slide encoder's, or those of another depth.
+        ValueError: if they are no slide encoder's, those of another depth, or their heads are not known.
     """
     embed_dim = _size(path, weights, "cls_token", 2)
     in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
     ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
-    size = EncoderSize(in_chans, embed_dim, _depth(path, weights, strict=strict), ffn_dim)
+    heads = NUM_HEADS if num_heads is None else num_heads
+    size = EncoderSize(in_chans, embed_dim, _depth(path, weights, strict=strict), ffn_dim, heads)
     published = {known.embed_dim: known.depth for known in PUBLISHED.values()}
     expected = published.get(embed_dim, size.depth) if depth is None else depth
-    if not strict:
-        return size._replace(depth=expected)
-    if size.depth != expected:
+    if strict and size.depth != expected:
         who = "published encoders of this width have" if depth is None else "asked for were"
         raise ValueError(
             f"{path} holds {size}, and {who} {expected} layers: some are missing, or pass depth={size.depth} "
             f"(--depth {size.depth}) if it is another model"
+        )
+    size = size._replace(depth=expected)
+    if num_heads is None and size[:4] not in [(*known, 4 * known.embed_dim) for known in PUBLISHED.values()]:
+        raise ValueError(
+            f"{path} holds {size} for {in_chans} features of a tile, with feed-forwards of {ffn_dim}, which is no "
+            "published encoder's size, and no weights tell their number of heads: pass num_heads= (--heads)"
         )
     return size
 
@@ -116,7 +123,7 @@ def slide_encoder_size(
 def load_slide_encoder(
     path: Path | str,
     *,
-    num_heads: int = NUM_HEADS,
+    num_heads: int | None = None,
     depth: int | None = None,
     max_wsi_size: int = 262_144,
     tile_size: float = 256,
@@ -132,8 +139,7 @@ def load_slide_encoder(
 
     Args:
         path: as for `read_weights`.
-        num_heads: which the weights do not tell; all published ones have 16.
-        depth: as for `slide_encoder_size`.
+        num_heads, depth: as for `slide_encoder_size`.
         max_wsi_size, tile_size: as for `segment_lengths_for`; the weights do not tell them either.
         dtype: of the model; by default float32, or that of the weights if it is wider.
         strict: refuse a file with names that are not the model's, or without some of them.
@@ -142,12 +148,12 @@ def load_slide_encoder(
         ValueError: if the file is not that of a slide encoder.
     """
     weights = read_weights(path)
-    size = slide_encoder_size(path, weights, depth, strict=strict)
+    size = slide_encoder_size(path, weights, depth, num_heads, strict=strict)
     model = LongNetViT(
         size.in_chans,
         size.embed_dim,
         size.depth,
-        num_heads,
+        size.num_heads,
         mlp_ratio=size.ffn_dim / size.embed_dim,
         tile_size=tile_size,
         segment_lengths=segment_lengths_for(max_wsi_size, tile_size),

@@ -12,7 +12,7 @@ from .planner import make_plan
 from .sharding import shard_length
 from .sizes import Sizes
 
-EXCHANGES = ("ring", "all_gather", "all_to_all", "simulated")
+EXCHANGES = ("ring", "all_gather", "all_to_all")
 
 # One round of small chunks costs less than several hops of them.
 SMALL_CHUNK_BYTES = 64 * 1024

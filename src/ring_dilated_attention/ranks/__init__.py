@@ -1,1 +1,1 @@
-"""What connects processes, and what stands in for them: all ranks simulated, one rank of a larger job."""
+"""What connects processes, and what they agree on before a call."""

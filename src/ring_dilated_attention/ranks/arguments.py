@@ -9,34 +9,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..plan.exchange import EXCHANGES
-from ..plan.sharding import SHARDINGS
-from .one_rank import OtherRanks
+from ..plan.sharding import SHARDINGS, Cut
 
 # torch counts timeouts in milliseconds; nobody waits ten years.
 LEAST_TIMEOUT, MOST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3650)
 
 
-def check_arguments(
-    num_ranks: int,
-    mesh: DeviceMesh | None,
-    sharding: str,
-    exchange: str,
-    timeout: timedelta,
-    align: int,
-    lengths: Sequence[int] | None,
-    world_size: int | None,
-) -> None:
-    if sharding not in SHARDINGS:
-        raise ValueError(f"sharding={sharding!r} is unknown; choose one of {SHARDINGS}.")
+def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) -> None:
     if exchange not in ("auto", *EXCHANGES):
         raise ValueError(f"exchange={exchange!r} is unknown; choose one of {('auto', *EXCHANGES)}.")
-    if (exchange == "simulated") != (world_size is not None):
-        raise ValueError(
-            f"world_size={world_size} with exchange={exchange!r}: the number of ranks is given for "
-            "exchange='simulated', and for no other."
-        )
-    if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
-        raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}.")
     if mesh is not None and mesh.ndim == 2 and exchange not in ("auto", "ring", "all_gather"):
         raise ValueError(
             f"exchange={exchange!r} cannot run on a 2-D mesh, whose last axis deals heads already; choose how "
@@ -46,6 +27,18 @@ def check_arguments(
         raise ValueError(
             f"timeout must be a positive datetime.timedelta, from a millisecond to ten years, got {timeout!r}."
         )
+
+
+def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1) -> Cut:
+    """How so many ranks share a sequence.
+
+    Raises:
+        ValueError: for unknown names, and numbers that do not fit.
+    """
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ValueError(f"the number of ranks must be an integer of at least 1, got {num_ranks!r}.")
+    if sharding not in SHARDINGS:
+        raise ValueError(f"sharding={sharding!r} is unknown; choose one of {SHARDINGS}.")
     if isinstance(align, bool) or not isinstance(align, int) or align < 1:
         raise ValueError(f"align must be an integer of at least 1, got {align!r}.")
     if sharding == "zigzag" and (align != 1 or lengths is not None):
@@ -55,17 +48,7 @@ def check_arguments(
             raise ValueError(f"lengths must hold {num_ranks} integers of at least 0, one for each rank, got {lengths}.")
         if align != 1:
             raise ValueError(f"give either align={align} or lengths={lengths}, not both.")
-
-
-def check_one_rank(world_size: int | None, rank: int | None, others: OtherRanks | None) -> None:
-    if (rank is None) != (others is None):
-        raise ValueError(f"rank={rank} with others={others}: to run one rank alone takes both, to run all neither.")
-    if rank is None:
-        return
-    if world_size is None:
-        raise ValueError(f"rank={rank}: only a simulated rank is chosen; give exchange='simulated' and world_size.")
-    if not isinstance(rank, int) or not 0 <= rank < world_size:
-        raise ValueError(f"rank must be an integer from 0 to {world_size - 1}, got {rank!r}.")
+    return Cut(sharding, num_ranks, align, None if lengths is None else tuple(lengths), inner)
 
 
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

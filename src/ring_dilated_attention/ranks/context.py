@@ -13,18 +13,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..pattern import is_integer
-from ..plan.sharding import Cut, check_documents, document_positions
-from .arguments import check_arguments, check_one_rank, resolve_group
+from ..plan.sharding import check_documents, document_positions
+from .arguments import check_arguments, cut_of, resolve_group
 from .batches import shard_batch
 from .borders import validate_cu_seqlens
 from .link import ExchangeError
-from .one_rank import OneRank, OtherRanks
 from .origin import origin_of, remember, why_foreign
 from .processes import Processes, note_dropped
 from .ranks import Ranks
 from .reduce import mean_loss
 from .reshard import ShardRows, UnshardRows, dim_failure, rows_fields
-from .simulated import SimulatedRanks
 
 # The custom ops know a context by its name: they take no objects. An entry lives as long as its context.
 _contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
@@ -66,16 +64,11 @@ class ContextParallel:
             Over a 2-D mesh heads are dealt (all-to-all) along the last axis and chunks travel along the first.
         sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k parts k and 2p-1-k of 2p.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
-            bytes, memory and number of messages. "simulated" runs the ring of `world_size` ranks in this process, on
-            full tensors; or, given `rank` and `others`, that rank alone, on its own rows, in a job of any size.
+            bytes, memory and number of messages.
         timeout: how long a rank waits for another before it raises. (One that dies is noticed at once on gloo; with
             NCCL all depends on how its watchdog is configured.)
         align: the borders of contiguous shards are multiples of it.
         lengths: the lengths of contiguous shards, one for each rank, instead of near-equal ones.
-        world_size: the number of simulated ranks.
-        rank: the one simulated rank to run. All ranks have as many positions as this one, unless `lengths` says else.
-        others: what the other ranks send to it, made on demand, and what takes what it sends
-            (`exchange.one_rank.OtherRanks`).
 
     Raises:
         ValueError: for unknown names, an `align` below 1, and lengths that do not fit the group.
@@ -90,40 +83,34 @@ class ContextParallel:
         timeout: timedelta = DEFAULT_TIMEOUT,
         align: int = 1,
         lengths: Sequence[int] | None = None,
-        world_size: int | None = None,
-        rank: int | None = None,
-        others: OtherRanks | None = None,
     ) -> None:
         mesh = group if isinstance(group, DeviceMesh) else None
-        self.group = resolve_group(group) if exchange != "simulated" else None
+        self.group = resolve_group(group)
         members = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
         if mesh is not None and mesh.ndim == 2:
             members = mesh.mesh.flatten().tolist()
-        num_shards = world_size if exchange == "simulated" and isinstance(world_size, int) else len(members)
         inner = mesh.shape[1] if mesh is not None and mesh.ndim == 2 else 1
         cut, failure = None, None
         try:
-            check_arguments(num_shards, mesh, sharding, exchange, timeout, align, lengths, world_size)
-            check_one_rank(world_size, rank, others)
-            cut = Cut(sharding, num_shards, align, None if lengths is None else tuple(lengths), inner)
+            check_arguments(mesh, exchange, timeout)
+            cut = cut_of(len(members), sharding, align, lengths, inner)
         except Exception as error:
             failure = str(error) or type(error).__name__
-            if self.group is None or len(members) == 1:
+            if len(members) == 1:
                 raise
-        self.ranks: Ranks
-        if self.group is not None and len(members) > 1:
-            self.ranks = processes = Processes(members, timeout if failure is None else DEFAULT_TIMEOUT)
-            processes.connect(cut, exchange, failure)
-            weakref.finalize(self, note_dropped, processes.opened, processes.name).atexit = False
-        assert cut is not None
-        if rank is not None and others is not None:
-            self.ranks = OneRank(rank, others, cut)
-        elif exchange == "simulated":
-            self.ranks = SimulatedRanks(cut)
-        elif len(members) == 1:
-            self.ranks = Ranks(cut)
-        self.cut, self.sharding, self.exchange = cut, sharding, exchange
-        self.rank, self.world_size, self.name = self.ranks.rank, self.ranks.world_size, self.ranks.name
+        if len(members) == 1:
+            assert cut is not None
+            self._take(Ranks(cut), exchange)
+            return
+        ranks = Processes(members, timeout if failure is None else DEFAULT_TIMEOUT)
+        ranks.connect(cut, exchange, failure)
+        weakref.finalize(self, note_dropped, ranks.opened, ranks.name).atexit = False
+        self._take(ranks, exchange)
+
+    def _take(self, ranks: Ranks, exchange: str) -> None:
+        """Be the context of these ranks."""
+        self.ranks, self.cut, self.sharding, self.exchange = ranks, ranks.cut, ranks.cut.sharding, exchange
+        self.rank, self.world_size, self.name = ranks.rank, ranks.world_size, ranks.name
         self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
         # What the ops know it by: other than its name, never that of another in this process.
         self.key = f"{self.name}, number {next(_made)}"

@@ -2,8 +2,8 @@
 
 import socket
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import combinations, islice
 
@@ -17,7 +17,7 @@ from ..plan.sharding import Cut, ring_order
 from ..plan.sizes import Sizes
 from .call import Call
 from .handshake import agree
-from .link import ExchangeError, GroupLink
+from .link import ExchangeError, GroupLink, Wait
 from .origin import why_doubtful
 from .ranks import Links, Ranks, call_fields
 
@@ -220,3 +220,17 @@ def note_dropped(opened: list[GroupLink], name: str) -> None:
             ResourceWarning,
             stacklevel=2,
         )
+
+
+@contextmanager
+def recorded_waits(ranks: Ranks) -> Iterator[list[Wait]]:
+    """The waits of this rank for others, on every link of its context (the handshakes' too), as they end."""
+    waits: list[Wait] = []
+    links = ranks.opened if isinstance(ranks, Processes) else []
+    for link in links:
+        link.waits = waits
+    try:
+        yield waits
+    finally:
+        for link in links:
+            link.waits = None

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import flush
+from .files import flush, replaced
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -99,8 +99,10 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: "nn.Module",
     try:
         unfinished.mkdir(parents=True)
         (unfinished / MARK_FILE).write_text(state["run"])
-        save_file({name: x.detach() for name, x in model.named_parameters()}, unfinished / MODEL_FILE)
-        save_file(_optimizer_tensors(model, optimizer), unfinished / OPTIMIZER_FILE)
+        parameters = {name: x.detach() for name, x in model.named_parameters()}
+        for name, tensors in ((MODEL_FILE, parameters), (OPTIMIZER_FILE, _optimizer_tensors(model, optimizer))):
+            with replaced(unfinished / name) as path:
+                save_file(tensors, path)
         (unfinished / STATE_FILE).write_text(_signed(unfinished, state))
         for path in (*unfinished.iterdir(), unfinished):
             flush(path)

@@ -1,40 +1,55 @@
 """Files that are whole or absent, and that never take the place of somebody else's. No torch."""
 
+import json
 import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
-from typing import TextIO
+from typing import Any, BinaryIO, TextIO
 
 MADE_BY = "ring_dilated_attention"  # what pictures say they were made with
+MOST_BYTES = 2**28  # that are read of a file to know whose it is
 
 
-def write_whole(path: Path, content: bytes, is_mine: Callable[[bytes], bool], maker: str) -> None:
-    """Write a file under another name, flush it to the disk and rename it.
+def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
+    """Write a file, which is whole or as it was.
 
     Args:
-        is_mine: whether what a file holds was made by `maker`, so that it may be replaced.
+        is_mine: whether a file, open at its start, was made by `maker`, so that it may be replaced.
 
     Raises:
         ValueError: if a file of this name is somebody else's.
         OSError: if it cannot be written, with its path. Nothing is left of it then.
     """
     check_mine(path, is_mine, maker)
-    unfinished = path.with_name(f"unfinished-{secrets.token_hex(8)}-{path.name}")
     try:
-        try:
-            with open(unfinished, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-        flush(path.parent)
+        with replaced(path) as unfinished:
+            unfinished.write_bytes(content)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """The name under which to write a file: at the end of the block it is flushed to the disk, and takes its place.
+
+    That is where a link leads. The mode stays that of the file that was there; a new one has that of the umask.
+    """
+    place = Path(os.path.realpath(path))
+    unfinished = place.with_name(f"unfinished-{secrets.token_hex(8)}-{place.name}")
+    try:
+        unfinished.touch(exist_ok=False)
+        mode = (place if place.exists() else unfinished).stat().st_mode
+        yield unfinished
+        unfinished.chmod(stat.S_IMODE(mode))  # safetensors makes files that nobody else can read
+        flush(unfinished)
+        unfinished.replace(place)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    flush(place.parent)
 
 
 @contextmanager
@@ -58,17 +73,18 @@ def folder_made(folder: Path) -> Iterator[Path]:
                 path.rmdir()
 
 
-def check_mine(path: Path, is_mine: Callable[[bytes], bool], maker: str) -> None:
+def check_mine(path: Path, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
     """Raise ValueError if there is a file that may not be replaced."""
     try:
         if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
             raise ValueError(f"{path} is in the way: it is no regular file. Move it away, or choose another place.")
-        found = path.read_bytes()
+        with path.open("rb") as file:
+            may_go = is_mine(file)
     except FileNotFoundError:
         return
     except OSError as error:
         raise ValueError(f"{path} is in the way: {error.strerror}. Move it away, or choose another place.") from error
-    if not is_mine(found):
+    if not may_go:
         raise ValueError(
             f"{path} was not made by {maker}, and nothing is written over it. Move it away, or choose another place."
         )
@@ -104,9 +120,25 @@ class LossyStream:
         return self._stream.fileno()
 
 
-def is_our_picture(content: bytes) -> bool:
-    """A PNG says by what it was made before it says anything else."""
-    return MADE_BY.encode() in content[:1024]
+def is_our_picture(file: BinaryIO, source: str | None = None) -> bool:
+    """Whether it is a PNG that says it was made here, and from this source, in texts before its pixels."""
+    head, texts = BytesIO(file.read(4096)), list[bytes]()
+    if head.read(8) != b"\x89PNG\r\n\x1a\n":
+        return False
+    while len(start := head.read(8)) == 8 and not start.endswith(b"IDAT"):
+        texts.append(start[4:] + head.read(int.from_bytes(start[:4])))
+        head.seek(4, os.SEEK_CUR)  # its checksum
+    is_ours = f"tEXtSoftware\0{MADE_BY}".encode() in texts
+    return is_ours and (source is None or f"tEXtSource\0{source}".encode() in texts)
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """The object that it is as JSON; empty where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def flush(path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..ranks.context import ContextParallel
-from ..ranks.measuring import recorded_waits
+from ..ranks.processes import recorded_waits
 from ..ranks.reduce import all_reduce
 from .agreement import together
 from .baselines import baselines
@@ -22,7 +22,7 @@ from .memory import peak_resident_bytes, resident_bytes
 from .metrics import Metrics, Step
 from .options import Hyperparameters
 from .progress import Progress
-from .report import make_record, planned_attention_bytes
+from .report import hardware, make_record, planned_attention_bytes, versions
 from .run import Run, initial_state, with_offer
 
 NATS_PER_BIT = math.log(2)
@@ -46,11 +46,12 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     loss_of = average_gradients(NextTokenLoss(model), parallel)
     state = together(parallel, partial(initial_state, run))
     together(parallel, partial(load, run, model, optimizer))
-    resident_before, stopping = resident_bytes(), False
+    measured, stopping = partial(trained_on, options, parallel, resident_bytes()), False
+    state = measured() | state
     writes = partial(Metrics, run.folder, state["run"], state["step"], parallel.rank, tensorboard=run.tensorboard)
     with (
         together(parallel, writes) as metrics,
-        recorded_waits(parallel) as waits,
+        recorded_waits(parallel.ranks) as waits,
         Progress(options, state["step"], parallel.rank, planned_attention_bytes(options, parallel)) as progress,
     ):
         while state["step"] < options.steps and not stopping:
@@ -75,13 +76,13 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
             due = state["step"] % run.save_every == 0 or state["step"] == options.steps
             if due or stopping:
                 check_parameters(model, state["step"])
+                state |= measured()
                 together(parallel, partial(save_on_first_rank, run.folder, state, model, optimizer, parallel))
     complete = state["step"] == options.steps
     held_out = held_out_bits_per_byte(model, run.document, parallel) if complete else None
     if held_out is not None:
         check_finite(held_out, state["step"])
-    ranks = gather_memory(options, parallel, resident_before)
-    record = make_record(run.folder, state, held_out, ranks, sum(x.numel() for x in model.parameters()))
+    record = make_record(run.folder, state, held_out, sum(x.numel() for x in model.parameters()))
     return record | {"baselines": baselines(run.document) if complete and parallel.rank == 0 else None}
 
 
@@ -165,12 +166,14 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document, parallel: Conte
     return sum(losses) / len(losses) / NATS_PER_BIT
 
 
-def gather_memory(options: Hyperparameters, parallel: ContextParallel, resident_before: int) -> list[dict[str, Any]]:
-    """One row per rank, on every rank."""
+def trained_on(options: Hyperparameters, parallel: ContextParallel, resident_before: int) -> dict[str, Any]:
+    """What a record says of the machine and, in one row per rank, of the ranks; the same on every rank."""
     names = ("positions", "resident_before", "resident_peak", "planned_attention")
     num_positions = len(parallel.positions(options.seq_len))
     table = torch.zeros(parallel.world_size, len(names), dtype=torch.int64)
     planned = planned_attention_bytes(options, parallel)
     table[parallel.rank] = torch.tensor((num_positions, resident_before, peak_resident_bytes(), planned))
     rows = all_reduce(parallel.ranks, table).tolist()
-    return [{"rank": rank, **dict(zip(names, row, strict=True))} for rank, row in enumerate(rows)]
+    ranks = [{"rank": rank, **dict(zip(names, row, strict=True))} for rank, row in enumerate(rows)]
+    machine = hardware() | {"threads_per_rank": torch.get_num_threads()}
+    return {"hardware": machine, "versions": versions(), "ranks": ranks}

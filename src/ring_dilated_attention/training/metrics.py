@@ -15,9 +15,9 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from .files import write_whole
+from .files import MOST_BYTES, check_mine, json_object, write_whole
 
 METRICS_FILE, TENSORBOARD_FOLDER = "metrics.jsonl", "tensorboard"
 
@@ -96,26 +96,16 @@ class Metrics:
             self._writer.add_scalar("resident_bytes/most", max(step.resident_bytes), step.step)
 
 
-def is_of(content: bytes, run: str) -> bool:
+def is_of(file: BinaryIO, run: str) -> bool:
     """Whether a file is that of a run."""
-    return _parsed(content.decode(errors="replace").partition("\n")[0]).get("run") == run
+    return json_object(file.readline(MOST_BYTES)) == {"run": run}
 
 
 def lines_before(path: Path, run: str, step: int) -> list[str]:
     """The lines of a run up to a step, from which it goes on; a line that was cut off by the end of a run is none."""
-    content = path.read_bytes()
-    lines = content.decode(errors="replace").splitlines()
-    if not is_of(content, run):
-        raise ValueError(f"{path} was not made by this run, and nothing is written over it. Move it away.")
-    return lines[:1] + [line for line in lines[1:] if 1 <= _parsed(line).get("step", 0) <= step]
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    check_mine(path, partial(is_of, run=run), "this run")
+    lines = path.read_text(errors="replace").splitlines()
+    return lines[:1] + [line for line in lines[1:] if 1 <= json_object(line).get("step", 0) <= step]
 
 
 def check_tensorboard() -> None:

@@ -20,9 +20,9 @@ from ..plan.sharding import make_shards, split_lengths
 from ..plan.sizes import Sizes
 from ..ranks.context import ContextParallel
 from .baselines import smoothed
-from .files import MADE_BY, check_mine, write_whole
+from .files import MADE_BY, check_mine, is_our_picture, write_whole
 from .options import Hyperparameters
-from .run import PICTURE_FILE, RECORD_FILE, is_picture_of, is_record_of
+from .run import PICTURE_FILE, RECORD_FILE, is_record_of
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "ring-dilated-attention")
 
@@ -39,27 +39,22 @@ def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel)
     return memory.forward_backward.num_bytes
 
 
-def make_record(
-    folder: Path, state: dict[str, Any], held_out: float | None, ranks: list[dict[str, Any]], num_parameters: int
-) -> dict[str, Any]:
+def make_record(folder: Path, state: dict[str, Any], held_out: float | None, num_parameters: int) -> dict[str, Any]:
     options = state["hyperparameters"]
     seconds = state["step_seconds"]
     return {
         "status": "complete" if state["step"] == options["steps"] else "interrupted",
         "run": state["run"],
         "run_folder": str(folder),
-        "hardware": hardware() | {"threads_per_rank": torch.get_num_threads()},
-        "versions": versions(),
-        "hyperparameters": options,
-        "document": state["document"],
-        "num_ranks": len(ranks),
+        **{name: state[name] for name in ("hardware", "versions", "hyperparameters", "document")},
+        "num_ranks": len(state["ranks"]),
         "num_parameters": num_parameters,
         "steps_done": state["step"],
         "bits_per_byte": state["bits_per_byte"],
         "held_out_bits_per_byte": held_out,
         "step_seconds": seconds,
         "tokens_per_second": options["seq_len"] / statistics.median(seconds) if seconds else None,
-        "ranks": ranks,
+        "ranks": state["ranks"],
     }
 
 
@@ -71,10 +66,10 @@ def write_report(record: dict[str, Any]) -> None:
         OSError: if they cannot be written.
     """
     folder, run = Path(record["run_folder"]), record["run"]
-    picture = folder / PICTURE_FILE
-    check_mine(picture, partial(is_picture_of, run), "this run")
+    picture, is_ours = folder / PICTURE_FILE, partial(is_our_picture, source=f"run {run}")
+    check_mine(picture, is_ours, "this run")
     write_whole(folder / RECORD_FILE, as_bytes(record), partial(is_record_of, run), "this run")
-    write_whole(picture, draw_losses(record), partial(is_picture_of, run), "this run")
+    write_whole(picture, draw_losses(record), is_ours, "this run")
 
 
 def as_bytes(record: dict[str, Any]) -> bytes:
@@ -100,7 +95,8 @@ def draw_losses(record: dict[str, Any]) -> bytes:
         axes.axhline(record["held_out_bits_per_byte"], color="tab:orange", linestyle="--", label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
-    axes.set_title(f"{record['hyperparameters']['seq_len']:,} tokens over {record['num_ranks']} ranks")
+    p = record["num_ranks"]
+    axes.set_title(f"{record['hyperparameters']['seq_len']:,} tokens over {p} rank{'s' * (p > 1)}")
     axes.set_ylim(bottom=0)
     axes.legend()
     picture = BytesIO()

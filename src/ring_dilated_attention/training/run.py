@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 import math
 import secrets
 import time
@@ -10,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .. import __version__
 from .checkpoint import STATE_FILE, check_whole, find_checkpoints, read_state, step_of
 from .data import Document, load_document
-from .files import check_mine
+from .files import MOST_BYTES, check_mine, is_our_picture, json_object
 from .options import Hyperparameters, flag, resolve
 
 RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
@@ -56,7 +55,7 @@ def prepare(arguments: argparse.Namespace) -> Run:
         folder, (checkpoint, state) = arguments.resume, _newest_checkpoint(arguments.resume)
         hyperparameters = resolve(arguments, Hyperparameters.from_dict(state["hyperparameters"]))
         check_mine(folder / RECORD_FILE, partial(is_record_of, state["run"]), "this run")
-        check_mine(folder / PICTURE_FILE, partial(is_picture_of, state["run"]), "this run")
+        check_mine(folder / PICTURE_FILE, partial(is_our_picture, source=f"run {state['run']}"), "this run")
     document = load_document(hyperparameters.data, hyperparameters.seq_len, hyperparameters.held_out_windows)
     if checkpoint is not None:
         _check_same_document(document, state["document"])
@@ -108,18 +107,10 @@ def document_identity(document: Document) -> dict[str, Any]:
     return {"name": document.name, "num_bytes": len(document.content), "sha256": document.fingerprint()}
 
 
-def is_record_of(run: str, content: bytes) -> bool:
+def is_record_of(run: str, file: BinaryIO) -> bool:
     """Whether a record.json is this run's."""
-    try:
-        record = json.loads(content)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and record.get("run") == run
-
-
-def is_picture_of(run: str, content: bytes) -> bool:
-    """Whether a loss.png is this run's: it says so before it says anything else."""
-    return f"run {run}".encode() in content[:1024]
+    record = json_object(file.read(MOST_BYTES))
+    return record.get("run") == run and record.keys() >= {"status", "hyperparameters", "steps_done", "step_seconds"}
 
 
 def _new_folder(folder: Path | None) -> Path:

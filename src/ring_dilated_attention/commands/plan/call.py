@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_head_dim(parser)
     parser.add_argument(
         "--exchange",
-        choices=("auto", *(name for name in EXCHANGES if name != "simulated")),
+        choices=("auto", *EXCHANGES),
         default="auto",
         help="how chunks travel (default auto: chosen, with the reason)",
     )

@@ -5,9 +5,9 @@ import datetime
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
-from ...training.files import check_mine, folder_made, write_whole
+from ...training.files import MOST_BYTES, check_mine, folder_made, json_object, write_whole
 from ...training.options import in_short
 from ..interrupts import leaving_at_once
 from ..limits import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # As strides of tensors, times heads and head dim, these fit 64 bits.
 MOST_POSITIONS, MOST_HEAD_DIM = 2**40, 2**16
 MOST_SEED = 2**61 - 1  # times the number of tensors it fits 64 bits
+RECORDED = {"command", "date", "hardware", "versions", "rows"}  # by which a record is known for one
 
 EXAMPLES = """examples:
   rda slice                    rank 64,507 of 65,536 that share 1,073,741,824 positions; minutes on two cores
@@ -110,13 +111,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if row["passed"] else 1
 
 
-def is_record(content: bytes) -> bool:
+def is_record(file: BinaryIO) -> bool:
     """Whether a file is one that this command wrote, so that it may be replaced."""
-    try:
-        record = json.loads(content)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and str(record.get("command")).startswith("rda slice")
+    record = json_object(file.read(MOST_BYTES))
+    return record.keys() == RECORDED and str(record["command"]).startswith("rda slice")
 
 
 def check_numbers(arguments: argparse.Namespace) -> None:

@@ -19,8 +19,7 @@ from ...plan.job import Job
 from ...plan.plan import Chunk, Message, Plan
 from ...plan.planner import chunk_finder, make_plan
 from ...plan.sharding import Shard, make_shards
-from ...ranks.context import ContextParallel
-from ...ranks.one_rank import OtherRanks
+from ...simulate import OtherRanks, one_rank
 from .counter import CounterTensors
 
 
@@ -196,7 +195,7 @@ class _Call:
     """A forward of one rank; its backward may be run again."""
 
     def __init__(self, job: SlicedJob, rank: int, others: Others) -> None:
-        self.parallel = ContextParallel(exchange="simulated", world_size=job.num_ranks, rank=rank, others=others)
+        self.parallel = one_rank(rank, job.num_ranks, others)
         positions = self.parallel.positions(job.seq_len)
         heads = {"query": job.num_heads, "key": job.num_kv_heads, "value": job.num_kv_heads, "dout": job.num_heads}
         *inputs, self.dout = (job.tensors.local(name, positions, number) for name, number in heads.items())

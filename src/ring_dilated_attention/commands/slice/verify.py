@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ranks.one_rank import grid
 from ...run.views import block_views
+from ...simulate.one_rank import grid
 from .direct import Direct
 from .share import Share, SlicedJob
 

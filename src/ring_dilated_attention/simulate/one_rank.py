@@ -15,8 +15,10 @@ from ..plan.planner import chunk_finder
 from ..plan.rows import Rows
 from ..plan.sharding import Cut
 from ..plan.sizes import Sizes
+from ..ranks.arguments import cut_of
+from ..ranks.ranks import Links, Ranks
 from ..run.views import block_views
-from .ranks import Links, Ranks
+from .all_ranks import Simulated
 
 
 class OtherRanks:
@@ -36,6 +38,33 @@ class OtherRanks:
     def gradient_home(self, chunk: Chunk) -> Tensor | None:
         """The sum of all others' contributions to the gradient of a chunk of this rank, or None for zero."""
         return None
+
+
+def one_rank(
+    rank: int,
+    num_ranks: int,
+    others: OtherRanks,
+    *,
+    sharding: str = "contiguous",
+    align: int = 1,
+    lengths: Sequence[int] | None = None,
+) -> Simulated:
+    """A context that runs one rank of a larger job, on that rank's rows. All ranks have as many rows, unless `lengths`
+    says else.
+
+    Args:
+        others: what the other ranks send, made on demand, and what takes what this rank sends.
+        sharding, align, lengths: how the ranks share the sequence, as `ContextParallel` takes them.
+
+    Raises:
+        ValueError: for a rank that is none of them, and as `all_ranks`.
+    """
+    cut = cut_of(num_ranks, sharding, align, lengths)
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < num_ranks:
+        raise ValueError(f"rank must be an integer from 0 to {num_ranks - 1}, got {rank!r}.")
+    if not isinstance(others, OtherRanks):
+        raise ValueError(f"others must be an OtherRanks, which makes what the other ranks send; got {others!r}.")
+    return Simulated(OneRank(rank, others, cut))
 
 
 class Delivered:
@@ -116,7 +145,7 @@ class OneRank(Ranks):
         )
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:
-        return Choice("simulated", "asked for")
+        return Choice("ring", "one rank runs, and the others are imitated")
 
     def links(self, exchange: str, job: Job) -> Links:
         return Links(OneRankLink(self.rank, self.others, chunk_finder(job, self.rank)), None)

@@ -20,11 +20,66 @@ from ..plan.job import Job
 from ..plan.plan import Message
 from ..plan.sharding import Cut, Shard, documents_of, make_shards
 from ..plan.sizes import Sizes
+from ..ranks.arguments import cut_of
+from ..ranks.call import Call
+from ..ranks.context import ContextParallel
+from ..ranks.ranks import Ranks
 from ..run import executor
 from ..run.executor import Means
-from .call import Call
-from .held import Held, Use
-from .ranks import Ranks
+from .measured import Held, Use
+
+
+class Simulated(ContextParallel):
+    """A context of ranks that this process imitates. `all_ranks` and `one_rank` make it."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.group = None
+        self._take(ranks, "ring")
+
+
+def all_ranks(
+    num_ranks: int, *, sharding: str = "contiguous", align: int = 1, lengths: Sequence[int] | None = None
+) -> Simulated:
+    """A context that runs the ring of all ranks in this process, on full tensors. It sends nothing.
+
+        parallel = simulate.all_ranks(4)
+        out = dilated_attention(query, key, value, pattern, parallel=parallel)  # full tensors in, full tensors out
+
+    Args:
+        sharding, align, lengths: how the ranks share the sequence, as `ContextParallel` takes them.
+
+    Raises:
+        ValueError: for a number of ranks below 1, unknown names, and lengths that do not fit the ranks.
+    """
+    return Simulated(SimulatedRanks(cut_of(num_ranks, sharding, align, lengths)))
+
+
+@contextmanager
+def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
+    """What each simulated rank sends and holds in the calls of a block: bytes sent in all, most bytes held at once.
+
+        with simulate.measuring(parallel) as ranks:
+            dilated_attention(query, key, value, pattern, parallel=parallel)
+        print(*ranks, sep="\\n")
+
+    A rank holds its rows of the call's tensors (in backward also of out, lse and the gradient of out) and all that
+    it makes: buffers, accumulators, partial results. What one of torch's ops makes and frees by itself (a kernel's
+    scratch) is not seen; `rda plan` lists it.
+
+    Raises:
+        ValueError: unless all ranks are simulated. (`python -m benchmarks memory` measures real ones.)
+    """
+    ranks = parallel.ranks
+    if not isinstance(ranks, SimulatedRanks):
+        raise ValueError(
+            "measuring needs all ranks in this process, and this context is no simulate.all_ranks(p). Make such a one."
+        )
+    number = ranks.cut.num_shards
+    ranks.uses = uses = [Use(rank, number) for rank in range(number)]
+    try:
+        yield uses
+    finally:
+        ranks.uses = None
 
 
 class _Stopped(RuntimeError):
@@ -156,7 +211,7 @@ class SimulatedRanks(Ranks):
         return make_shards("contiguous", lengths)
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:
-        return Choice("simulated", "asked for")
+        return Choice("ring", "all ranks are simulated in this process")
 
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None

@@ -1,0 +1,197 @@
+"""Whose a file is, and who may read it: what every writer of files asks before it writes, and what it leaves."""
+
+import io
+import json
+import os
+import stat
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from benchmarks.record import is_page, is_record
+from ring_dilated_attention.commands import hardware
+from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry
+from ring_dilated_attention.commands.slice.command import is_record as is_slice
+from ring_dilated_attention.training.checkpoint import save_checkpoint
+from ring_dilated_attention.training.files import MADE_BY, is_our_picture, write_whole
+from ring_dilated_attention.training.loop import make_optimizer
+from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics, is_of
+from ring_dilated_attention.training.options import Hyperparameters
+from ring_dilated_attention.training.run import is_record_of
+
+RUN = "0123456789abcdef"
+ROOT = Path(__file__).parent.parent
+
+
+def png(**texts):
+    """A picture as matplotlib writes it, with these texts in its head."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    content, figure = io.BytesIO(), Figure(figsize=(0.1, 0.1))
+    FigureCanvasAgg(figure)
+    figure.savefig(content, format="png", metadata=texts)
+    return content.getvalue()
+
+
+OURS = png(Software=MADE_BY, Source=f"run {RUN}")
+SCRIPT = b"#!/usr/bin/env python\nfrom ring_dilated_attention import dilated_attention\n"
+OTHERS = {
+    "a script that imports us": SCRIPT,
+    "a text that quotes us": f"tEXtSoftware\0{MADE_BY}, run {RUN}".encode(),
+    "a picture of us": png(Software="matplotlib", Title=MADE_BY, Comment=f"Software\0{MADE_BY}".replace("\0", " ")),
+    "a picture by a tool built on us": png(Software=f"{MADE_BY} gallery"),
+    "a picture with our name behind its pixels": png(Software="matplotlib") + OURS[33:],
+    "our chunk without a signature": OURS[8:],
+    "the start of ours": OURS[:40],
+    "nothing": b"",
+    "a chunk of 4 GB": OURS[:8] + b"\xff" * 12 + OURS[8:],
+}
+
+
+def test_a_picture_of_ours_is_known():
+    assert is_our_picture(io.BytesIO(OURS))
+    assert is_our_picture(io.BytesIO(OURS), f"run {RUN}")
+    assert not is_our_picture(io.BytesIO(OURS), "run 0123")
+    assert not is_our_picture(io.BytesIO(png(Software=MADE_BY)), f"run {RUN}")
+    with (ROOT / "docs" / "ring.png").open("rb") as file:
+        assert is_our_picture(file)
+
+
+@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS)
+def test_a_file_that_only_names_us_is_somebody_elses(content, tmp_path):
+    """And its head alone is read: a text may be larger than the memory."""
+    file = io.BytesIO(content + bytes(10**5))
+    assert not is_our_picture(file)
+    assert file.tell() <= 4096
+    (tmp_path / "mine").write_bytes(content)
+    with pytest.raises(ValueError, match="mine was not made by a test, and nothing is written over it"):
+        write_whole(tmp_path / "mine", OURS, is_our_picture, "a test")
+    assert (tmp_path / "mine").read_bytes() == content
+
+
+MACHINE = hardware.Machine(hardware.Hardware(1e12, 1e9), 4, None, "rda doctor on 2 ranks, a CPU")
+SAVED = hardware.as_toml(MACHINE, ["a note"])
+RECORD = {name: {} for name in ("date", "hardware", "versions")} | {"rows": []}
+SLICE = RECORD | {"command": "rda slice --plan"}
+BENCHMARK = RECORD | {"command": "python -m benchmarks linear", "case": "linear", "commit": None}
+TRAINED = {"run": RUN, "status": "complete", "hyperparameters": {}, "steps_done": 1, "step_seconds": [1.0]}
+PAGE = (ROOT / "benchmarks" / "README.md").read_text()
+KNOWN = {  # how: ours, and those that only name us
+    "doctor": (
+        hardware.is_saved,
+        SAVED,
+        [f"# how\n\n```\n{SAVED}```\n", f"{SAVED}[mine]\n", SAVED.replace("[hardware]", "")],
+    ),
+    "slice": (
+        is_slice,
+        json.dumps(SLICE),
+        ['{"command": "rda slice --plan"}', json.dumps(SLICE | {"notes": "mine"}), '{"tasks": "rda slice"}', "[]"],
+    ),
+    "benchmark": (
+        is_record,
+        json.dumps(BENCHMARK),
+        ['{"rows": [], "command": "my bench"}', json.dumps(BENCHMARK | {"command": "make bench"}), "{"],
+    ),
+    "page": (is_page, PAGE, [f"# My project\n\n{PAGE}", PAGE.replace("# Benchmarks", "# Speed"), PAGE[:40], ""]),
+    "run": (
+        partial(is_record_of, RUN),
+        json.dumps(TRAINED),
+        [f'{{"run": "{RUN}", "notes": "mine"}}', json.dumps(TRAINED | {"run": "another"}), "[" * 10**5],
+    ),
+    "metrics": (
+        partial(is_of, run=RUN),
+        f'{{"run": "{RUN}"}}\n{{"step": 1}}\n',
+        [f'{{"run": "{RUN}", "notes": "mine"}}\n', f'\n{{"run": "{RUN}"}}\n', '{"run": "another"}\n', "mine"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_whose_a_file_is(name):
+    is_mine, ours, others = KNOWN[name]
+    assert is_mine(io.BytesIO(ours.encode()))
+    for content in (*(other.encode() for other in others), SCRIPT, b"\xff\xfe", OURS):
+        assert not is_mine(io.BytesIO(content)), content
+
+
+def test_the_records_that_are_there_are_known():
+    paths = [path for path in (ROOT / "benchmarks" / "results").glob("*.json") if path.name != "fuzz.json"]
+    for path in paths:
+        with path.open("rb") as file:
+            assert is_record(file), path
+    assert paths
+
+
+@pytest.fixture(params=[0o027, 0o022])
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(folder):
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
+
+
+def embeddings(path):
+    return EmbeddingFile(path, {"embedding": "the mean", "dtype": "float32"})
+
+
+def test_others_may_read_what_the_umask_lets_them(umask, tmp_path):
+    """Catches files that only their owner reads: of safetensors, and of temporary ones that are renamed."""
+    model = nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "run", {"run": RUN, "step": 3}, model, make_optimizer(model, Hyperparameters()))
+    with Metrics(tmp_path / "run", RUN, 0, 0):
+        pass
+    write_whole(tmp_path / "record.json", b"{}", lambda file: True, "a test")
+    file = embeddings(tmp_path / "out.safetensors")
+    file.add("a", [1.0], Entry("1", 1, 256.0))
+    file.write()
+    found = modes(tmp_path)
+    assert found == dict.fromkeys(found, 0o666 & ~umask)
+    assert len(found) == 6
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664])
+def test_what_is_replaced_keeps_its_mode(mode, tmp_path):
+    path, out = tmp_path / "record.json", tmp_path / "out.safetensors"
+    write_whole(path, b"1", lambda file: True, "a test")
+    for name in "ab":
+        path.chmod(mode)
+        file = embeddings(out)
+        file.add(name, [1.0], Entry("1", 1, 256.0))
+        file.write()
+        out.chmod(mode)
+    write_whole(path, b"2", lambda file: True, "a test")
+    assert modes(tmp_path) == {"record.json": mode, "out.safetensors": mode}
+    assert path.read_bytes() == b"2"
+    assert load_file(out).keys() == {"a", "b"}
+    file.add("c", torch.ones(1).tolist(), Entry("1", 1, 256.0))
+    file.write()
+    assert modes(tmp_path)["out.safetensors"] == mode
+
+
+def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path):
+    """Also one whose aim is not there yet."""
+    (tmp_path / "disk").mkdir()
+    for name in ("bits.png", "new.png"):
+        (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+    (tmp_path / "disk" / "bits.png").write_bytes(OURS)
+    for name in ("bits.png", "new.png"):
+        write_whole(tmp_path / name, png(Software=MADE_BY), is_our_picture, "a test")
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / "disk" / name).read_bytes() == png(Software=MADE_BY)
+    (tmp_path / "disk" / "bits.png").write_bytes(SCRIPT)
+    with pytest.raises(ValueError, match=r"bits\.png was not made by a test"):
+        write_whole(tmp_path / "bits.png", OURS, is_our_picture, "a test")
+
+
+def test_a_folder_of_the_name_of_metrics_is_refused(tmp_path):
+    (tmp_path / METRICS_FILE).mkdir()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is in the way: Is a directory"):
+        Metrics(tmp_path, RUN, 0, 0)
