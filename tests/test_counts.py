@@ -11,7 +11,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.counts import Counter, Phases, branch_pairs, count_ranks, pairs, rows_before
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import chunk_finder, make_plan
-from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards, split_lengths
+from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards
 
 
 @st.composite

@@ -18,7 +18,7 @@ from ..training.options import MOST_LAYERS
 from .hardware import ITEMSIZE, check_dtype, described, machine_of
 from .limits import LARGEST, MOST_HEADS, check_at_least, check_ranks_fit
 from .numbers import amount, count, scaled, size_text
-from .output import aligned, progress_bar
+from .output import aligned, progress_bar, wrapped
 
 EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50         a fiftieth of dense attention's work
@@ -149,19 +149,14 @@ def most_received(calls: list[Call]) -> list[int]:
 
 
 def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: str | None) -> str:
-    headers: tuple[str, ...] = (
-        "",
-        "pairs of dense's",
-        "layers to hear 99 %",
-        f"unheard after {arguments.layers:,} layer{'s' * (arguments.layers > 1)}",
-        "most received by a rank",
-        "decoding cache a layer",
-    )
+    layers = f"{arguments.layers:,}\nlayer{'s' * (arguments.layers > 1)}"
+    headers: tuple[str, ...] = ("", "pairs of\ndense's", "layers to\nhear 99 %", f"unheard\nafter {layers}")
+    headers += ("received\nby a rank,\nat most", "decoding\ncache a\nlayer")
     rows: list[tuple[str, ...]] = [
         (
             f"{i + 1}. {row['rule']}",
             f"1/{1 / row['of_dense']:,.1f}",
-            str(row["layers_for_most"] or f"more than {arguments.layers:,}"),
+            str(row["layers_for_most"] or f"over {arguments.layers:,}"),
             percent(1 - row["reach_by_layer"][-1]),
             size_text(row["largest_received_bytes"]),
             size_text(row["cache_bytes"] or 0),
@@ -174,9 +169,10 @@ def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: st
         f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, "
         f"{arguments.ranks:,} rank{'s' * (arguments.ranks > 1)}"
     )
-    lines = [start, *([assumed] if assumed else []), aligned(headers, rows), legend(arguments)]
+    lines = [start, *([wrapped(assumed)] if assumed else []), aligned(headers, rows), wrapped(legend(arguments))]
     for i, row in enumerate(found):
-        lines += ["", f"{i + 1}. {row['rule']}: {options(row, arguments.seq_len)}", *words(arguments, row)]
+        said = [f"{i + 1}. {row['rule']}: {options(row, arguments.seq_len)}", *words(arguments, row)]
+        lines += ["", *map(wrapped, said)]
     return "\n".join(lines)
 
 

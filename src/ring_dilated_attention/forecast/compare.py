@@ -47,7 +47,7 @@ class Alternative(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"2-D, {self.way.inner} deal heads" if self.way.inner > 1 else self.way.exchange.replace("_", "-")
+        return f"2-D, {self.way.inner} deal" if self.way.inner > 1 else self.way.exchange.replace("_", "-")
 
 
 def ways_of(call: Call) -> list[Alternative]:
@@ -113,7 +113,8 @@ def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alt
 
 
 def _peak(one: Alternative) -> int:
-    assert one.figures is not None and one.figures.peak is not None
+    assert one.figures is not None
+    assert one.figures.peak is not None
     return one.figures.peak.num_bytes
 
 

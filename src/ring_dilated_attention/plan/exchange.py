@@ -105,7 +105,8 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     hops, largest = max(x.sharers for x in shared) - 1, unit * max(max(x.largest) for x in shared)
     num_kv_held, lengths = job.num_kv_held, tuple(map(shard_length, job.shards))
     local = 2 * num_kv_held * unit * max(lengths)
-    ring = f"by the ring a rank receives up to {received:,} bytes in {hops} hops and holds {two_chunks:,} (two chunks)"
+    num_hops = f"{hops} hop{'s' * (hops > 1)}"
+    ring = f"by the ring a rank receives up to {received:,} bytes in {num_hops} and holds {two_chunks:,} (two chunks)"
     if hops > 1 and largest <= SMALL_CHUNK_BYTES and received <= max(two_chunks, local):
         return Choice(
             "all_gather",
@@ -132,7 +133,7 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
 def most_dealt(
     lengths: Sequence[int], num_heads: int, num_kv_heads: int, sizes: Sizes, *, backward: bool = False
 ) -> int:
-    """Bytes that the rank of a group which deals most sends to deal; it is one with the most or the fewest positions."""
+    """Bytes that the rank of a group which deals most sends to deal: one with the most or the fewest positions."""
     heads = (num_heads, num_kv_heads, *sizes[:3])
     ends = (lengths.index(max(lengths)), lengths.index(min(lengths)))
     return max(dealt_bytes(lengths, rank, *heads, backward=backward) for rank in ends)

@@ -19,7 +19,7 @@ from ..hardware import Machine, machine_for
 from ..hardware import add_options as add_hardware_options
 from ..limits import check_ranks_fit
 from ..numbers import count as whole_number
-from ..output import progress_bar
+from ..output import progress_bar, wrapped
 from . import report
 from .figures import check_picture, draw
 from .options import (
@@ -123,7 +123,7 @@ def answer(arguments: argparse.Namespace) -> None:
         print(json.dumps(found, indent=1))
     else:
         lengths = arguments.documents or [arguments.seq_len]
-        print(asked.job.pattern.explain(arguments.heads, lengths))
+        print(wrapped(asked.job.pattern.explain(arguments.heads, lengths)))
         print(report.text(found, asked.machine))
     if arguments.picture is not None:
         draw(arguments.picture, asked.job, found["exchange"]["exchange"])

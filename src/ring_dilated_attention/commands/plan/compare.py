@@ -7,13 +7,14 @@ from typing import Any
 from ...forecast.call import MOST_PLANNED
 from ...forecast.clock import Hardware, time_text
 from ...forecast.compare import Alternative, Call, advice_on, alternatives, recommended, ways_of
+from ...forecast.large import ERRORS_TEXT
 from ...kernels.traits import TRAITS
 from ...plan.sizes import Traits
 from ..hardware import add_options as add_hardware_options
 from ..hardware import described, machine_for
 from ..limits import check_ranks_fit
 from ..numbers import count
-from ..output import aligned, progress_bar
+from ..output import aligned, progress_bar, wrapped
 from .options import add_call, add_head_dim, answered, complete, pattern_of, sizes_of
 
 EXAMPLES = f"""examples:
@@ -93,30 +94,31 @@ def _as_json(row: Alternative) -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    is_planned = found["num_ranks"] <= MOST_PLANNED
-    moved = ("sent, MB", "peak, MB") if is_planned else ("received, MB", "about, MB held")
-    headers = ("function", "exchange", "sharding", "step", "of it waiting", "balance", *moved)
+    step, *moved = ("step", "sent,\nMB", "peak,\nMB")
+    if found["num_ranks"] > MOST_PLANNED:
+        step, *moved = ("step,\nabout", "received,\nMB", "peak, MB,\nabout")
+    headers = ("function", "exchange", "sharding", step, "waits", "balance", *moved)
     rows: list[tuple[str, ...]] = []
     impossible: list[str] = []
     for row in found["alternatives"]:
         if row["why_not"]:
-            impossible.append(f"{row['function']} {row['name']}: {row['why_not']}")
+            impossible.append(f"{row['name']}: {row['why_not']}")
             continue
         rows.append((row["function"], row["name"], row["sharding"], *_numbers(row)))
-    lines = [found["assumed"], "", _texts_left(headers, rows)]
-    lines += [f"left out: {line}" for line in impossible]
+    lines = [wrapped(found["assumed"]), "", _texts_left(headers, rows)]
+    lines += [wrapped(f"left out: {line}") for line in dict.fromkeys(impossible)]
+    lines += [wrapped(ERRORS_TEXT)] if found["num_ranks"] > MOST_PLANNED else []
     best = found["recommended"]
     name = "" if best is None else f"{best['name']}, {best['sharding']} shards: "
-    lines += ["", f"recommended: {name}{found['reason']}"]
-    return "\n".join(lines + ([found["advice"]] if found["advice"] else []))
+    lines += ["", wrapped(f"recommended: {name}{found['reason']}")]
+    return "\n".join(lines + ([wrapped(found["advice"])] if found["advice"] else []))
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, ...]:
-    sizes = f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['peak_bytes'] / 1e6:,.0f}"
+    sizes = f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['peak_bytes'] / 1e6:,.1f}"
     if row["step_seconds"] is None:
-        return "not timed", "", f"{row['balance']:.1%}", *sizes
-    about = "" if row["is_planned"] else "about "
-    return f"{about}{time_text(row['step_seconds'])}", f"{row['exposed']:.0%}", f"{row['balance']:.1%}", *sizes
+        return "no time", "", f"{row['balance']:.1%}", *sizes
+    return time_text(row["step_seconds"]), f"{row['exposed']:.0%}", f"{row['balance']:.1%}", *sizes
 
 
 def _texts_left(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...forecast.advice import BOUND_BY_COMMUNICATION
-from ...forecast.call import Time
+from ...forecast.call import MOST_PLANNED, Time
 from ...forecast.clock import Hardware, time_text
+from ...forecast.large import ERRORS_TEXT
 from ...forecast.model import (
     ACTIVATIONS,
     SEARCHED_TO,
@@ -33,7 +34,7 @@ from ...training.options import in_short
 from ..hardware import ITEMSIZE, Machine, described, machine_for
 from ..hardware import add_options as add_hardware_options
 from ..numbers import amount, count, scaled, size_text
-from ..output import aligned, progress_bar
+from ..output import aligned, progress_bar, wrapped
 from .options import add_call, answered, complete, pattern_of
 
 EXAMPLES = """examples:
@@ -319,16 +320,20 @@ def text(question: Asked, found: dict[str, Any]) -> str:
     ranks = f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)})"
     each = -(-job.seq_len // job.mesh.sequence)
     lines = [
-        f"counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): {parameters}",
-        f"{ranks}; each {each:,} of {job.seq_len:,} positions, batch {job.batch}",
-        pattern_line(job.pattern),
+        wrapped(
+            f"counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): {parameters}"
+        ),
+        wrapped(f"{ranks}; each {each:,} of {job.seq_len:,} positions, batch {job.batch}"),
+        wrapped(pattern_line(job.pattern)),
         aligned(("a rank holds", *ACTIVATIONS), _memory_rows(found)),
     ]
     columns = [found["memory"][how] for how in ACTIVATIONS]
     if question.machine is not None:
-        lines += ["", described(question.machine.hardware, question.machine.source)]
+        lines += ["", wrapped(described(question.machine.hardware, question.machine.source))]
         lines.append(aligned(("a step takes", *ACTIVATIONS), _time_rows(question, columns)))
-        lines += found["advice"]
+        lines += map(wrapped, found["advice"])
+    if job.mesh.sequence > MOST_PLANNED:
+        lines.append(wrapped(ERRORS_TEXT))
     if question.memory is not None:
         rows = [
             ("fits", *("yes" if row["fits"] else "no" for row in columns)),
@@ -337,7 +342,7 @@ def text(question: Asked, found: dict[str, Any]) -> str:
         ]
         lines += ["", aligned((f"in {size_text(question.memory)} a rank", *ACTIVATIONS), rows)]
         if not any(row["fits"] for row in columns):
-            lines.append(_remedy(question))
+            lines.append(wrapped(_remedy(question)))
     return "\n".join(lines)
 
 

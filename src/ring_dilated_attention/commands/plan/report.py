@@ -1,9 +1,11 @@
 """What `rda plan` finds of one attention call, as JSON has it and as text. No torch."""
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ...forecast.call import Figures
 from ...forecast.clock import Hardware, StepTime, time_text
+from ...forecast.large import ERRORS_TEXT
 from ...forecast.ledger import AttentionMemory
 from ...pattern import Branch
 from ...plan.exchange import RankPlan
@@ -11,7 +13,7 @@ from ...plan.job import Job
 from ...plan.sizes import Sizes
 from ..hardware import Machine, described, known
 from ..numbers import scaled, size_text
-from ..output import aligned
+from ..output import aligned, wrapped
 
 # More ranks than this are shown by their extremes only.
 MOST_ROWS = 16
@@ -121,18 +123,19 @@ def model_json(step: StepTime, hardware: Hardware) -> dict[str, Any]:
 
 def text(found: dict[str, Any], machine: Machine | None) -> str:
     exchange = found["exchange"]
-    lines = [_text_of_each(found) if "ranks" in found else _text_of_many(found)]
+    words = []
     if exchange["exchange"] != "none":
-        lines.append(f"exchange: {exchange['exchange']}: {exchange['reason']}")
-        lines += [_branch_line(i, row, exchange["exchange"]) for i, row in enumerate(found["branches"])]
+        words.append(f"exchange: {exchange['exchange']}: {exchange['reason']}")
+        words += [_branch_line(i, row, exchange["exchange"]) for i, row in enumerate(found["branches"])]
     if machine is not None:
-        lines.append(described(machine.hardware, machine.source))
-        lines += [_model_line(found["model"])] if "model" in found else []
-        lines += [found["advice"]] if found["advice"] else []
+        words.append(described(machine.hardware, machine.source))
+        words += [_model_line(found["model"])] if "model" in found else []
+        words += [found["advice"]] if found["advice"] else []
     if found["shardings"]:
         rows = [ShardingRow(**row) for row in found["shardings"]]
-        lines.append(sharding_line(rows, is_planned="ranks" in found))
-    return "\n".join(lines)
+        words.append(sharding_line(rows, is_planned="ranks" in found))
+    figures = _text_of_each(found) if "ranks" in found else _text_of_many(found)
+    return "\n".join([figures, *map(wrapped, words)])
 
 
 def _branch_line(i: int, row: dict[str, Any], exchange: str) -> str:
@@ -184,12 +187,10 @@ def table(rows: list[dict[str, Any]], model: dict[str, Any] | None) -> str:
     shown = rows
     if len(rows) > MOST_ROWS:
         keys = ("flops", "sent_bytes", "peak_bytes")
-        extremes = [pick(rows, key=lambda row: row[key])["rank"] for key in keys for pick in (min, max)]
+        extremes = [pick(rows, key=itemgetter(key))["rank"] for key in keys for pick in (min, max)]
         shown = [rows[rank] for rank in sorted({0, len(rows) - 1, *extremes})]
-    headers: tuple[str, ...] = (
-        *("rank", "positions", "work, GFLOP", "share", "sent forward, MB", "sent in all, MB", "peak forward, MB"),
-        *("peak, MB", "exposed, % of step"),
-    )
+    headers: tuple[str, ...] = ("rank", "positions", "work,\nGFLOP", "share")
+    headers += ("sent, MB,\nforward", "in all", "peak, MB,\nforward", "in all", "waits,\nof a step")
     lines: list[tuple[str, ...]] = []
     for row in shown:
         names = ("forward_sent_bytes", "sent_bytes", "forward_peak_bytes", "peak_bytes")
@@ -227,4 +228,4 @@ def _text_of_many(found: dict[str, Any]) -> str:
     if found["step_seconds"] is not None:
         rows.append(("modelled step", f"about {time_text(found['step_seconds'])}"))
     lines = [f"{found['num_ranks']:,} ranks, {found['method']}", aligned(("", "forward and backward"), rows)]
-    return "\n".join(lines + [_item(item) for item in found["peak_items"]])
+    return "\n".join([*lines, *(_item(item) for item in found["peak_items"]), wrapped(ERRORS_TEXT)])
