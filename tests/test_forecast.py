@@ -141,15 +141,14 @@ def test_the_memory_of_many_ranks_is_about_that_of_the_plans(seed, monkeypatch):
 
 
 def test_the_time_of_many_ranks_is_about_the_clocks(monkeypatch):
-    """Of 20 random jobs all but one are within what is said. Of other exchanges there is no time."""
+    """Most of 20 random jobs are within what is said of nine in ten. Of other exchanges there is no time."""
     ratios = []
     for found, exact in estimates(7, 20, monkeypatch, Way()):
         assert found.time.is_about
         assert not exact.time.is_about
         ratios.append(found.time.seconds / exact.time.seconds)
-    ratios.sort()
-    assert TIME_ERRORS[0] <= ratios[1]
-    assert ratios[-2] <= TIME_ERRORS[1]
+    assert sum(TIME_ERRORS[0] <= ratio <= TIME_ERRORS[1] for ratio in ratios) >= 16
+    assert 0.45 < min(ratios) <= max(ratios) < 1.8
     assert median(ratios) == pytest.approx(1, abs=0.12)
     sizes, pattern = Sizes(1, 64, 2), DilatedPattern((900,), (1,))
     monkeypatch.setattr(call, "MOST_PLANNED", 1)

@@ -48,8 +48,8 @@ def wrapped(text: str, width: int = 80) -> str:
     found = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())] + "  "
-        options = {"break_long_words": False, "break_on_hyphens": False}
-        found += textwrap.wrap(line, width, subsequent_indent=indent, **options) if len(line) > width else [line]
+        cut = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        found += cut.wrap(line) if len(line) > width else [line]
     return "\n".join(found)
 
 

@@ -23,8 +23,8 @@ FEW = 8
 MEMORY_ERRORS, TIME_ERRORS = (0.95, 1.07), (0.69, 1.1)
 
 ERRORS_TEXT = (
-    "estimates (about): in nine of ten random jobs the memory was {:g} to {:g} times that of the plans of all ranks, and "
-    "the time {:g} to {:g} times the clock's"
+    "about: an estimate. In nine of ten random jobs the memory was {:g} to {:g} times that of the plans of all ranks, "
+    "and the time {:g} to {:g} times the clock's"
 ).format(*MEMORY_ERRORS, *TIME_ERRORS)
 
 
@@ -132,7 +132,8 @@ def _work_of(counter: Counter, counted: JobCount, rank: int) -> tuple[_Load, dic
     job, count = counter.job, counter.of(rank)
     heads = job.num_heads, job.num_kv_heads, job.held
     calls = [len(job.pattern.head_groups(branch, *heads)) for branch in range(len(job.pattern.branches))]
-    own, rings = _Load(count.pairs, sum(calls)), {}
+    own = _Load(count.pairs, sum(calls))
+    rings: dict[int, _Load] = {}
     for (branch, origin), num_pairs, rows, received in count.shares:
         segment = counted.segments[branch, origin]
         if not any(rows) or not segment.received:

@@ -175,7 +175,8 @@ class JobCount(NamedTuple):
 
 def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> JobCount:
     """Count all ranks. step: called after each."""
-    ranks, segments = [], {}
+    ranks: list[RankCount] = []
+    segments: dict[tuple[int, int], Segment] = {}
     for rank in range(counter.job.num_ranks):
         ranks.append(counter.of(rank))
         for place, _, rows, received in ranks[-1].shares:
