@@ -40,6 +40,7 @@ $(OTHERS)/.installed: pyproject.toml tests/integrations/versions.txt
 
 test-integrations: $(OTHERS)/.installed
 	$(EXTENSIONS) python -m pytest -rs tests/integrations tests/test_torch_conventions.py
+	$(EXTENSIONS) python tests/fuzz.py --kinds transformers --prove $(if $(SEED),--seed $(SEED))
 
 # On a machine with a GPU, where torch is to be the build for it: make gpu TORCH=torch
 gpu: $(VENV)/.installed
@@ -53,8 +54,8 @@ gpu: $(VENV)/.installed
 faults: $(VENV)/.installed
 	$(BIN)/python tests/fault_trials.py
 
-# Random and hostile use. `make test` has 200 cases of each kind; here are 2,000 or as many as go into half an hour, and
-# proofs that they notice what breaks. With a seed: make fuzz SEED=7
+# Random and hostile use. `make test` has 200 cases of each kind or fewer; here are 2,000 or as many as go into half an
+# hour, and proofs that they notice what breaks. With a seed: make fuzz SEED=7
 fuzz: $(VENV)/.installed
 	$(BIN)/python tests/fuzz.py --prove $(if $(SEED),--seed $(SEED))
 

@@ -1,14 +1,14 @@
-"""One rank's share of 1,073,741,824 positions, run and verified row by row (`rda slice` takes other sizes)."""
+"""One rank's share of 1,073,741,824 positions, run and verified row by row (`benchmarks.slice` takes other sizes)."""
 
 from collections.abc import Callable
 from typing import Any
 
-from ring_dilated_attention.commands.slice.report import measure, num_steps_of, text
-from ring_dilated_attention.commands.slice.share import SlicedJob, choose_rank, longnet_pattern
 from ring_dilated_attention.pattern import DilatedPattern
 
 from .gate import GateError
 from .record import markdown
+from .slice.report import measure, num_steps_of, text
+from .slice.share import SlicedJob, choose_rank, longnet_pattern
 
 SUMMARY = "one rank's share of a billion positions, verified row by row"
 

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
 from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.kernels.traits import TRAITS
-from ring_dilated_attention.models.config import LongNetConfig
 from ring_dilated_attention.models.longnet import LongNetLM, NextTokenLoss
+from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.training.loop import average_gradients, make_optimizer, shard
 from ring_dilated_attention.training.options import Hyperparameters

@@ -14,8 +14,8 @@ import torch
 
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
-from ring_dilated_attention.models.config import LongNetConfig
 from ring_dilated_attention.models.longnet import LongNetLM
+from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.ranks.context import ContextParallel
 

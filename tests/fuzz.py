@@ -49,13 +49,24 @@ from ring_dilated_attention.training.files import MADE_BY, MOST_BYTES, check_min
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, in the processes that are started here
 sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks, which are not installed
+sys.path.append(str(Path(__file__).parent / "integrations"))
 KINDS = {
     "commands": "fuzz_commands",
     "files": "fuzz_files",
     "calls": "fuzz_calls",
     "simulated": "fuzz_simulated",
     "ranks": "fuzz_ranks",
+    "losses": "fuzz_losses",
+    "borders": "fuzz_borders",
+    "styles": "fuzz_styles",
+    "caches": "fuzz_caches",
+    "torchscale": "fuzz_torchscale",
+    "autocast": "fuzz_autocast",
+    "advice": "fuzz_advice",
+    "streams": "fuzz_streams",
 }
+INTEGRATIONS = {"transformers": "fuzz_transformers"}  # kinds of `make test-integrations`, in tests/integrations
+MODULES = KINDS | INTEGRATIONS
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
 BYTES_BEYOND_TORCH = 4 * 10**9
@@ -101,7 +112,7 @@ def fuzz(
 ) -> Findings:
     """Try cases until they, the time or the patience is through."""
     findings, start, left = Findings(kind, seed), time.monotonic(), numbers
-    _START.set_forkserver_preload(["torch", "torch.distributed", *KINDS.values()])
+    _START.set_forkserver_preload(["torch", "torch.distributed", *KINDS.values(), MODULES[kind]])
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         while left and time.monotonic() - start < seconds and len(findings.failures) < most_failures:
             ours, theirs = _START.Pipe(duplex=False)
@@ -140,7 +151,7 @@ def _next_trial(pipe: Connection, process: Any) -> tuple[Trial, bool]:
 
 def _work(pipe: Connection, kind: str, seed: int, numbers: range, folder: str, broken: str | None) -> None:
     tqdm.set_lock(RLock())  # its own would outlive a process that is killed
-    module = import_module(KINDS[kind])
+    module = import_module(MODULES[kind])
     prepared = Path(folder) / "prepared"
     if not prepared.exists():
         prepared.mkdir()
@@ -249,7 +260,7 @@ def sentence_of(output: Output) -> str | None:
 def prove(kind: str, seed: int) -> dict[str, int | None]:
     """After how many cases each way of breaking the program is noticed, or None."""
     found = {}
-    for broken in import_module(KINDS[kind]).BREAKAGES:
+    for broken in import_module(MODULES[kind]).BREAKAGES:
         failures = fuzz(kind, seed, range(MOST_TO_NOTICE), broken=broken, most_failures=1).failures
         if failures:  # it must be for the breakage
             failures = [] if fuzz(kind, seed, range(failures[0].number, failures[0].number + 1)).failures else failures
@@ -323,7 +334,7 @@ def lines_of(record: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=MODULES, default=list(KINDS))
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--cases", type=int, default=2000, help="of each kind (default 2000)")

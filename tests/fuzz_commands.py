@@ -20,6 +20,7 @@ import torch
 from fuzz import Output, Trial, captured, listing, no_pictures, sentence_of
 
 from benchmarks import command
+from benchmarks.slice import command as slices
 from ring_dilated_attention.commands import (
     check,
     cli,
@@ -32,7 +33,6 @@ from ring_dilated_attention.commands import (
 )
 from ring_dilated_attention.commands.plan import call, compare, figures
 from ring_dilated_attention.commands.plan import options as plan_options
-from ring_dilated_attention.commands.slice import command as slices
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
 from ring_dilated_attention.training import checkpoint, files, options, ownership, report, run
@@ -207,13 +207,12 @@ COMMANDS = {
     "plan": (7, PLAN, MORE_PLAN),
     "plan compare": (2, [*PLAN, ["--flops", "1e12"], ["--bandwidth", "1e9"]], MORE_COMPARED),
     "plan model": (3, MODEL, MORE_MODEL),
-    "slice": (5, SLICE, MORE_SLICE),
+    "slice": (5, SLICE, MORE_SLICE),  # as python -m benchmarks.slice
     "generate": (3, GENERATE, MORE_GENERATE),
     "evaluate": (3, EVALUATE, MORE_EVALUATE),
     "suggest": (3, SUGGEST, MORE_SUGGEST),
     "doctor": (2, DOCTOR, MORE_DOCTOR),
     "check": (1, [["--ranks", "0"]], [["--timeout", "-1"]]),
-    "bench": (1, [], [["flops"], ["--quick"]]),
     "benchmarks": (2, [["--page"]], [["--results", "records"], ["--results", "mine"]]),  # as python -m benchmarks
 }
 
@@ -255,6 +254,8 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
 
 
 def run_command(arguments: list[str]) -> int:
+    if arguments[:1] == ["slice"]:
+        return slices.main(arguments[1:])
     if arguments[:1] != ["benchmarks"]:
         return cli.main(arguments)
     with mock.patch.object(command, "RESULTS", Path("records")):  # not those of this clone

@@ -1,7 +1,6 @@
 """Ways to break ranks, to prove that `fuzz_ranks` notices. They are broken in their own processes."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from ring_dilated_attention.models import longnet
 from ring_dilated_attention.plan.sharding import Span
 from ring_dilated_attention.ranks import context, handshake, processes, reshard
 
-broken_now: str | None = None  # how the ranks that this process starts are to be broken
-
 
 def _fail_at_home(self: Any, cut: Any, exchange: str, failure: str | None) -> None:
     if failure is not None:
@@ -24,7 +21,7 @@ def _fail_at_home(self: Any, cut: Any, exchange: str, failure: str | None) -> No
     _connect(self, cut, exchange, failure)
 
 
-def _mean_of_each_shard(ranks: Any, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
+def mean_of_each_shard(ranks: Any, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
     return _mean_loss(ranks, local_sum / max(int(local_count), 1), 1)
 
 
@@ -42,22 +39,8 @@ RANK_BREAKAGES: dict[str, Callable[[], Any]] = {
     "a refusal stays at home": broken("refuse", nothing, attention, multihead),
     "calls are not compared": broken("_fingerprint", lambda value: 0, handshake),
     "a constructor fails at home": broken("connect", _fail_at_home, processes.Processes),
-    "the mean of each shard": broken("mean_loss", _mean_of_each_shard, context),
+    "the mean of each shard": broken("mean_loss", mean_of_each_shard, context),
     "labels end with shards": broken("shift_left", _shift_within, longnet),
     "zigzag shards are turned round": broken("own_rows", _own_rows_from_the_end, reshard),
     **RING_BREAKAGES,
 }
-
-
-def _in_ranks(name: str) -> Callable[[], Any]:
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        global broken_now
-        broken_now = name
-        yield
-        broken_now = None
-
-    return context
-
-
-BREAKAGES = {name: _in_ranks(name) for name in RANK_BREAKAGES}

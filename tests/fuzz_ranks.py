@@ -2,32 +2,24 @@
 
 What must hold: every rank has its rows of the right numbers; and whatever one rank does wrong before the handshake,
 all ranks get a ValueError within seconds, nobody waits for the timeout, and the context serves on.
-
-Groups of two, three and four ranks are started once, and serve cases until one goes wrong: then its group is ended.
 """
 
-import contextlib
 import functools
-import pickle
 import random
-import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import distributed
-import fuzz_rank_breakages
 import torch
 import torch.distributed as dist
 from fuzz import Trial
 from fuzz_calls import HOSTILE, arranged, results
 from fuzz_modules import by_hand, draw_language_model, draw_module, why_unequal
 from fuzz_oracle import Answer, Call, answer_to, difference, draw_call, tensors_of
+from fuzz_rank_breakages import RANK_BREAKAGES
 from fuzz_simulated import draw_cut
+from fuzz_teams import PATIENCE, Outcome, TeamDesk, in_ranks, try_on_ranks, why_not_refused_at_once
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -37,36 +29,7 @@ from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.ranks.reshard import own_rows
 
 EXCHANGES = ("auto", "ring", "all_gather", "all_to_all")
-Outcome = tuple[str, str | None]  # what was done, and what is wrong with what came of it
-PATIENCE = timedelta(seconds=8)
-AT_ONCE = 5.0  # seconds, with other processes on the cores
-BREAKAGES = fuzz_rank_breakages.BREAKAGES
-_teams: "dict[int, Team]" = {}  # by the number of ranks
-
-
-class Team:
-    """The ranks that serve, seen from the process that asks."""
-
-    def __init__(self, world_size: int) -> None:
-        broken = fuzz_rank_breakages.broken_now
-        self.ranks = distributed.Ranks(world_size, serve, broken, stay=True).__enter__()
-        self.num_asked = 0
-
-    def ask(self, seed: int) -> list[Trial]:
-        """Every rank's trial of the case with this seed."""
-        self.num_asked += 1
-        store, number = self.ranks.store, self.num_asked
-        keys = [f"done {number} {rank}" for rank in range(self.ranks.world_size)]
-        store.set(f"case {number}", str(seed))
-        try:
-            store.wait(keys, timedelta(seconds=50))
-        except dist.DistStoreError:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            return [Trial("no end", "", f"ranks {missing} did not come to an end")]
-        return [pickle.loads(store.get(key)) for key in keys]
-
-    def end(self) -> None:
-        self.ranks.__exit__()
+BREAKAGES = in_ranks(RANK_BREAKAGES)
 
 
 def prepare(folder: Path) -> None:
@@ -74,60 +37,28 @@ def prepare(folder: Path) -> None:
 
 
 def try_case(rng: random.Random, folder: Path) -> Trial:
-    world_size = rng.choice([2, 2, 3, 4])
-    if world_size not in _teams:
-        _teams[world_size] = Team(world_size)
-    trials = _teams[world_size].ask(rng.randrange(2**62))
-    wrong = [f"rank {rank}: {trial.complaint}" for rank, trial in enumerate(trials) if trial.complaint is not None]
-    if wrong:
-        _teams.pop(world_size).end()
-    return trials[0]._replace(complaint="\n".join(wrong) or None)
+    return try_on_ranks(__name__, rng)
 
 
-def serve(rank: int, world_size: int, broken: str | None) -> None:
-    """Cases, until this process is ended."""
-    warnings.filterwarnings("ignore", message="ranks have .* positions, which no near-equal cut")
-    warnings.filterwarnings("ignore", message="every rank has .* positions, as many as the sequence")
-    torch.use_deterministic_algorithms(True)  # memory that is not initialised is NaN
-    # Held for as long as this process lives: a context that nobody holds is left at once.
-    with fuzz_rank_breakages.RANK_BREAKAGES[broken]() if broken is not None else contextlib.nullcontext():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads")) if world_size == 4 else None
-        desk = Desk(world_size, mesh)
-        number = 0
-        while True:
-            number += 1
-            distributed.store.wait([f"case {number}"], timedelta(days=1))
-            trial = desk.trial_of(random.Random(int(distributed.store.get(f"case {number}"))))
-            distributed.store.set(f"done {number} {rank}", pickle.dumps(trial))
-
-
-class Desk:
+class Desk(TeamDesk):
     """One rank, and the contexts that it keeps from case to case."""
 
-    def __init__(self, world_size: int, mesh: Any) -> None:
-        self.world_size, self.mesh = world_size, mesh
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads")) if world_size == 4 else None
         self.contexts: dict[str, ContextParallel] = {}
 
-    def trial_of(self, rng: random.Random) -> Trial:
-        """What this rank finds. All draw the same numbers."""
-        self.odd = rng.randrange(self.world_size)  # that errs, where one does
-        deeds = [
-            self.call,
-            self.refused,
-            self.disagree,
-            self.constructor,
-            self.module,
-            self.loss,
-            self.batch,
-            self.misuse,
-        ]
-        deed = rng.choices(deeds, [8, 3, 2, 1, 2, 2, 2, 3])[0]
-        try:
-            description, complaint = deed(rng)
-        except Exception:  # noqa: BLE001  whatever it is, it is reported
-            description, complaint = "", traceback.format_exc()
-        name = f"{deed.__name__}, {self.world_size} ranks"
-        return Trial(name, f"{name}: {description}", complaint)
+    def deeds(self) -> dict[Callable[[random.Random], Outcome], int]:
+        return {
+            self.call: 8,
+            self.refused: 3,
+            self.disagree: 2,
+            self.constructor: 1,
+            self.module: 2,
+            self.loss: 2,
+            self.batch: 2,
+            self.misuse: 3,
+        }
 
     @contextmanager
     def context(
@@ -375,18 +306,3 @@ class Desk:
 
 def told(parallel: ContextParallel) -> str:
     return f"exchange {parallel.exchange}, {parallel.cut}"
-
-
-def why_not_refused_at_once(attempt: Callable[[], Any]) -> str | None:
-    """All ranks try it together: none must compute, or wait for the timeout."""
-    start = time.monotonic()
-    try:
-        attempt()
-    except ValueError as error:
-        seconds = time.monotonic() - start
-        if seconds > AT_ONCE:
-            return f"it is refused after {seconds:.1f} s"
-        return None if len(str(error)) > 10 else f"it says too little: {error}"
-    except Exception:  # noqa: BLE001  whatever it is, it is not what a user can be told
-        return f"after {time.monotonic() - start:.1f} s, where a ValueError belongs: {traceback.format_exc()}"
-    return "it is taken"

@@ -278,7 +278,7 @@ def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, sha
         others = next(share for share in shares if share != heads)
         if len(others) == len(heads):
             of["heads_held"] = others
-            unchanged(cache, partial(dilated_attention, *rows, pattern, cache=cache, **of), "heads held")
+            unchanged(cache, partial(dilated_attention, *rows, pattern, cache=cache, **of), "head held")
     assert num_rows == pattern.cache_rows(num_heads, num_kv_heads)  # together those of the layer
 
 
@@ -464,6 +464,56 @@ def test_one_graph_for_all_tokens_and_nothing_of_a_rings_size():
     assert peak > ring
 
 
+def test_graphs_for_heads_that_two_ranks_hold():
+    """Catches ranges that torch.compile cannot compare once it takes their ends for symbols: with a second part."""
+
+    def token(query, key, value, cache, heads):
+        return dilated_attention(query, key, value, PATTERN, cache=cache, heads_held=heads, num_heads=4)
+
+    compiled = torch.compile(token, fullgraph=True, backend="eager")
+    sequence = Sequence(num_heads=4)
+    try:
+        with torch.no_grad():
+            for start in (0, 2):
+                heads = range(start, start + 2)
+                cache = make(PATTERN, 1, 4, 2, 4, heads_held=heads)
+                query, key, value = (
+                    sequence.inputs[0],
+                    *(x[:, :, start // 2 : start // 2 + 1] for x in sequence.inputs[1:]),
+                )
+                for t in range(9):
+                    out = compiled(
+                        *(x[:, t : t + 1] for x in (query[:, :, heads.start : heads.stop], key, value)), cache, heads
+                    )
+                    expected = sequence.exact[0][:, t : t + 1, heads.start : heads.stop]
+                    torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+    finally:
+        torch._dynamo.reset()
+
+
+def test_one_number_of_any_stride():
+    """Catches a stride of the last dim that `contiguous` leaves as it is, where a tensor holds one number."""
+    row = torch.stack([randn(1, 1, 1, 1)] * 2, -1)[..., 0]
+    assert row.stride(-1) == 2
+    out = dilated_attention(row, row, row, PATTERN, cache=make(PATTERN, 1, 1, 1, 1))
+    torch.testing.assert_close(out, row)
+
+
+def test_heads_that_read_no_phase():
+    """Catches a maximum over no rings: segments of 2 have no phase 2, which is all that the last head reads."""
+    pattern = DilatedPattern((2,), (3,), is_causal=True)
+    cache = make(pattern, 1, 3, 3, 4, heads_held=range(2, 3))
+    for num in (1, 5):
+        rows = [randn(1, num, 1, 4) for _ in range(3)]
+        out, lse = dilated_attention(*rows, pattern, cache=cache, heads_held=range(2, 3), num_heads=3, return_lse=True)
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+    cache.crop(6)
+    other = make(pattern, 1, 3, 3, 4, heads_held=range(2, 3))
+    other.load_state_dict(cache.state_dict())
+    assert other.position.tolist() == [0]
+
+
 def test_the_op_keeps_its_promises():
     """Catches a fake that says something else than the op returns, and a write that it does not announce."""
     sequence = Sequence(num_heads=4)
@@ -541,6 +591,39 @@ def test_bad_input():
     with torch.no_grad():
         call([x[:, 26:28].clone().requires_grad_() for x in sequence.inputs])()  # nothing is recorded: fine
     assert cache.position.tolist() == [28, 28]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: c.crop("1"), "crop(['1'])"),
+        (lambda c: c.crop(None), "crop([None])"),
+        (lambda c: c.crop(2**70), "has 5 positions"),
+        (lambda c: c.fork(None), "fork(None)"),
+        (lambda c: c.fork(torch.tensor(1)), "fork(1)"),
+        (lambda c: c.reset(0), "reset(0)"),
+        (lambda c: c.load_state_dict(None), "a cache of None"),
+        (lambda c: c.load_state_dict({"cache": c._described()}), "damaged: progress None"),
+        (lambda c: c.load_state_dict({**c.state_dict(), "rows": None}), "damaged"),
+        (lambda c: c.load_state_dict({**c.state_dict(), "progress": [[5], [0]]}), "damaged"),
+        (lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([[5.0], [0.0]])}), "damaged"),
+        (lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([[5], [6]])}), "damaged"),
+        (
+            lambda c: dilated_attention(*[randn(1, 1, 2, 4)] * 3, PATTERN, cache=c, lengths=torch.tensor([True])),
+            "lengths",
+        ),
+        (
+            lambda c: dilated_attention(*[randn(1, 1, 2, 4)] * 3, PATTERN, cache=c, lengths=torch.tensor([1j])),
+            "lengths",
+        ),
+    ],
+)
+def test_what_is_no_number_or_no_state_is_refused(call, words):
+    """Catches torch's and Python's own errors, and masks and complex numbers that pass for lengths."""
+    sequence = Sequence()
+    cache = sequence.cache()
+    sequence.append(cache, 0, 5)
+    unchanged(cache, lambda: call(cache), words)
 
 
 def test_a_call_that_fails_loses_nothing(monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.slice import command as slices
 from ring_dilated_attention.commands import cli, interrupts, limits, output
 
 PLAN = ["plan", "--seq-len", "4096", "--ranks", "17", "--segment-lengths", "4096", "--dilation-rates", "1"]
@@ -37,7 +38,7 @@ def without_extra(monkeypatch):
 )
 def test_torch_is_enough(arguments, without_extra, capsys):
     """Catches a package that only draws progress and without which nothing runs."""
-    assert cli.main(arguments) == 0
+    assert main(arguments) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -70,9 +71,21 @@ def test_nobody_reads_on(more):
     assert error == ""
 
 
+def main(arguments):
+    """`rda`, or `python -m benchmarks.slice`."""
+    return slices.main(arguments[1:]) if arguments[0] == "slice" else cli.main(arguments)
+
+
+def name_of(arguments):
+    return "python -m benchmarks.slice" if arguments[0] == "slice" else f"rda {arguments[0]}"
+
+
 def command(*arguments, **options):
-    """`rda` in a process of its own."""
-    words = [sys.executable, "-m", "ring_dilated_attention.commands.cli", *arguments]
+    """The same in a process of its own."""
+    module = "ring_dilated_attention.commands.cli"
+    if arguments[0] == "slice":
+        module, *arguments = "benchmarks.slice", *arguments[1:]
+    words = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
 
 
@@ -91,6 +104,14 @@ def test_output_that_cannot_be_written(stream, more, code):
     assert process.returncode == code
     expected = "--ranks must be at least 1, got 0\n" if more == ["0"] else "rda plan: No space left on device\n"
     assert error == (expected if code == 2 else "")
+
+
+def test_a_sentence_that_stderr_does_not_take():
+    """Catches 120, Python's code for what is left in a stream's buffer: argparse passes over what it cannot write."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    words = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "suggest", "--seq-len", "x"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(words, stderr=full, env=environment, timeout=60, check=False).returncode == 2
 
 
 @pytest.mark.parametrize("more", [["--picture"], ["--kernel", "triton"], ["--ranks", "1", "--kernel", "triton-fused"]])
@@ -129,7 +150,7 @@ def test_interrupted_at_any_time(arguments):
     for process in processes:
         error = process.communicate(timeout=60)[1]
         assert process.returncode == 130
-        assert error.endswith(f"\nrda {arguments[0]}: interrupted\n")
+        assert error.endswith(f"\n{name_of(arguments)}: interrupted\n")
         assert "Traceback" not in error
 
 
@@ -166,13 +187,16 @@ def test_nothing_of_somebody_else_is_overwritten(arguments, tmp_path, monkeypatc
     """What a command made itself it makes anew."""
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        assert cli.main(arguments) == 0
+        assert main(arguments) == 0
     Path("out/pattern.png").write_text("from ring_dilated_attention import DilatedPattern\n")
     before = {path: path.read_bytes() for path in Path("out").iterdir()}
     capsys.readouterr()
-    assert cli.main(arguments) == 2
+    assert main(arguments) == 2
     out, error = capsys.readouterr()
-    assert re.fullmatch(r"out/pattern.png was not made by rda \w+ --\w+, and nothing is written over it\..*\n", error)
+    assert re.fullmatch(
+        r"out/pattern.png was not made by [\w. -]+ --\w+, and nothing is written over it\..*\n",
+        error,
+    )
     assert out == ""
     assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
 
@@ -180,9 +204,9 @@ def test_nothing_of_somebody_else_is_overwritten(arguments, tmp_path, monkeypatc
 @pytest.mark.parametrize("arguments", [[*PICTURES, "a/b/out"], [*SLICE, "a/b/out/record"]], ids=["plan", "slice"])
 def test_refused_commands_make_no_folder(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*arguments, "--kv-heads", "5"]) == 2
+    assert main([*arguments, "--kv-heads", "5"]) == 2
     assert list(tmp_path.iterdir()) == []
-    assert cli.main(arguments) == 0
+    assert main(arguments) == 0
     assert len(list(Path("a/b/out").iterdir())) == (2 if arguments[0] == "plan" else 1)
 
 
@@ -191,7 +215,7 @@ def test_what_has_no_end_is_not_read_to_see_whose_it_is(path, monkeypatch, capsy
     """Catches a device that is read until memory is full."""
     for name in ("open", "read_bytes"):
         monkeypatch.setattr(Path, name, lambda self, *_: pytest.fail(f"{self} is read"))
-    assert cli.main(["slice", "--seq-len", "64", "--ranks", "4", "--record", path]) == 2
+    assert main(["slice", "--seq-len", "64", "--ranks", "4", "--record", path]) == 2
     assert f"{path} is in the way: it is no regular file" in capsys.readouterr().err
 
 
@@ -202,11 +226,11 @@ def test_a_full_disk_is_a_sentence(arguments, tmp_path, monkeypatch, capsys):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        assert cli.main(arguments) == 2
+        assert main(arguments) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     error = capsys.readouterr().err
-    assert re.search(rf"rda {arguments[0]}: out/\S+: File too large\n$", error)
+    assert re.search(rf"{name_of(arguments)}: out/\S+: File too large\n$", error)
     assert "Traceback" not in error
     assert list(Path().iterdir()) == []
 

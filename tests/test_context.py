@@ -522,21 +522,49 @@ def rank_passes_the_whole(rank, world_size):
         warnings.simplefilter("error")
         for _ in range(2):
             dilated_attention(local, local, local, PATTERN, parallel=context)
-    some = whole[:, : 1 + 5 * rank]
-    for x, fragment in ((whole, "every rank has 8 positions, as many as the"), (some, "ranks have (1, 6) positions")):
+        context.unshard(local + 0)
+        for length in (4, 4, 2, 0, 0):  # as long as the shards of the one before, and the same on every rank
+            context.shard(whole[:, :length])
+        empty = whole[:, :0]
+        dilated_attention(empty, empty, empty, PATTERN, parallel=context)
+        alone = simulate.all_ranks(2)
+        alone.shard(alone.shard(whole)[:, :4] + rank)
+
+    def attend(other: ContextParallel, x: torch.Tensor) -> None:
+        dilated_attention(x, x, x, PATTERN, parallel=other)
+
+    def shard_again(other: ContextParallel, x: torch.Tensor) -> None:
+        other.shard(whole)
+        other.shard(x)
+
+    taken = "every rank has 8 positions, as many as the sequence that was cut last: they are taken for one of 16"
+    again = "shard was given 4 positions, as many as each rank's shard of the 8 that were cut last, and different ones"
+    for deed, x, fragment in (
+        (attend, whole, taken),
+        (ContextParallel.unshard, whole, taken),
+        (attend, whole[:, : 1 + 5 * rank], "ranks have (1, 6) positions"),
+        (shard_again, local * 2, again),
+        (shard_again, local.sigmoid() > 0.5, again),
+        (shard_again, local.to(torch.complex64), again),
+        (shard_again, local.bfloat16(), again),
+    ):
         other = ContextParallel(timeout=PATIENCE)
         other.shard(whole)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
-                dilated_attention(x, x, x, PATTERN, parallel=other)
+                deed(other, x)
         said = [str(w.message) for w in caught if w.category is UserWarning]
         assert len(said) == 1, said
         assert fragment in said[0]
+    given = ContextParallel(lengths=(4, 4), timeout=PATIENCE)
+    for _ in range(2):
+        assert "lengths=(4, 4)" in message_of(lambda: shard_again(given, local * 2))
 
 
 def test_a_whole_sequence_in_the_place_of_a_shard():
-    """Catches a full tensor on every rank, which is taken for shards of a longer sequence without a word."""
+    """Catches a full tensor on every rank, which is taken for shards of a longer sequence without a word, and a shard
+    that is cut again after an op; and warnings of batches that are half as long as the one before."""
     run(2, rank_passes_the_whole)
 
 

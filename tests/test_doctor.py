@@ -127,6 +127,7 @@ def test_what_differs_between_ranks_is_listed_with_them():
     rates = dict.fromkeys(("flops_per_second", "backward_flops_per_second", "call_seconds", "around_seconds"), 1.0)
     links = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
     alike = {"gpu": None, "rates": rates, "memory_bytes": 1, "threads": 1, "links": links}
+    alike["bfloat16_speedup"] = 1.0
     alike["matter"] = {"NCCL_DEBUG": "WARN"}
     other = {"matter": {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "2"}, "backends": {"cpu": "no AVX"}}
     lines = doctor.text([one(0, **alike), one(1, **alike | other), one(2, **alike, interfaces=["ib0"])]).splitlines()
@@ -217,10 +218,32 @@ def test_obsolete_variables_are_named():
 
 
 @pytest.mark.parametrize(
-    ("card", "advice"), [(None, "float32"), ([6, 0], "float32: Pascal"), ([7, 0], "float16"), ([9, 0], "bfloat16")]
+    ("card", "speedup", "advice"),
+    [
+        (None, 3.5, "bfloat16: attention in bfloat16 was 3.50 times as fast"),
+        (None, 1.05, "float32: attention in bfloat16 was 1.05 times as fast"),
+        (None, 0.25, "float32: attention in bfloat16 was 0.25 times as fast"),
+        ([6, 0], 1.0, "float32: Pascal"),
+        ([7, 0], 0.1, "float16"),
+        ([9, 0], 8.0, "bfloat16"),
+    ],
 )
-def test_the_dtype_for_a_card(card, advice):
-    assert doctor_facts.dtype_advice(None if card is None else {"capability": card}).startswith(advice)
+def test_the_dtype_for_a_card(card, speedup, advice):
+    """Catches float32 for a CPU with matrix units, on which nobody measured bfloat16."""
+    assert doctor_facts.dtype_advice(None if card is None else {"capability": card}, speedup).startswith(advice)
+
+
+def test_both_dtypes_are_measured(monkeypatch):
+    """As on a CPU whose matrix units are 16-bit: what is said is the slowest rank's."""
+    seconds = {torch.float32: (7.0, 21.0), torch.bfloat16: (2.0, 6.0)}
+    monkeypatch.setattr(doctor_ranks, "_times", lambda parallel, device, dtype, *shape: seconds[dtype])
+    assert doctor_ranks.speedup(None, "cpu") == 3.5
+    rates = dict.fromkeys(("flops_per_second", "backward_flops_per_second", "call_seconds", "around_seconds"), 1.0)
+    links = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
+    more = {"memory_bytes": 1, "threads": 1, "links": links}
+    found = [one(k, rates=rates, bfloat16_speedup=speedup, **more) for k, speedup in ((0, 3.5), (1, 2.0))]
+    lines = doctor.text(found).splitlines()
+    assert "dtype: bfloat16: attention in bfloat16 was 2.00 times as fast as in float32 on this CPU" in lines
 
 
 def test_a_message_that_is_no_slower_when_it_is_large():
@@ -237,14 +260,19 @@ def free_port():
         return str(free.getsockname()[1])
 
 
-def started_rank(rank, num_ranks, port, seconds):
-    place = {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+TORCHRUN = ("RANK", "WORLD_SIZE")
+
+
+def started_rank(rank, num_ranks, port, seconds, names=TORCHRUN):
+    place = {names[0]: str(rank), names[1]: str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place["SLURM_STEP_ID"] = "0"
     command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "doctor", "--timeout", seconds]
     return subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_rank_that_does_not_join_is_named():
-    process = started_rank(0, 3, free_port(), "2")
+@pytest.mark.parametrize("names", [TORCHRUN, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")])
+def test_a_rank_that_does_not_join_is_named(names):
+    process = started_rank(0, 3, free_port(), "2", names)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "2 of 3 ranks did not join within 2 s: 1, 2" in error
@@ -292,6 +320,17 @@ def test_without_rank_0_one_sentence_is_said():
     assert error == f"rda doctor: not ready: rank 1: rank 0 could not be met at 127.0.0.1:{port} within 1 s\n"
 
 
+def test_tasks_outside_of_a_step_are_ignored(monkeypatch, capsys):
+    """Catches a batch script that waits for tasks which nobody started."""
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setattr(processes, "run_ranks", lambda *arguments: [[one(0)]])
+    monkeypatch.setattr(doctor, "report", lambda arguments, everyone: 0)
+    assert cli.main(["doctor"]) == 0
+    said = "rda doctor: SLURM_NTASKS=4 is ignored outside of a step of several tasks: srun starts them\n"
+    assert capsys.readouterr().err == said
+
+
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -300,8 +339,8 @@ PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
     [
         (["--ranks", "0"], {}, "--ranks must be at least 1"),
         (["--timeout", "0"], {}, "--timeout must be from 0"),
-        ([], {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "need MASTER_ADDR and MASTER_PORT to meet"),
-        (["--ranks", "2"], PLACE, "leave --ranks"),
+        ([], {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "4 ranks need MASTER_ADDR and MASTER"),
+        (["--ranks", "2"], PLACE, "a launcher started 2 ranks: leave it out"),
         ([], PLACE | {"MASTER_PORT": "22222222"}, "MASTER_PORT must be a number from 1 to 65,535, got '22222222'"),
         ([], PLACE | {"MASTER_PORT": "http"}, "MASTER_PORT must be a number from 1 to 65,535, got 'http'"),
         ([], PLACE | {"RANK": "2"}, "RANK must be a number from 0 to 1, got '2'"),

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from benchmarks.record import is_page, is_record
+from benchmarks.slice.command import is_record as is_slice
 from ring_dilated_attention.commands import hardware
 from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry
-from ring_dilated_attention.commands.slice.command import is_record as is_slice
 from ring_dilated_attention.training.checkpoint import save_checkpoint
 from ring_dilated_attention.training.files import MADE_BY, is_our_picture, write_whole
 from ring_dilated_attention.training.loop import make_optimizer
@@ -77,7 +77,8 @@ def test_a_file_that_only_names_us_is_somebody_elses(content, tmp_path):
 MACHINE = hardware.Machine(hardware.Hardware(1e12, 1e9), 4, None, "rda doctor on 2 ranks, a CPU")
 SAVED = hardware.as_toml(MACHINE, ["a note"])
 RECORD = {name: {} for name in ("date", "hardware", "versions")} | {"rows": []}
-SLICE = RECORD | {"command": "rda slice --plan"}
+SLICES = "python -m benchmarks.slice"
+SLICE = RECORD | {"command": SLICES}
 BENCHMARK = RECORD | {"command": "python -m benchmarks linear", "case": "linear", "commit": None}
 TRAINED = {"run": RUN, "status": "complete", "hyperparameters": {}, "steps_done": 1, "step_seconds": [1.0]}
 PAGE = (ROOT / "benchmarks" / "README.md").read_text()
@@ -90,7 +91,12 @@ KNOWN = {  # how: ours, and those that only name us
     "slice": (
         is_slice,
         json.dumps(SLICE),
-        ['{"command": "rda slice --plan"}', json.dumps(SLICE | {"notes": "mine"}), '{"tasks": "rda slice"}', "[]"],
+        [
+            json.dumps({"command": SLICES}),
+            json.dumps(SLICE | {"notes": "mine"}),
+            json.dumps({"tasks": SLICES}),
+            "[]",
+        ],
     ),
     "benchmark": (
         is_record,

@@ -1,4 +1,5 @@
-"""200 cases of every kind of `make fuzz`, and proofs that cases notice what they are there for."""
+"""200 cases of every kind of `make fuzz` (fewer of some that start ranks), and proofs that cases notice what they are
+there for."""
 
 import json
 from importlib import import_module
@@ -9,12 +10,14 @@ from fuzz import KINDS, fuzz, lines_of
 
 CLONE = Path(__file__).parents[1]
 SEED = 20251122
+FEWER = {"losses": 80, "borders": 80, "styles": 40, "streams": 30}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_found(kind):
-    found = fuzz(kind, SEED, range(200))
-    assert found.num_cases == 200
+    number = FEWER.get(kind, 200)
+    found = fuzz(kind, SEED, range(number))
+    assert found.num_cases == number
     assert found.failures == []
     assert len(found.outcomes) > 5  # cases of many sorts, and not 200 times the same refusal
 
@@ -31,6 +34,11 @@ def test_nothing_is_found(kind):
         ("calls", "padding is attended"),
         ("simulated", "gradients do not come home"),
         ("ranks", "the mean of each shard"),
+        ("borders", "borders are not compared"),
+        ("caches", "compiled code scales by the default"),
+        ("torchscale", "steep xpos is not refused"),
+        ("autocast", "a cache has the parameters' type"),
+        ("advice", "one layer less is followed"),
     ],
 )
 def test_a_broken_program_is_noticed(kind, broken):

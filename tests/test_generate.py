@@ -1,5 +1,7 @@
 """Layers and the language model with caches: what is computed token by token is what one call computes."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from torch import nn
@@ -200,6 +202,69 @@ def test_stop():
         assert (found[b, end + 1 :] == STOPPED).all()
 
 
+def test_after_stop_caches_hold_what_was_shown(monkeypatch):
+    """Catches rows that have stopped and go on writing tokens into their caches that nobody was shown.
+
+    A second turn of a chat is what a fresh model draws after the same tokens, row by row.
+    """
+    monkeypatch.setattr("ring_dilated_attention.models.generate.PREFILL_CHUNK", 4)
+    model, tokens = make(), make_tokens(3, 40)
+    prompts = [tokens[0, :13], tokens[1, :7], tokens[2, :10]]
+    free = joined(model.generate(prompts, 30, seed=3))
+    stop = (int(free[0, 11]), int(free[2, 2]))
+    caches = model.make_caches(3, keep=2)
+    found = joined(model.generate(prompts, 20, seed=3, stop=stop, caches=caches))
+    shown = [row[row != STOPPED] for row in found]
+    assert len({len(row) for row in shown}) > 1
+    for cache in caches:
+        assert cache.position.tolist() == [len(p) + len(row) - 1 for p, row in zip(prompts, shown, strict=True)]
+    added = [tokens[b, 30 : 31 + 3 * b] for b in range(3)]
+    second = [torch.cat([row[-1:], more]) for row, more in zip(shown, added, strict=True)]
+    answer = joined(model.generate(second, 25, temperature=0, caches=caches))
+    for b in range(3):
+        alone = torch.cat([prompts[b], shown[b], added[b]])
+        assert torch.equal(answer[b : b + 1], joined(model.generate([alone], 25, temperature=0)))
+
+
+def test_a_prompt_that_does_not_fit_is_in_no_cache(monkeypatch):
+    """Catches chunks of a prompt that stay in the caches when a later one is refused."""
+    monkeypatch.setattr("ring_dilated_attention.models.generate.PREFILL_CHUNK", 4)
+    model, tokens = make(), make_tokens(2, 10)
+    caches = model.make_caches(2, max_len=9)
+    for prompts, message in (
+        ([tokens[0, :3], tokens[1]], "max_len=9 positions, and row 1 of the batch has 0: with 10 more"),
+        ([[1] * 9, [1] * 8 + [50]], "prompt 1 has tokens from 1 to 50, but vocab_size=50"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next(model.generate(prompts, 1, caches=caches))
+        assert caches[0].position.tolist() == caches[1].position.tolist() == [0, 0]
+
+
+def test_logits_that_are_no_numbers():
+    """Catches NaN that is taken for token 0, and a row that has stopped and stops the others."""
+    bad, nan = torch.tensor([[0.0, 1.0], [0.0, float("nan")]]), float("nan")
+    for temperature in (0, 1):
+        sampling = Sampling(temperature, seed=0)
+        for row in ([0.0, nan], [nan, nan], [-torch.inf, -torch.inf], [0.0, torch.inf]):
+            bad[1] = torch.tensor(row)
+            with pytest.raises(ValueError, match=r"for row 1: the largest of its logits is -?(nan|inf)"):
+                sampling.draw(bad, sampling.generators(2, torch.device("cpu")))
+        masked = torch.tensor([[-torch.inf, 1.0]])
+        assert sampling.draw(masked, sampling.generators(1, torch.device("cpu"))).tolist() == [1]
+    model = make()
+    free = joined(model.generate([[1], [2]], 4, temperature=0))
+    stop = int(free[0, 0])
+    assert stop not in {1, 2, *free[1].tolist()}
+    with torch.no_grad():
+        model.embedding.weight[stop] = nan  # what follows it is NaN, and row 0 does not ask for it
+    found = joined(model.generate([[1], [2]], 4, temperature=0, stop=(stop,)))
+    assert found.tolist() == [[stop, *[STOPPED] * 3], free[1].tolist()]
+    steps = model.generate([[1], [2]], 4, temperature=0)
+    next(steps)
+    with pytest.raises(ValueError, match="no token can be drawn for row 0: the largest of its logits is nan"):
+        next(steps)
+
+
 def test_caches_go_on():
     """A prefix that is computed once: what is drawn after it is what is drawn after all of it."""
     model, tokens = make(), make_tokens(1, 30)
@@ -252,9 +317,9 @@ def test_draws_follow_the_weights():
     [
         (([[1]], -1), {}, "max_new_tokens=-1 must be an integer of at least 0"),
         (([], 1), {}, "there is no prompt"),
-        (([[1], []], 1), {}, r"prompt 1 has shape \(0,\).*one or more integers"),
-        (([[0.5]], 1), {}, "prompt 0 has .*float32"),
-        ((torch.zeros(3, dtype=torch.int64), 1), {}, r"prompt 0 has shape \(\).*Pass tokens \(batch, N\)"),
+        (([[1], []], 1), {}, r"prompt 1 is \[\], and not one or more integers"),
+        (([[0.5]], 1), {}, r"prompt 0 is \[0\.5\]"),
+        ((torch.zeros(3, dtype=torch.int64), 1), {}, r"prompt 0 is tensor\(0\).*Pass tokens \(batch, N\)"),
         (([[1]], 1), {"temperature": -0.1}, "temperature=-0.1"),
         (([[1]], 1), {"temperature": float("nan")}, "temperature=nan"),
         (([[1]], 1), {"top_k": 0}, "top_k=0 must be an integer of at least 1"),
@@ -267,18 +332,57 @@ def test_draws_follow_the_weights():
         (([[1]], 1), {"top_p": 1.5}, "top_p=1.5 must be above 0"),
         (([[1], [2]], 1), {"caches": 1}, "made for batch 1, and the call has 2"),
         (([[1]], 1), {"caches": 0}, "0 caches for 2 layers"),
+        (([[1]], 1), {"stop": (32.5,)}, r"stop=\(32.5,\) must be integers"),
+        (([[1]], 1), {"stop": ("a",)}, r"stop=\('a',\) must be integers"),
+        (([[1]], 1), {"stop": "a"}, "stop='a' must be integers"),
+        (([[1]], 1), {"stop": 0}, r"stop=0 must be integers, the tokens that end a row, as \(10,\)"),
+        (([[1]], 1), {"stop": (True,)}, r"stop=\(True,\) must be integers"),
+        (([[1]], 1), {"stop": ([1],)}, r"stop=\(\[1\],\) must be integers"),
+        (([[1]], 1), {"stop": (3, 50)}, "stop has the token 50, and the vocabulary those from 0 to 49"),
+        (([[1]], 1), {"stop": (-1,)}, "stop has the token -1"),
+        (([[1]], 1), {"seed": 2**64}, "seed=18446744073709551616 must be an integer of 64 bits, or None"),
+        (([[1]], 1), {"seed": -(2**63) - 1}, "seed=-9223372036854775809 must be an integer of 64 bits"),
+        (([[1]], 1), {"temperature": 10**400}, "temperature=1000"),
+        ((None, 1), {}, "there is no prompt in tokens=None"),
+        ((5, 1), {}, "there is no prompt in tokens=5"),
+        ((b"abc", 1), {}, r"there is no prompt in tokens=b'abc'.*A prompt of bytes is list\(prompt\)"),
+        (("abc", 1), {}, "there is no prompt in tokens='abc'"),
+        (([b"abc"], 1), {}, r"prompt 0 is b'abc', and not one or more integers.*A prompt of bytes is list\(prompt\)"),
+        (([[1], ["a"]], 1), {}, r"prompt 1 is \['a'\], and not one or more integers"),
+        (([None], 1), {}, "prompt 0 is None"),
+        (([[2**70]], 1), {}, r"prompt 0 is \[1180591620717411303424\]"),
+        (([[True, False]], 1), {}, r"prompt 0 is \[True, False\]"),
+        (([[3, -1]], 1), {}, "prompt 0 has tokens from -1 to 3, but vocab_size=50"),
+        (([[1]], 1), {"caches": None}, "caches=.* must be those of make_caches, one for each layer"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, options, message):
     model = make()
-    if "caches" in options:
+    if options.get("caches", 0) is None:
+        options = {"caches": model.make_caches(1)[0]}
+    elif "caches" in options:
         options = {"caches": model.make_caches(1) * options["caches"]}
     with pytest.raises(ValueError, match=message):
         next(model.generate(*arguments, **options))
 
 
 def test_nothing_is_drawn_of_nothing():
-    assert list(make().generate([[1]], 0)) == []
+    """Catches a prompt that was given to caches, and is in none of them."""
+    model = make()
+    caches = model.make_caches(1)
+    assert list(model.generate([[1, 2]], 0, caches=caches)) == []
+    assert caches[1].position.tolist() == [2]
+    assert list(model.generate([[1]], 0)) == []
+
+
+def test_numbers_of_other_kinds():
+    """Catches a Fraction and numpy's integers, which are numbers, in torch's words."""
+    np = pytest.importorskip("numpy")
+    model = make()
+    options = {"temperature": Fraction(1, 2), "top_p": Fraction(9, 10), "top_k": np.int64(5), "seed": np.int64(3)}
+    expected = joined(model.generate([[1, 2]], 5, temperature=0.5, top_p=0.9, top_k=5, seed=3))
+    assert torch.equal(joined(model.generate(np.array([[1, 2]]), 5, stop=(np.int64(49),), **options)), expected)
+    assert torch.equal(joined(model.generate([[1, 2]], 5, stop=torch.tensor([49]), **options)), expected)
 
 
 def test_a_model_over_ranks_is_refused():

@@ -10,8 +10,8 @@ import torch
 
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
+from ring_dilated_attention.models.torchscale.zero_rows import is_misaligned
 from ring_dilated_attention.pattern import Branch
-from ring_dilated_attention.plan.zero_rows import is_misaligned
 
 
 @pytest.mark.parametrize("max_wsi_size", [262_144, 250_000])

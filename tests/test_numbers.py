@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import record
+from benchmarks.slice import command as slices
 from ring_dilated_attention.commands import cli, evaluate, generate, train
 from ring_dilated_attention.commands.numbers import BINARY, DECIMAL, amount, count, scaled
 from ring_dilated_attention.forecast.clock import time_text
@@ -66,7 +67,7 @@ def test_commands_take_them(capsys):
     assert "peak, MB" in out
     assert "|" not in out
     with pytest.raises(SystemExit):
-        cli.main(["slice", "--seq-len", "1.5"])
+        slices.main(["--seq-len", "1.5"])
     assert "'1.5' is 1.5, not a whole number" in capsys.readouterr().err
 
 

@@ -6,6 +6,7 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 import gc
 import os
 import random
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -23,10 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.measure import Sizes, allocated, dilated_call
 from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention, simulate
 from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sizes import Sizes as PlannedSizes
+from ring_dilated_attention.ranks.handshake import RefusedError
 from ring_dilated_attention.ranks.link import ExchangeError
 from ring_dilated_attention.ranks.reduce import all_reduce
 from ring_dilated_attention.reference import dilated_attention_reference
@@ -522,7 +525,10 @@ def rank_equals_the_definition(rank, world_size, seed, num_cases, kind=""):
         if mesh is not None:
             options = {**options, "group": mesh, "exchange": rng.choice(["ring", "all_gather", "auto"])}
             num_heads, num_kv_heads = 2 * num_heads, 2 * num_kv_heads
-        cp = simulate.all_ranks(world_size, **options) if kind == "simulated" else ContextParallel(**options)
+        if kind == "simulated":
+            cp = simulate.all_ranks(world_size, **{name: options[name] for name in options if name != "exchange"})
+        else:
+            cp = ContextParallel(**options)
         cu_seqlens = torch.tensor(documents, dtype=torch.int32) if documents else None
         shapes = [(batch, n, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
         *full, dout = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
@@ -865,3 +871,138 @@ def test_operators_pass_the_checks_of_torch(dtype, layout, kv_heads):
             arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
             tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")  # it refuses derivatives
             torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)
+
+
+# Threads.
+
+
+def sample(number: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Query, key and value of 10 positions, and what dilated attention makes of them."""
+    generator = torch.Generator().manual_seed(number)
+    full = [torch.randn(1, 10, 4, 8, dtype=torch.float64, generator=generator) for _ in range(3)]
+    return full, dilated_attention(*full, PATTERN)
+
+
+def in_threads(*works: Callable[[], None]) -> list[Exception | None]:
+    """What each raised. They begin together."""
+    errors: list[Exception | None] = [None] * len(works)
+    barrier = threading.Barrier(len(works))
+
+    def one(i: int) -> None:
+        barrier.wait()
+        try:
+            works[i]()
+        except Exception as error:  # noqa: BLE001  given to the test
+            errors[i] = error
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def compute(cp: ContextParallel, rank: int, samples: list) -> None:
+    """Forward and backward of each sample, whose numbers must be right."""
+    for full, expected in samples:
+        leaves = [x[:, 5 * rank : 5 * rank + 5].clone().requires_grad_() for x in full]
+        out = dilated_attention(*leaves, PATTERN, parallel=cp)
+        torch.testing.assert_close(out, expected[:, 5 * rank : 5 * rank + 5], rtol=1e-11, atol=1e-11)
+        out.sum().backward()
+
+
+def rank_uses_a_context_in_four_threads(rank, world_size):
+    strict()
+    samples = [sample(number) for number in range(4)]
+    cp = ContextParallel(timeout=PATIENCE)
+    errors = in_threads(*[lambda: compute(cp, rank, samples)] * 4)
+    assert all(error is None or type(error) is RefusedError for error in errors), errors
+    refused = [error for error in errors if error is not None]
+    assert len(refused) >= 3  # at most the owner had come to its end before
+    assert all("belongs to the thread of its first call" in str(error) for error in refused), refused
+    both = [ContextParallel(timeout=PATIENCE) for _ in range(2)]
+    assert in_threads(*[lambda cp=cp: compute(cp, rank, samples) for cp in both]) == [None, None]
+
+
+def test_four_threads_of_one_context():
+    """Catches threads that take each other's messages: of another size these end the process, else numbers are wrong.
+    Two contexts in two threads disturb each other in nothing."""
+    run(2, rank_uses_a_context_in_four_threads)
+
+
+def rank_leaves_the_owner(rank, world_size):
+    """Rank 1 makes each call in another thread than before: both are refused it, and the context serves on."""
+    strict()
+    cp = ContextParallel(timeout=PATIENCE)
+    x = torch.randn(1, 5, 4, 8, requires_grad=True)
+    out = dilated_attention(x, x, x, PATTERN, parallel=cp)
+    batch = {"x": torch.zeros(1, 10)}
+    labels = torch.zeros(1, 5, dtype=torch.int64)
+    layer = MultiheadDilatedAttention(32, 4, PATTERN, parallel=cp)
+    deeds = [
+        lambda: dilated_attention(x, x, x, PATTERN, parallel=cp),
+        lambda: layer(*[x.flatten(2)] * 3),
+        lambda: out.sum().backward(retain_graph=True),
+        lambda: cp.shard(torch.zeros(1, 10)),
+        lambda: cp.shard_batch(batch),
+        lambda: cp.shard_batch(batch if rank == 0 else None, source=0),
+        lambda: cp.unshard(labels),
+        lambda: cp.mean_loss(x.sum(), 3),
+        lambda: shift_left(cp, labels, 0),
+        lambda: dilated_attention(x, x, x[:, :2], PATTERN, parallel=cp),  # which cannot be, at that
+    ]
+    for deed in deeds:
+        said = message_of(deed) if rank == 0 else str(in_threads(deed)[0])
+        assert "belongs to the thread of its first call, 'MainThread', until close(). Make all calls" in said
+        assert ("rank 1 refused the call: thread 'Thread-" in said) == (rank == 0 or deed is deeds[-1])
+    for deed in deeds[:-1]:
+        deed()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_a_call_in_another_thread():
+    """Catches a thread that is refused on its rank alone: the others would wait for it."""
+    run(2, rank_leaves_the_owner)
+
+
+class Nest(torch.autograd.Function):
+    """Backward within backward, so deep that autograd goes on in a thread of its own, as it does for a GPU."""
+
+    @staticmethod
+    def forward(ctx, x, depth, innermost):
+        ctx.rest = depth, innermost
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        depth, innermost = ctx.rest
+        with torch.enable_grad():
+            if depth:
+                Nest.apply(torch.zeros(1, requires_grad=True), depth - 1, innermost).sum().backward()
+            else:
+                innermost()
+        return grad, None, None
+
+
+def rank_recomputes_in_a_thread_of_autograd(rank, world_size):
+    strict()
+    cp = ContextParallel(timeout=PATIENCE)
+    x = torch.randn(1, 5, 4, 8, dtype=torch.float64, requires_grad=True)
+    out = checkpoint(lambda x: dilated_attention(x, x, x, PATTERN, parallel=cp), x, use_reentrant=False)
+    threads = []
+
+    def innermost() -> None:
+        threads.append(threading.current_thread())
+        out.sin().sum().backward()
+
+    Nest.apply(torch.zeros(1, requires_grad=True), 80, innermost).sum().backward()
+    assert threads != [threading.main_thread()]
+    [found], x.grad = [x.grad], None
+    dilated_attention(x, x, x, PATTERN, parallel=cp).sin().sum().backward()
+    torch.testing.assert_close(found, x.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_threads_of_autograd_count_as_the_owner():
+    """Catches a backward, with what it recomputes, that is refused where autograd runs it in a thread of its own."""
+    run(2, rank_recomputes_in_a_thread_of_autograd)

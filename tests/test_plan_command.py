@@ -133,9 +133,9 @@ def test_no_ring_is_drawn_where_there_is_none(exchange, said, note, why, tmp_pat
         (["--picture", f"{__file__}/new"], "test_plan_command.py/new cannot be written: a file is in the way. Choose"),
         (["--flops", "1e9"], "--bandwidth is missing: a time needs --flops and --bandwidth, or --hardware"),
         (["--latency", "1"], "--flops is missing"),
-        (["--flops", "0", "--bandwidth", "1"], "--flops must be a positive number, got 0"),
-        (["--flops", "1", "--bandwidth", "nan"], "--bandwidth must be a positive number, got nan"),
-        (["--flops", "1", "--bandwidth", "1", "--latency", "-1"], "--latency must be a positive number, or 0, got -1"),
+        (["--flops", "0"], "--flops 0 must be from 1e+06 to 1e+18 FLOPs in a second; 500 TFLOP/s are 5e14"),
+        (["--flops", "1e9", "--bandwidth", "nan"], "--bandwidth nan must be from 1000 to 1e+15 bytes in a second, one"),
+        (["--flops", "1e9", "--latency", "-1"], "--latency -1 must be from 0 to 60 seconds; 5 µs are 5e-6"),
         (["--hardware", "h100-nvlink"], "has the rate of 16-bit types, and --dtype is float32. Choose --dtype"),
     ],
 )
@@ -189,6 +189,41 @@ def test_documents_reach_the_plan(capsys):
         plan = make_plan(Job(pattern, shards, 2, 2, (0, 3000, 4096)), rank)
         assert row["flops"] == plan.flops(1, 64) + plan.flops(1, 64, backward=True)
     assert found["shardings"][0]["balance"] == found["balance"]
+
+
+@pytest.mark.parametrize("value", ["1e-320", "1e308", "inf", "nan", "0", "-1", "1e-30", "1e30", "1e6", "1e15", "60"])
+@pytest.mark.parametrize("option", ["--flops", "--bandwidth", "--latency", "--tokens"])
+def test_no_rate_makes_a_figure_that_is_no_number(option, value, capsys):
+    """Catches rates at which seconds are inf, and a share of them nan, which JSON does not know."""
+    time = {"--flops": "1e12", "--bandwidth": "1e9", "--latency": "1e-6"} | {option: value}
+    argv = ["plan", "--segment-lengths", "1Ki", "64Ki", "--dilation-rates", "1", "64", "--causal"]
+    model = ["--seq-len", "64Ki", "--layers", "2", "--embed-dim", "64", "--heads", "4", "--vocab", "256"]
+    jobs = [[*model, "--mesh", "2x2"]]
+    if option != "--tokens":
+        jobs += [["--seq-len", "64Ki", "--ranks", ranks] for ranks in ("1", "4", "4096")]
+        jobs.append(["--seq-len", "64Ki", "--ranks", "4", "--alternatives"])
+    for job in jobs:
+        for form in ([], ["--json"]):
+            code = cli.main([*argv, *job, *form, *(word for pair in time.items() for word in pair)])
+            out, error = capsys.readouterr()
+            assert re.search(r"\b(nan|inf|NaN|Infinity)\b", out) is None
+            assert code == 0 or (code == 2 and error.startswith(f"{option} ") and "must be from " in error)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--seconds", "1e308", "--hardware", "h100-nvlink"], "--seconds must be from 1e-09 to 1e+09, got 1e+308"),
+        (["--seconds", "1e-320", "--hardware", "h100-nvlink"], "--seconds must be from 1e-09 to 1e+09, got"),
+        (["--seconds", "1", "--hardware", "{file}"], "cannot be read: "),
+    ],
+)
+def test_a_suggestion_has_no_infinite_budget(argv, message, tmp_path, capsys):
+    """And a file with a number of thousands of digits is refused with its name."""
+    (tmp_path / "x.toml").write_text(f"[hardware]\nflops_per_second = {'9' * 5000}\n")
+    argv = [word.replace("{file}", str(tmp_path / "x.toml")) for word in argv]
+    assert cli.main(["suggest", "--seq-len", "4Ki", "--heads", "4", "--json", *argv]) == 2
+    assert message in capsys.readouterr().err
 
 
 TIME = ("--flops", "1e9", "--bandwidth", "1e8", "--latency", "1e-4")

@@ -17,8 +17,8 @@ from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.models import longnet
-from ring_dilated_attention.models.config import LongNetConfig
 from ring_dilated_attention.models.longnet import LongNetLM
+from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan

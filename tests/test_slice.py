@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.slice.command import main
+from benchmarks.slice.counter import TENSORS, CounterTensors
+from benchmarks.slice.direct import Direct
+from benchmarks.slice.share import Others, SlicedJob, choose_rank, longnet_pattern, run_share
+from benchmarks.slice.verify import tolerance, verify
 from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.commands import cli
-from ring_dilated_attention.commands.slice.counter import TENSORS, CounterTensors
-from ring_dilated_attention.commands.slice.direct import Direct
-from ring_dilated_attention.commands.slice.share import Others, SlicedJob, choose_rank, longnet_pattern, run_share
-from ring_dilated_attention.commands.slice.verify import tolerance, verify
 from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.ranks.reduce import all_reduce
@@ -256,12 +256,12 @@ def test_a_record_that_cannot_be_written_is_refused_before_the_work(tmp_path, mo
     (tmp_path / "file").touch()
     for path, why in ((tmp_path / "file" / "record.json", "a file is in the way"), (tmp_path, "Is a directory")):
         arguments = ["--seq-len", "1048576", "--ranks", "64", "--record", str(path)]
-        monkeypatch.setattr("ring_dilated_attention.commands.slice.report.measure", None)
-        assert cli.main(["slice", *arguments]) == 2
+        monkeypatch.setattr("benchmarks.slice.report.measure", None)
+        assert main(arguments) == 2
         assert f"--record {path} cannot be written: {why}" in capsys.readouterr().err
 
 
-SHORT = ["slice", "--seq-len", "1024", "--ranks", "4", "--heads", "2", "--head-dim", "8"]
+SHORT = ["--seq-len", "1024", "--ranks", "4", "--heads", "2", "--head-dim", "8"]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ SHORT = ["slice", "--seq-len", "1024", "--ranks", "4", "--heads", "2", "--head-d
 )
 def test_a_short_job_is_verified(more, capsys):
     """Below 2,048 positions LongNet has no branch that is as short; also where the pattern is given."""
-    assert cli.main([*SHORT, *more]) == 0
+    assert main([*SHORT, *more]) == 0
     out = capsys.readouterr().out
     assert "within" in out
     assert "nan" not in out
@@ -304,7 +304,7 @@ def test_a_short_job_is_verified(more, capsys):
     ],
 )
 def test_numbers_that_cannot_be_are_refused(more, message, capsys):
-    assert cli.main([*SHORT, *more]) == 2
+    assert main([*SHORT, *more]) == 2
     out, error = capsys.readouterr()
     assert message in error
     assert (out, error.count("\n")) == ("", 1)

@@ -249,6 +249,22 @@ def test_sharded_heads(world_size, num_kv_heads):
     run(world_size, rank_shards_heads, num_kv_heads)
 
 
+def test_a_part_is_what_the_whole_was():
+    """Catches random numbers that are drawn for a part, after which the dropout of two ranks differs; frozen parameters
+    that are trained; a norm that begins anew; a part of a part, whose heads are counted from another one."""
+    layer = MultiheadDilatedAttention(16, 4, CAUSAL, sub_layernorm=True)
+    nn.init.normal_(layer.sub_layernorm.weight)
+    layer.in_proj_weight.requires_grad_(False)
+    state = torch.get_rng_state()
+    part = layer.eval().held(range(4))
+    assert torch.get_rng_state().equal(state)
+    assert not part.training
+    close(part.state_dict(), layer.state_dict())
+    assert [x.requires_grad for x in part.parameters()] == [x.requires_grad for x in layer.parameters()]
+    part = MultiheadDilatedAttention(16, 4, CAUSAL).held(range(2, 4))
+    assert "this module holds range(2, 4) of 4 heads" in message_of(lambda: part.held(range(2)))
+
+
 def test_heads_that_parameters_do_not_tell():
     assert held_heads(nn.Linear(2, 2), 4, 4) is None
     message = message_of(lambda: held_heads(nn.Linear(2, 2), 2, 4))
@@ -314,6 +330,15 @@ def rank_shards_parameters(rank, world_size):
     column, row = [[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank // 2]
     expected = f"is sharded over the ranks {column}, but the ranks {row} share each sequence, and nobody would average"
     assert expected in message_of(lambda: check_averaged(model, parallel))
+    # Its blocks alone: what is around them is sharded over nobody.
+    model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).double())
+    for block in model.model.blocks:
+        fully_shard(block, mesh=mesh)
+    expected = "model.embedding.weight is in no part that fully_shard was called with, and nobody would average"
+    assert expected in message_of(lambda: check_averaged(model, parallel))
+    for parameter in model.model.parameters():
+        parameter.requires_grad_(hasattr(parameter, "full_tensor"))
+    check_averaged(model, parallel)  # frozen: nothing to average
 
 
 def test_fsdp2_on_a_mesh_of_data_and_sequences():

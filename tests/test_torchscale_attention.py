@@ -19,7 +19,7 @@ from benchmarks import checkout
 from benchmarks.padded import padded_reference
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.models import torchscale_attention
-from ring_dilated_attention.models.gate import gate
+from ring_dilated_attention.models.torchscale.gate import gate
 
 PATTERNS = {
     "aligned": blocked((8, 16, 64), (1, 2, 4)),

@@ -1,6 +1,7 @@
 """LongNetEncoder and LongNetDecoder against what torchscale's computed, names and shapes included."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -9,9 +10,15 @@ from torchscale_cases import SEQUENCES, fill, kept
 
 from benchmarks import checkout
 from benchmarks.measure import allocated
-from ring_dilated_attention import ContextParallel
-from ring_dilated_attention.models import LongNetDecoder, LongNetEncoder, TorchscaleConfig, map_names
-from ring_dilated_attention.models.layout import agree_on_layout
+from ring_dilated_attention import ContextParallel, DilatedPattern
+from ring_dilated_attention.models import (
+    LongNetDecoder,
+    LongNetEncoder,
+    TorchscaleConfig,
+    map_names,
+    torchscale_attention,
+)
+from ring_dilated_attention.models.torchscale.documents import agree_on_documents
 
 needs_torchscale = pytest.mark.skipif(bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale")
 SMALL = TorchscaleConfig(
@@ -127,6 +134,14 @@ def test_on_ranks(world_size, name):
     run(world_size, rank_computes, name)
 
 
+def test_xpos_that_grows_beyond_the_dtype_within_a_document():
+    """Catches rows that are infinite far from the middle of a document, where segments are short: all out was NaN."""
+    model = LongNetEncoder(TorchscaleConfig(**{**vars(SMALL), "segment_lengths": (14, 14), "xpos_scale_base": 0.3}))
+    assert model(torch.zeros(1, 20, dtype=int)).isfinite().all()
+    with pytest.raises(ValueError, match=r"of up to 28 from the middle of a document, and XPOS .* after 21:"):
+        model(torch.zeros(1, 55, dtype=int))
+
+
 def test_activation_checkpointing_changes_nothing():
     case = SEQUENCES["encoder"]
     gradients = []
@@ -150,7 +165,7 @@ def test_feed_forward_in_chunks_without_gradients(monkeypatch):
     case = SEQUENCES["encoder"]
     model = case.model()
     expected = model(case.tokens())
-    monkeypatch.setattr("ring_dilated_attention.models.torchscale.FFN_CHUNK_NUMBERS", 24 * 5)
+    monkeypatch.setattr("ring_dilated_attention.models.torchscale.networks.FFN_CHUNK_NUMBERS", 24 * 5)
     with torch.no_grad():
         torch.testing.assert_close(model(case.tokens()), expected, rtol=1e-13, atol=1e-13)
 
@@ -316,7 +331,7 @@ def test_more_positions_than_xpos_grows_over(dtype, longest, remedy):
     """Its tables are finite up to there; beyond all was NaN, without a word."""
     config = TorchscaleConfig(**{**vars(SMALL), "xpos_scale_base": 1.0})
     model = LongNetDecoder(config).to(dtype)
-    _, _, growth = model.layers[0].self_attn.xpos.tables(agree_on_layout("test", (1, longest)))
+    _, _, growth = model.layers[0].self_attn.xpos.tables(agree_on_documents("test", (1, longest)))
     assert torch.stack((growth, 1 / growth)).to(dtype).isfinite().all()
     half = longest // 2
     with pytest.raises(ValueError, match=rf"up to {half + 1} from the middle .* {dtype} after {half}: take {remedy}"):
@@ -350,3 +365,60 @@ def test_without_tokens_or_without_logits():
     assert LongNetEncoder(config)(embeddings=torch.zeros(1, 5, 8)).shape == (1, 5, 8)
     with pytest.raises(ValueError, match="embeds no tokens"):
         LongNetEncoder(config)(torch.zeros(1, 5, dtype=int))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_tokens", 0),
+        ("num_logits", -1),
+        ("num_learned_positions", 2.0),
+        ("num_tokens", True),
+        ("xpos_scale_base", "512"),
+        ("xpos_scale_base", True),
+        ("layernorm_eps", float("nan")),
+        ("layernorm_eps", None),
+        ("normalize_before", None),
+        ("deepnorm", 1),
+    ],
+)
+def test_a_config_that_cannot_be(name, value):
+    """Catches a size that torch stumbles on when the model is made, and a switch that is neither on nor off."""
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be"):
+        TorchscaleConfig(**{**vars(SMALL), name: value})
+
+
+TOKENS = torch.zeros(1, 7, dtype=torch.int64)
+X = torch.zeros(1, 7, 2, 4)
+BLOCKED = DilatedPattern((4, 8), (1, 2), phase="blocked")
+SETTINGS = {"segment_length": "[4, 8]", "dilated_ratio": "[1, 2]", "encoder_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: LongNetEncoder(None), "config must be a TorchscaleConfig, got None"),
+        (
+            lambda: LongNetEncoder(SMALL, activation_checkpointing=1),
+            "activation_checkpointing must be True or False, got 1",
+        ),
+        (lambda: LongNetEncoder(SMALL, parallel=2)(TOKENS), "parallel must be a ContextParallel or None, got 2"),
+        (lambda: LongNetEncoder(SMALL)(TOKENS.bool()), "dtype torch.bool: pass integers"),
+        (lambda: LongNetEncoder(SMALL)(TOKENS.to_sparse()), "pass a dense tensor of numbers"),
+        (lambda: LongNetEncoder(SMALL)(TOKENS.to("meta")), "pass a dense tensor of numbers"),
+        (lambda: LongNetEncoder(SMALL)(TOKENS, collect=3), "collect must be a function or None, got 3"),
+        (lambda: torchscale_attention(X, X, X, BLOCKED, return_lse=1), "return_lse must be True or False, got 1"),
+        (
+            lambda: torchscale_attention(X, X, X, BLOCKED, parallel="x"),
+            "parallel must be a ContextParallel or None, got 'x'",
+        ),
+        (
+            lambda: TorchscaleConfig.from_torchscale({**SETTINGS, "vocab_size": "x"}),
+            "vocab_size='x' must be a whole number",
+        ),
+    ],
+)
+def test_what_models_cannot_take(call, words):
+    """Catches errors of torch and Python in the place of a sentence, and arguments that are taken and ignored."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        call()

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from ring_dilated_attention.training import checkpoint
 from ring_dilated_attention.training.checkpoint import find_checkpoint
 from ring_dilated_attention.training.data import Document, load_document, source_files, strip_fasta
 from ring_dilated_attention.training.interrupt import StopRequest
-from ring_dilated_attention.training.launch import LOST_ANOTHER, Ended
+from ring_dilated_attention.training.launch import LOST_ANOTHER, Ended, started, unjoined
 from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, train
 from ring_dilated_attention.training.memory import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
@@ -307,10 +308,73 @@ class TestCommand:
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert main(["train", "--ranks", "3"]) == 2
-        assert re.match("rda train: rank 1 on .*: --ranks 3, but torchrun started", capsys.readouterr().err)
+        assert re.match("rda train: rank 1 on .*: --ranks 3, but a launcher started 2", capsys.readouterr().err)
         monkeypatch.setenv("WORLD_SIZE", "two")
         assert main(["train"]) == 2
-        assert "WORLD_SIZE=two in the environment, where a launcher sets a number" in capsys.readouterr().err
+        assert "WORLD_SIZE must be a number from 1 to 1,000,000, got 'two'" in capsys.readouterr().err
+
+    def test_tasks_of_a_slurm_step_train_one_model(self):
+        """Catches as many separate models as there are tasks, each in a folder of its own."""
+        port = str(free_port())
+        place = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        words = tiny_arguments(data="text.txt", steps=2)
+        tasks = [start(*words, environment=place | {"SLURM_PROCID": str(task)}) for task in range(2)]
+        said = [task.communicate(timeout=120) for task in tasks]
+        assert [task.returncode for task in tasks] == [0, 0], said
+        [folder] = Path("runs").iterdir()
+        assert json.loads((folder / "record.json").read_text())["num_ranks"] == 2
+        assert "SLURM" not in said[0][1] + said[1][1]
+
+    def test_outside_of_a_slurm_step_its_variables_are_ignored(self, monkeypatch, capsys):
+        """As in a batch script, of which there is one process."""
+        for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")):
+            monkeypatch.setenv(name, value)
+        assert main(["train", *tiny_arguments(data="text.txt", steps=1)]) == 0
+        error = capsys.readouterr().err
+        assert error.startswith("rda train: SLURM_NTASKS=4 is ignored outside of a step of several tasks: srun starts")
+        assert error.count("SLURM") == 1
+
+    @pytest.mark.parametrize(
+        ("environment", "place", "is_said"),
+        [
+            ("", (0, 1), False),
+            ("RANK=1 WORLD_SIZE=4", (1, 4), False),
+            ("SLURM_PROCID=0 SLURM_NTASKS=4", (0, 1), True),
+            ("SLURM_NTASKS=1", (0, 1), False),
+            ("SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4", (3, 4), False),
+            ("SLURM_STEP_ID=1 SLURM_PROCID=1 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=2", (1, 2), False),
+            # The shell of salloc is a step of one task.
+            ("SLURM_STEP_ID=9 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=1", (0, 1), True),
+            # torchrun's own ranks, one torchrun in each task.
+            ("RANK=5 WORLD_SIZE=8 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2", (5, 8), False),
+            ("RANK=0 WORLD_SIZE=1 SLURM_PROCID=0 SLURM_NTASKS=2", (0, 1), False),
+        ],
+    )
+    def test_whose_variables_count(self, environment, place, is_said, monkeypatch):
+        for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"):
+            monkeypatch.delenv(name, raising=False)
+        for word in environment.split():
+            monkeypatch.setenv(*word.split("="))
+        assert started() == place
+        assert bool(unjoined(joins=True)) == is_said
+
+    @pytest.mark.parametrize("place", [("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("RANK", "WORLD_SIZE")])
+    def test_a_command_that_joins_no_ranks_says_so(self, place, monkeypatch, capsys):
+        """Catches work that is done as often as there are tasks, without a word."""
+        monkeypatch.setenv("SLURM_STEP_ID", "0")
+        monkeypatch.setenv(place[1], "2")
+        for name in ("embed", "generate", "evaluate", "check"):
+            for rank in ("0", "1"):
+                monkeypatch.setenv(place[0], rank)
+                with pytest.raises(SystemExit, match="2"):
+                    main([name, "--no-such-option"])
+                assert "a launcher started" not in capsys.readouterr().err
+        for rank, number in (("0", 1), ("1", 0)):
+            monkeypatch.setenv(place[0], rank)
+            assert main(["generate", "nothing", "--prompt", "a"]) == 2
+            said = "rda generate: a launcher started 2 of these, and each does all of the work: start one"
+            assert capsys.readouterr().err.count(said) == number
 
     def test_json_and_what_a_resumed_run_refuses(self, capsys):
         arguments = tiny_arguments(data="text.txt")
@@ -435,9 +499,16 @@ class TestCommand:
         assert "rda train" in result.stdout
 
 
-def start(*arguments, output=subprocess.PIPE):
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(*arguments, output=subprocess.PIPE, environment=None):
     command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", "--save-every", "5", *arguments]
-    return subprocess.Popen(command, stdout=output, stderr=output, text=True)
+    own = os.environ | (environment or {})
+    return subprocess.Popen(command, stdout=output, stderr=output, text=True, env=own)
 
 
 def failing_on_rank_1(error, monkeypatch):

@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ring_dilated_attention.models.torchscale.zero_rows import (
+    heads_of_phases,
+    is_misaligned,
+    moves,
+    zero_keys,
+    zero_queries,
+)
 from ring_dilated_attention.pattern import Branch, DilatedPattern
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards, shard_length
-from ring_dilated_attention.plan.zero_rows import heads_of_phases, is_misaligned, moves, zero_keys, zero_queries
 
 BRANCHES = st.builds(Branch, st.integers(1, 12), st.integers(1, 8))
 

@@ -24,12 +24,12 @@ from .plan.sharding import Cut, documents_of
 from .plan.sizes import Sizes
 from .ranks.borders import validate_cu_seqlens
 from .ranks.call import Call
-from .ranks.context import ContextParallel, context_named, refuse
+from .ranks.context import ContextParallel, ExchangeError, context_named, refuse
 from .ranks.origin import origin_of, why_foreign
 from .ranks.ranks import Ranks
 from .run.append import append, append_now
 from .run.cache import DilatedCache, check_call
-from .run.views import accumulator_dtype
+from .run.views import accumulator_dtype, with_unit_stride
 
 
 def dilated_attention(
@@ -91,7 +91,7 @@ def dilated_attention(
         check_call(cache, query, key, value, pattern, parallel, cu_seqlens, lengths, heads, num_heads)
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         needs_grad = "".join(n for n, x in zip("qkv", (query, key, value), strict=True) if x.requires_grad)
-        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        query, key, value = map(with_unit_stride, (query, key, value))
     except Exception as error:  # whatever it is: the others would wait
         if isinstance(parallel, ContextParallel):
             refuse(parallel.key, str(error) or type(error).__name__)
@@ -379,8 +379,7 @@ def _backward(
     num_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = _call(pattern, scale, backend, needs_grad, return_lse, first_head, num_heads, query)
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    rows = BackwardRows(dout, dlse, query, key, value, out, lse)
+    rows = BackwardRows(with_unit_stride(dout), dlse, query, key, value, out, lse)
     return _ranks(parallel).backward(call, int(number), rows, cu_seqlens)
 
 
@@ -400,7 +399,12 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple:
-    query, key, value, out, lse, number, cu_seqlens = ctx.saved_tensors
+    try:
+        query, key, value, out, lse, number, cu_seqlens = ctx.saved_tensors
+    except RuntimeError as error:  # somebody has written into them: the others would wait
+        if not isinstance(error, ExchangeError):
+            refuse(ctx.rest[3], str(error))
+        raise
     dout = torch.zeros_like(out) if dout is None else dout
     grads = _backward(dout, dlse, query, key, value, out, lse, number, cu_seqlens, *ctx.rest)
     return *grads, *[None] * (1 + len(ctx.rest))

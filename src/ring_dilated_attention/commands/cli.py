@@ -7,31 +7,32 @@ after the subcommand, for those that start other processes with it.
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple
 
+from ..training.launch import unjoined
 from .interrupts import leaving_at_once
-from .terminal import guarded
+from .terminal import guarded, say
 
 
 class Subcommand(NamedTuple):
     module: str
     summary: str
+    joins: bool = False  # the ranks that a launcher started
 
 
 SUBCOMMANDS = {
-    "train": Subcommand(".train", "train a byte-level LongNet on one long document"),
+    "train": Subcommand(".train", "train a byte-level LongNet on one long document", joins=True),
     "embed": Subcommand(".embed", "embed slides by GigaPath's published weights, from files of tile features"),
     "generate": Subcommand(".generate", "write on from a prompt with the model of a run"),
     "evaluate": Subcommand(".evaluate", "bits per byte of any text, by how much of it came before"),
     "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
-    "bench": Subcommand(".bench", "say how the benchmarks are run: from a clone"),
     "plan": Subcommand(".plan.call", "show what each rank would compute, send and hold in one attention call"),
     "plan model": Subcommand(".plan.model", "show what a whole model on a mesh of ranks holds and takes"),
     "plan compare": Subcommand(".plan.compare", "compare exchanges and shardings, and recommend one"),
-    "doctor": Subcommand(".doctor", "say whether this machine or cluster is ready, and how fast it is"),
+    "doctor": Subcommand(".doctor", "say whether this machine or cluster is ready, and how fast it is", joins=True),
     "suggest": Subcommand(".suggest", "suggest patterns for a length and a budget, and explain them"),
-    "slice": Subcommand(".slice.command", "run and verify one rank's share of a job that no machine holds"),
 }
 
 
@@ -74,6 +75,9 @@ def run(arguments: list[str], command: str) -> int:
         arguments = [*arguments[:first], " ".join(words), *arguments[first + len(words) :]]
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
+    with suppress(ValueError):  # of numbers that are none: for a command that joins to say
+        if said := unjoined(joins=SUBCOMMANDS[parsed.command].joins):
+            say(f"{command}: {said}")
     assert chosen is not None
     return int(chosen.run(parsed))
 

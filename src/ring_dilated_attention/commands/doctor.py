@@ -14,7 +14,7 @@ from typing import Any
 
 from ..forecast.clock import time_text
 from ..training.files import check_mine, write_whole
-from ..training.options import in_short
+from ..training.launch import check_meeting, started
 from .hardware import MAKER, Machine, as_toml, is_saved, known
 from .interrupts import leaving_at_once
 from .limits import check_at_least, check_memory
@@ -30,7 +30,6 @@ MOST_NAMED = 8  # ranks, of those that a line names
 UNSET = "not set"
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SAME_EVERYWHERE = ("NCCL_ALGO",)
-MOST_STARTED = 10**6  # ranks, of which each tells the others all about itself
 EXAMPLES = """examples:
   rda doctor                                    this machine, one process
   rda doctor --ranks 2 --save here.toml         two ranks of this machine; rda plan --hardware here.toml reads it
@@ -62,15 +61,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        place = started()
+        rank, num_started = started()
+        if num_started > 1:
+            check_meeting()
         if not 0 < arguments.timeout <= 3600:
             raise ValueError(f"--timeout must be from 0 to 3,600 seconds, got {arguments.timeout:g}")
         if arguments.ranks is not None:
             check_at_least("--ranks", arguments.ranks)
             needed = BYTES_OF_A_RANK * arguments.ranks
             check_memory(f"{arguments.ranks:,} processes with torch in each take", needed, "use fewer --ranks")
-        if arguments.ranks is not None and place is not None:
-            raise ValueError(f"--ranks {arguments.ranks}, but a launcher started {place[1]} ranks: leave --ranks out")
+        if arguments.ranks is not None and num_started > 1:
+            raise ValueError(f"--ranks {arguments.ranks}, but a launcher started {num_started} ranks: leave it out")
         if arguments.save is not None:
             check_writable("--save", arguments.save.parent, arguments.save.name)
             check_mine(arguments.save, is_saved, MAKER)
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     with leaving_at_once("rda doctor"):
         from .processes import Launch, RankFailedError, run_ranks
 
-    if place is None:
+    if num_started == 1:
         num_ranks = arguments.ranks or 1
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1
         try:
@@ -98,12 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"rda doctor: not ready: {error}", file=sys.stderr)
             return 1
         return report(arguments, everyone)
-    rank, num_ranks = place
     try:
         # Not from `doctor_facts`, which imports torch: `join` has to silence its log first.
         if said := unmet(os.environ, sorted(name for _, name in socket.if_nameindex()), socket.gethostname()):
             raise ValueError("; ".join(said))
-        join(rank, num_ranks, arguments.timeout)
+        join(rank, num_started, arguments.timeout)
         everyone = examine(arguments.run_folder, MEASURING_SECONDS, os.environ)
     except (ValueError, RuntimeError) as error:
         print(f"rda doctor: not ready: rank {rank}: {error}", file=sys.stderr)
@@ -113,34 +113,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     destroy_process_group()
     return code
-
-
-def started() -> tuple[int, int] | None:
-    """(rank, number of ranks) as torchrun or Slurm says; None where neither started this process.
-
-    Raises:
-        ValueError: without a place to meet, and for numbers that are none.
-    """
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in os.environ and size in os.environ and (num_ranks := _number_in(size, 1)) > 1:
-            missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-            if missing:
-                raise ValueError(
-                    f"{size}={os.environ[size]} ranks need {' and '.join(missing)} to meet: export "
-                    "MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500"
-                )
-            _number_in("MASTER_PORT", 1, 65_535)
-            return _number_in(rank, 0, num_ranks - 1), num_ranks
-    return None
-
-
-def _number_in(name: str, least: int, most: int = MOST_STARTED) -> int:
-    """A number of the environment, which a launcher sets and somebody may have set by hand."""
-    text = os.environ[name]
-    is_number = text.isascii() and text.isdigit() and len(text) <= 20
-    if not (is_number and least <= int(text) <= most):
-        raise ValueError(f"{name} must be a number from {least:,} to {most:,}, got {in_short(text)!r}: mend it")
-    return int(text)
 
 
 def join(rank: int, num_ranks: int, seconds: float) -> None:
@@ -371,7 +343,8 @@ def text(everyone: list[dict[str, Any]]) -> str:
         place = (str(one["rank"]), one["host"], device, size_text(one["memory_bytes"]))
         rows.append((*place, *speeds, clock, free, written))
     lines.append(aligned(headers, rows))
-    lines += [f"dtype: {advice}" for advice in dict.fromkeys(dtype_advice(one["gpu"]) for one in everyone)]
+    speedup = min((one["bfloat16_speedup"] for one in everyone if one["gpu"] is None), default=1.0)
+    lines += [f"dtype: {advice}" for advice in dict.fromkeys(dtype_advice(one["gpu"], speedup) for one in everyone)]
     lines += [
         f"backend {name}: {listed(by_value((one['rank'], one['backends'][name] or 'can serve') for one in everyone))}"
         for name in first["backends"]

@@ -56,7 +56,7 @@ def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
 
 
 def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
-    """What `rates` and `links` find, typically."""
+    """What `rates` and `links` find, typically, and what `speedup` does."""
     rounds = []
     for i in range(ROUNDS):
         time.sleep(SECONDS_APART * (i > 0))
@@ -64,7 +64,7 @@ def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
         if parallel.world_size > 1:
             found["links"] = links(parallel, device)
         rounds.append(found)
-    return typical(rounds)
+    return typical(rounds) | {"bfloat16_speedup": speedup(parallel, device)}
 
 
 def typical(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -92,6 +92,13 @@ def rates(parallel: ContextParallel, device: str) -> dict[str, float]:
         "call_seconds": tile,
         "around_seconds": max(0.0, max(one) - tile),
     }
+
+
+def speedup(parallel: ContextParallel, device: str) -> float:
+    """How many times as fast as in float32 attention is in bfloat16, forward and backward."""
+    rows, dtypes = ROWS // 2 if device == "cpu" else 8 * ROWS, (torch.float32, torch.bfloat16)
+    seconds = [sum(_times(parallel, device, dtype, rows, DilatedPattern.dense())) for dtype in dtypes]
+    return seconds[0] / seconds[1]
 
 
 def _times(

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..models.torchscale_config import PADDINGS
+from ..models.torchscale.architecture import PADDINGS
 from .embeddings import EmbeddingFile, Entry
 from .numbers import count
 from .output import check_writable, progress_bar

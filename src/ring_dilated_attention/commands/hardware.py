@@ -10,7 +10,6 @@ source = "where the numbers are from"
 """
 
 import argparse
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -60,6 +59,12 @@ _TIMES = {
     "handshake_seconds": (1.0, "seconds; 5 µs are 5e-6"),
 }
 _TEXTS = ("dtype", "source")
+# By hand machines may be imagined that no file has; their times are numbers all the same.
+_GIVEN = {
+    "flops": ("flops_per_second", 1e6, 1e18, _FLOPS),
+    "bandwidth": ("bytes_per_second", 1e3, 1e15, "bytes in a second, one way; 50 GB/s are 5e10"),
+    "latency": ("latency_seconds", 0.0, 60.0, "seconds; 5 µs are 5e-6"),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +87,7 @@ def machine_of(name: str) -> Machine:
         raise ValueError(f"--hardware {name} is no file and no preset; presets are {', '.join(PRESETS)}")
     try:
         content = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # no text, no TOML, or a number of thousands of digits
         raise ValueError(f"--hardware {name} cannot be read: {error}") from error
     fields = content.get("hardware")
     if not isinstance(fields, dict):
@@ -129,9 +134,13 @@ def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> No
 
 def machine_for(arguments: argparse.Namespace) -> Machine | None:
     """The preset or file with the given numbers in place of its own, or None where a time is not asked for."""
-    values = (arguments.flops, arguments.bandwidth, arguments.latency)
-    names = ("flops_per_second", "bytes_per_second", "latency_seconds")
-    given = {field: value for field, value in zip(names, values, strict=True) if value is not None}
+    given: dict[str, Any] = {}
+    for option, (name, least, most, unit) in _GIVEN.items():
+        value = getattr(arguments, option)
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"--{option} {value:g} must be from {least:g} to {most:g} {unit}")
+        given |= {} if value is None else {name: value}
+    names = tuple(given)
     if arguments.hardware is None and not given:
         return None
     if arguments.hardware is None and None in (arguments.flops, arguments.bandwidth):
@@ -151,18 +160,7 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
             f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: measure a link with "
             "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
         )
-    for name, value, is_fine in (
-        ("--flops", hardware.flops_per_second, 0 < hardware.flops_per_second < math.inf),
-        ("--bandwidth", hardware.bytes_per_second, 0 < hardware.bytes_per_second < math.inf),
-        ("--latency", hardware.latency_seconds, 0 <= hardware.latency_seconds < math.inf),
-    ):
-        if not is_fine:
-            raise ValueError(f"{name} must be a positive number{', or 0' * (name == '--latency')}, got {value}")
-    source = (
-        f"{machine.source}; {', '.join(names[i] for i in range(3) if values[i] is not None)} as given"
-        if given
-        else machine.source
-    )
+    source = f"{machine.source}; {', '.join(names)} as given" if given else machine.source
     return machine._replace(hardware=hardware, source=source if arguments.hardware else "as given")
 
 

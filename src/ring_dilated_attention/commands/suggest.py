@@ -31,6 +31,7 @@ connect, a stack of layers can, from one branch into another. docs/planning.md h
 work and follows connections, and knows nothing of what your data needs. Train the candidates and compare their losses.
 """
 MOST_RANKS = 2**16
+LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 FLOPS_PER_PAIR = 14  # times the head dim: 2 products forward and 5 backward, 2 operations each
 
 
@@ -90,8 +91,8 @@ def budget_of(arguments: argparse.Namespace) -> tuple[float, str | None]:
     if arguments.hardware is None:
         raise ValueError("--seconds needs --hardware: a preset or a TOML file; rda doctor --save FILE.toml writes one")
     machine = machine_of(arguments.hardware)
-    if not 0 < arguments.seconds < math.inf:
-        raise ValueError(f"--seconds must be a positive number, got {arguments.seconds:g}")
+    if not LEAST_SECONDS <= arguments.seconds <= MOST_SECONDS:
+        raise ValueError(f"--seconds must be from {LEAST_SECONDS:g} to {MOST_SECONDS:g}, got {arguments.seconds:g}")
     check_dtype(machine, arguments.hardware, arguments.dtype)
     rates = ((2, False), (5, True))  # products of a pair, forward and backward
     seconds = sum(

@@ -40,6 +40,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
         say(f"{command}: {NO_MEMORY}")
         return 2
     finally:
+        drop_unwritten()  # of argparse or a bar, which pass over what stderr does not take
         if is_process:
             ignore_from_now_on()
 

@@ -5,6 +5,7 @@ What can be refused is refused before any rank starts and before torch is import
 
 import argparse
 import json
+import os
 import re
 import shlex
 import signal
@@ -22,7 +23,7 @@ from ..plan.exchange import EXCHANGES
 from ..training.checkpoint import find_checkpoint
 from ..training.files import in_words
 from ..training.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
-from ..training.launch import LOST_ANOTHER, Ended, launch, leave_reason, num_ranks_started, rank_started
+from ..training.launch import LOST_ANOTHER, Ended, check_meeting, launch, leave_reason, num_ranks_started, rank_started
 from ..training.metrics import check_tensorboard
 from ..training.options import Hyperparameters, add_hyperparameters
 from ..training.ownership import join_folder, own_folder
@@ -48,6 +49,8 @@ EXAMPLES = """examples:
   rda train --resume runs/20250131-120000       go on after Ctrl-C
   torchrun --nproc-per-node 2 -m ring_dilated_attention.commands.cli train
                                                 under a launcher of your own, also over several hosts
+  srun python -m ring_dilated_attention.commands.cli train
+                                                the same under Slurm, with MASTER_ADDR and MASTER_PORT set
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
 (safetensors and JSON), metrics.jsonl as the run goes, record.json and loss.png; one run at a time has it. Exit codes:
@@ -131,9 +134,7 @@ def check_ranks(num_ranks: int | None) -> None:
     if num_ranks < 1:
         raise ValueError(f"--ranks {num_ranks} must be at least 1")
     if num_ranks_started() > 1 and num_ranks != num_ranks_started():
-        raise ValueError(
-            f"--ranks {num_ranks}, but torchrun started WORLD_SIZE={num_ranks_started()} ranks: leave --ranks out"
-        )
+        raise ValueError(f"--ranks {num_ranks}, but a launcher started {num_ranks_started()} ranks: leave --ranks out")
 
 
 def check_exchange(exchange: str, options: Hyperparameters, num_ranks: int) -> None:
@@ -178,7 +179,8 @@ def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
         value = getattr(arguments, name)
         words += [f"--{name.replace('_', '-')}", str(value)] if value != default else []
     is_launched = num_ranks_started() > 1 and arguments.launched is None
-    start = "torchrun ... -m ring_dilated_attention.commands.cli train" if is_launched else "rda train"
+    launcher = "torchrun ..." if "WORLD_SIZE" in os.environ else "srun python"
+    start = f"{launcher} -m ring_dilated_attention.commands.cli train" if is_launched else "rda train"
     return f"{start} {shlex.join(words)}"
 
 
@@ -305,13 +307,14 @@ def attempt(action: Callable[[], Run]) -> Callable[[], Run]:
 
 
 def join_ranks(arguments: argparse.Namespace) -> None:
-    """Find the other ranks: by the launcher's folder, or as torchrun says."""
+    """Find the other ranks: by the launcher's folder, or as torchrun or srun says."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
     if arguments.launched is None:
-        dist.init_process_group("gloo")
+        check_meeting()
+        dist.init_process_group("gloo", rank=rank_started(), world_size=num_ranks_started())
     else:
         store = dist.FileStore(str(arguments.launched / "store"), num_ranks_started())
         dist.init_process_group("gloo", store=store, rank=rank_started(), world_size=num_ranks_started())

@@ -150,8 +150,21 @@ def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:
     """After fully_shard: that gradients are averaged over the ranks that share a sequence. Nothing else would say so.
 
     Raises:
-        ValueError: if parameters are sharded over a mesh without these ranks: each would go on with its own part.
+        ValueError: if parameters are sharded over a mesh without these ranks, or are in no part that is sharded: each
+            rank would go on with its own part of their gradients.
     """
+    check_meshes(module, parallel)
+    parts = tuple(f"{name}." if name else "" for name, part in module.named_modules() if isinstance(part, FSDPModule))
+    left = [name for name, x in module.named_parameters() if x.requires_grad and not name.startswith(parts)]
+    if parallel.group is not None and parts and left:
+        raise ValueError(
+            f"{left[0]} is in no part that fully_shard was called with, and nobody would average its gradients: call "
+            "fully_shard(module) of the whole too."
+        )
+
+
+def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
+    """As `check_averaged`, of the parameters that are DTensors: within a forward some are not, until it is over."""
     if parallel.group is None or not any(isinstance(part, FSDPModule) for part in module.modules()):
         return
     sharing = set(dist.get_process_group_ranks(parallel.group))

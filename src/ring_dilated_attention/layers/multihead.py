@@ -125,6 +125,10 @@ class MultiheadDilatedAttention(nn.Module):
     @torch.no_grad()
     def held(self, heads: range) -> "MultiheadDilatedAttention":
         """A module of some of this one's query heads, with their rows and columns of its parameters (copies)."""
+        if len(self.heads_held) < self.num_heads:
+            raise ValueError(
+                f"this module holds {self.heads_held} of {self.num_heads} heads: take parts of a whole one"
+            )
         weight = self.in_proj_weight
         part = MultiheadDilatedAttention(
             self.embed_dim,
@@ -137,20 +141,20 @@ class MultiheadDilatedAttention(nn.Module):
             parallel=self.parallel,
             backend=self.backend,
             heads_held=heads,
-            device=weight.device,
+            device="meta",  # draws no random numbers: ranks that hold different parts go on with the same ones
             dtype=weight.dtype,
-        )
+        ).to_empty(device=weight.device)
         ratio, dim = self.num_heads // self.num_kv_heads, self.head_dim
         columns = slice(heads.start * dim, heads.stop * dim)
         kv_columns = slice(heads.start // ratio * dim, heads.stop // ratio * dim)
-        for own, whole in ((part.in_proj_weight, weight), (part.in_proj_bias, self.in_proj_bias)):
-            if own is not None:
+        for name, own in part.named_parameters():
+            whole: Tensor = self.get_parameter(name)
+            own.requires_grad_(whole.requires_grad)
+            if name.startswith("in_proj"):
                 query, key, value = whole.split(self._split_sizes)
-                own.copy_(torch.cat([query[columns], key[kv_columns], value[kv_columns]]))
-        part.out_proj.weight.copy_(self.out_proj.weight[:, columns])
-        if part.out_proj.bias is not None:
-            part.out_proj.bias.copy_(self.out_proj.bias)
-        return part
+                whole = torch.cat([query[columns], key[kv_columns], value[kv_columns]])
+            own.copy_(whole[:, columns] if name == "out_proj.weight" else whole)
+        return part.train(self.training)
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checked_loading import map_names
-    from .config import LongNetConfig
-    from .gate import torchscale_attention
     from .longnet import LongNetLM, NextTokenLoss
+    from .longnet_config import LongNetConfig
     from .longnet_vit import LongNetViT, segment_lengths_for
-    from .torchscale import LongNetDecoder, LongNetEncoder
-    from .torchscale_config import TorchscaleConfig
+    from .torchscale.architecture import TorchscaleConfig
+    from .torchscale.gate import torchscale_attention
+    from .torchscale.networks import LongNetDecoder, LongNetEncoder
     from .weights import load_slide_encoder, read_weights
 
 __all__ = [
@@ -32,18 +32,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "LongNetConfig": "config",
-    "LongNetDecoder": "torchscale",
-    "LongNetEncoder": "torchscale",
+    "LongNetConfig": "longnet_config",
+    "LongNetDecoder": "torchscale.networks",
+    "LongNetEncoder": "torchscale.networks",
     "LongNetLM": "longnet",
     "LongNetViT": "longnet_vit",
     "NextTokenLoss": "longnet",
-    "TorchscaleConfig": "torchscale_config",
+    "TorchscaleConfig": "torchscale.architecture",
     "load_slide_encoder": "weights",
     "map_names": "checked_loading",
     "read_weights": "weights",
     "segment_lengths_for": "longnet_vit",
-    "torchscale_attention": "gate",
+    "torchscale_attention": "torchscale.gate",
 }
 
 

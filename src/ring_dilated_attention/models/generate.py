@@ -3,7 +3,10 @@
 B batch, N positions, E embedding, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+import reprlib
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -11,7 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..layers.checks import is_integral
 from ..pattern import is_integer
+from ..plan.cache import check_append
 from ..run.cache import DilatedCache
 
 STOPPED = -1
@@ -40,25 +45,34 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: frozenset[int] = frozenset()
+    stop: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        if not is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+        if not is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature={self.temperature!r} must be 0 (the likeliest token) or a positive number.")
         if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k={self.top_k!r} must be an integer of at least 1, or None for all tokens.")
         if self.top_p is not None and (not is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(f"top_p={self.top_p!r} must be above 0 and at most 1, or None for all tokens.")
-        if self.seed is not None and not is_integer(self.seed):
-            raise ValueError(f"seed={self.seed!r} must be an integer, or None to draw anew each time.")
+        if self.seed is not None and not (is_integer(self.seed) and -(2**63) <= self.seed < 2**63):
+            raise ValueError(f"seed={self.seed!r} must be an integer of 64 bits, or None to draw anew each time.")
+        if not isinstance(self.stop, Collection) or not all(map(is_integer, self.stop)):
+            raise ValueError(f"stop={self.stop!r} must be integers, the tokens that end a row, as (10,); () for none.")
 
     def generators(self, batch: int, device: torch.device) -> list[torch.Generator]:
         """One for each row, so that what a row draws does not depend on the others."""
-        seed = int(torch.randint(2**62, ())) if self.seed is None else self.seed
+        seed = int(torch.randint(2**62, ())) if self.seed is None else int(self.seed)
         return [torch.Generator(device).manual_seed(seed + b) for b in range(batch)]
 
     def draw(self, logits_BV: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """(B,) int64."""
+        """(B,) int64. ValueError for a row with nothing to draw from; a logit of -inf is a token that is not drawn."""
+        largest_B = logits_BV.amax(-1)  # NaN where there is one
+        if not largest_B.isfinite().all():
+            row, largest = next((b, x) for b, x in enumerate(largest_B.tolist()) if not math.isfinite(x))
+            raise ValueError(
+                f"no token can be drawn for row {row}: the largest of its logits is {largest}. Look for NaN and inf in "
+                "the parameters and caches; beyond float16 there are bfloat16 and float32."
+            )
         if self.temperature == 0:
             return logits_BV.argmax(-1)
         weights = self.weights(logits_BV)
@@ -67,13 +81,13 @@ class Sampling:
     def weights(self, logits_BV: Tensor) -> Tensor:
         """Probabilities (B, V) up to a factor; 0 for tokens that are not drawn."""
         falling, order = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-        falling = (falling - falling[:, :1]) / self.temperature  # the largest is 0: however cold, none is inf
+        falling = (falling - falling[:, :1]) / float(self.temperature)  # the largest is 0: however cold, none is inf
         if self.top_k is not None:
             falling[:, self.top_k :] = -torch.inf
         falling = falling.softmax(-1)
         if self.top_p is not None:
             before = falling.cumsum(-1) - falling  # those that are likelier: are they enough without this one?
-            falling = falling.masked_fill(before >= self.top_p, 0)
+            falling = falling.masked_fill(before >= float(self.top_p), 0)
         return torch.zeros_like(falling).scatter(-1, order, falling)
 
 
@@ -88,25 +102,39 @@ def generate(
     """See `LongNetLM.generate`."""
     if not is_integer(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 0.")
-    device = model.head.weight.device
-    padded_BN, lengths = pad(tokens, device)
+    device, vocab_size = model.head.weight.device, model.head.weight.shape[0]
+    for token in sampling.stop:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"stop has the token {token}, and the vocabulary those from 0 to {vocab_size - 1}.")
+    padded_BN, lengths = pad(tokens, vocab_size, device)
     if caches is None:
         caches = model.make_caches(len(lengths), max_len=max(lengths) + max_new_tokens)
-    if max_new_tokens == 0:
-        return
+    check_caches(caches, lengths)
     hidden_BE = prefill(model, padded_BN, lengths, caches)
     generators = sampling.generators(len(lengths), device)
     stopped_B = torch.zeros(len(lengths), dtype=torch.bool, device=device)
-    stop = torch.tensor(sorted(sampling.stop), dtype=torch.int64, device=device)
+    stop = torch.tensor([int(token) for token in sampling.stop], dtype=torch.int64, device=device)
     for i in range(max_new_tokens):
-        drawn_B = sampling.draw(model.head(hidden_BE), generators)
+        logits_BV = model.head(hidden_BE).masked_fill(stopped_B[:, None], 0)  # whatever, but numbers
+        drawn_B = sampling.draw(logits_BV, generators)
         yield drawn_B.masked_fill(stopped_B, STOPPED)
-        if sampling.stop:
+        counts_B = None
+        if len(stop):
             stopped_B |= torch.isin(drawn_B, stop)
             if stopped_B.all():
                 return
+            counts_B = (~stopped_B).long()  # what nobody was shown is in no cache
         if i + 1 < max_new_tokens:
-            hidden_BE = model.append(drawn_B[:, None], caches)[:, 0]
+            hidden_BE = model.append(drawn_B[:, None], caches, counts_B)[:, 0]
+
+
+def check_caches(caches: Sequence[DilatedCache], lengths: Sequence[int]) -> None:
+    """Raise ValueError for caches that are none, or before a chunk of a prompt is in one that is too short for it."""
+    if not isinstance(caches, Sequence) or not all(isinstance(cache, DilatedCache) for cache in caches):
+        raise ValueError(f"caches={reprlib.repr(caches)} must be those of make_caches, one for each layer.")
+    for cache in caches:
+        if cache.batch == len(lengths):  # else the layer says so
+            check_append(cache.plan, cache.position.tolist(), lengths)
 
 
 def prefill(model: LanguageModel, tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]) -> Tensor:
@@ -123,19 +151,34 @@ def prefill(model: LanguageModel, tokens_BN: Tensor, lengths: Sequence[int], cac
     return torch.stack([last[b] for b in range(len(lengths))])
 
 
-def pad(tokens: Tensor | Sequence[Sequence[int] | Tensor], device: torch.device) -> tuple[Tensor, list[int]]:
+def pad(
+    tokens: Tensor | Sequence[Sequence[int] | Tensor], vocab_size: int, device: torch.device
+) -> tuple[Tensor, list[int]]:
     """Prompts, padded on the right to (B, N), and their lengths."""
-    rows = [torch.as_tensor(row, device=device) for row in tokens]
-    if not rows:
-        raise ValueError("there is no prompt: pass tokens (batch, N), or a list of prompts.")
-    for b, row in enumerate(rows):
-        if row.dim() != 1 or not len(row) or row.is_floating_point():
-            raise ValueError(
-                f"prompt {b} has shape {tuple(row.shape)} and dtype {row.dtype}: a prompt is one or more integers. "
-                "Pass tokens (batch, N), or a list of prompts."
-            )
+    remedy = "Pass tokens (batch, N), or a list of prompts. A prompt of bytes is list(prompt)."
+    try:
+        prompts = [] if isinstance(tokens, (str, bytes)) else list(tokens)
+    except TypeError:
+        prompts = []
+    if not prompts:
+        raise ValueError(f"there is no prompt in tokens={reprlib.repr(tokens)}. {remedy}")
+    rows = [_prompt(b, prompt, vocab_size, device, remedy) for b, prompt in enumerate(prompts)]
     lengths = [len(row) for row in rows]
     padded_BN = torch.zeros(len(rows), max(lengths), dtype=torch.int64, device=device)
     for b, row in enumerate(rows):
         padded_BN[b, : lengths[b]] = row
     return padded_BN, lengths
+
+
+def _prompt(b: int, given: object, vocab_size: int, device: torch.device, remedy: str) -> Tensor:
+    """(N,) int64."""
+    try:
+        row = torch.as_tensor(given, device=device)
+    except (TypeError, ValueError, RuntimeError):  # in whatever words torch has
+        row = torch.empty(0)
+    if row.dim() != 1 or not len(row) or not is_integral(row):
+        raise ValueError(f"prompt {b} is {reprlib.repr(given)}, and not one or more integers. {remedy}")
+    row = row.long()
+    if row.min() < 0 or row.max() >= vocab_size:
+        raise ValueError(f"prompt {b} has tokens from {row.min()} to {row.max()}, but vocab_size={vocab_size}.")
+    return row

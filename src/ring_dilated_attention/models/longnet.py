@@ -21,8 +21,8 @@ from ..ranks.borders import validate_cu_seqlens
 from ..ranks.context import ContextParallel
 from ..ranks.origin import why_foreign
 from ..run.cache import DilatedCache
-from .config import LongNetConfig
 from .generate import Sampling, generate
+from .longnet_config import LongNetConfig
 from .sharded import shift_left
 
 IGNORED_LABEL = -1
@@ -184,16 +184,17 @@ class LongNetLM(nn.Module):
             temperature: of the distribution that is drawn from; 0 takes the likeliest token.
             top_k: draw from the k likeliest tokens alone.
             top_p: draw from the fewest tokens that are at least so likely together.
-            seed: row b of the batch draws as a batch of one would with seed + b. None draws anew each time (by
-                torch's generator).
+            seed: of 64 bits; row b of the batch draws as a batch of one would with seed + b. None draws anew each time
+                (by torch's generator).
             stop: tokens that end a row. They are drawn, and then STOPPED (-1) until all rows have ended.
-            caches: of `make_caches`, with what comes before `tokens`; by default new ones. They go on from here: of the
-                last token that was drawn nothing is in them yet.
+            caches: of `make_caches`, with what comes before `tokens`; by default new ones. They go on from here: each
+                row's hold its prompt and all tokens that were drawn for it but the last.
 
         Raises:
-            ValueError: at the first token, for arguments that cannot be.
+            ValueError: at the first token at the latest, for arguments that cannot be; later, for logits that are NaN
+                or inf.
         """
-        options = Sampling(temperature, top_k, top_p, seed, frozenset(stop))
+        options = Sampling(temperature, top_k, top_p, seed, stop)
         return generate(self, tokens, max_new_tokens, options, caches)
 
     @staticmethod

@@ -6,10 +6,8 @@ positions of packed slides, E embedding.
 
 import math
 import operator
-import sys
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +18,8 @@ from ..ranks.context import ContextParallel
 from ..ranks.origin import why_foreign
 from ..ranks.reduce import SumOverRanks
 from .checked_loading import CheckedLoading
-from .torchscale import LongNetEncoder
-from .torchscale_config import TorchscaleConfig
+from .torchscale.architecture import TorchscaleConfig, checked_size
+from .torchscale.networks import LongNetEncoder
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
@@ -62,19 +60,6 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
         raise ValueError(f"max_wsi_size={side:g} is less than one tile of {tile:g} pixels.")
     last = int(math.log2(num_tiles))
     return tuple(int(2.0 ** (10 + (last - 10) * i / 4)) for i in range(5))
-
-
-def checked_size(name: str, number: Any) -> float:
-    """A positive, finite number as Python's, exact if it is an integer; numpy's overflow in products.
-
-    Raises:
-        ValueError: for others, and integers that are larger than floats are.
-    """
-    is_number = isinstance(number, Real) and not isinstance(number, bool)
-    plain = 0.0 if not is_number else int(number) if isinstance(number, Integral) else float(number)
-    if not 0 < plain <= sys.float_info.max:
-        raise ValueError(f"{name}={number!r} must be a number, positive and finite.")
-    return plain
 
 
 class PatchEmbed(nn.Module):

@@ -25,10 +25,11 @@ def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
     elif x.dim() != 2 or x.is_floating_point() or x.is_complex():
         failure = f"shift_left takes integers (batch, N), got {x.dtype} {tuple(x.shape)}"
     batch, length = (0, 0) if failure else x.shape
-    lengths = parallel.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
-    shards = parallel.ranks.shards(lengths)
-    with all_or_none(parallel):
-        firsts = _first_columns(parallel, x, shards)
+    with parallel.ranks.turn:
+        lengths = parallel.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
+        shards = parallel.ranks.shards(lengths)
+        with all_or_none(parallel):
+            firsts = _first_columns(parallel, x, shards)
     parts, row = [], 0
     for span in shards[parallel.rank]:
         stop = row + span.stop - span.start

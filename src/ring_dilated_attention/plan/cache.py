@@ -100,7 +100,8 @@ class CachePlan:
     @property
     def num_kv_held(self) -> int:
         """Key/value heads that the tensors hold."""
-        return len(self.heads) * self.num_kv_heads // self.num_heads
+        heads = self.heads
+        return (heads.stop - heads.start) * self.num_kv_heads // self.num_heads
 
     @property
     def by_branch(self) -> Iterator[tuple[int, Rings]]:
@@ -131,7 +132,7 @@ class CachePlan:
 
         Back to the start of the youngest open segment every branch has all of its rows; beyond it to the last `keep`.
         """
-        youngest = max(position - position % length for length in self.lengths)
+        youngest = max((position - position % length for length in self.lengths), default=0)  # of no rings all is there
         return max(0, min(youngest, position - self.keep))
 
     def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Rings, range, Span]]:

@@ -18,7 +18,7 @@ def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> ra
         )
     if heads_held.step != 1 or not 0 <= heads_held.start < heads_held.stop <= num_heads:
         raise ValueError(f"heads_held={heads_held} are not consecutive heads of num_heads={num_heads}.")
-    if len(heads_held) != num_held:
+    if heads_held.stop - heads_held.start != num_held:  # torch.compile knows no len of a range that is not constant
         raise ValueError(f"heads_held={heads_held} are {len(heads_held)} heads, and query holds {num_held}.")
     if num_heads % ratio or heads_held.start % ratio or num_held % ratio:
         raise ValueError(

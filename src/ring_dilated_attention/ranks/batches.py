@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..plan.sharding import Shard, check_documents, document_positions
+from .borders import validate_cu_seqlens
 from .handshake import all_or_none
 from .origin import remember
 from .ranks import Ranks
@@ -45,8 +46,9 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
     else:
         described = _told(ranks, described, source, failure)
         whole = batch if ranks.rank == source else None
-    length = ranks.last_whole = _length(described)
+    length = _length(described)
     lengths = ranks.lengths_of(length)
+    ranks.last_whole = length
     shards = ranks.shards(lengths)
     local: dict[str, Tensor] = {}
     for name, (shape, dtype) in described.items():
@@ -59,7 +61,6 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
             local[name] = _dealt(ranks, None if whole is None else whole[name], like, shape, dim, shards, source)
     if POSITIONS not in local:
         borders = local[BORDERS].tolist() if BORDERS in local else [0, length]
-        check_documents(borders, length)
         ranges = document_positions(shards[ranks.rank], borders)
         local[POSITIONS] = torch.cat([torch.arange(r.start, r.stop) for r in (range(0), *ranges)])
     if len(shards) > 1:
@@ -78,7 +79,7 @@ def fingerprint(x: Tensor) -> int:
 
 
 def _failure(batch: Any, ranks: Ranks, source: int | None) -> str | None:
-    """Why a batch cannot be cut, or None."""
+    """Why a batch cannot be cut, or None; a ValueError for borders that cannot be."""
     if source is not None and (isinstance(source, bool) or source not in range(ranks.world_size)):
         return f"source must be a rank from 0 to {ranks.world_size - 1} or None, got {source!r}."
     if batch is None:
@@ -99,6 +100,9 @@ def _failure(batch: Any, ranks: Ranks, source: int | None) -> str | None:
     if len(set(lengths.values())) != 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "there is none"
         return f"the tensors of a batch must share one number of positions, but {listed}."
+    if BORDERS in batch:
+        validate_cu_seqlens(batch[BORDERS], 1)
+        check_documents(batch[BORDERS].tolist(), *set(lengths.values()))
     return None
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..pattern import is_integer
 from ..plan.sharding import check_documents, document_positions
 from .arguments import check_arguments, cut_of, resolve_group
-from .batches import shard_batch
+from .batches import fingerprint, shard_batch
 from .borders import validate_cu_seqlens
 from .link import ExchangeError
 from .origin import origin_of, remember, why_foreign
@@ -56,8 +56,9 @@ class ContextParallel:
     numbers; `rank` is the place in the ring. Errors name this context's groups by its `name`, the same on every rank.
 
     A copy of a module that holds a context (EMA, nn.TransformerEncoder) holds the same one. `close` gives its groups
-    back. torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`; what else talks to
-    other ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) goes outside.
+    back. Until then it belongs to the thread of its first call; all ranks refuse calls in others.
+    torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`; what else talks to other
+    ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) goes outside.
 
     Args:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
@@ -143,6 +144,7 @@ class ContextParallel:
 
         All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) What
         it returns remembers how it was cut: where it is passed on as it is, a context that cuts otherwise refuses it.
+        What an op makes of it is warned of where it is cut again, if its length and content show that it is a shard.
 
         Raises:
             ValueError: on every rank, where shapes differ: they would be no cut of one sequence.
@@ -152,9 +154,17 @@ class ContextParallel:
         if not failure and (origin := origin_of(x)) is not None:
             failure = f"shard takes a whole sequence, and got {origin}"
         fields = {} if failure else {**rows_fields("shard", x, dim), "length of the whole": x.shape[dim]}
-        self.handshake(0, fields, failure)
-        self.ranks.last_whole = x.shape[dim]
+        last, mark = self.ranks.last_whole, 0
+        if not failure and last and self.world_size > 1 and set(self.ranks.lengths_of(last)) == {x.shape[dim]}:
+            mark = 0 if x.is_meta else fingerprint(x.narrow(dim, 0, min(x.shape[dim], 64)))
+        if len(set(self.ranks.agree(mark, fields, failure))) > 1:
+            text = (
+                f"shard was given {x.shape[dim]} positions, as many as each rank's shard of the {last} that were cut "
+                "last, and different ones on each rank: a shard is cut again. Pass it on as it is, or unshard it first"
+            )
+            self.ranks.warn_once("shard", text)
         lengths = self.ranks.lengths_of(x.shape[dim])
+        self.ranks.last_whole = x.shape[dim]
         shards = self.ranks.shards(lengths)
         if len(shards) == 1:
             return x
@@ -248,7 +258,9 @@ class ContextParallel:
         Raises:
             ValueError: on every rank, if any refuses or fields differ. Nothing of the call was sent.
         """
-        return self.ranks.agree(length, fields, failure)
+        lengths = self.ranks.agree(length, fields, failure)
+        self.ranks.notice_whole(lengths)
+        return lengths
 
 
 __all__ = ["ContextParallel", "ExchangeError", "context_named"]

@@ -5,6 +5,7 @@ Each is awaited exactly once, and errors name the group, the moment and the peer
 
 import re
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Wait(NamedTuple):
     end: float
 
 
-@dataclass
+@dataclass(eq=False)
 class GroupPending:
     """Messages in flight. `wait` returns when they have been sent and received; waiting again returns at once.
 
@@ -92,6 +93,7 @@ class GroupLink:
         self.links.append(self)
         # Which transport serves which type of device. (dist.get_backend names one, or the user's text, or "undefined".)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._waiter: Waiter | None = None
         self._sentinels: dict[int, Sentinel] = {}  # by peer
         self.waits: list[Wait] | None = None  # a list while waits are recorded
@@ -167,6 +169,12 @@ class GroupLink:
         if set(self.backends.values()) != {"gloo"}:
             self.group.abort()
         self._disconnect()
+        # Some messages are stuck in gloo, and torch's profiler must not hear of their end later (`Sentinel`).
+        pending = [x for x in list(self._pending) if x.handles and self.on_gloo(x.tensors[0])]
+        for work in (handle.work for x in pending for handle in x.handles):
+            with suppress(RuntimeError):
+                if not work.is_completed():
+                    work.wait(timedelta(milliseconds=1))
 
     def _disconnect(self) -> None:
         if self.backends.get("cpu") != "gloo":
@@ -233,6 +241,7 @@ class GroupLink:
         """Post messages, together where the transport can."""
         self._refuse_if_broken()
         pending = GroupPending(self, moment)
+        self._pending.add(pending)
         messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
         pending.tensors = [x for _, x, _, _ in messages]
         on_gloo = all(map(self.on_gloo, pending.tensors))

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import combinations, islice
+from threading import Thread, _DummyThread, current_thread
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -74,7 +76,7 @@ class Processes(Ranks):
         super().__init__(Cut("contiguous", len(members)))
         self.timeout, self.world_size = timeout, len(members)
         self.opened: list[GroupLink] = []  # they break together
-        self.has_warned = False
+        self.owner: Thread | None = None
         self.expected: tuple[int, ...] = ()
         self.control = self._open("control", "gloo", members)
 
@@ -143,32 +145,44 @@ class Processes(Ranks):
         )
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        return agree(self.control, length, fields, failure)
+        with self.turn:  # what a thread is refused is told to the other ranks between the owner's calls
+            return agree(self.control, length, fields, self._why_other_thread() or failure)
+
+    def _why_other_thread(self) -> str | None:
+        """Why the thread that is here may make no call, or None: calls of two threads would take each other's messages.
+        autograd's own threads, in a backward, count as the owner, who waits for them."""
+        here = current_thread()
+        self.owner = self.owner or here
+        if here is self.owner or (isinstance(here, _DummyThread) and torch._C._current_graph_task_id() != -1):
+            return None
+        return (
+            f"thread {here.name!r} made a call of {self.name}, which belongs to the thread of its first call, "
+            f"{self.owner.name!r}, until close(). Make all calls in that one, or a ContextParallel for each thread"
+        )
 
     def expect(self, lengths: Sequence[int]) -> None:
         self.expected = tuple(lengths)
 
     def notice(self, lengths: Sequence[int]) -> None:
         total, size = sum(lengths), max(-(-sum(lengths) // self.world_size), 1)
-        if self.has_warned or self.cut.lengths is not None or tuple(lengths) == self.expected:
+        if self.cut.lengths is not None or tuple(lengths) == self.expected or self.notice_whole(lengths):
             return
         alike = [max(min(size, total - k * size), 0) for k in range(self.world_size)]  # as torch.chunk cuts
-        if set(lengths) == {self.last_whole}:
-            text = (
-                f"every rank has {self.last_whole} positions, as many as the sequence that was cut last: they are "
-                f"taken for one of {total}. Pass what `shard` returns"
-            )
-        elif doubt := why_doubtful(lengths, self):
-            text = doubt
+        if doubt := why_doubtful(lengths, self):
+            self.warn_once("origin", doubt)
         elif tuple(lengths) not in (self.cut.default_lengths(total), tuple(alike)):
-            text = (
+            self.warn_once(
+                "cut",
                 f"ranks have {tuple(lengths)} positions, which no near-equal cut of one sequence of {total} gives "
-                f"({self.cut.default_lengths(total)}). If they are meant, say so: ContextParallel(lengths=...)"
+                f"({self.cut.default_lengths(total)}). If they are meant, say so: ContextParallel(lengths=...)",
             )
-        else:
-            return
-        self.has_warned = True
-        warnings.warn(text + ". This is said once.", stacklevel=2)
+
+    def notice_whole(self, lengths: Sequence[int]) -> bool:
+        if not sum(lengths) or set(lengths) != {self.last_whole}:
+            return False
+        text = f"every rank has {self.last_whole} positions, as many as the sequence that was cut last: they are taken "
+        self.warn_once("whole", text + f"for one of {sum(lengths)}. Pass what `shard` returns")
+        return True
 
     def fields(
         self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None

@@ -1,6 +1,8 @@
 """What ranks do in a call: handshake -> plan -> program; and what differs between their kinds."""
 
+import warnings
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import NamedTuple
 
 import torch
@@ -38,6 +40,8 @@ class Ranks:
     def __init__(self, cut: Cut) -> None:
         self.cut, self.calls = cut, 0
         self.last_whole: int | None = None  # the length of the sequence that was cut last
+        self.warned: set[str] = set()  # of what
+        self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
         """Every process's number of rows of a sequence that it cuts."""
@@ -59,6 +63,15 @@ class Ranks:
 
     def notice(self, lengths: Sequence[int]) -> None:
         """Warn, once, of numbers of rows that look like a mistake."""
+
+    def notice_whole(self, lengths: Sequence[int]) -> bool:
+        """Warn, once, if each rank has as many rows as the sequence that was cut last. Whether it has."""
+        return False
+
+    def warn_once(self, what: str, text: str) -> None:
+        if what not in self.warned:
+            self.warned.add(what)
+            warnings.warn(text + ". This is said once.", stacklevel=3)
 
     def expect(self, lengths: Sequence[int]) -> None:
         """Rows of these numbers are no mistake: a model made them of shards that it was given."""

@@ -1,6 +1,8 @@
 """Sums over ranks, and the mean of a loss."""
 
 import math
+import numbers
+import sys
 from typing import Any
 
 import torch
@@ -34,16 +36,22 @@ def mean_loss(ranks: Ranks, local_sum: Tensor, local_count: int | Tensor) -> Ten
 
 def _sum_and_count(local_sum: Any, local_count: Any) -> Tensor:
     """Both numbers, float64, on the CPU."""
-    if not isinstance(local_sum, Tensor) or local_sum.numel() != 1 or not local_sum.is_floating_point():
+    if not _is_one_number(local_sum) or not local_sum.is_floating_point():
         got = f"{local_sum.dtype} {tuple(local_sum.shape)}" if isinstance(local_sum, Tensor) else repr(local_sum)
         raise ValueError(
             f"local_sum must be one number, the sum over this rank's positions, as a floating tensor, got {got}. Take "
             "reduction='sum'."
         )
-    count = torch.as_tensor(local_count)
-    if count.numel() != 1 or count.is_complex() or count.dtype == torch.bool or not 0 <= count.item() < math.inf:
-        raise ValueError(f"local_count must be one number of at least 0, of terms in the sum, got {local_count!r}.")
-    return torch.stack([x.detach().reshape(()).double().cpu() for x in (local_sum, count)])
+    count = local_count.item() if _is_one_number(local_count) else local_count
+    is_number = isinstance(count, numbers.Real) and not isinstance(count, bool)
+    if not is_number or not 0 <= count <= sys.float_info.max:
+        raise ValueError(f"local_count must be one number of at least 0, of terms in the sum, got {count!r:.99}.")
+    count = torch.tensor(float(count), dtype=torch.float64, device="cpu")
+    return torch.stack([local_sum.detach().reshape(()).double().cpu(), count])
+
+
+def _is_one_number(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.numel() == 1 and x.layout == torch.strided and not x.is_meta
 
 
 class GlobalMean(torch.autograd.Function):

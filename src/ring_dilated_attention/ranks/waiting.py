@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 
 
@@ -51,18 +52,22 @@ class Sentinel:
 
     def __init__(self, receive: Callable[[], dist.Work]) -> None:
         self.error: RuntimeError | None = None
+        posted = Event()
+        start_thread(self._wait, receive, posted)
+        posted.wait()  # or a `close` might come before it
+
+    def _wait(self, receive: Callable[[], dist.Work], posted: Event) -> None:
+        # torch's profiler frees its events when it stops. A message that it has seen writes into its own when it ends.
+        if hasattr(torch.autograd, "_enable_record_function"):
+            torch.autograd._enable_record_function(False)  # in this thread
         try:
             work = receive()
-        except RuntimeError as error:
-            self.error = error
-            return
-        start_thread(self._wait, work)
-
-    def _wait(self, work: dist.Work) -> None:
-        try:
+            posted.set()
             work.wait(timedelta(days=3650))
         except RuntimeError as error:
             self.error = error
+        finally:
+            posted.set()
 
 
 class Progress:

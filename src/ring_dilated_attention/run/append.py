@@ -19,7 +19,7 @@ from ..plan.exchange import RankPlan
 from ..plan.sharding import Shard, first_rows
 from . import executor
 from .merge import merge_, merged
-from .views import accumulator_dtype
+from .views import accumulator_dtype, with_unit_stride
 
 
 @torch.library.custom_op("ring_dilated_attention::append", mutates_args=("memory", "progress"))
@@ -76,7 +76,7 @@ def append_now(
         ValueError: before anything is written, if a sequence becomes too long.
     """
     kernel = choose(backend, query)
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = map(with_unit_stride, (query, key, value))
     batch, num_new = query.shape[:2]
     if num_new == 1 and kernel.append_one is not None:
         return kernel.append_one(plan, scale, query, key, value, memory, progress, lengths)

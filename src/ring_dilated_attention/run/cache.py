@@ -1,7 +1,7 @@
 """DilatedCache: the keys and values of a sequence that the current or a later query can still see, and no others."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from .append import held, packed, packed_size, place, unpack
 from .link import Parallel
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class DilatedCache:
@@ -180,7 +181,10 @@ class DilatedCache:
         Raises:
             ValueError: if a sequence has fewer positions, or rows that it would need again were dropped.
         """
-        counts = torch.as_tensor(count).flatten().tolist()
+        try:
+            counts = torch.as_tensor(count).flatten().tolist()
+        except (TypeError, ValueError, RuntimeError):  # no numbers, or beyond 64 bits
+            counts = [count]
         if not all(is_integer(number) for number in counts):
             raise ValueError(f"crop({counts}): positions are taken back in whole numbers.")
         counts = counts * self.batch if len(counts) == 1 else counts
@@ -219,13 +223,17 @@ class DilatedCache:
         Raises:
             ValueError: if the state is of another pattern, shape or dtype, or too long. The cache is as it was.
         """
-        if state.get("cache") != self._described():
-            raise ValueError(f"the state is of a cache of {state.get('cache')}, this one is of {self._described()}.")
-        progress, saved = state["progress"], state["rows"]
-        if len(saved) not in (1, self.batch):
+        of = state.get("cache") if isinstance(state, dict) else state
+        if of != self._described():
+            raise ValueError(f"the state is of a cache of {of}, this one is of {self._described()}.")
+        progress: Any = state.get("progress")
+        saved: Any = state.get("rows")
+        if isinstance(saved, list) and len(saved) not in (1, self.batch):
             raise ValueError(f"the state has {len(saved)} sequences, and the batch {self.batch} entries: 1 or as many.")
+        if not _fit(progress, saved):
+            raise ValueError(f"the state is damaged: progress {progress} is not that of sequences with rows.")
         own = self.plan
-        source = plan_cache(own.pattern, own.num_heads, own.num_kv_heads, None, state["keep"], own.held)
+        source = plan_cache(own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held)
         positions, floors = (x * (self.batch // len(saved)) for x in progress.tolist())
         for position in positions:
             if self.plan.max_len is not None and position > self.plan.max_len:
@@ -247,7 +255,8 @@ class DilatedCache:
 
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
         """The kept rows of a batch entry, (2, rows, D), ring by ring."""
-        entry, parts = self.memory[:, b : b + 1], []
+        entry = self.memory[:, b : b + 1]
+        parts = [entry[:, 0, :0].cpu()]
         for rings in self.plan.rings:
             both = held(rings, self.plan.kept(rings, position, floor), entry)
             parts.append(both[:, 0].flatten(1, 2).cpu())
@@ -290,10 +299,11 @@ class DilatedCache:
         }
 
     def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
-        entries = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+        given = rows.tolist() if isinstance(rows, Tensor) else rows
+        entries = list(given) if isinstance(given, Iterable) else [None]
         if not all(is_integer(row) for row in entries):  # a mask would be taken for the entries 0 and 1
             raise ValueError(
-                f"{call}({entries}) takes the numbers of batch entries, as [0, 2]. Of a mask, pass "
+                f"{call}({given}) takes the numbers of batch entries, as [0, 2]. Of a mask, pass "
                 "mask.nonzero().flatten()."
             )
         if not all(0 <= row < self.batch for row in entries):
@@ -343,6 +353,14 @@ def _plan(
         held_heads(num_held, num_heads // num_kv_heads, heads_held, num_heads)
         heads_held = None if len(heads_held) == num_heads else heads_held
     return plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
+
+
+def _fit(progress: Any, rows: Any) -> bool:
+    """Whether a saved progress can be that of as many sequences as have rows."""
+    if not isinstance(progress, Tensor) or not isinstance(rows, list) or progress.shape != (2, len(rows)):
+        return False
+    positions, floors = progress
+    return progress.dtype == torch.int64 and bool(((floors >= 0) & (floors <= positions)).all())
 
 
 def _plan_of_rows(
@@ -395,7 +413,8 @@ def check_call(
     pairs: dict[str, tuple[object, object]] = {
         "batch": (cache.batch, query.shape[0]),
         "heads": (cache.plan.num_heads, num_heads),
-        "heads held": (cache.plan.heads, heads),
+        "first head held": (cache.plan.heads.start, heads.start),  # torch.compile knows no equality of ranges
+        "last head held": (cache.plan.heads.stop - 1, heads.stop - 1),
         "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
         "head dim": (cache.head_dim, query.shape[3]),
         "dtype": (cache.dtype, query.dtype),
@@ -414,7 +433,7 @@ def check_call(
         )
     if lengths is None:
         return
-    if not isinstance(lengths, Tensor) or lengths.shape != query.shape[:1] or lengths.is_floating_point():
+    if not isinstance(lengths, Tensor) or lengths.shape != query.shape[:1] or lengths.dtype not in INTEGERS:
         got = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else repr(lengths)
         raise ValueError(f"lengths must be an integer tensor ({cache.batch},), one for each batch entry, got {got}.")
 

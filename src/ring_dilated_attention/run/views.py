@@ -14,6 +14,12 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def with_unit_stride(x: Tensor) -> Tensor:
+    """The same with neighbours in the last dim side by side, which kernels rely on. (`contiguous` leaves a tensor of
+    one number as it is, whatever its strides.)"""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
 def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
     """The rows as a view (B·S, heads, M, D). No copy: batch and segments must be one stride (`folds`), or one be 1."""
     batch, position, head, _ = x_BNHD.stride()

@@ -18,11 +18,13 @@ from types import FrameType
 from typing import NamedTuple
 
 from .interrupt import NOTICE, SIGNALS, STDERR
+from .options import in_short
 
 # Ranks learn from their connections that one of them failed, and say so, before they are ended.
 GRACE_SECONDS, POLL_SECONDS = 10, 0.05
 STORE_BYTES = 1500  # about what two ranks tell each other there
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+MOST_STARTED = 10**6  # ranks, of which each tells the others about itself
 LOST_ANOTHER = "lost another"  # the reason of a rank that only followed one that failed
 
 
@@ -37,19 +39,63 @@ class Ended(NamedTuple):
     reasons: tuple[str, ...]
 
 
+def started() -> tuple[int, int]:
+    """(rank, number of ranks) as torchrun says, or srun of a task of its step; (0, 1) where neither started several.
+
+    Outside of a step, in a batch script say, Slurm's variables are of the job, of which this is the one process.
+
+    Raises:
+        ValueError: for numbers that are none.
+    """
+    rank, size = "RANK", "WORLD_SIZE"
+    if not is_under_torchrun() and "SLURM_STEP_ID" in os.environ:
+        rank = "SLURM_PROCID"
+        size = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in os.environ), "")
+    if rank in os.environ and size in os.environ and (num_ranks := _number_in(size, 1)) > 1:
+        return _number_in(rank, 0, num_ranks - 1), num_ranks
+    return 0, 1
+
+
+def is_under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def num_ranks_started() -> int:
     """How many processes a launcher started, of which this is one; 1 without one."""
-    return _number_of("WORLD_SIZE") if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 1
+    return started()[1]
 
 
 def rank_started() -> int:
-    return _number_of("RANK") if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 0
+    return started()[0]
 
 
-def _number_of(name: str) -> int:
-    if not os.environ[name].isdecimal():
-        raise ValueError(f"{name}={os.environ[name]} in the environment, where a launcher sets a number: unset it")
-    return int(os.environ[name])
+def unjoined(*, joins: bool) -> str:
+    """What to say where processes that a launcher started do not work together, else "". joins: if the command can."""
+    (rank, num_ranks), tasks = started(), os.environ.get("SLURM_NTASKS", "1")
+    if joins and num_ranks == 1 and tasks != "1" and not is_under_torchrun():
+        return f"SLURM_NTASKS={in_short(tasks)} is ignored outside of a step of several tasks: srun starts them"
+    is_repeated = not joins and num_ranks > 1 and rank == 0
+    return f"a launcher started {num_ranks} of these, and each does all of the work: start one" if is_repeated else ""
+
+
+def check_meeting() -> None:
+    """Raise ValueError without a place where the ranks of torchrun or srun meet."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{num_ranks_started()} ranks need {' and '.join(missing)} to meet: export "
+            "MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500"
+        )
+    _number_in("MASTER_PORT", 1, 65_535)
+
+
+def _number_in(name: str, least: int, most: int = MOST_STARTED) -> int:
+    """A number of the environment, which a launcher sets and somebody may have set by hand."""
+    text = os.environ[name]
+    is_number = text.isascii() and text.isdigit() and len(text) <= 20
+    if not (is_number and least <= int(text) <= most):
+        raise ValueError(f"{name} must be a number from {least:,} to {most:,}, got {in_short(text)!r}: mend it")
+    return int(text)
 
 
 def loopback_only() -> dict[str, str]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..models.config import LongNetConfig
+from ..models.longnet_config import LongNetConfig
 
 MOST_LAYERS = 10_000  # as modules, which take time and memory of their own
 # What 64 bits hold, also as the stride of a tensor; and float32, in which AdamW computes, where it divides by 0.1.

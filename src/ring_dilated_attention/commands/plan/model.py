@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from ...training.checkpoint import find_checkpoint, read_state
 from ...training.options import in_short
 from ..hardware import ITEMSIZE, Machine, described, machine_for
 from ..hardware import add_options as add_hardware_options
+from ..limits import LARGEST
 from ..numbers import amount, count, scaled, size_text
 from ..output import aligned, progress_bar, wrapped
 from .options import add_call, answered, complete, pattern_of
@@ -93,8 +93,8 @@ def answer(arguments: argparse.Namespace) -> None:
     if arguments.tokens is not None:
         if arguments.hardware is None and arguments.flops is None:
             raise ValueError("--tokens asks for a time: give --hardware, or --flops and --bandwidth")
-        if not 1 <= arguments.tokens < math.inf:
-            raise ValueError(f"--tokens must be at least 1, got {arguments.tokens}")
+        if not 1 <= arguments.tokens <= LARGEST:
+            raise ValueError(f"--tokens must be from 1 to {LARGEST:,}, got {arguments.tokens:g}")
     fill_in(arguments)
     complete(arguments)
     question = asked(arguments, pattern_of(arguments), machine_for(arguments))

@@ -10,7 +10,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ...ranks.context import ContextParallel, refuse
 from ...ranks.reduce import GlobalMean, all_reduce
-from ..torch import check_averaged
+from ..torch import check_meshes
 from .config import NAME
 
 IGNORED_LABEL = -100  # transformers' and torch's
@@ -100,7 +100,7 @@ class ShardedForward:
     @torch.compiler.disable  # ranks talk to each other
     def before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         try:
-            check_averaged(model, self.parallel)
+            check_meshes(model, self.parallel)
             given = self._named(args, kwargs)
             batch, rest = self._batch(model, given)
         except ValueError as error:  # or the other ranks would wait for this one

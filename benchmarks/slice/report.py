@@ -1,4 +1,4 @@
-"""What `rda slice` finds: a rank's share, run and verified, beside the plan's figures; as numbers and as text."""
+"""What `benchmarks.slice` finds: one rank's share, run and verified, beside the plan's figures, as numbers and text."""
 
 import math
 import time
@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from ...forecast.ledger import AttentionMemory, attention_memory
-from ...kernels.traits import TRAITS
-from ...plan.counts import Counter, count_ranks, pairs
-from ...plan.plan import Plan
-from ...plan.sizes import Sizes
-from ...training.memory import peak_resident_bytes
-from ..output import aligned
+from ring_dilated_attention.commands.output import aligned
+from ring_dilated_attention.forecast.ledger import AttentionMemory, attention_memory
+from ring_dilated_attention.kernels.traits import TRAITS
+from ring_dilated_attention.plan.counts import Counter, count_ranks, pairs
+from ring_dilated_attention.plan.plan import Plan
+from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.training.memory import peak_resident_bytes
+
 from .share import SlicedJob, run_share, viewers_of
 from .verify import Check, tolerance, verify
 

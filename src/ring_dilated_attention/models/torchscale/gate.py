@@ -2,7 +2,7 @@
 
     out' = out * sigmoid(lse - log C)         lse' = log(exp(lse) + C)
 
-C(t, h) is the number of zero rows that query t of head h sees (`plan.zero_rows`): keys of score 0 and value 0. Branches
+C(t, h) is the number of zero rows that query t of head h sees (`zero_rows.py`): keys of score 0 and value 0. Branches
 that misplace rows are computed one by one, brought to where torchscale has them, and merged.
 
 B batch, N positions of this rank, H heads, G key/value heads, D head dim, M rows of one zero query, Z zero queries.
@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention import dilated_attention
-from ..pattern import Branch, DilatedPattern
-from ..plan.zero_rows import Move, ZeroQuery, is_misaligned, moves, zero_keys, zero_queries
-from ..ranks.context import ContextParallel
-from ..ranks.moves import MoveRows
-from ..ranks.reduce import SumOverRanks
-from .layout import Layout, Stretch, agree_on_layout
+from ...attention import dilated_attention
+from ...pattern import Branch, DilatedPattern
+from ...ranks.context import ContextParallel
+from ...ranks.reduce import SumOverRanks
+from .documents import Documents, Stretch, agree_on_documents
+from .moves import MoveRows
+from .zero_rows import Move, ZeroQuery, is_misaligned, moves, zero_keys, zero_queries
 
 
 class Misplaced(NamedTuple):
@@ -43,19 +43,19 @@ class Part(NamedTuple):
 
 
 class ZeroRows:
-    """What torchscale's zero rows do to the calls of one pattern on one layout; the same for all layers of a model.
+    """What torchscale's zero rows do to the calls of one pattern on one split; the same for all layers of a model.
 
     Not a tuple: tensors in those that a module is passed FSDP casts to the 16-bit type of its parameters.
     """
 
-    def __init__(self, pattern: DilatedPattern, layout: Layout, parts: tuple[Part, ...]) -> None:
-        self.pattern, self.layout, self.parts = pattern, layout, parts
+    def __init__(self, pattern: DilatedPattern, documents: Documents, parts: tuple[Part, ...]) -> None:
+        self.pattern, self.documents, self.parts = pattern, documents, parts
 
 
 def zero_rows(
     pattern: DilatedPattern,
     num_heads: int,
-    layout: Layout,
+    documents: Documents,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
@@ -66,16 +66,16 @@ def zero_rows(
         pattern: torchscale's (`check_pattern`).
         device, dtype: of the counts' logarithms: the device of the tensors, and the dtype of lse.
     """
-    aligned = [branch for branch in pattern.branches if not is_misaligned(branch, layout.longest)]
-    apart = [branch for branch in pattern.branches if is_misaligned(branch, layout.longest)]
+    aligned = [branch for branch in pattern.branches if not is_misaligned(branch, documents.longest)]
+    apart = [branch for branch in pattern.branches if is_misaligned(branch, documents.longest)]
     parts = []
     for branches in ([aligned] if aligned else []) + [[branch] for branch in apart]:
         part = DilatedPattern(*zip(*branches, strict=True), is_causal=pattern.is_causal, phase=pattern.phase)
-        counts_NH = None if pattern.is_causal else _num_zero_keys(part, num_heads, layout)
+        counts_NH = None if pattern.is_causal else _num_zero_keys(part, num_heads, documents)
         logs_NH = None if counts_NH is None else counts_NH.log().to(device, dtype)
-        misplaced = _misplaced(branches[0], num_heads, layout) if branches[0] in apart else None
+        misplaced = _misplaced(branches[0], num_heads, documents) if branches[0] in apart else None
         parts.append(Part(part, logs_NH, misplaced))
-    return ZeroRows(pattern, layout, tuple(parts))
+    return ZeroRows(pattern, documents, tuple(parts))
 
 
 def torchscale_attention(
@@ -106,10 +106,12 @@ def torchscale_attention(
     if counted is None:
         fields: dict[str, object] = {"pattern": pattern}
         failure = pattern_failure(pattern)
+        if not isinstance(return_lse, bool):
+            failure = f"return_lse must be True or False, got {return_lse!r}"
         if failure is None and (not isinstance(query, Tensor) or query.dim() != 4):
             got = tuple(query.shape) if isinstance(query, Tensor) else type(query).__name__
             failure = f"query must be a tensor (batch, seq, heads, head_dim), got {got}"
-        layout = agree_on_layout(
+        documents = agree_on_documents(
             "torchscale_attention",
             (0, 0) if failure else (query.shape[0], query.shape[1]),
             parallel=parallel,
@@ -118,7 +120,7 @@ def torchscale_attention(
             failure=failure,
         )
         dtype = torch.promote_types(query.dtype, torch.float32)
-        counted = zero_rows(pattern, query.shape[2], layout, device=query.device, dtype=dtype)
+        counted = zero_rows(pattern, query.shape[2], documents, device=query.device, dtype=dtype)
     assert counted.pattern == pattern, "counted for another pattern"
     merged: tuple[Tensor, Tensor] | None = None
     for part in counted.parts:
@@ -136,7 +138,7 @@ def torchscale_attention(
         if part.log_num_zero_keys_NH is not None:
             out_BNHD, lse_BNH = gate(out_BNHD, lse_BNH, part.log_num_zero_keys_NH)
         if part.misplaced is not None:
-            out_BNHD, lse_BNH = _put_in_place(out_BNHD, lse_BNH, value, part.misplaced, counted.layout, parallel)
+            out_BNHD, lse_BNH = _put_in_place(out_BNHD, lse_BNH, value, part.misplaced, counted.documents, parallel)
         merged = (out_BNHD, lse_BNH) if merged is None else _merged(*merged, out_BNHD, lse_BNH)
     assert merged is not None
     return merged if return_lse else merged[0]
@@ -167,26 +169,26 @@ def gate(out_BNHD: Tensor, lse_BNH: Tensor, log_num_zero_keys_NH: Tensor) -> tup
     return gated_BNHD.to(out_BNHD.dtype), lse_BNH - F.logsigmoid(above_BNH)
 
 
-def _num_zero_keys(pattern: DilatedPattern, num_heads: int, layout: Layout) -> Tensor | None:
+def _num_zero_keys(pattern: DilatedPattern, num_heads: int, documents: Documents) -> Tensor | None:
     """C, (N, H), float64 on the CPU, or None if it is 0 everywhere."""
     counts_NH = None
     for branch in pattern.branches:
-        for stretch in layout.stretches:
+        for stretch in documents.stretches:
             for keys in zero_keys(branch, num_heads, stretch.length, stretch.positions):
                 if counts_NH is None:
-                    counts_NH = torch.zeros(layout.num_rows, num_heads, dtype=torch.float64, device="cpu")
+                    counts_NH = torch.zeros(documents.num_rows, num_heads, dtype=torch.float64, device="cpu")
                 counts_NH[stretch.rows(keys.queries), keys.heads.start : keys.heads.stop] += keys.num_zeros
     return counts_NH
 
 
-def _misplaced(branch: Branch, num_heads: int, layout: Layout) -> Misplaced:
+def _misplaced(branch: Branch, num_heads: int, documents: Documents) -> Misplaced:
     places = [
         (begin, query)
-        for begin, end in pairwise(layout.borders)
+        for begin, end in pairwise(documents.borders)
         for query in zero_queries(branch, num_heads, end - begin)
     ]
     num_seen = -(-branch.segment_length // branch.dilation_rate)
-    return Misplaced(num_seen, moves(branch, layout.shards, layout.borders), places)
+    return Misplaced(num_seen, moves(branch, documents.shards, documents.borders), places)
 
 
 def _put_in_place(
@@ -194,7 +196,7 @@ def _put_in_place(
     lse_BNH: Tensor,
     value_BNGD: Tensor,
     misplaced: Misplaced,
-    layout: Layout,
+    documents: Documents,
     parallel: ContextParallel | None,
 ) -> tuple[Tensor, Tensor]:
     """Rows where torchscale has them, and in the places between what a query of zeros gets: the mean of m values."""
@@ -203,11 +205,11 @@ def _put_in_place(
     moved_lse_BNH = MoveRows.apply(lse_BNH, misplaced.moves, ranks, -math.inf)
     if not misplaced.zero_queries:
         return moved_BNHD, moved_lse_BNH
-    means_BZHD = _sums(value_BNGD, out_BNHD.shape[2], misplaced, layout, parallel) / misplaced.num_seen
+    means_BZHD = _sums(value_BNGD, out_BNHD.shape[2], misplaced, documents, parallel) / misplaced.num_seen
     rows: list[int] = []
     heads: list[int] = []
     sources: list[int] = []
-    for z, stretch, query in _own_queries(misplaced, layout):
+    for z, stretch, query in _own_queries(misplaced, documents):
         if query.position in stretch.positions:
             rows += [stretch.row + query.position - stretch.positions.start] * len(query.heads)
             heads += query.heads
@@ -219,24 +221,24 @@ def _put_in_place(
 
 
 def _sums(
-    value_BNGD: Tensor, num_heads: int, misplaced: Misplaced, layout: Layout, parallel: ContextParallel | None
+    value_BNGD: Tensor, num_heads: int, misplaced: Misplaced, documents: Documents, parallel: ContextParallel | None
 ) -> Tensor:
     """The sum of the values that each zero query sees, over all ranks, (B, Z, H, D); other heads' are 0."""
     batch, _, num_kv_heads, head_dim = value_BNGD.shape
     wide = torch.promote_types(value_BNGD.dtype, torch.float32)
     sums_BZHD = value_BNGD.new_zeros(batch, len(misplaced.zero_queries), num_heads, head_dim, dtype=wide)
     sums_BZHD = sums_BZHD + value_BNGD[:, :0].sum(dtype=wide)  # a rank without such rows has its part in backward too
-    for z, stretch, query in _own_queries(misplaced, layout):
+    for z, stretch, query in _own_queries(misplaced, documents):
         kv_heads = [head // (num_heads // num_kv_heads) for head in query.heads]
         rows_BMHD = value_BNGD[:, stretch.rows(query.rows)][:, :, kv_heads]
         sums_BZHD[:, z, query.heads.start : query.heads.stop] += rows_BMHD.sum(1, dtype=wide)
     return sums_BZHD if parallel is None else SumOverRanks.apply(sums_BZHD, parallel.ranks)
 
 
-def _own_queries(misplaced: Misplaced, layout: Layout) -> Iterator[tuple[int, Stretch, ZeroQuery]]:
+def _own_queries(misplaced: Misplaced, documents: Documents) -> Iterator[tuple[int, Stretch, ZeroQuery]]:
     """Each zero query with every stretch of its document that this rank holds."""
     by_document: dict[int, list[Stretch]] = {}
-    for stretch in layout.stretches:
+    for stretch in documents.stretches:
         by_document.setdefault(stretch.begin, []).append(stretch)
     for z, (begin, query) in enumerate(misplaced.zero_queries):
         for stretch in by_document.get(begin, ()):

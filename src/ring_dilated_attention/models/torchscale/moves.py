@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.zero_rows import Move
-from .handshake import all_or_none
-from .ranks import Ranks
-from .reshard import rows_fields
+from ...ranks.handshake import all_or_none
+from ...ranks.ranks import Ranks
+from ...ranks.reshard import rows_fields
+from .zero_rows import Move
 
 
 class MoveRows(torch.autograd.Function):

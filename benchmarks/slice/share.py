@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...attention import dilated_attention
-from ...pattern import DilatedPattern
-from ...plan.counts import Counter
-from ...plan.job import Job
-from ...plan.plan import Chunk, Message, Plan
-from ...plan.planner import chunk_finder, make_plan
-from ...plan.sharding import Shard, make_shards
-from ...simulate import OtherRanks, one_rank
+from ring_dilated_attention.attention import dilated_attention
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.counts import Counter
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.plan import Chunk, Message, Plan
+from ring_dilated_attention.plan.planner import chunk_finder, make_plan
+from ring_dilated_attention.plan.sharding import Shard, make_shards
+from ring_dilated_attention.simulate import OtherRanks, one_rank
+
 from .counter import CounterTensors
 
 

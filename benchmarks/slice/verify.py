@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...run.views import block_views
-from ...simulate.one_rank import grid
+from ring_dilated_attention.run.views import block_views
+from ring_dilated_attention.simulate.one_rank import grid
+
 from .direct import Direct
 from .share import Share, SlicedJob
 

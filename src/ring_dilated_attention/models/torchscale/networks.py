@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import dilated_attention, save_attention
-from ..pattern import DilatedPattern
-from ..ranks.context import ContextParallel
-from .checked_loading import CheckedLoading
+from ...attention import dilated_attention, save_attention
+from ...layers.checks import is_integral
+from ...pattern import DilatedPattern
+from ...ranks.context import ContextParallel
+from ..checked_loading import CheckedLoading
+from .architecture import FIRST_LEARNED_POSITION, TorchscaleConfig
+from .documents import Documents, agree_on_documents
 from .gate import ZeroRows, torchscale_attention, zero_rows
-from .layout import Layout, agree_on_layout
-from .torchscale_config import FIRST_LEARNED_POSITION, TorchscaleConfig
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 # Without gradients the feed-forward's wide rows are formed this many numbers at a time.
@@ -38,29 +39,29 @@ class XPos(nn.Module):
         self.scale_base = scale_base
         self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
 
-    def check(self, layout: Layout, pattern: DilatedPattern, dtype: torch.dtype) -> None:
+    def check(self, documents: Documents, pattern: DilatedPattern, dtype: torch.dtype) -> None:
         """Raise ValueError, on all ranks, where scores or rows would be infinite in the dtype of queries and keys, and
         all be NaN.
 
         Scores of later keys grow with their distance, and rows with that from the middle of their document.
         """
         most = int(self.scale_base * math.log(torch.finfo(dtype).max) / -math.log(LEAST_SCALE))
-        farthest = (layout.longest + 1) // 2
-        if not pattern.is_causal:
-            farthest = min(layout.longest, max(pattern.segment_lengths))
+        middle = (documents.longest + 1) // 2
+        apart = 0 if pattern.is_causal else min(documents.longest, max(pattern.segment_lengths))
+        farthest = max(middle, apart)
         if farthest > most:
             wider = {torch.float16: "bfloat16 or float32", torch.float64: "shorter documents"}.get(dtype, "float64")
-            where = "from the middle of a document" if pattern.is_causal else "between queries and keys"
+            where = "from the middle of a document" if middle > apart else "between queries and keys"
             raise ValueError(
                 f"distances of up to {farthest} {where}, and XPOS with scale_base={self.scale_base:g} grows beyond "
                 f"{dtype} after {most}: take {wider}"
             )
 
-    def tables(self, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """cos, sin and growth of a layout's rows, each (N, 1, D/2), float64 on the CPU."""
-        positions_N = layout.positions().to(torch.float64)
+    def tables(self, documents: Documents) -> tuple[Tensor, Tensor, Tensor]:
+        """cos, sin and growth of the documents' rows, each (N, 1, D/2), float64 on the CPU."""
+        positions_N = documents.positions().to(torch.float64)
         # The middle of a document has length 1; which place has does not matter to scores.
-        halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in layout.stretches]
+        halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in documents.stretches]
         exponents_N = (positions_N - torch.cat([positions_N[:0], *halves])) / self.scale_base
         num_pairs = len(self.scale)
         frequencies = 10_000.0 ** (-torch.arange(num_pairs, dtype=torch.float64, device="cpu") / num_pairs)
@@ -88,11 +89,13 @@ class SelfAttention(nn.Module):
         scale_base = config.xpos_scale_base
         self.xpos = XPos(config.head_dim, scale_base) if scale_base is not None else None
 
-    def forward(self, x_BNE: Tensor, layout: Layout, counted: ZeroRows | None, cu_seqlens: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BNE: Tensor, documents: Documents, counted: ZeroRows | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
         q, k, v = (proj(x_BNE).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.xpos is not None:
-            self.xpos.check(layout, self.pattern, q.dtype)
-            cos, sin, growth = self.xpos.tables(layout)
+            self.xpos.check(documents, self.pattern, q.dtype)
+            cos, sin, growth = self.xpos.tables(documents)
             q, k = self.xpos.rotate(q, cos, sin, growth), self.xpos.rotate(k, cos, sin, 1 / growth)
         if counted is not None:
             out = torchscale_attention(
@@ -141,11 +144,13 @@ class Layer(nn.Module):
         self.normalize_before = config.normalize_before
         self.residual_scale = config.residual_scale
 
-    def forward(self, x_BNE: Tensor, layout: Layout, counted: ZeroRows | None, cu_seqlens: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BNE: Tensor, documents: Documents, counted: ZeroRows | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
         if self.normalize_before:
-            x_BNE = self._sum(x_BNE, self.self_attn(self.self_attn_layer_norm(x_BNE), layout, counted, cu_seqlens))
+            x_BNE = self._sum(x_BNE, self.self_attn(self.self_attn_layer_norm(x_BNE), documents, counted, cu_seqlens))
             return self._sum(x_BNE, self.ffn(self.final_layer_norm(x_BNE)))
-        x_BNE = self.self_attn_layer_norm(self._sum(x_BNE, self.self_attn(x_BNE, layout, counted, cu_seqlens)))
+        x_BNE = self.self_attn_layer_norm(self._sum(x_BNE, self.self_attn(x_BNE, documents, counted, cu_seqlens)))
         return self.final_layer_norm(self._sum(x_BNE, self.ffn(x_BNE)))
 
     def _sum(self, residual_BNE: Tensor, x_BNE: Tensor) -> Tensor:
@@ -165,6 +170,10 @@ class _LongNet(CheckedLoading):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(config, TorchscaleConfig):
+            raise ValueError(f"config must be a TorchscaleConfig, got {config!r}.")
+        if not isinstance(activation_checkpointing, bool):
+            raise ValueError(f"activation_checkpointing must be True or False, got {activation_checkpointing!r}.")
         if self.is_causal and config.num_decoder_layers is not None:
             raise ValueError(
                 f"num_decoder_layers={config.num_decoder_layers} is for an encoder: pass None for a decoder, which has "
@@ -221,7 +230,9 @@ class _LongNet(CheckedLoading):
         """
         given = embeddings if tokens_BN is None else tokens_BN
         failure = self._failure(tokens_BN, embeddings)
-        layout = agree_on_layout(
+        if not (collect is None or callable(collect)):
+            failure = f"collect must be a function or None, got {collect!r}"
+        documents = agree_on_documents(
             type(self).__name__,
             (0, 0) if failure or given is None else (given.shape[0], given.shape[1]),
             parallel=self.parallel,
@@ -229,18 +240,18 @@ class _LongNet(CheckedLoading):
             fields={"pattern": self.pattern, "collects": collect is not None},
             failure=failure,
         )
-        x_BNE = self._embed(tokens_BN, embeddings, layout)
+        x_BNE = self._embed(tokens_BN, embeddings, documents)
         counted = None
         if self.config.padding == "torchscale":
             dtype = torch.promote_types(x_BNE.dtype, torch.float32)
-            counted = zero_rows(self.pattern, self.config.num_heads, layout, device=x_BNE.device, dtype=dtype)
+            counted = zero_rows(self.pattern, self.config.num_heads, documents, device=x_BNE.device, dtype=dtype)
         collected = [] if collect is None else [collect(x_BNE)]
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x_BNE = checkpoint(
                     layer,
                     x_BNE,
-                    layout,
+                    documents,
                     counted,
                     cu_seqlens,
                     use_reentrant=False,
@@ -248,7 +259,7 @@ class _LongNet(CheckedLoading):
                     context_fn=save_attention,  # nothing is sent twice
                 )
             else:
-                x_BNE = layer(x_BNE, layout, counted, cu_seqlens)
+                x_BNE = layer(x_BNE, documents, counted, cu_seqlens)
             if collect is not None:
                 collected.append(collect(x_BNE))
         if collect is not None:
@@ -256,7 +267,7 @@ class _LongNet(CheckedLoading):
         x_BNE = x_BNE if self.layer_norm is None else self.layer_norm(x_BNE)
         return x_BNE if self.output_projection is None else self.output_projection(x_BNE)
 
-    def _embed(self, tokens_BN: Tensor | None, embeddings: Tensor | None, layout: Layout) -> Tensor:
+    def _embed(self, tokens_BN: Tensor | None, embeddings: Tensor | None, documents: Documents) -> Tensor:
         if tokens_BN is not None:
             assert self.embed_tokens is not None
             x_BNE = self.embed_tokens(tokens_BN.long())
@@ -266,11 +277,11 @@ class _LongNet(CheckedLoading):
         x_BNE = x_BNE * math.sqrt(self.config.embed_dim) if self.config.scale_embedding else x_BNE
         if self.embed_positions is not None:
             num_rows = self.embed_positions.num_embeddings
-            if layout.longest + FIRST_LEARNED_POSITION > num_rows:  # on all ranks
+            if documents.longest + FIRST_LEARNED_POSITION > num_rows:  # on all ranks
                 most = num_rows - FIRST_LEARNED_POSITION
                 known = f"{num_rows} learned ones from {FIRST_LEARNED_POSITION} on"
-                raise ValueError(f"{layout.longest} positions, and {known}: at most {most}")
-            x_BNE = x_BNE + self.embed_positions(layout.positions().to(x_BNE.device) + FIRST_LEARNED_POSITION)
+                raise ValueError(f"{documents.longest} positions, and {known}: at most {most}")
+            x_BNE = x_BNE + self.embed_positions(documents.positions().to(x_BNE.device) + FIRST_LEARNED_POSITION)
         return x_BNE if self.layernorm_embedding is None else self.layernorm_embedding(x_BNE)
 
     def _failure(self, tokens_BN: Tensor | None, embeddings: Tensor | None) -> str | None:
@@ -280,6 +291,8 @@ class _LongNet(CheckedLoading):
         for name, given in (("tokens", tokens_BN), ("embeddings", embeddings)):
             if given is not None and not isinstance(given, Tensor):
                 return f"{name} must be a tensor, got {type(given).__name__}"
+            if given is not None and (given.layout != torch.strided or given.is_meta):
+                return f"{name} have {given.layout} on {given.device}: pass a dense tensor of numbers"
         if embeddings is not None:
             if not embeddings.is_floating_point():
                 return f"embeddings have dtype {embeddings.dtype}, not floating"
@@ -289,7 +302,7 @@ class _LongNet(CheckedLoading):
         assert tokens_BN is not None
         if self.embed_tokens is None:
             return "this model embeds no tokens (num_tokens=None): give embeddings= instead"
-        if tokens_BN.dim() != 2 or tokens_BN.is_floating_point() or tokens_BN.is_complex():
+        if tokens_BN.dim() != 2 or not is_integral(tokens_BN):
             shape, dtype = tuple(tokens_BN.shape), tokens_BN.dtype
             return f"tokens have shape {shape} and dtype {dtype}: pass integers (batch, N)"
         low, high = (int(tokens_BN.min()), int(tokens_BN.max())) if tokens_BN.numel() else (0, 0)

@@ -1,16 +1,14 @@
-"""`rda slice`: one rank's share of a job that no machine holds, run and verified on this one."""
+"""`python -m benchmarks.slice`: one rank's share of a job that no machine holds, run and verified on this one."""
 
 import argparse
 import datetime
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
-from ...training.files import MOST_BYTES, check_mine, folder_made, json_object, write_whole
-from ...training.options import in_short
-from ..interrupts import leaving_at_once
-from ..limits import (
+from ring_dilated_attention.commands.limits import (
     MOST_HEADS,
     MOST_RANKS,
     check_at_least,
@@ -18,11 +16,16 @@ from ..limits import (
     check_memory,
     check_ranks_fit,
 )
-from ..numbers import count
-from ..output import check_writable, progress_bar, stepper
+from ring_dilated_attention.commands.numbers import count
+from ring_dilated_attention.commands.output import check_writable, progress_bar, stepper
+from ring_dilated_attention.commands.terminal import guarded
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.training.files import MOST_BYTES, check_mine, folder_made, json_object, write_whole
+from ring_dilated_attention.training.options import in_short
+from ring_dilated_attention.training.report import hardware, versions
 
-if TYPE_CHECKING:
-    from .share import SlicedJob
+from . import report
+from .share import SlicedJob, choose_rank, longnet_pattern
 
 # As strides of tensors, times heads and head dim, these fit 64 bits.
 MOST_POSITIONS, MOST_HEAD_DIM = 2**40, 2**16
@@ -30,10 +33,10 @@ MOST_SEED = 2**61 - 1  # times the number of tensors it fits 64 bits
 RECORDED = {"command", "date", "hardware", "versions", "rows"}  # by which a record is known for one
 
 EXAMPLES = """examples:
-  rda slice                    rank 64,507 of 65,536 that share 1,073,741,824 positions; minutes on two cores
-  rda slice --seq-len 1048576 --ranks 64 --heads 2
-  rda slice --plan             only the plan's figures, for the rank and for all ranks together
-  rda slice --segment-lengths 2048 1048576 --dilation-rates 1 4112 --seq-len 1048576 --ranks 64 --json
+  python -m benchmarks.slice           rank 64,507 of 65,536 that share 1,073,741,824 positions; minutes on two cores
+  python -m benchmarks.slice --plan    only the plan's figures, for the rank and for all ranks together
+  python -m benchmarks.slice --seq-len 1048576 --ranks 64 --heads 2
+  python -m benchmarks.slice --segment-lengths 2048 1048576 --dilation-rates 1 4112 --seq-len 1048576 --ranks 64 --json
 
 Keys and values of any position are made by a counter-based generator, so the chunks of the other ranks are made when
 they are met. The rank runs forward and backward; so does every rank that meets its chunks, for the gradients that come
@@ -46,8 +49,20 @@ behind it, but few. Exit codes: 0 verified, 1 not, 2 refused.
 """
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.slice",
+        description="Run and verify one rank's share of a job that no machine holds.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    arguments.argv = list(sys.argv[1:] if argv is None else argv)
+    return guarded("python -m benchmarks.slice", lambda: run(arguments), is_process=argv is None)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     parser.add_argument("--seq-len", type=count, default=2**30, metavar="N", help="positions in all (default 2^30)")
     parser.add_argument(
         "--ranks", type=count, default=2**16, metavar="P", help="ranks that share them (default 65,536)"
@@ -68,11 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with leaving_at_once("rda slice"):
-        from ...training.report import hardware, versions
-        from . import report
-        from .share import choose_rank
-
     try:
         job = job_of(arguments)
         if arguments.rank is not None and not 0 <= arguments.rank < job.num_ranks:
@@ -82,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             check_share(job, rank)
         if arguments.record is not None:
             check_writable("--record", arguments.record.parent, arguments.record.name)
-            check_mine(arguments.record, is_record, "rda slice --record")
+            check_mine(arguments.record, is_record, "python -m benchmarks.slice --record")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -93,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     with progress_bar(report.num_steps_of(job, rank), "step") as bar:
         row = report.measure(job, rank, stepper(bar))
     record = {
-        "command": " ".join(["rda slice", *arguments.argv]),
+        "command": " ".join(["python -m benchmarks.slice", *arguments.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
         "versions": versions(),
@@ -104,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.record is not None:
         try:
             with folder_made(arguments.record.parent):
-                write_whole(arguments.record, f"{text}\n".encode(), is_record, "rda slice --record")
+                write_whole(arguments.record, f"{text}\n".encode(), is_record, "python -m benchmarks.slice --record")
         except ValueError as error:  # somebody put something there meanwhile
             print(error, file=sys.stderr)
             return 2
@@ -114,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 def is_record(file: BinaryIO) -> bool:
     """Whether a file is one that this command wrote, so that it may be replaced."""
     record = json_object(file.read(MOST_BYTES))
-    return record.keys() == RECORDED and str(record["command"]).startswith("rda slice")
+    return record.keys() == RECORDED and str(record["command"]).startswith("python -m benchmarks.slice")
 
 
 def check_numbers(arguments: argparse.Namespace) -> None:
@@ -128,7 +138,7 @@ def check_numbers(arguments: argparse.Namespace) -> None:
     check_ranks_fit(arguments.ranks, arguments.seq_len)
 
 
-def check_share(job: "SlicedJob", rank: int) -> None:
+def check_share(job: SlicedJob, rank: int) -> None:
     """Raise ValueError if there is nothing to verify, or not the memory to run it."""
     from .report import describe
 
@@ -141,10 +151,8 @@ def check_share(job: "SlicedJob", rank: int) -> None:
     check_memory(f"rank {rank} holds", plan["peak_bytes"], "use more --ranks, or see the figures with --plan")
 
 
-def job_of(arguments: argparse.Namespace) -> "SlicedJob":
+def job_of(arguments: argparse.Namespace) -> SlicedJob:
     """The job that the arguments describe. ValueError if they do not fit."""
-    from ...pattern import DilatedPattern
-    from .share import SlicedJob, longnet_pattern
 
     check_numbers(arguments)
     if arguments.seq_len % arguments.ranks:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...pattern import DilatedPattern
+from ring_dilated_attention.pattern import DilatedPattern
+
 from .counter import CounterTensors
 
 # Scores held at a time.

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan.sharding import Shard, check_documents, make_shards
-from ..ranks.borders import validate_cu_seqlens
-from ..ranks.context import ContextParallel
+from ...plan.sharding import Shard, check_documents, make_shards
+from ...ranks.borders import validate_cu_seqlens
+from ...ranks.context import ContextParallel
 
 
 class Stretch(NamedTuple):
@@ -37,7 +37,7 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Documents:
     """The documents' borders, all ranks' shards, which of them is this rank's, and the stretches that it holds."""
 
     borders: tuple[int, ...]
@@ -61,7 +61,7 @@ class Layout:
         return torch.cat([torch.arange(0, device="cpu"), *parts])
 
 
-def agree_on_layout(
+def agree_on_documents(
     call: str,
     shape: tuple[int, int],
     *,
@@ -69,8 +69,8 @@ def agree_on_layout(
     cu_seqlens: Tensor | None = None,
     fields: dict[str, object] | None = None,
     failure: str | None = None,
-) -> Layout:
-    """The layout of a call that all ranks make together.
+) -> Documents:
+    """The documents of a call that all ranks make together.
 
     Args:
         call: its name, for errors.
@@ -82,6 +82,8 @@ def agree_on_layout(
     Raises:
         ValueError: on every rank, if one refuses, or if fields, borders and lengths do not fit.
     """
+    if not (parallel is None or isinstance(parallel, ContextParallel)):
+        raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}.")
     batch, num_positions = shape
     if cu_seqlens is not None and failure is None:
         try:
@@ -104,7 +106,7 @@ def agree_on_layout(
         shards, rank = make_shards("contiguous", lengths), 0
     else:
         shards, rank = parallel.ranks.shards(lengths), parallel.rank
-    return Layout(borders, shards, rank, tuple(_stretches(shards[rank], borders)))
+    return Documents(borders, shards, rank, tuple(_stretches(shards[rank], borders)))
 
 
 def _stretches(shard: Shard, borders: Sequence[int]) -> Iterator[Stretch]:

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..pattern import Branch
-from .sharding import Shard, Span, first_rows
+from ...pattern import Branch
+from ...plan.sharding import Shard, Span, first_rows
 
 
 class ZeroKeys(NamedTuple):

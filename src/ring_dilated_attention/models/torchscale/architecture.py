@@ -1,17 +1,32 @@
 """The shape of torchscale's LongNet models, by our names, and how to get it from torchscale's own. No torch."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
-from ..pattern import DilatedPattern, is_integer
+from ...pattern import DilatedPattern, is_integer
 
 ACTIVATIONS = ("gelu", "relu", "swish")
 PADDINGS = ("torchscale", "exact")
 SIDES = ("encoder", "decoder")
 # Learned positions count from here, as in fairseq, whose first two rows mean something else.
 FIRST_LEARNED_POSITION = 2
+
+
+def checked_size(name: str, number: Any) -> float:
+    """A positive, finite number as Python's, exact if it is an integer; numpy's overflow in products.
+
+    Raises:
+        ValueError: for others, and integers that are larger than floats are.
+    """
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    plain = 0.0 if not is_number else int(number) if isinstance(number, Integral) else float(number)
+    if not 0 < plain <= sys.float_info.max:
+        raise ValueError(f"{name}={number!r} must be a number, positive and finite.")
+    return plain
 
 
 @dataclass(frozen=True)
@@ -62,8 +77,9 @@ class TorchscaleConfig:
         pattern = self.pattern(is_causal=False)  # refuses bad branches
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
-        alone = () if self.num_decoder_layers is None else ("num_decoder_layers",)
-        for name in ("num_layers", "embed_dim", "num_heads", "ffn_dim", *alone):
+        optional = ("num_tokens", "num_logits", "num_learned_positions", "num_decoder_layers")
+        given = [name for name in optional if getattr(self, name) is not None]
+        for name in ("num_layers", "embed_dim", "num_heads", "ffn_dim", *given):
             if not is_integer(getattr(self, name)) or getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number, at least 1.")
         if self.embed_dim % self.num_heads:
@@ -71,8 +87,11 @@ class TorchscaleConfig:
                 f"embed_dim={self.embed_dim} is not a multiple of num_heads={self.num_heads} (remainder "
                 f"{self.embed_dim % self.num_heads}): choose a number of heads that divides it."
             )
-        if self.xpos_scale_base is not None and not 0 < self.xpos_scale_base < math.inf:
-            raise ValueError(f"xpos_scale_base={self.xpos_scale_base!r} must be a number, positive and finite.")
+        for switch in (field.name for field in fields(self) if field.type is bool):
+            if not isinstance(getattr(self, switch), bool):
+                raise ValueError(f"{switch}={getattr(self, switch)!r} must be True or False.")
+        for name in ("layernorm_eps", *(["xpos_scale_base"] if self.xpos_scale_base is not None else [])):
+            checked_size(name, getattr(self, name))
         if self.xpos_scale_base is not None and self.head_dim % 2:
             raise ValueError(f"xpos with a head dim of {self.head_dim}: it rotates pairs, the head dim must be even.")
         for name, choices in (("activation", ACTIVATIONS), ("padding", PADDINGS)):
@@ -159,9 +178,10 @@ class TorchscaleConfig:
                 given[name] = _integers(name, given[name])
             if not given.get(name):
                 raise ValueError(f"torchscale's settings have no {_NAMES[name]}: these are not those of a LongNet.")
-        has_output_layer = (
-            not is_encoder_decoder and not settings.get("no_output_layer") and settings.get("vocab_size", -1) > 0
-        )
+        num_logits = settings.get("vocab_size", -1)
+        if not is_integer(num_logits):
+            raise ValueError(f"torchscale's vocab_size={num_logits!r} must be a whole number.")
+        has_output_layer = not is_encoder_decoder and not settings.get("no_output_layer") and num_logits > 0
         if not has_output_layer:  # then torchscale shares nothing, whatever it is told
             given["shares_embedding"] = False
         if settings.get("deepnorm"):
@@ -173,7 +193,7 @@ class TorchscaleConfig:
         return cls(
             **given,
             num_tokens=num_tokens,
-            num_logits=settings["vocab_size"] if has_output_layer else None,
+            num_logits=num_logits if has_output_layer else None,
             num_learned_positions=num_learned_positions,
             num_decoder_layers=num_decoder_layers,
             scale_embedding=not settings.get("no_scale_embedding", True),

@@ -1,0 +1,264 @@
+"""`rda suggest` against counting by hand, and what `rda doctor` says of ranks of which some are not well.
+
+What must hold: every suggestion keeps the budget; its pairs, reach, unread phases and cache are those of the
+definition, counted one by one; each thing that is wrong with a rank is said, by an exit code of 1, and nothing else
+is; what is saved is what `rda plan` reads; JSON is JSON, and nothing prints nan or inf.
+"""
+
+import argparse
+import functools
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from fuzz import Output, Trial, captured, sentence_of
+from fuzz_commands import a_quick_doctor, broken, why_no_json
+
+from ring_dilated_attention.commands import cli, doctor, suggest
+from ring_dilated_attention.commands.hardware import machine_of
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.reference import multiplicity
+
+NO_NUMBER = re.compile(r"(?<![\w/.-])[+-]?(nan|inf|infinity)(?![\w.-])", re.IGNORECASE)
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+def prepare(folder: Path) -> None:
+    pass
+
+
+def try_case(rng: random.Random, folder: Path) -> Trial:
+    return rng.choices([try_suggest, try_doctor], [2, 3])[0](rng, folder)
+
+
+def why_not_text(output: Output) -> str | None:
+    """What is wrong with any answer of a command."""
+    if output.code not in (0, 1, 2) or "Traceback" in output.error:
+        return f"it ends with {output.code}: {output.error[-2000:]}"
+    found = NO_NUMBER.search(output.out + output.error)
+    return f"it prints {found[0]!r}: {output.out[-2000:]}{output.error}" if found else None
+
+
+def try_suggest(rng: random.Random, folder: Path) -> Trial:
+    seq_len = rng.choice(
+        [rng.randint(1, 80), rng.choice([64, 128, 256, 257]), *(rng.randint(130, 500) for _ in "1234")]
+    )
+    kv_heads = rng.randint(1, 3)
+    heads, head_dim, dtype = kv_heads * rng.randint(1, 3), rng.choice([1, 8, 64]), rng.choice(["float32", "bfloat16"])
+    layers, ranks, is_causal = rng.randint(1, 5), rng.choice([1, 1, 2, 3]), rng.random() < 0.7
+    words = ["suggest", "--seq-len", str(seq_len), "--heads", str(heads), "--kv-heads", str(kv_heads)]
+    words += ["--head-dim", str(head_dim), "--dtype", dtype, "--layers", str(layers), "--ranks", str(ranks)]
+    words += [] if is_causal else ["--not-causal"]
+    dense = heads * (seq_len * (seq_len + 1) // 2 if is_causal else seq_len**2)
+    if rng.random() < 0.6:
+        speedup = rng.choice([1, 1.0001, *(rng.uniform(1, 2.5) for _ in range(6)), 1e6, 1e300])
+        words += ["--speedup", repr(speedup)]
+        most = dense / speedup
+    else:
+        rates = [10.0 ** rng.choice([*(rng.uniform(8.1, 16.9) for _ in range(8)), 307, -3]) for _ in range(2)]
+        of_all = dense * (4 * head_dim / rates[0] + 10 * head_dim / rates[1]) / ranks
+        seconds = of_all * rng.choice([*(rng.uniform(0.4, 1.1) for _ in range(6)), 1e-9, 1e9])
+        (folder / "here.toml").write_text(
+            f"flops_per_second = {rates[0]!r}\nbackward_flops_per_second = {rates[1]!r}\nbytes_per_second = 1e9\n"
+            f"latency_seconds = 1e-6\n"
+        )
+        words += ["--seconds", repr(seconds), "--hardware", str(folder / "here.toml")]
+        most = seconds * ranks / (4 * head_dim / rates[0] + 10 * head_dim / rates[1])
+    with_json, without = (captured(lambda more=more: cli.main([*words, *more])) for more in (["--json"], []))
+    shown = " ".join(words)
+    complaint = why_not_text(with_json) or why_not_text(without)
+    if with_json.code != without.code:
+        complaint = complaint or f"codes {with_json.code} and {without.code}"
+    if complaint or with_json.code:
+        return Trial(f"suggest {with_json.code}", f"{shown}: {without.error}", complaint or sentence_of(without))
+    complaint = why_no_json(with_json.out)
+    for row in () if complaint else json.loads(with_json.out)["suggestions"]:
+        pattern = DilatedPattern(row["segment_lengths"], row["dilation_rates"], is_causal=is_causal)
+        complaint = complaint or why_wrong(row, pattern, seq_len, heads, layers, most, dense)
+        if is_causal:
+            bytes_of_row = 2 * head_dim * ITEMSIZE[dtype]
+            expected = bytes_of_row * cached_rows(pattern, seq_len, heads, kv_heads)
+            complaint = complaint or unequal("cache_bytes", row["cache_bytes"], expected)
+        if ranks == 1:
+            complaint = complaint or unequal("largest_sent_bytes", row["largest_sent_bytes"], 0)
+    return Trial("suggest 0", shown, complaint)
+
+
+def unequal(name: str, found: object, expected: object) -> str | None:
+    return None if found == expected else f"{name} is {found}, and should be {expected}"
+
+
+def why_wrong(
+    row: dict[str, Any], pattern: DilatedPattern, seq_len: int, heads: int, layers: int, most: float, dense: int
+) -> str | None:
+    """By the definition's own count of who sees whom."""
+    count = multiplicity(pattern, seq_len, heads)
+    pairs = int(count.sum())
+    if pairs > most * (1 + 1e-9):
+        return f"{pairs} pairs are more than {most:g}: {row['rule']}"
+    sees = ((count > 0).any(0) | torch.eye(seq_len, dtype=torch.bool)).float()
+    heard, shares = torch.eye(seq_len), []
+    may = torch.arange(1, seq_len + 1) if pattern.is_causal else torch.full((seq_len,), seq_len)
+    for _ in range(layers):
+        heard = ((sees @ heard) > 0).float()
+        shares.append(float((heard.sum(1).double() / may).min()))
+    unread = []
+    for branch, (w, r) in enumerate(pattern.branches):
+        read = {pattern.phase_of(branch, head, heads) for head in range(heads)}
+        unread.append([sum(phase not in read for phase in range(min(w, r))), min(w, r)])
+    first = {share: next((i + 1 for i, x in enumerate(shares) if x >= share), None) for share in (1.0, 0.99)}
+    return (
+        unequal("pairs", row["pairs"], pairs)
+        or unequal("of_dense", row["of_dense"], pairs / dense)
+        or unequal("reach_by_layer", row["reach_by_layer"], shares)
+        or unequal("layers_for_all", row["layers_for_all"], first[1.0])
+        or unequal("layers_for_most", row["layers_for_most"], first[0.99])
+        or unequal("unread_phases", row["unread_phases"], unread)
+    )
+
+
+def cached_rows(pattern: DilatedPattern, seq_len: int, heads: int, kv_heads: int) -> int:
+    """Rows of rings, one by one."""
+    rows = 0
+    for branch, (w, r) in enumerate(pattern.branches):
+        for kv_head in range(kv_heads):
+            ratio = heads // kv_heads
+            phases = {pattern.phase_of(branch, h, heads) for h in range(kv_head * ratio, (kv_head + 1) * ratio)}
+            rows += sum(len(range(phase, min(w, seq_len), r)) for phase in phases if phase is not None)
+    return rows
+
+
+@functools.cache
+def well() -> str:
+    """What one rank of this machine says of itself, as JSON."""
+    with a_quick_doctor():
+        output = captured(lambda: cli.main(["doctor", "--json", "--run-folder", "."]))
+    return json.dumps(json.loads(output.out)["ranks"][0])
+
+
+def _folder_fails(rank: dict[str, Any]) -> str:
+    rank["folder"] = {"path": "/runs", "failure": "Read-only file system"}
+    return "nothing can be written to /runs"
+
+
+def _folder_is_full(rank: dict[str, Any]) -> str:
+    rank["folder"] = {"path": "/runs", "free_bytes": 10**6, "bytes_per_second": 1e8}
+    return "make room"
+
+
+def _no_backend(rank: dict[str, Any]) -> str:
+    rank["backends"] = dict.fromkeys(rank["backends"], "is broken")
+    return "no backend can serve"
+
+
+def _harmful(rank: dict[str, Any]) -> str:
+    rank["harmful"] = {"CUDA_LAUNCH_BLOCKING": "every kernel is waited for; unset it"}
+    return "CUDA_LAUNCH_BLOCKING is set"
+
+
+def _no_interface(rank: dict[str, Any]) -> str:
+    rank["matter"] = {**rank["matter"], "GLOO_SOCKET_IFNAME": "eth77"}
+    return "eth77 is no interface"
+
+
+def _other_torch(rank: dict[str, Any]) -> str:
+    rank["versions"] = {**rank["versions"], "torch": "1.0"}
+    return "torch differs"
+
+
+def _late_clock(rank: dict[str, Any]) -> str:
+    rank["clock"] += 7.5
+    return "clocks are 7.5 s apart"
+
+
+def _other_algorithm(rank: dict[str, Any]) -> str:
+    rank["matter"] = {**rank["matter"], "NCCL_ALGO": "Tree"}
+    return "NCCL_ALGO differs"
+
+
+# What is wrong with a rank alone, and what only beside others that have it not.
+WRONG_ALONE = [_folder_is_full, _folder_fails, _no_backend, _harmful, _no_interface]
+WRONG_BESIDE = [_other_torch, _late_clock, _other_algorithm]
+
+
+def draw_ranks(rng: random.Random) -> tuple[list[dict[str, Any]], list[str]]:
+    """What all ranks say, and what the doctor must say of it."""
+    everyone = [json.loads(well()) for _ in range(rng.choice([1, 1, 2, 3, 5]))]
+    size, expected = len(everyone), []
+    spread = rng.choice([1.0, 1e3])
+    for rank, one in enumerate(everyone):
+        fine = {"path": "runs", "free_bytes": rng.choice([10**9, 10**13]), "bytes_per_second": 1e8}
+        one |= {"rank": rank, "host": f"host{rank // 2}", "harmful": {}, "matter": {}, "clock": 1e9, "folder": fine}
+        one["agreement"] = {**one["agreement"], "passed": True}
+        rates = {name: rng.uniform(1, spread) * 1e9 if "flops" in name else 1e-5 for name in one["rates"]}
+        one["rates"] = rates
+        if size > 1:
+            times = {
+                name: {str(d): rng.uniform(1, 1.5) * t for d in range(1, size)}
+                for name, t in (("small", 1e-5), ("large", 1e-2))
+            }
+            one["links"] = {"handshake_seconds": rng.choice([0.0, 1e-4]), **times}
+    drawn = rng.sample(WRONG_ALONE, rng.choice([0, 0, 1, 2]))
+    for wrong in drawn:
+        if wrong is _folder_is_full and _folder_fails in drawn:
+            continue  # one would take the other's place
+        expected.append(wrong(everyone[rng.randrange(size)]))
+    if size > 1:
+        expected += [
+            wrong(everyone[rng.randrange(size)]) for wrong in rng.sample(WRONG_BESIDE, rng.choice([0, 0, 1, 2]))
+        ]
+        if size > 2 and rng.random() < 0.2:
+            everyone[1]["links"]["large"]["1"] *= 10
+            expected.append("less than half of the median pair's")
+    if rng.random() < 0.1:
+        everyone[0]["agreement"] |= {"passed": False, "error": 0.5}
+        expected.append("results are wrong here")
+    return everyone, expected
+
+
+def try_doctor(rng: random.Random, folder: Path) -> Trial:
+    everyone, expected = draw_ranks(rng)
+    file = folder / "here.toml" if rng.random() < 0.5 else None
+    is_json = rng.random() < 0.4
+    arguments = argparse.Namespace(json=is_json, save=file)
+    output = captured(lambda: doctor.report(arguments, json.loads(json.dumps(everyone))))
+    complaint = why_not_text(output) or unequal("code", output.code, int(bool(expected)))
+    complaint = complaint or (why_no_json(output.out) if is_json else None)
+    if complaint is None:
+        said = json.loads(output.out)["to_mend"] if is_json else re.findall(r"^  \d+\. (.*)$", output.out, re.M)
+        missing = [text for text in expected if not any(text in line for line in said)]
+        complaint = (
+            f"{missing} is not said: {said}" if missing else unequal("how much is said", len(said), len(expected))
+        )
+    if complaint is None and file is not None:
+        saved, slowest = machine_of(str(file)).hardware, min(x["rates"]["flops_per_second"] for x in everyone)
+        if abs(saved.flops_per_second / slowest - 1) > 1e-2:
+            complaint = f"{saved.flops_per_second} is saved, and the slowest rank's rate is {slowest}"
+    how = "ready" if not expected else f"{len(expected)} to mend"
+    return Trial(f"doctor, {len(everyone)} ranks, {how}", f"{expected}, saved: {file is not None}", complaint)
+
+
+_describe, _told_by_all = suggest.describe, doctor._told_by_all
+
+
+def _describe_one_layer_less(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str, Any]]:
+    found = _describe(arguments, most_pairs)
+    return [{**row, "reach_by_layer": [row["reach_by_layer"][0], *row["reach_by_layer"][:-1]]} for row in found]
+
+
+def _of_the_first(everyone: list[dict[str, Any]]) -> list[str]:
+    return _told_by_all(everyone[:1])
+
+
+BREAKAGES: dict[str, Callable[[], Any]] = {
+    "a budget is passed by": broken(
+        "budget_of", lambda arguments: (float(arguments.seq_len**2 * arguments.heads), None), suggest
+    ),
+    "one layer less is followed": broken("describe", _describe_one_layer_less, suggest),
+    "only the first rank is listened to": broken("_told_by_all", _of_the_first, doctor),
+    "nothing is to mend": broken("to_mend", lambda everyone: [], doctor),
+}

@@ -1,0 +1,374 @@
+"""Calls, modules, caches and models under `torch.autocast` on one CPU: the same function, in the promised dtype.
+
+As torch's own attention: floating types but float64 take autocast's, lse stays float32, gradients have the types of
+the inputs.
+
+What must hold: a call is that of inputs which were cast by hand, to the bit, and within the bound of the definition; a
+module is that of casts by hand; float64 is as if there were no autocast, to the bit; recomputing changes nothing; a
+cache made under autocast takes what calls there are given; compiled code notices where autocast begins and ends.
+"""
+
+import contextlib
+import copy
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fuzz import Trial
+from fuzz_calls import arranged, poisoned, results, why_not_refused
+from fuzz_commands import broken
+from fuzz_modules import draw_module, turned
+from fuzz_oracle import NAMES, answer_to, difference, draw_call, tensors_of
+from torch import Tensor, nn
+
+from benchmarks.padded import padded_reference
+from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention, attention, dilated_attention
+from ring_dilated_attention.layers import multihead
+from ring_dilated_attention.models import (
+    LongNetConfig,
+    LongNetDecoder,
+    LongNetEncoder,
+    LongNetLM,
+    LongNetViT,
+    TorchscaleConfig,
+    torchscale_attention,
+)
+from ring_dilated_attention.models.torchscale import gate as gates
+
+WIDE = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SHORT = [torch.bfloat16, torch.bfloat16, torch.float16]
+
+
+def prepare(folder: Path) -> None:
+    pass
+
+
+def try_case(rng: random.Random, folder: Path) -> Trial:
+    kinds = [try_call, try_mixed, try_module, try_cache, try_model, try_gated, try_compiled]
+    torch.manual_seed(rng.randrange(2**31))
+    with poisoned():
+        return rng.choices(kinds, [10, 3, 5, 3, 4, 3, 0.3])[0](rng)
+
+
+def under(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype)
+
+
+@contextlib.contextmanager
+def not_under(dtype: torch.dtype) -> Iterator[None]:
+    with under(dtype), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def taken(given: torch.dtype, short: torch.dtype) -> torch.dtype:
+    """The type that autocast makes of a type."""
+    return given if given == torch.float64 else short
+
+
+def names(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def try_call(rng: random.Random) -> Trial:
+    """One type of inputs, or several that autocast makes one; backward inside or outside."""
+    given, short = rng.choice(WIDE), rng.choice(SHORT)
+    how = rng.choice(["plain", "plain", "checkpointed", "twice"])
+    is_off, is_inside = rng.random() < 0.1, rng.random() < 0.5
+    dtype = given if is_off else taken(given, short)
+    call = draw_call(rng, dtypes=[dtype])
+    inputs, dout, dlse = tensors_of(call)
+    leaves = arranged(rng, call, [x.to(given) for x in inputs])
+    attend = functools.partial(dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale)
+
+    def cast_here(*given: Tensor, **more: Any) -> Any:
+        with not_under(short) if is_off else under(short):
+            return attend(*given, **more)
+
+    if is_inside:
+        with not_under(short) if is_off else under(short):
+            found = results(call, leaves, attend, dout, dlse, how)
+    else:
+        found = results(call, leaves, cast_here, dout, dlse, how)
+    by_hand = [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in leaves]
+    right = results(call, by_hand, attend, dout, dlse)
+    complaint = None
+    for name, x in found.items():
+        wanted = given if name.startswith("d") else right[name].dtype
+        if x.dtype != wanted:
+            complaint = complaint or f"{name} is {x.dtype}, not {wanted}"
+        elif not torch.equal(x, right[name].to(wanted)):
+            complaint = complaint or f"{name} is not that of a call with inputs that were cast"
+    complaint = complaint or difference(call, right, answer_to(call, inputs, dout, dlse))
+    where = "off" if is_off else f"{names(given)} to {names(dtype)}"
+    return Trial(f"call, {where}", f"{call} from {given} under {short}, {how}, inside: {is_inside}", complaint)
+
+
+def try_mixed(rng: random.Random) -> Trial:
+    """Inputs of several types: one that all can be, or refused, as without autocast."""
+    short = rng.choice(SHORT)
+    dtypes = [rng.choice(WIDE) for _ in range(3)]
+    call = draw_call(rng, dtypes=[torch.float32])._replace(needs_grad="")
+    inputs = [x.to(dtype) for x, dtype in zip(tensors_of(call)[0], dtypes, strict=True)]
+    attend = functools.partial(dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale)
+    kinds = {taken(dtype, short) for dtype in dtypes}
+    description = f"{call} of {dtypes} under {short}"
+
+    def attempt() -> Any:
+        with under(short):
+            return attend(*inputs)
+
+    if len(kinds) > 1:
+        return Trial("mixed, refused", description, why_not_refused(attempt))
+    out, right = attempt(), attend(*(x.to(next(iter(kinds))) for x in inputs))
+    complaint = None if out.dtype == right.dtype and torch.equal(out, right) else "out is not that of one type"
+    return Trial("mixed, computed", description, complaint)
+
+
+def why_far(name: str, found: Tensor, expected: Tensor, dtype: torch.dtype, tolerance: float) -> str | None:
+    """In the L2 norm, relative to the whole."""
+    if found.dtype != dtype or found.shape != expected.shape:
+        return f"{name} is {found.dtype} {tuple(found.shape)}, not {dtype} {tuple(expected.shape)}"
+    found, expected = found.detach().double(), expected.detach().double()
+    if found.isnan().any():
+        return f"{name} has NaN"
+    error, size = float((found - expected).norm()), float(expected.norm())
+    return None if error <= tolerance * size + 1e-6 else f"{name} is off by {error / max(size, 1e-30):.1e} of itself"
+
+
+def cast_by_hand(module: MultiheadDilatedAttention, x: Tensor, dtype: torch.dtype, documents: Tensor | None) -> Tensor:
+    """The module with all casts that autocast makes, written out."""
+    dim = module.head_dim
+    sizes = (module.num_heads * dim, module.num_kv_heads * dim, module.num_kv_heads * dim)
+    bias = module.in_proj_bias
+    joined = F.linear(x.to(dtype), module.in_proj_weight.to(dtype), None if bias is None else bias.to(dtype))
+    q, k, v = (part.unflatten(-1, (-1, dim)) for part in joined.split(sizes, dim=-1))
+    if module.rotary_base is not None:
+        positions = torch.arange(x.shape[1])
+        if documents is not None:
+            positions = positions - documents[torch.searchsorted(documents, positions, right=True) - 1]
+        angles = positions.double()[:, None] * module.rotary_base ** (-torch.arange(0, dim, 2).double() / dim)
+        q, k = (turned(part.double(), angles).to(dtype) for part in (q, k))
+    out = dilated_attention(q, k, v, module.pattern, cu_seqlens=documents)
+    assert isinstance(out, Tensor)
+    out = out.flatten(2)
+    if module.sub_layernorm is not None:
+        norm = module.sub_layernorm
+        out = F.layer_norm(out.to(norm.weight.dtype), out.shape[-1:], norm.weight, norm.bias, norm.eps).to(dtype)
+    last = module.out_proj
+    return F.linear(out, last.weight.to(dtype), None if last.bias is None else last.bias.to(dtype))
+
+
+def try_module(rng: random.Random) -> Trial:
+    module = draw_module(rng).to(rng.choice([torch.float32, torch.float32, torch.float64]))
+    given, short = module.in_proj_weight.dtype, rng.choice(SHORT)
+    dtype = taken(given, short)
+    batch, num_positions = rng.randint(1, 3), rng.randint(1, 40)
+    x = torch.randn(batch, num_positions, module.embed_dim, dtype=given)
+    documents, more = None, {}
+    how = rng.choice(["plain", "packed", "padded"])
+    if how == "packed":
+        x, documents = x[:1], torch.tensor([0, num_positions], dtype=torch.int32)
+        if num_positions > 1:
+            documents = torch.tensor([0, rng.randint(1, num_positions - 1), num_positions], dtype=torch.int32)
+        more["cu_seqlens"] = documents
+    elif how == "padded":  # by nothing, which takes the same way
+        more["key_padding_mask"] = torch.zeros(batch, num_positions, dtype=torch.bool)
+    with under(short):
+        found = module(x, x, x, **more)[0]
+    expected = cast_by_hand(module, x, dtype, documents)
+    eps = torch.finfo(dtype).eps
+    # The last rounding may fall otherwise, where rotations were rounded once more, and a norm passes it on.
+    complaint = why_far("out", found, expected, dtype, 8 * eps)
+    parameters = dict(module.named_parameters())
+    dout = torch.randn_like(found)
+    grads = [torch.autograd.grad(y, parameters.values(), dout) for y in (found, expected)]
+    largest = max(float(g.norm()) for g in grads[1])
+    for name, actual, right in zip(parameters, *grads, strict=True):
+        share = float(right.norm()) / largest  # a bias of keys has no gradient but for rounding
+        complaint = complaint or why_far(f"gradient of {name}", actual, right, given, 32 * eps / max(share, 1e-9))
+    return Trial(f"module, {how}, {names(given)}", f"{module}, {tuple(x.shape)} under {short}", complaint)
+
+
+def try_cache(rng: random.Random) -> Trial:
+    """A cache of a module that was made under autocast, and one that was not."""
+    module = draw_module(rng).float()
+    rules = {"phase": module.pattern.phase, "heads": module.pattern.heads}
+    lengths = [min(w, 1000) for w in module.pattern.segment_lengths]
+    module.pattern = DilatedPattern(lengths, module.pattern.dilation_rates, is_causal=True, **rules)
+    short, batch, num_positions = rng.choice(SHORT), rng.randint(1, 3), rng.randint(1, 30)
+    x = torch.randn(batch, num_positions, module.embed_dim)
+    is_refused = rng.random() < 0.2
+    with torch.no_grad():
+        other = module.make_cache(batch)
+        with under(short):
+            cache = module.make_cache(batch)
+            expected = module(x, x, x)[0]
+            if is_refused:
+                complaint = why_not_refused(lambda: module(x, x, x, cache=other))
+                return Trial("cache, refused", f"{module} under {short}", complaint)
+            parts, start = [], 0
+            while start < num_positions:
+                rows = x[:, start : start + rng.choice([1, 1, 4, 11])]
+                parts.append(module(rows, rows, rows, cache=cache)[0])
+                start += rows.shape[1]
+    complaint = None if cache.dtype == short else f"the cache is {cache.dtype}"
+    complaint = complaint or why_far("out", torch.cat(parts, 1), expected, short, 16 * torch.finfo(short).eps)
+    return Trial("cache, computed", f"{module}, {tuple(x.shape)} under {short}", complaint)
+
+
+def draw_model(rng: random.Random, **more: Any) -> tuple[nn.Module, tuple[Any, ...]]:
+    """A model wide enough that its norms do not blow rounding up, and inputs for it."""
+    branches: Any = ([rng.choice([4, 7, 16, 64]) for _ in range(2)], [rng.choice([1, 2, 3]) for _ in range(2)])
+    num_positions, batch = rng.randint(2, 40), rng.randint(1, 2)
+    sizes: dict[str, Any] = {"num_layers": rng.randint(1, 2), "embed_dim": 32, "num_heads": 4}
+    tokens = torch.randint(13, (batch, num_positions))
+    kind = rng.choice(["language model", "encoder", "decoder", "slides"])
+    if kind == "language model":
+        return LongNetLM(LongNetConfig(*branches, vocab_size=13, **sizes), **more), (tokens,)
+    if kind == "slides":
+        rules = {"segment_lengths": branches[0], "dilation_rates": branches[1], "slide_ngrids": 20}
+        model = LongNetViT(5, 32, sizes["num_layers"], 4, **rules, global_pool=rng.random() < 0.5, **more)
+        return model, (torch.randn(batch, num_positions, 5), torch.randint(19 * 256, (batch, num_positions, 2)))
+    config = TorchscaleConfig(
+        *branches,
+        **sizes,
+        ffn_dim=48,
+        num_tokens=13,
+        num_logits=13,
+        activation=rng.choice(["gelu", "relu", "swish"]),
+        sub_layernorm=rng.random() < 0.5,
+        normalize_before=rng.random() < 0.5,
+        padding=rng.choice(["torchscale", "torchscale", "exact"]),
+        xpos_scale_base=rng.choice([None, 512]),
+    )
+    return (LongNetEncoder if kind == "encoder" else LongNetDecoder)(config, **more), (tokens,)
+
+
+def outcome(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+    out = model(*inputs)
+    return out[0] if isinstance(out, list) else out
+
+
+def try_model(rng: random.Random) -> Trial:
+    """Near the float64 model; a float64 model as it is; recomputed the same to the bit."""
+    short = rng.choice([torch.bfloat16, torch.float16])
+    how = rng.choice(["near", "near", "float64", "recomputed", "loss"])
+    model, inputs = draw_model(rng, activation_checkpointing=how == "recomputed")
+    exact = copy.deepcopy(model).double()
+    description = (
+        f"{type(model).__name__} {getattr(model, 'config', '')}, {[tuple(x.shape) for x in inputs]} under {short}"
+    )
+    kind = f"{type(model).__name__}, {how}"
+    wide = [x.double() if x.is_floating_point() else x for x in inputs]
+    tolerance = 12 * torch.finfo(short).eps
+    if how == "float64":
+        with under(short):
+            found = outcome(exact, wide)
+        same = torch.equal(found, outcome(exact, wide))
+        return Trial(kind, description, None if same else "a float64 model is another under autocast")
+    if how == "loss" and isinstance(model, LongNetLM):
+        with under(short):
+            loss = model.loss(*inputs)
+        loss.backward()
+        expected = exact.loss(*inputs)
+        expected.backward()
+        complaint = why_far("loss", loss, expected, torch.float32, tolerance)
+        for (name, x), y in zip(model.named_parameters(), exact.parameters(), strict=True):
+            complaint = complaint or (None if x.grad.dtype == x.dtype else f"gradient of {name} is {x.grad.dtype}")
+            complaint = complaint or ("a gradient has NaN" if x.grad.isnan().any() else None)
+            if y.grad.norm() > 1e-2:
+                complaint = complaint or why_far(f"gradient of {name}", x.grad, y.grad, x.dtype, 4 * tolerance)
+        return Trial(kind, description, complaint)
+    with under(short):
+        found = outcome(model, inputs)
+    if how == "recomputed":
+        plain = copy.deepcopy(model)
+        for part in plain.modules():
+            if hasattr(part, "activation_checkpointing"):
+                part.activation_checkpointing = False
+        with under(short):
+            right = outcome(plain, inputs)
+        dout = torch.randn_like(right)
+        grads = [torch.autograd.grad(y, list(m.parameters()), dout) for y, m in ((found, model), (right, plain))]
+        same = torch.equal(found, right) and all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+        return Trial(kind, description, None if same else "recomputing changes numbers")
+    return Trial(kind, description, why_far("out", found, outcome(exact, wide), found.dtype, tolerance))
+
+
+def try_gated(rng: random.Random) -> Trial:
+    """torchscale's attention, zero rows and misplaced ones included, against the definition over padded rows."""
+    num_heads, seq_len, short = rng.randint(1, 5), rng.randint(1, 40), rng.choice(SHORT)
+    branches = [(rng.randint(1, 30), rng.randint(1, 7)) for _ in range(rng.randint(1, 3))]
+    is_causal = rng.random() < 0.3
+    pattern = DilatedPattern(*zip(*branches, strict=True), is_causal=is_causal, phase="blocked")
+    inputs = [torch.randn(2, seq_len, num_heads, 8) for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    with under(short):
+        out, lse = torchscale_attention(*leaves, pattern, return_lse=True)
+    exact = [x.to(short).double().requires_grad_() for x in inputs]
+    expected, right_lse = padded_reference(*exact, pattern)
+    dout, eps = torch.randn_like(out), torch.finfo(short).eps
+    covered = right_lse > -torch.inf
+    complaint = why_far("out", out, expected, short, 4 * eps)
+    complaint = complaint or why_far("lse", lse[covered], right_lse[covered], torch.float32, eps)
+    grads = [torch.autograd.grad((y * dout).sum(), x) for y, x in ((out, leaves), (expected, exact))]
+    for name, actual, of in zip(NAMES[2:], *grads, strict=True):
+        complaint = complaint or (f"{name} has NaN" if actual.isnan().any() else None)
+        complaint = complaint or why_far(name, actual, of, torch.float32, 16 * eps)
+    return Trial(
+        f"gated, {'causal' if is_causal else 'not causal'}", f"{pattern}, {out.shape} under {short}", complaint
+    )
+
+
+def try_compiled(rng: random.Random) -> Trial:
+    """A compiled call that is made under autocast and without, by turns; a module's too."""
+    call = draw_call(rng, dtypes=[torch.float32])._replace(needs_grad="qkv", outputs="both")
+    inputs, dout, dlse = tensors_of(call)
+    short = rng.choice(SHORT)
+    attend = functools.partial(dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale)
+    complaint = None
+    try:
+        compiled = torch.compile(attend, fullgraph=True, backend=rng.choice(["eager", "aot_eager"]))
+        for is_on in rng.choice([(True, False), (False, True)]):
+            leaves = [[x.clone().requires_grad_() for x in inputs] for _ in range(2)]
+            with under(short) if is_on else contextlib.nullcontext():
+                found = results(call, leaves[0], compiled, dout, dlse)
+                right = results(call, leaves[1], attend, dout, dlse)
+            for name in NAMES:
+                if found[name].dtype != right[name].dtype or not torch.equal(found[name], right[name]):
+                    complaint = complaint or f"{name}, autocast {is_on}: another than without compilation"
+    finally:
+        torch._dynamo.reset()
+    return Trial("compiled call", f"{call} under {short}", complaint)
+
+
+def _cast_float64_too(x: Any) -> Any:
+    is_wide = isinstance(x, Tensor) and x.dtype == torch.float64 and torch.is_autocast_enabled("cpu")
+    return x.to(torch.get_autocast_dtype("cpu")) if is_wide else _autocast(x)
+
+
+_autocast, _rotary_table = attention.autocast, multihead.rotary_table
+
+
+def _short_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> multihead.RotaryTable:
+    is_on = torch.is_autocast_enabled("cpu")
+    table = _rotary_table(positions, head_dim, base, torch.bfloat16 if is_on else dtype)
+    return multihead.RotaryTable(table.cos_ND.to(dtype), table.sin_ND.to(dtype), base)
+
+
+def _ungated(out: Tensor, lse: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    return out, lse
+
+
+BREAKAGES: dict[str, Callable[[], Any]] = {
+    "float32 stays": broken("autocast", lambda x: x, attention),
+    "float64 is cast": broken("autocast", _cast_float64_too, attention),
+    "a cache has the parameters' type": broken("autocast", lambda x: x, multihead),
+    "rotary angles are cast": broken("rotary_table", _short_table, multihead),
+    "zero rows are not counted": broken("gate", _ungated, gates),
+}

@@ -1,0 +1,398 @@
+"""Caches against the definition in float64: however a sequence is appended, its rows are those of one call.
+
+Tokens, chunks and ragged batches; positions that are taken back, entries that begin anew, forks, states that are saved
+and loaded; all heads of a layer or a part of them in each of two caches; plain calls and compiled ones.
+
+What must hold: every row of out and lse within a bound of the definition; padding comes out as nothing and is not read;
+what may be taken back is taken back; what cannot be is a ValueError, after which the cache is as it was.
+Uninitialised memory, the cache's own above all, is NaN.
+
+B batch, N positions of a whole sequence, M rows of one call, H query heads, G key/value heads, D head dim.
+"""
+
+import contextlib
+import functools
+import io
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from fuzz import Trial
+from fuzz_cache_misuse import try_hostile, why_changed
+from fuzz_calls import poisoned
+from fuzz_commands import broken, nothing
+from fuzz_modules import by_hand, draw_language_model, draw_module, why_unequal
+from fuzz_oracle import DTYPES, LAYOUTS, Answer, Call, answer_to, difference, draw_call, tensors_of
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
+from ring_dilated_attention.run import append, cache
+
+Attend = Callable[..., tuple[Tensor, Tensor]]
+COMPILERS = ["eager", "eager", "aot_eager"]  # inductor takes seconds for a graph
+NUM_ACTIONS = 12
+MOST_FRAMES = 6  # graphs of one compiled function, each a fraction of a second
+
+
+def prepare(folder: Path) -> None:
+    pass
+
+
+def try_case(rng: random.Random, folder: Path) -> Trial:
+    kinds = [try_sequence, try_module, try_language_model, try_hostile]
+    compiler = rng.choice(COMPILERS) if rng.random() < 0.06 else None
+    mode = rng.choice([torch.no_grad, torch.no_grad, torch.inference_mode])
+    with poisoned(), mode():
+        try:
+            return rng.choices(kinds, [8, 2, 1, 3])[0](rng, compiler)
+        finally:
+            if compiler is not None:
+                torch._dynamo.reset()
+
+
+def causal(call: Call) -> Call:
+    """As a call with a cache can be: causal, of whole sequences, without a gradient."""
+    pattern = call.pattern
+    rules = {"phase": pattern.phase, "heads": pattern.heads}
+    pattern = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, is_causal=True, **rules)
+    return call._replace(pattern=pattern, documents=None, needs_grad="", outputs="both")
+
+
+def draw_limits(rng: random.Random, call: Call) -> dict[str, Any]:
+    """max_len and keep; segments that never end need the first."""
+    is_endless = any(w > 1000 for w in call.pattern.segment_lengths)
+    lengths = [call.seq_len, call.seq_len + rng.randint(1, 9)]
+    return {"max_len": rng.choice(lengths if is_endless else [None, *lengths]), "keep": rng.choice([0, 0, 1, 3, 20])}
+
+
+@dataclass
+class Part:
+    """Some heads of a layer, with their cache."""
+
+    heads: slice
+    kv_heads: slice
+    held: dict[str, Any]  # what calls say of them
+    cache: DilatedCache
+
+    def of_layer(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [inputs[0][:, :, self.heads], *(x[:, :, self.kv_heads] for x in inputs[1:])]
+
+
+def draw_parts(rng: random.Random, call: Call, limits: dict[str, Any]) -> list[Part]:
+    """One cache of all heads, or two of some."""
+    ratio, num_kv_heads = call.num_heads // call.num_kv_heads, call.num_kv_heads
+    border = rng.randint(1, num_kv_heads - 1) if num_kv_heads > 1 and rng.random() < 0.5 else num_kv_heads
+    parts = []
+    for start, stop in ((0, border), (border, num_kv_heads)):
+        if start == stop:
+            continue
+        heads, held = range(start * ratio, stop * ratio), {}
+        if len(heads) < call.num_heads or rng.random() < 0.2:
+            held = {"heads_held": heads}
+        sizes = (call.pattern, call.batch, call.num_heads, num_kv_heads, call.head_dim)
+        made = DilatedCache(*sizes, dtype=call.dtype, **held, **limits)
+        more = held and {**held, "num_heads": call.num_heads}
+        parts.append(Part(slice(heads.start, heads.stop), slice(start, stop), more, made))
+    return parts
+
+
+class Conversation:
+    """What every entry of the batch has been told so far, beside caches that should know it."""
+
+    def __init__(self, rng: random.Random, compiler: str | None) -> None:
+        self.rng, self.compiler = rng, compiler
+        self.call = causal(draw_call(rng, dtypes=DTYPES))
+        self.limits = draw_limits(rng, self.call)
+        self.parts = draw_parts(rng, self.call, self.limits)
+        self.inputs, dout, dlse = tensors_of(self.call)
+        with torch.inference_mode(False), torch.enable_grad():
+            self.answer = answer_to(self.call, [x.clone() for x in self.inputs], dout.clone(), dlse.clone())
+        self.sources = list(range(self.call.batch))  # the sequence that each entry goes on with
+        self.positions, self.highest = [0] * self.call.batch, [0] * self.call.batch
+        self.counter = CompileCounterWithBackend(compiler) if compiler else None
+        self.only_tokens = compiler is not None and rng.random() < 0.5
+        self.dynamic = rng.choice([None, None, True])
+        self.attends = [self._attend(part) for part in self.parts]
+        self.said: list[str] = []
+
+    def _attend(self, part: Part) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor, cache: DilatedCache, lengths: Tensor | None) -> Any:
+            rules = {"scale": self.call.scale, "return_lse": True, **part.held}
+            return dilated_attention(q, k, v, self.call.pattern, cache=cache, lengths=lengths, **rules)
+
+        if self.counter is None:
+            return attend
+        return torch.compile(attend, backend=self.counter, fullgraph=True, dynamic=self.dynamic)
+
+    @property
+    def batch(self) -> int:
+        return len(self.sources)
+
+    def actions(self) -> list[Callable[[], str | None]]:
+        if self.only_tokens:
+            return [self.append]
+        return [self.append] * 7 + [self.crop, self.crop, self.fork, self.load, self.reset, self.refuse]
+
+    def append(self) -> str | None:
+        """Rows for every entry; of its own number each, if it is ragged. What follows them is NaN."""
+        left = [self.call.seq_len - position for position in self.positions]
+        most = 1 if self.only_tokens else self.rng.choice([1, 1, 1, 2, 5, 17, 40])
+        is_ragged = not self.only_tokens and self.rng.random() < 0.4
+        num_new = min(most, max(left) if is_ragged else min(left))
+        if num_new == 0:
+            return None
+        counts = [self.rng.randint(0, min(num_new, n)) if is_ragged else num_new for n in left]
+        self.said.append(f"append {counts} of {num_new}")
+        given = [torch.full((self.batch, num_new, *x.shape[2:]), math.nan, dtype=x.dtype) for x in self.inputs]
+        spans = list(zip(self.sources, self.positions, counts, strict=True))
+        for b, (source, start, count) in enumerate(spans):
+            for x, whole in zip(given, self.inputs, strict=True):
+                x[b, :count] = whole[source, start : start + count]
+        lengths = torch.tensor(counts, dtype=self.rng.choice([torch.int64, torch.int32])) if is_ragged else None
+        outs, lses = [], []
+        for part, attend in zip(self.parts, self.attends, strict=True):
+            rows = [self.rng.choice(LAYOUTS)(x) if self.compiler is None else x for x in part.of_layer(given)]
+            out, lse = attend(*rows, part.cache, lengths)
+            outs.append(out)
+            lses.append(lse)
+        self.positions = [start + count for _, start, count in spans]
+        self.highest = list(map(max, self.highest, self.positions))
+        return self._why_wrong(torch.cat(outs, 2), torch.cat(lses, 2), spans)
+
+    def _why_wrong(self, out: Tensor, lse: Tensor, spans: Sequence[tuple[int, int, int]]) -> str | None:
+        def rows_of(x: Tensor) -> Tensor:
+            return torch.cat([x[source, start : start + count] for source, start, count in spans])
+
+        alone = [(b, 0, count) for b, (_, _, count) in enumerate(spans)]
+        found = {"out": out, "lse": lse}
+        picked = {name: torch.cat([x[b, :count] for b, _, count in alone]) for name, x in found.items()}
+        values = {name: rows_of(self.answer.values[name]) for name in found}
+        complaint = difference(self.call, picked, Answer(values, {n: rows_of(self.answer.sizes[n]) for n in found}))
+        for b, _, count in alone:
+            if not complaint and (out[b, count:].any() or (lse[b, count:] != -torch.inf).any()):
+                complaint = f"padding of entry {b} is not nothing"
+        for part in self.parts:
+            if not complaint and part.cache.position.tolist() != self.positions:
+                complaint = f"positions are {part.cache.position.tolist()}, and should be {self.positions}"
+        return complaint
+
+    def crop(self) -> str | None:
+        """What the contract allows must be taken back; more may be refused, and then nothing has changed."""
+        lengths, keep = self.call.pattern.segment_lengths, self.limits["keep"]
+        floors = [max(0, min(high - keep, max(high // w * w for w in lengths))) for high in self.highest]
+        if self.rng.random() < 0.3:
+            counts = [self.rng.randint(0, position) for position in self.positions]
+        else:
+            most = [max(0, position - floor) for position, floor in zip(self.positions, floors, strict=True)]
+            counts = [self.rng.randint(0, n) for n in most]
+        self.said.append(f"crop {counts}")
+        targets = [position - count for position, count in zip(self.positions, counts, strict=True)]
+        must = all(target >= floor for target, floor in zip(targets, floors, strict=True))
+        given = self.rng.choice([counts, torch.tensor(counts)])
+        answers = set()
+        for part in self.parts:
+            try:
+                part.cache.crop(given)
+                answers.add("taken")
+            except ValueError as error:
+                answers.add("refused")
+                if must:
+                    return f"crop({counts}) from {self.positions} is refused: {error}"
+        if len(answers) > 1:
+            # One of two caches has no rings of the shorter segments: both go on from where both can.
+            for part in self.parts:
+                part.cache.reset()
+            self.positions, self.highest = [0] * self.batch, [0] * self.batch
+        elif answers == {"taken"}:
+            self.positions = targets
+        return None
+
+    def fork(self) -> str | None:
+        entries = [self.rng.randrange(self.batch) for _ in range(self.rng.randint(1, 3))]
+        if self.compiler is not None:  # another batch is another graph
+            entries = [self.rng.randrange(self.batch) for _ in range(self.batch)]
+        self.said.append(f"fork {entries}")
+        for part in self.parts:
+            before = part.cache
+            part.cache = before.fork(self.rng.choice([entries, torch.tensor(entries)]))
+            if self.rng.random() < 0.5:  # they share nothing
+                before.memory.fill_(math.nan)
+                before.reset()
+        for name in ("sources", "positions", "highest"):
+            setattr(self, name, [getattr(self, name)[entry] for entry in entries])
+        return None
+
+    def load(self) -> str | None:
+        """A state that goes through a file, into a cache of other limits."""
+        limits = {**self.limits, "keep": self.rng.choice([self.limits["keep"], 0, 30])}
+        self.said.append(f"load into keep={limits['keep']}")
+        for part in self.parts:
+            file = io.BytesIO()
+            torch.save(part.cache.state_dict(), file)
+            file.seek(0)
+            sizes = (self.call.pattern, self.batch, self.call.num_heads, self.call.num_kv_heads, self.call.head_dim)
+            held = part.held and {"heads_held": part.held["heads_held"]}
+            part.cache = DilatedCache(*sizes, dtype=self.call.dtype, **held, **limits)
+            part.cache.load_state_dict(torch.load(file, weights_only=True))
+        # What can be taken back is what both could.
+        self.limits = {**limits, "keep": min(limits["keep"], self.limits["keep"])}
+        return None
+
+    def reset(self) -> str | None:
+        rows = None if self.rng.random() < 0.3 else [b for b in range(self.batch) if self.rng.random() < 0.5]
+        self.said.append(f"reset {rows}")
+        for part in self.parts:
+            part.cache.reset(rows)
+        for b in range(self.batch) if rows is None else rows:
+            self.positions[b] = self.highest[b] = 0
+        return None
+
+    def refuse(self) -> str | None:
+        """A call that cannot be: a ValueError, and nothing has changed."""
+        part, attend = self.rng.choice(list(zip(self.parts, self.attends, strict=True)))
+        kinds = ["negative", "more than there are"]
+        room = None if self.limits["max_len"] is None else self.limits["max_len"] - max(self.positions)
+        if room is not None and room < 60:
+            kinds.append("beyond max_len")
+        kind = self.rng.choice(kinds)
+        num_new = room + 1 if kind == "beyond max_len" and room is not None else 2
+        counts = [num_new] * self.batch
+        if kind != "beyond max_len":
+            counts[self.rng.randrange(self.batch)] = -1 if kind == "negative" else 3
+        self.said.append(f"refuse lengths {kind}")
+        rows = [x[:1, :1].expand(self.batch, num_new, -1, -1) for x in part.of_layer(self.inputs)]
+        return why_changed(part.cache, lambda: attend(*rows, part.cache, torch.tensor(counts)))
+
+
+def try_sequence(rng: random.Random, compiler: str | None) -> Trial:
+    talk = Conversation(rng, compiler)
+    complaint = None
+    for _ in range(NUM_ACTIONS):
+        if talk.counter is not None and talk.counter.frame_count >= MOST_FRAMES:
+            break
+        complaint = rng.choice(talk.actions())()
+        if complaint:
+            break
+    # (With dynamic=True torch takes a scale for a symbol at first, and begins anew.)
+    most = len(talk.parts) * (2 if talk.dynamic else 1)
+    if talk.counter is not None and talk.only_tokens and talk.counter.frame_count > most:
+        complaint = complaint or f"{talk.counter.frame_count} graphs for tokens alone, of {len(talk.parts)} caches"
+    heads = "all heads" if not talk.parts[0].held else f"{len(talk.parts)} parts of the heads"
+    how = f"sequence, {heads}, {f'compiled, {compiler}' if compiler else talk.call.dtype}"
+    return Trial(how, f"{talk.call}, {talk.limits}, {[p.held for p in talk.parts]}: {talk.said}", complaint)
+
+
+def try_module(rng: random.Random, compiler: str | None) -> Trial:
+    """A module with a cache, whole or in parts by heads, against the same put together by hand."""
+    module = draw_module(rng, head_multiple=rng.choice([1, 2]))
+    pattern = module.pattern
+    rules = {"phase": pattern.phase, "heads": pattern.heads}
+    module.pattern = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, is_causal=True, **rules)
+    batch, num_positions = rng.randint(1, 3), rng.randint(1, 40)
+    x = torch.randn(batch, num_positions, module.embed_dim, dtype=torch.float64)
+    expected = by_hand(module, x, torch.arange(num_positions), None)
+    ratio, modules = module.num_heads // module.num_kv_heads, [module]
+    if module.sub_layernorm is None and module.num_kv_heads > 1 and rng.random() < 0.6:
+        border = rng.randint(1, module.num_kv_heads - 1) * ratio
+        modules = [module.held(range(border)), module.held(range(border, module.num_heads))]
+    caches = [part.make_cache(batch, max_len=num_positions) for part in modules]
+
+    def step(part: Any, x: Tensor, cache: DilatedCache) -> Tensor:
+        return part(x, x, x, cache=cache)[0]
+
+    steps: list[Callable[..., Tensor]] = [functools.partial(step, part) for part in modules]
+    if compiler:
+        steps = [torch.compile(each, backend=compiler, fullgraph=True) for each in steps]
+    lengths = rng.choice([[1] * num_positions, [rng.randint(1, 9) for _ in range(num_positions)]])
+    found, position = [], 0
+    for length in lengths[:12]:
+        rows = x[:, position : position + length]
+        if rows.shape[1]:
+            parts = [each(rows, cache) for each, cache in zip(steps, caches, strict=True)]
+            found.append(torch.stack(parts).sum(0))
+        position = min(num_positions, position + length)
+    complaint = why_unequal("out", torch.cat(found, 1), expected[:, :position])
+    how = f"module, {len(modules)} part{'s' * (len(modules) > 1)}{', compiled' * (compiler is not None)}"
+    return Trial(how, f"{module}, batch {batch}, {num_positions} positions in {lengths[:12]}", complaint)
+
+
+def try_language_model(rng: random.Random, compiler: str | None) -> Trial:
+    """Hidden states of appended tokens, ragged at first, are those of one call."""
+    model = draw_language_model(rng)
+    vocabulary, batch = model.config.vocab_size, rng.randint(1, 3)
+    prompts = [rng.randint(1, 20) for _ in range(batch)]
+    longest, num_more = max(prompts), rng.randint(1, 6)
+    tokens = torch.randint(vocabulary, (batch, longest + num_more))
+    caches = model.make_caches(batch, max_len=longest + num_more)
+    append_tokens = model.append
+    if compiler:
+        append_tokens = torch.compile(model.append, backend=compiler)
+    model.head(append_tokens(tokens[:, :longest], caches, torch.tensor(prompts)))
+    complaint = None
+    for i in range(num_more):
+        given = torch.stack([tokens[b, n + i] for b, n in enumerate(prompts)])
+        found = model.head(append_tokens(given[:, None], caches))
+        expected = [model(tokens[b : b + 1, : n + i + 1])[0, -1:] for b, n in enumerate(prompts)]
+        complaint = complaint or why_unequal(f"logits after {i} tokens", found, torch.stack(expected))
+    how = f"language model{', compiled' * (compiler is not None)}"
+    return Trial(how, f"{model.config}, prompts of {prompts} and {num_more} tokens", complaint)
+
+
+_write, _plan_cache, _append_now, _fork = append.write, append.plan_cache, append.append_now, DilatedCache.fork
+
+
+def _write_all_but_one(plan: Any, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
+    _write(plan, key[:, :-1], value[:, :-1], memory, t)
+
+
+def _held_first(pattern: Any, num_heads: int, num_kv_heads: int, max_len: Any, keep: int, held: Any) -> Any:
+    """The compiled op's plan of the first heads, whichever are held."""
+    return _plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, held and range(len(held)))
+
+
+def _append_padding(*given: Any) -> Any:
+    """All rows are appended, padding too."""
+    *rest, lengths = given
+    return _append_now(*rest, None if lengths is None else torch.full_like(lengths, rest[3].shape[1]))
+
+
+def _fork_of_the_first(self: DilatedCache, rows: Any) -> DilatedCache:
+    return _fork(self, [0] * len(rows))
+
+
+def _state_that_can_go_back(self: DilatedCache) -> dict[str, Any]:
+    found = _state(self)
+    return {**found, "progress": found["progress"] * torch.tensor([[1], [0]])}
+
+
+_state = DilatedCache.state_dict
+
+
+@contextlib.contextmanager
+def _scale_in_graphs() -> Iterator[None]:
+    """Compiled code scales by the default, whatever it is told."""
+    of_op = append.append_now
+
+    def by_default(plan: Any, backend: str, scale: float, query: Tensor, *rest: Any) -> Any:
+        return of_op(plan, backend, query.shape[-1] ** -0.5, query, *rest)
+
+    with mock.patch.object(
+        append, "append_now", by_default
+    ):  # what the op calls; plain calls have their own name of it
+        yield
+
+
+BREAKAGES: dict[str, Callable[[], Any]] = {
+    "the last row of a chunk is not written": broken("write", _write_all_but_one, append),
+    "what was dropped is taken back": broken("check_crop", nothing, cache),
+    "a cache may be too long": broken("check_append", nothing, append),
+    "a fork is of the first entry": broken("fork", _fork_of_the_first, DilatedCache),
+    "compiled code reads the phases of the first heads": broken("plan_cache", _held_first, append),
+    "compiled code scales by the default": _scale_in_graphs,
+}
