@@ -149,7 +149,7 @@ def test_the_time_of_many_ranks_is_about_the_clocks(monkeypatch):
         ratios.append(found.time.seconds / exact.time.seconds)
     assert sum(TIME_ERRORS[0] <= ratio <= TIME_ERRORS[1] for ratio in ratios) >= 16
     assert 0.45 < min(ratios) <= max(ratios) < 1.8
-    assert median(ratios) == pytest.approx(1, abs=0.12)
+    assert median(ratios) == pytest.approx(1, abs=0.15)
     sizes, pattern = Sizes(1, 64, 2), DilatedPattern((900,), (1,))
     monkeypatch.setattr(call, "MOST_PLANNED", 1)
     for way in (Way("all_gather"), Way("ring", 2), Way("all_to_all")):

@@ -1,6 +1,7 @@
 """`rda plan`: its numbers are the plan's, and it needs no torch."""
 
 import json
+import re
 import subprocess
 import sys
 from itertools import product
@@ -196,15 +197,15 @@ def test_documents_reach_the_plan(capsys):
 def test_no_rate_makes_a_figure_that_is_no_number(option, value, capsys):
     """Catches rates at which seconds are inf, and a share of them nan, which JSON does not know."""
     time = {"--flops": "1e12", "--bandwidth": "1e9", "--latency": "1e-6"} | {option: value}
-    argv = ["plan", "--segment-lengths", "1Ki", "64Ki", "--dilation-rates", "1", "64", "--causal"]
-    model = ["--seq-len", "64Ki", "--layers", "2", "--embed-dim", "64", "--heads", "4", "--vocab", "256"]
-    jobs = [[*model, "--mesh", "2x2"]]
+    argv = ["--seq-len", "64Ki", "--segment-lengths", "1Ki", "64Ki", "--dilation-rates", "1", "64", "--causal"]
+    model = ["model", "--layers", "2", "--embed-dim", "64", "--heads", "4", "--vocab", "256"]
+    jobs = [[*model, *argv, "--mesh", "2x2"]]
     if option != "--tokens":
-        jobs += [["--seq-len", "64Ki", "--ranks", ranks] for ranks in ("1", "4", "4096")]
-        jobs.append(["--seq-len", "64Ki", "--ranks", "4", "--alternatives"])
+        jobs += [[*argv, "--ranks", ranks] for ranks in ("1", "4", "1024")]
+        jobs.append(["compare", *argv, "--ranks", "4"])
     for job in jobs:
         for form in ([], ["--json"]):
-            code = cli.main([*argv, *job, *form, *(word for pair in time.items() for word in pair)])
+            code = cli.main(["plan", *job, *form, *(word for pair in time.items() for word in pair)])
             out, error = capsys.readouterr()
             assert re.search(r"\b(nan|inf|NaN|Infinity)\b", out) is None
             assert code == 0 or (code == 2 and error.startswith(f"{option} ") and "must be from " in error)
