@@ -148,7 +148,7 @@ def asked_of(arguments: argparse.Namespace) -> Asked:
 def figures(asked: Asked) -> dict[str, Any]:
     """All that is printed, as JSON has it."""
     job, hardware = asked.job, None if asked.machine is None else asked.machine.hardware
-    with progress_bar(job.num_ranks * (1 + len(SHARDINGS)), "rank", delay=2) as bar:
+    with progress_bar(job.num_ranks * len(SHARDINGS), "rank", delay=2) as bar:
         counted, choice = counted_of(asked, bar.update)
         if job.num_ranks <= MOST_PLANNED:
             found, said = _each_rank(asked, counted)
@@ -156,7 +156,7 @@ def figures(asked: Asked) -> dict[str, Any]:
             traits = TRAITS[asked.kernel]
             said = forecast(job, counted.way, asked.sizes, traits=traits, hardware=hardware, counted=counted)
             found = report.of_many(said, job, asked.sizes)
-        shardings = compared(asked, counted.way, bar.update) if job.num_ranks > 1 else []
+        shardings = compared(asked, counted, bar.update) if job.num_ranks > 1 else []
     found |= {"exchange": choice._asdict(), "shardings": [row._asdict() for row in shardings]}
     if hardware is not None:
         found["advice"] = advised(asked, counted.way, said)
@@ -201,11 +201,13 @@ def advised(asked: Asked, way: Way, said: Figures) -> str | None:
     return advice(asked.job, way, asked.sizes, said, again)
 
 
-def compared(asked: Asked, way: Way, step: Any) -> list[report.ShardingRow]:
+def compared(asked: Asked, counted: Counted, step: Any) -> list[report.ShardingRow]:
     """Every sharding of the same sequence: none is always better (zigzag is not for causal w = 0.6 n on 4 ranks)."""
     hardware, found = None if asked.machine is None else asked.machine.hardware, []
     for sharding in SHARDINGS:
-        row = forecast(asked.with_sharding(sharding), way, asked.sizes, hardware=hardware, step=step)
+        job = asked.with_sharding(sharding)
+        same = counted if job == asked.job else None
+        row = forecast(job, counted.way, asked.sizes, hardware=hardware, counted=same, step=step)
         seconds = None if row.time is None else row.time.seconds
         found.append(report.ShardingRow(sharding, row.balance, row.sent_bytes, seconds))
     return found
