@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan import memory
+from ring_dilated_attention.plan.sizes import Sizes as PlannedSizes
 from ring_dilated_attention.ranks.context import ContextParallel
 
 # What the profiler calls the elements of a message. Control messages are int64 and uint8, and not counted.
@@ -29,9 +29,9 @@ class Sizes(NamedTuple):
     dtype: torch.dtype = torch.float32
     batch: int = 1
 
-    def planned(self, num_threads: int = 1) -> memory.Sizes:
+    def planned(self, num_threads: int = 1) -> PlannedSizes:
         """As a plan takes them."""
-        return memory.Sizes(self.batch, self.head_dim, self.dtype.itemsize, num_threads)
+        return PlannedSizes(self.batch, self.head_dim, self.dtype.itemsize, num_threads)
 
     def as_json(self) -> dict[str, Any]:
         return self._asdict() | {"dtype": str(self.dtype).removeprefix("torch.")}

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.memory import attention_memory
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards, split_lengths

@@ -1,4 +1,4 @@
-"""Memory of training by part, on 1, 2 and 4 ranks, beside what `rda plan --layers` says of it.
+"""Memory of training by part, on 1, 2 and 4 ranks, beside what `rda plan model` says of it.
 
 The model, its optimiser and its step are those of `rda train`. Parameters, gradients and optimiser state are the bytes
 of their tensors; activations are what torch's allocator holds when the forward is done, and working what it holds at
@@ -13,10 +13,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.models.longnet import LongNetLM, NextTokenLoss
 from ring_dilated_attention.models.longnet_config import LongNetConfig
-from ring_dilated_attention.plan.model import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.training.loop import average_gradients, make_optimizer, shard
 from ring_dilated_attention.training.options import Hyperparameters

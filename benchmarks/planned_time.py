@@ -12,8 +12,8 @@ import torch
 from ring_dilated_attention.commands.doctor import examine
 from ring_dilated_attention.commands.doctor_ranks import hardware_of
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.forecast.clock import model_step
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.clock import model_step
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards, split_lengths

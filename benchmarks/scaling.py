@@ -14,8 +14,8 @@ import torch
 
 from ring_dilated_attention.commands.compare import Squares
 from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.forecast.clock import Hardware, model_step
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.clock import Hardware, model_step
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.totals import pairs
+from ring_dilated_attention.plan.counts import pairs
 
 from .candidates import Candidate
 from .device import Ceilings

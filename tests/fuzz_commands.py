@@ -26,14 +26,13 @@ from ring_dilated_attention.commands import (
     cli,
     doctor_facts,
     doctor_ranks,
-    figures,
     numbers,
-    plan,
-    plan_checks,
     processes,
     terminal,
     train,
 )
+from ring_dilated_attention.commands.plan import call, compare, figures
+from ring_dilated_attention.commands.plan import options as plan_options
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
 from ring_dilated_attention.training import checkpoint, files, options, ownership, report, run
@@ -106,30 +105,34 @@ MORE_TRAIN = [
     ["--data", "genome.fa", "text.txt"],
 ]
 PLAN = [["--seq-len", "64"], ["--ranks", "4"], ["--segment-lengths", "16", "64"], ["--dilation-rates", "1", "5"]]
-MORE_PLAN = [
+OF_A_PLAN = [
     ["--causal"],
     ["--phase", "blocked"],
     ["--split-heads"],
     ["--batch", "2"],
     ["--heads", "4"],
     ["--kv-heads", "2"],
-    ["--head-dim", "16"],
     ["--dtype", "bfloat16"],
     ["--kernel", "triton"],
-    ["--exchange", "all_gather"],
-    ["--sharding", "zigzag"],
-    ["--align", "8"],
-    ["--documents", "40", "24"],
     ["--hardware", "h100-nvlink"],
     ["--flops", "1e12"],
     ["--bandwidth", "1e9"],
     ["--latency", "1e-6"],
-    ["--alternatives"],
-    ["--every-rank"],
-    ["--memory", "1Gi"],
 ]
-MODEL = [["--layers", "2"], ["--embed-dim", "32"]]
+MORE_PLAN = [
+    *OF_A_PLAN,
+    ["--head-dim", "16"],
+    ["--exchange", "all_gather"],
+    ["--sharding", "zigzag"],
+    ["--align", "8"],
+    ["--documents", "40", "24"],
+]
+MORE_COMPARED = [*OF_A_PLAN, ["--head-dim", "16"], ["--memory", "1Gi"]]
+MODEL = [["--layers", "2"], ["--embed-dim", "32"], *PLAN]
 MORE_MODEL = [
+    *OF_A_PLAN,
+    ["--sharding", "zigzag"],
+    ["--memory", "1Gi"],
     ["--ffn-dim", "64"],
     ["--vocab", "50"],
     ["--mesh", "2x2"],
@@ -201,7 +204,9 @@ MORE_DOCTOR = [["--ranks", "1"], ["--timeout", "60"], ["--save", "a/here.toml"],
 COMMANDS = {
     "embed": (4, EMBED, MORE_EMBED),
     "train": (12, TRAIN, MORE_TRAIN),
-    "plan": (12, PLAN, MORE_PLAN),
+    "plan": (7, PLAN, MORE_PLAN),
+    "plan compare": (2, [*PLAN, ["--flops", "1e12"], ["--bandwidth", "1e9"]], MORE_COMPARED),
+    "plan model": (3, MODEL, MORE_MODEL),
     "slice": (5, SLICE, MORE_SLICE),  # as python -m benchmarks.slice
     "generate": (3, GENERATE, MORE_GENERATE),
     "evaluate": (3, EVALUATE, MORE_EVALUATE),
@@ -243,7 +248,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
         output = captured(lambda: run_command(arguments))
     output = output._replace(error=output.error.replace("a\nb", "a b"))  # a name of two lines
     complaint = judge(arguments, output, before, listing(Path()))
-    name = arguments[0] if arguments and arguments[0] in COMMANDS else "rda"
+    name = cli.asked_for(arguments) if cli.asked_for(arguments) in COMMANDS else "rda"
     last = output.error.strip().rsplit("\n", 1)[-1][-200:]
     return Trial(f"{name} {output.code}", f"{shown(arguments)}: {last}", complaint)
 
@@ -291,8 +296,6 @@ def draw(rng: random.Random) -> list[str]:
     groups = [list(group) for group in [*always, *rng.sample(maybe, rng.randint(0, min(3, len(maybe))))]]
     if rng.random() < 0.3:
         groups.append(["--json"])
-    if name == "plan" and rng.random() < 0.3:
-        groups += [list(group) for group in [*MODEL, *rng.sample(MORE_MODEL, rng.randint(0, 3))]]
     if name == "plan" and rng.random() < 0.05:  # which takes seconds
         groups.append(["--picture", rng.choice(["pictures", *PATHS])])
     for _ in range(rng.choices([0, 1, 2, 3], [2, 4, 3, 2])[0]):
@@ -304,7 +307,7 @@ def draw(rng: random.Random) -> list[str]:
     words = [word for group in groups for word in group]
     if rng.random() < 0.02:
         return [rng.choice(HOSTILE), *words]
-    return [name, *words]
+    return [*name.split(), *words]
 
 
 def spoil(rng: random.Random, groups: list[list[str]]) -> None:
@@ -416,8 +419,8 @@ def _remove_all_unfinished(target: Path, run: str) -> None:
 
 
 BREAKAGES = {
-    "numbers are not checked": broken("check_at_least", nothing, plan_checks, slices),
-    "more ranks than positions are taken": broken("check_ranks_fit", nothing, plan, slices, train),
+    "numbers are not checked": broken("check_at_least", nothing, plan_options, slices),
+    "more ranks than positions are taken": broken("check_ranks_fit", nothing, call, compare, slices, train),
     "other's files are overwritten": broken("check_mine", nothing, files, figures, report, run, slices),
     "unfinished is whatever is called so": broken("_remove_superfluous", _remove_all_unfinished, checkpoint),
     "errors of the system are not caught": broken("in_words", None, terminal),

@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ring_dilated_attention.forecast.clock import Hardware, Network, RankTime, Side, model_step
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.clock import Hardware, Network, RankTime, Side, model_step
 from ring_dilated_attention.plan.exchange import RankPlan
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.plan import gathered
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import SHARDINGS, default_lengths, make_shards
+from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.run import executor
 from ring_dilated_attention.run.executor import Means
 

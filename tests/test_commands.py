@@ -130,7 +130,7 @@ def test_a_terminal_without_letters(more, tmp_path):
 @pytest.mark.parametrize("name", ["", *cli.SUBCOMMANDS])
 def test_help_is_ascii(name, capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main([*filter(None, [name]), "--help"])
+        cli.main([*name.split(), "--help"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.isascii()
 
@@ -257,7 +257,7 @@ def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):
     def greedy(*_):
         raise MemoryError
 
-    monkeypatch.setattr("ring_dilated_attention.commands.plan.make_plans", greedy)
+    monkeypatch.setattr("ring_dilated_attention.commands.plan.call.all_plans", greedy)
     assert cli.main(PLAN) == 2
     assert capsys.readouterr().err == "rda plan: there is not enough memory\n"
 

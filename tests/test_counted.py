@@ -9,9 +9,9 @@ from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_atte
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.ranks.link import GroupLink
 
 # pattern, query heads, key/value heads, dtype, sharding

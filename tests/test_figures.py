@@ -3,18 +3,14 @@
 import pytest
 from matplotlib.image import imread
 
-from ring_dilated_attention.commands import figures
+from ring_dilated_attention.commands.plan import figures
+from ring_dilated_attention.commands.plan.sketch import panels
 from ring_dilated_attention.commands.scaled import scaled_down
-from ring_dilated_attention.commands.sketch import panels, shares_of_form
+from ring_dilated_attention.forecast.call import Way, count
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.forms import closed_form
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.lockstep import EqualJob
-from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards, split_lengths
-from ring_dilated_attention.plan.sharing import branch_shares
 from ring_dilated_attention.reference import multiplicity
 
 
@@ -68,8 +64,8 @@ def test_a_segment_keeps_a_row_for_every_phase():
 
 
 def test_one_rank_has_no_ring(tmp_path):
-    paths = figures.draw(tmp_path, DilatedPattern((8,), (1,)), make_shards("contiguous", (8,)), (1, 1))
-    assert [path.name for path in paths] == ["pattern.png"]
+    figures.draw(tmp_path, Job(DilatedPattern((8,), (1,)), make_shards("contiguous", (8,)), 1, 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["pattern.png"]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +82,10 @@ def test_a_sketch_says_what_the_plans_do(pattern, seq_len, num_ranks, sharing):
     """Catches a picture whose small stand-in travels where the job stays at home, or the other way around."""
     shards = make_shards("contiguous", split_lengths(seq_len, num_ranks))
     plans = [make_plan(Job(pattern, shards, 12, 12), rank) for rank in range(num_ranks)]
-    shares = branch_shares(Job(pattern, shards, 12, 12), plans)
+    shares = count(Job(pattern, shards, 12, 12), Way()).branches
     assert tuple(share.num_sharing for share in shares) == sharing
     assert sum(share.sent for share in shares) == sum(plan.sent()[0] for plan in plans)
-    for panel, share, (w, r) in zip(panels(pattern, shards, shares), shares, pattern.branches, strict=True):
+    for panel, share, (w, r) in zip(panels(shards, shares), shares, pattern.branches, strict=True):
         assert panel.segments[0] == (0, w)
         assert all(start % w == 0 for start, _ in panel.segments)
         assert set(panel.borders) <= {span.stop for shard in shards for span in shard}
@@ -97,7 +93,7 @@ def test_a_sketch_says_what_the_plans_do(pattern, seq_len, num_ranks, sharing):
         assert panel.notes[1].endswith(f"{-(-w // r):,} of a segment")
         assert ("stays at home" in panel.notes) == (not share.sent)
         assert share.travels == any(f"up to {share.num_sharing:,} ranks" in note for note in panel.notes)
-    inks = [panel.ink for panel in panels(pattern, shards, shares)]
+    inks = [panel.ink for panel in panels(shards, shares)]
     assert all(
         (a > b) == (r < q)
         for a, r in zip(inks, pattern.dilation_rates, strict=True)
@@ -106,32 +102,12 @@ def test_a_sketch_says_what_the_plans_do(pattern, seq_len, num_ranks, sharing):
     )
 
 
-@pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all"])
-@pytest.mark.parametrize(
-    ("pattern", "num_ranks", "sharding"),
-    [
-        (DilatedPattern((2048, 65536, 2**20), (1, 16, 256)), 16, "contiguous"),
-        (DilatedPattern((2048, 65536, 2**21), (1, 16, 256), is_causal=True), 16, "zigzag"),
-        (DilatedPattern((2**18, 2**20), (3, 2**18), heads="split"), 16, "contiguous"),  # rows are of few ranks
-    ],
-)
-def test_closed_forms_draw_what_plans_do(pattern, num_ranks, sharding, exchange):
-    seq_len = 2**20
-    shards = make_shards(sharding, (seq_len // num_ranks,) * num_ranks)
-    plans = [plan_exchange(exchange, Job(pattern, shards, 16, 16), rank).plan for rank in range(num_ranks)]
-    expected = branch_shares(Job(pattern, shards, 16, 16), plans)
-    form = closed_form(exchange, EqualJob(pattern, seq_len, num_ranks, 16, 16, Sizes(2, 64, 4)), sharding)
-    found = shares_of_form(form)
-    assert found == expected
-    assert panels(pattern, shards, found) == panels(pattern, shards, expected)
-
-
 def test_the_ring_of_a_long_sequence_is_the_plans(tmp_path, monkeypatch):
     """Catches labels of a job other than the one that is planned."""
     labels = []
     monkeypatch.setattr(figures, "_label", lambda axes, y, text: labels.append(text))
     pattern = DilatedPattern((2048, 65536, 2**20), (1, 16, 256))
-    figures.draw(tmp_path, pattern, make_shards("contiguous", (2**17,) * 8), (12, 12))
+    figures.draw(tmp_path, Job(pattern, make_shards("contiguous", (2**17,) * 8), 12, 12))
     assert labels[:4] == [
         "1,048,576 positions",
         "segments of 2,048, rate 1: stay",
@@ -139,3 +115,15 @@ def test_the_ring_of_a_long_sequence_is_the_plans(tmp_path, monkeypatch):
         "segments of 1,048,576, rate 256: travel (8 ranks)",
     ]
     assert sum("hop 7" in label for label in labels) == 2
+
+
+def test_a_picture_takes_a_name(tmp_path):
+    """Catches a folder that is called plan.png, and a ring that replaces the pattern."""
+    job = Job(DilatedPattern((8,), (1,)), make_shards("contiguous", (4, 4)), 1, 1)
+    figures.draw(tmp_path / "new" / "plan.png", job)
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"plan.png", "plan-ring.png"}
+    (tmp_path / "folder.png").mkdir()
+    figures.draw(tmp_path / "folder.png", job)
+    assert {path.name for path in (tmp_path / "folder.png").iterdir()} == {"pattern.png", "ring.png"}
+    with pytest.raises(ValueError, match=r"plan.pdf: pictures are PNG: name one NAME.png"):
+        figures.check_picture(tmp_path / "plan.pdf")

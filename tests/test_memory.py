@@ -10,15 +10,16 @@ import torch
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.commands.processes import Launch, run_ranks
+from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.kernels.traits import TRAITS, no_scratch
 from ring_dilated_attention.plan import step
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards, split_lengths
+from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.plan.step import Packing
 from ring_dilated_attention.run import executor
 from ring_dilated_attention.run.executor import Means
@@ -311,6 +312,6 @@ def test_scratch_grows_with_threads():
 
 
 def test_plans_import_no_torch():
-    modules = "ring_dilated_attention.plan.memory, ring_dilated_attention.kernels.traits"
+    modules = "ring_dilated_attention.forecast.ledger, ring_dilated_attention.kernels.traits"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

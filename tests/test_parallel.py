@@ -26,9 +26,9 @@ from ring_dilated_attention import ContextParallel, DilatedPattern, attention, d
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models.sharded import shift_left
-from ring_dilated_attention.plan import memory
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sizes import Sizes as PlannedSizes
 from ring_dilated_attention.ranks.handshake import RefusedError
 from ring_dilated_attention.ranks.link import ExchangeError
 from ring_dilated_attention.ranks.reduce import all_reduce
@@ -631,7 +631,7 @@ def rank_counts_bytes(rank, world_size):
             dilated_attention(*local, pattern, parallel=cp).sum().backward()
             shards = cp.cut.shards_of(cp.cut.default_lengths(64))
             rank_plan = plan_exchange(exchange, Job(pattern, shards, heads, kv_heads), cp.rank)
-            sizes = memory.Sizes(3, 8, dtype.itemsize)
+            sizes = PlannedSizes(3, 8, dtype.itemsize)
             expected = [rank_plan.bytes_sent(sizes, backward=backward) for backward in (False, True)]
             assert counts == expected, (exchange, pattern, counts, expected)
             assert lengths is None or lengths[0] != 8 or sum(counts) == 0  # segments that lie in shards send nothing

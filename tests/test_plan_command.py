@@ -8,15 +8,23 @@ from itertools import product
 
 import pytest
 
-from ring_dilated_attention.commands import cli, figures, limits, plan, plan_large
+from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands.plan import call as command
+from ring_dilated_attention.commands.plan import figures
+from ring_dilated_attention.forecast import call
+from ring_dilated_attention.forecast.clock import Hardware, RankTime, model_step
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.clock import Hardware, RankTime, model_step
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.memory import Sizes
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.plan.sizes import Sizes
 
 DENSE = ["--seq-len", "4096", "--segment-lengths", "4096", "--dilation-rates", "1", "--heads", "2"]
+
+
+def words(text):
+    """Without the ends of lines."""
+    return " ".join(text.split())
 
 
 def planned(capsys, *arguments):
@@ -45,7 +53,7 @@ def test_the_table_has_a_line_per_rank(capsys):
     out = capsys.readouterr().out
     assert "branch 0 (w=4096, r=1)" in out
     assert "balance: " in out
-    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["0", "1", "2"]
+    assert [line.split()[0] for line in out.splitlines()[3:6]] == ["0", "1", "2"]
 
 
 def test_many_ranks_are_shown_by_their_extremes(capsys):
@@ -60,29 +68,28 @@ def test_pictures_are_made(tmp_path, capsys):
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"pattern.png", "ring.png"}
 
 
+def test_a_picture_has_the_name_that_is_given(tmp_path, capsys):
+    """Catches a folder that is called plan.png."""
+    assert cli.main(["plan", *DENSE, "--ranks", "2", "--picture", str(tmp_path / "plan.png")]) == 0
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"plan.png", "plan-ring.png"}
+    assert str(tmp_path / "plan-ring.png") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("exchange", ["auto", "ring", "all_gather"])
 def test_a_sketch_of_many_ranks_takes_no_plans(exchange, tmp_path, capsys, monkeypatch):
-    """Catches hours of planning for what closed forms tell."""
-    monkeypatch.setattr(figures, "plan_exchange", None)
-    monkeypatch.setattr(plan, "make_plans", None)
+    """Catches hours of planning for what is counted."""
+    monkeypatch.setattr(figures, "make_plan", None)
+    monkeypatch.setattr(call, "all_plans", None)
     drawn = []
     monkeypatch.setattr(figures, "draw_panel", lambda axes, panel, *others, **more: drawn.append(panel.notes[-1]))
     argv = ["plan", "--seq-len", "16Mi", "--ranks", "4Ki", "--segment-lengths", "2Ki", "64Ki", "16Mi"]
     argv += ["--dilation-rates", "1", "16", "512", "--exchange", exchange, "--picture", str(tmp_path)]
     assert cli.main(argv) == 0
     out, error = capsys.readouterr()
-    assert "by closed forms" in out
+    assert "4,096 ranks, counted; memory and time are estimates" in out
     assert [path.name for path in tmp_path.iterdir()] == ["pattern.png"]
     assert drawn == ["stays at home", *(f"travels: up to {n} ranks share a segment" for n in ("16", "4,096"))]
-    assert "no ring.png: " in error
-
-
-def test_a_picture_that_takes_all_plans_says_so(tmp_path, capsys, monkeypatch):
-    """Where no closed form holds it is the picture for which every rank is planned."""
-    monkeypatch.setattr(plan, "MOST_SECONDS", 0)
-    argv = ["plan", "--seq-len", "65Ki", "--ranks", "65", "--segment-lengths", "1500", "--dilation-rates", "1"]
-    assert cli.main([*argv, "--picture", str(tmp_path)]) == 0
-    assert "--picture takes the plan of every rank here" in capsys.readouterr().err
+    assert "no picture of the ring: " in error
 
 
 @pytest.mark.parametrize(
@@ -102,7 +109,7 @@ def test_no_ring_is_drawn_where_there_is_none(exchange, said, note, why, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["pattern.png"]
     assert said in out
     assert drawn == [note]
-    assert "no ring.png: " in error
+    assert "no picture of the ring: " in error
     assert why in error
 
 
@@ -138,21 +145,12 @@ def test_bad_input_is_quoted(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_plans_that_memory_cannot_hold_are_refused(monkeypatch, capsys):
-    """Catches an hour of work that ends for want of memory."""
-    monkeypatch.setattr(limits, "physical_bytes", lambda: 2e9)
-    common = ["plan", "--seq-len", "1048576", "--dilation-rates", "1", "--segment-lengths"]
-    assert cli.main([*common, "1048576", "--ranks", "1024", "--every-rank"]) == 2
-    assert "have about 1,048,576 hops, which take 2.1 GB, and this machine has 2.0 GB" in capsys.readouterr().err
-    assert cli.main([*common, "1024", "--ranks", "64"]) == 0  # nothing is shared
-
-
 def test_rates_that_no_list_holds(capsys):
     """Catches a list of 10^11 phases, and a byte for each of 10^11 positions."""
     numbers = ["--seq-len", str(10**11), "--segment-lengths", str(10**11), "--dilation-rates", "99999999977"]
     assert cli.main(["plan", *numbers]) == 0
-    out = capsys.readouterr().out
-    assert "phases that no head reads: 12, 13, 14, 15, ... 99999999976 (99999999965 of them)\n" in out
+    out = words(capsys.readouterr().out)
+    assert "phases that no head reads: 12, 13, 14, 15, ... 99999999976 (99999999965 of them) " in out
     assert "100.0% of the first 12,582,912 (query, head) pairs are in no branch" in out
 
 
@@ -168,20 +166,20 @@ def test_shardings_are_compared(capsys):
     """Zigzag for dense causal attention; contiguous where a long segment would make it uneven."""
     common = ["plan", "--seq-len", "4096", "--ranks", "4", "--dilation-rates", "1", "--causal", "--segment-lengths"]
     assert cli.main([*common, "4096"]) == 0
-    assert "zigzag 100.0%" in capsys.readouterr().out
+    assert "zigzag 100.0%" in words(capsys.readouterr().out)
     assert cli.main([*common, "2458"]) == 0
-    assert capsys.readouterr().out.strip().endswith("contiguous is the better one here")
+    assert words(capsys.readouterr().out).endswith("contiguous is the better one here")
 
 
 def test_shardings_that_balance_alike_say_so(capsys):
     """Catches a winner where there is none. Whole documents per rank: contiguous shards send nothing."""
     common = ["plan", "--seq-len", "4096", "--ranks", "4", "--dilation-rates", "1", "--segment-lengths", "4096"]
     assert cli.main(common) == 0
-    out = capsys.readouterr().out
+    out = words(capsys.readouterr().out)
     assert out.index("contiguous 100.0%") < out.index("zigzag 100.0%")
-    assert out.strip().endswith(": equally balanced")
+    assert out.endswith(": equally balanced")
     assert cli.main([*common, "--causal", "--documents", *["1024"] * 4]) == 0
-    assert capsys.readouterr().out.strip().endswith(": equally balanced, and contiguous sends less")
+    assert words(capsys.readouterr().out).endswith(": equally balanced, and contiguous sends less")
 
 
 def test_documents_reach_the_plan(capsys):
@@ -199,15 +197,15 @@ def test_documents_reach_the_plan(capsys):
 def test_no_rate_makes_a_figure_that_is_no_number(option, value, capsys):
     """Catches rates at which seconds are inf, and a share of them nan, which JSON does not know."""
     time = {"--flops": "1e12", "--bandwidth": "1e9", "--latency": "1e-6"} | {option: value}
-    argv = ["plan", "--segment-lengths", "1Ki", "64Ki", "--dilation-rates", "1", "64", "--causal"]
-    model = ["--seq-len", "64Ki", "--layers", "2", "--embed-dim", "64", "--heads", "4", "--vocab", "256"]
-    jobs = [[*model, "--mesh", "2x2"]]
+    argv = ["--seq-len", "64Ki", "--segment-lengths", "1Ki", "64Ki", "--dilation-rates", "1", "64", "--causal"]
+    model = ["model", "--layers", "2", "--embed-dim", "64", "--heads", "4", "--vocab", "256"]
+    jobs = [[*model, *argv, "--mesh", "2x2"]]
     if option != "--tokens":
-        jobs += [["--seq-len", "64Ki", "--ranks", ranks] for ranks in ("1", "4", "4096")]
-        jobs.append(["--seq-len", "64Ki", "--ranks", "4", "--alternatives"])
+        jobs += [[*argv, "--ranks", ranks] for ranks in ("1", "4", "1024")]
+        jobs.append(["compare", *argv, "--ranks", "4"])
     for job in jobs:
         for form in ([], ["--json"]):
-            code = cli.main([*argv, *job, *form, *(word for pair in time.items() for word in pair)])
+            code = cli.main(["plan", *job, *form, *(word for pair in time.items() for word in pair)])
             out, error = capsys.readouterr()
             assert re.search(r"\b(nan|inf|NaN|Infinity)\b", out) is None
             assert code == 0 or (code == 2 and error.startswith(f"{option} ") and "must be from " in error)
@@ -250,14 +248,14 @@ def test_the_time_decides_between_shardings(capsys):
     smaller tiles only the first hides the gradients that come along."""
     assert cli.main(["plan", *DENSE, "--ranks", "4", "--causal", *TIME]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[1].endswith("exposed, % of step")
-    assert all(line.endswith("%") for line in out.splitlines()[2:6])
+    assert out.splitlines()[2].endswith("of a step")
+    assert all(line.endswith("%") for line in out.splitlines()[3:7])
     assert "modelled step: " in out
-    assert out.strip().endswith("zigzag is the better one here")
+    assert words(out).endswith("zigzag is the better one here")
     assert cli.main(["plan", *DENSE, "--ranks", "4", *TIME]) == 0
-    assert capsys.readouterr().out.strip().endswith(": equally fast")
+    assert words(capsys.readouterr().out).endswith(": equally fast")
     assert cli.main(["plan", *DENSE, "--ranks", "4", "--flops", "1e12", "--bandwidth", "1e9"]) == 0
-    assert capsys.readouterr().out.strip().endswith("contiguous is the better one here")
+    assert words(capsys.readouterr().out).endswith("contiguous is the better one here")
 
 
 def test_a_preset_is_replaced_by_what_is_given(capsys):
@@ -291,8 +289,8 @@ def test_the_first_example_of_the_help_keeps_its_promise(capsys):
     assert "branch 1 (w=65536, r=16) stays at home\n" in out
     # 8 ranks send 7 chunks each: 12 heads times 512 rows of K and of V, 64 numbers of 4 bytes.
     sent = 8 * 7 * 12 * 512 * 2 * 64 * 4
-    line = f"branch 2 (w=1048576, r=256) travels, {sent / 1e6:.1f} MB of keys and values in a forward, over all ranks\n"
-    assert line in out
+    travels = f"branch 2 (w=1048576, r=256) travels among up to 8 ranks, {sent / 1e6:.1f} MB of keys and values in a "
+    assert f"{travels}forward, over all ranks" in words(out)
 
 
 @pytest.mark.parametrize(
@@ -340,121 +338,92 @@ def test_queries_without_keys_are_said(capsys):
     assert "r > w" not in DilatedPattern((4,), (4,)).explain(1)
 
 
-MANY = ["--segment-lengths", "16", "2048", "--dilation-rates", "1", "8", "--heads", "4", "--head-dim", "8"]
+def as_if_many(capsys, monkeypatch, *arguments):
+    """What is found of ranks as if they were many, and by the plans of all."""
+    with monkeypatch.context() as many:
+        for module in (call, command):
+            many.setattr(module, "MOST_PLANNED", 4)
+        found = planned(capsys, *arguments)
+    return found, planned(capsys, *arguments)
 
 
-def test_many_ranks_are_as_if_planned_one_by_one(capsys):
-    """Catches a closed form that the command feeds wrongly."""
-    common = ["--seq-len", "2Ki", "--ranks", "128", *MANY, *TIME, "--causal", "--dtype", "bfloat16"]
-    closed, planned_all = planned(capsys, *common), planned(capsys, *common, "--every-rank")
-    assert closed["balance"] == planned_all["balance"]
-    assert closed["largest_sent_bytes"] == max(row["sent_bytes"] for row in planned_all["ranks"])
-    assert closed["peak_bytes"] == max(row["peak_bytes"] for row in planned_all["ranks"])
-    least, most = closed["step_seconds"].values()
-    assert least <= planned_all["model"]["step_seconds"] <= most
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all"])
+def test_many_ranks_are_as_if_planned_one_by_one(sharding, exchange, capsys, monkeypatch):
+    """By the command, of each exchange and sharding."""
+    common = ["--seq-len", "2150", "--ranks", "12", "--heads", "12", "--head-dim", "8", "--causal", *TIME]
+    common += ["--segment-lengths", "2150", "--dilation-rates", "4", "--exchange", exchange, "--sharding", sharding]
+    found, every = as_if_many(capsys, monkeypatch, *common)
+    assert found["flops"] == sum(row["flops"] for row in every["ranks"])
+    assert found["largest_flops"] == max(row["flops"] for row in every["ranks"])
+    assert found["largest_flops"] == every["ranks"][found["busiest_rank"]]["flops"]
+    assert found["balance"] == every["balance"]
+    assert found["branches"] == every["branches"]
+    assert found["peak_bytes"] == pytest.approx(max(row["peak_bytes"] for row in every["ranks"]), rel=0.1)
+    assert [row["balance"] for row in found["shardings"]] == [row["balance"] for row in every["shardings"]]
+    assert (found["step_seconds"] is None) == (exchange != "ring")
+    if exchange == "ring":
+        assert found["step_seconds"] == pytest.approx(every["model"]["step_seconds"], rel=0.4)
+    if exchange == "all_to_all":
+        assert found["largest_received_bytes"] == max(row["sent_bytes"] for row in every["ranks"])
+
+
+def test_documents_of_many_ranks_are_counted(capsys, monkeypatch):
+    """Packed and uneven, which no closed form was for."""
+    common = ["--seq-len", "2101", "--ranks", "13", "--heads", "4", "--kv-heads", "2", *TIME, "--exchange", "ring"]
+    common += ["--segment-lengths", "64", "2101", "--dilation-rates", "1", "3", "--documents", "900", "1", "1200"]
+    found, every = as_if_many(capsys, monkeypatch, *common)
+    assert found["balance"] == every["balance"]
+    assert found["branches"] == every["branches"]
+    assert sum(row["forward_sent_bytes"] for row in found["branches"]) == sum(
+        row["forward_sent_bytes"] for row in every["ranks"]
+    )
 
 
 def test_many_ranks_say_what_their_time_assumes(capsys):
     argv = ["plan", "--seq-len", "1Mi", "--ranks", "256", "--segment-lengths", "1Mi", "--dilation-rates", "16"]
     assert cli.main([*argv, "--flops", "5e12", "--bandwidth", "1e9"]) == 0
-    assert "assumed of each rank: 5.00 TFLOP/s, 1.00 GB/s one way" in capsys.readouterr().out
-
-
-def test_bounds_are_marked(capsys, monkeypatch):
-    """What would take too long is sampled, and says so beforehand and in the answer."""
-    monkeypatch.setattr(plan_large, "MOST_SECONDS", 0)
-    monkeypatch.setattr(plan, "MOST_SECONDS", 0)
-    monkeypatch.setattr(plan, "seconds_of_planning", lambda job: 100.0)
-    assert cli.main(["plan", "--seq-len", "2047", "--ranks", "100", *MANY]) == 0
-    out, err = capsys.readouterr()
-    assert "planning 100 ranks takes up to 2 s, for a sample: 2,047 positions do not divide among 100 ranks" in err
-    assert "100 ranks, by bounds from 2 sampled ranks of 100" in out
-    assert "at least " in out
-    assert "at most " in out
-    assert cli.main(["plan", "--seq-len", "2000", "--ranks", "100", *MANY, "--documents", "1500", "500"]) == 0
-    assert "100 ranks, by bounds from 2 sampled ranks of 100 (documents are packed)" in capsys.readouterr().out
-
-
-def extremes(found):
-    """Of all ranks' rows what closed forms and samples say of the job."""
-    rows = found["ranks"]
-    return {
-        "balance": found["balance"],
-        "largest_flops": max(row["flops"] for row in rows),
-        "largest_forward_sent_bytes": max(row["forward_sent_bytes"] for row in rows),
-        "largest_sent_bytes": max(row["sent_bytes"] for row in rows),
-        "peak_bytes": max(row["peak_bytes"] for row in rows),
-    }
-
-
-def test_many_ranks_whose_segments_are_no_multiples_of_each_other(capsys):
-    """The busiest rank is where two of them end together, in the middle of the sequence."""
-    branches = ["--segment-lengths", "32", "48", "--dilation-rates", "1", "1", "--causal", "--heads", "2"]
-    common = ["--seq-len", "2048", "--ranks", "128", "--exchange", "ring", *branches]
-    closed, every = planned(capsys, *common), extremes(planned(capsys, *common, "--every-rank"))
-    assert closed["method"] == "closed forms, exact"
-    assert {name: closed[name] for name in every} == every
-
-
-def test_aligned_shards_are_not_equal(capsys, monkeypatch):
-    """Closed forms would tell of another cut of the same length."""
-    monkeypatch.setattr(plan, "MOST_SECONDS", 1e9)
-    branches = ["--segment-lengths", "9600", "--dilation-rates", "16", "--heads", "2"]
-    common = ["--seq-len", "9600", "--ranks", "100", "--align", "128", *branches]
-    assert cli.main(["plan", *common]) == 2
-    assert "--align 128 leaves 25 of 100 ranks without positions: choose fewer" in capsys.readouterr().err
-    common[5] = "64"
-    found = planned(capsys, *common)
-    assert found == planned(capsys, *common, "--every-rank")
-    assert {row["positions"] for row in found["ranks"]} == {64, 128}
+    out = capsys.readouterr().out
+    assert "assumed of each rank: 5.00 TFLOP/s, 1.00 GB/s one way" in " ".join(out.split())
+    assert "about " in out
 
 
 def test_many_ranks_take_the_exchange_that_a_call_takes(capsys):
-    """Small chunks all at once: by the ring a step would take fifty times as long."""
+    """Small chunks all at once, whose time nobody knows; by the ring a step would take long."""
     common = ["--seq-len", "16Ki", "--ranks", "128", "--heads", "2", "--causal", "--head-dim", "32"]
     branches = ["--segment-lengths", "16Ki", "--dilation-rates", "128"]
     time = ["--flops", "1e12", "--bandwidth", "1e9", "--latency", "1e-3"]
     by_itself = planned(capsys, *common, *branches, *time)
-    every = planned(capsys, *common, *branches, *time, "--every-rank")
-    assert by_itself["exchange"] == every["exchange"]
     assert by_itself["exchange"]["exchange"] == "all_gather"
-    assert {name: by_itself[name] for name in extremes(every)} == extremes(every)
-    seconds = by_itself["step_seconds"]
-    assert seconds["least"] <= every["model"]["step_seconds"] <= seconds["most"]
+    assert by_itself["step_seconds"] is by_itself["advice"] is None
     ring = planned(capsys, *common, *branches, *time, "--exchange", "ring")
     assert ring["exchange"] == {"exchange": "ring", "reason": "asked for"}
-    assert ring["step_seconds"]["least"] > 10 * every["model"]["step_seconds"]
+    assert ring["step_seconds"] > 0.1
 
 
-@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all"])
-def test_closed_forms_are_the_plans(sharding, exchange, capsys):
-    """By the command, of each exchange and sharding."""
-    common = ["--seq-len", "2112", "--ranks", "33", "--heads", "33", "--head-dim", "8", "--causal", *TIME]
-    common += ["--segment-lengths", "2112", "--dilation-rates", "4", "--exchange", exchange, "--sharding", sharding]
-    closed, every = planned(capsys, *common), planned(capsys, *common, "--every-rank")
-    assert closed["method"] == "closed forms, exact"
-    assert {name: closed[name] for name in extremes(every)} == pytest.approx(extremes(every))
-    seconds, exact = closed["step_seconds"], every["model"]["step_seconds"]
-    assert seconds["least"] * (1 - 1e-9) <= exact <= seconds["most"] * (1 + 1e-9)
+def test_aligned_shards_are_not_equal(capsys):
+    """Ranks that own nothing, and shards of two lengths."""
+    branches = ["--segment-lengths", "9600", "--dilation-rates", "16", "--heads", "2"]
+    common = ["--seq-len", "9600", "--ranks", "100", "--align", "128", *branches]
+    assert cli.main(["plan", *common]) == 2
+    assert "--align 128 leaves 25 of 100 ranks without positions: choose fewer" in capsys.readouterr().err
+    common[3:6] = ["60", "--align", "128"]
+    common[5] = "64"
+    assert {row["positions"] for row in planned(capsys, *common, "--ranks", "60")["ranks"]} == {128, 192}
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
-def test_samples_of_other_exchanges_are_bounds(exchange, capsys, monkeypatch):
-    common = ["--seq-len", "2101", "--ranks", "70", "--heads", "70", "--head-dim", "8", "--causal", *TIME]
-    common += ["--segment-lengths", "2101", "--dilation-rates", "4", "--exchange", exchange]
-    monkeypatch.setattr(plan, "MOST_SECONDS", 1e9)
-    every = planned(capsys, *common)
-    monkeypatch.setattr(plan, "MOST_SECONDS", 0)
-    sample = planned(capsys, *common)
-    assert "(2,101 positions do not divide among 70 ranks)" in sample["method"]
-    assert sample["flops"] == sum(row["flops"] for row in every["ranks"])
-    for name, value in extremes(every).items():
-        assert sample[name] >= value if name == "balance" else 0 < sample[name] <= value
-    assert sample["step_seconds"]["least"] <= every["model"]["step_seconds"]
+@pytest.mark.parametrize("more", [["--alternatives"], ["--every-rank"], ["--layers", "2"], ["--memory", "1G"]])
+def test_options_of_other_commands_are_unknown(more, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *DENSE, *more])
+    assert ended.value.code == 2
+    assert f"unrecognized arguments: {' '.join(more)}" in capsys.readouterr().err
 
 
-def test_a_long_plan_of_few_ranks_says_so_before(capsys, monkeypatch):
-    monkeypatch.setattr(plan_large, "PASSES_COMPARED", 1e9)
-    assert cli.main(["plan", "--seq-len", "2048", "--ranks", "3", *MANY]) == 0
-    assert re.match("planning 3 ranks takes about .*\n", capsys.readouterr().err)
+def test_lines_fit_a_terminal(capsys):
+    """Words and tables of few ranks and of many."""
+    common = [*DENSE[:2], "--segment-lengths", "512", "4096", "--dilation-rates", "1", "8", "--hardware", "h100-nvlink"]
+    for ranks in ("4", "100"):
+        assert cli.main(["plan", *common, "--dtype", "bfloat16", "--causal", "--ranks", ranks]) == 0
+        out = capsys.readouterr().out
+        assert all(len(line) <= 80 for line in out.splitlines()), [line for line in out.splitlines() if len(line) > 80]

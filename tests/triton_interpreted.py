@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.measure import allocated
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, explain, simulate
+from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, launch, shapes, token
 from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
@@ -26,9 +27,9 @@ from ring_dilated_attention.kernels.triton.shapes import Shape
 from ring_dilated_attention.kernels.triton.strips import bundle_size
 from ring_dilated_attention.models import torchscale_attention
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.memory import Sizes, attention_memory
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 
 assert IS_INTERPRETED, "set TRITON_INTERPRET=1"

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ring_dilated_attention.commands.output import aligned
+from ring_dilated_attention.forecast.ledger import AttentionMemory, attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
-from ring_dilated_attention.plan.memory import AttentionMemory, Sizes, attention_memory
+from ring_dilated_attention.plan.counts import Counter, count_ranks, pairs
 from ring_dilated_attention.plan.plan import Plan
-from ring_dilated_attention.plan.totals import pairs, sent_by_all, sent_by_rank
+from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.training.memory import peak_resident_bytes
 
 from .share import SlicedJob, run_share, viewers_of
@@ -73,8 +74,8 @@ def describe(job: SlicedJob, rank: int) -> dict[str, Any]:
 def _rank_figures(job: SlicedJob, rank: int) -> dict[str, Any]:
     plan = job.plan(rank)
     sent = tuple(plan.bytes_sent(1, job.head_dim, ITEMSIZE, backward=backward) for backward in (False, True))
-    closed = sent_by_rank(*job[:3], rank, job.num_heads, job.num_kv_heads).num_bytes(1, job.head_dim, ITEMSIZE)
-    assert sent == closed, f"the plan sends {sent} bytes, its closed form {closed}"
+    comes, counted = sum(m.size for hop in plan.hops for m in hop.receives), Counter(job.call).of(rank).received
+    assert comes == counted, f"by the plan {comes} units of rows come in, and {counted} are counted"
     memory = memory_of(job, plan)
     return {
         "positions": plan.num_rows,
@@ -107,7 +108,8 @@ def _chunks_met(job: SlicedJob, rank: int, plan: Plan) -> dict[int, int]:
 
 def _job_figures(job: SlicedJob, rank: int) -> dict[str, Any]:
     total = pairs(job.pattern, job.seq_len, job.num_heads)
-    forward, backward = sent_by_all(*job[:3], job.num_heads, job.num_kv_heads).num_bytes(1, job.head_dim, ITEMSIZE)
+    forward = sum(count_ranks(Counter(job.call)).received) * job.head_dim * ITEMSIZE
+    backward = 2 * forward  # the chunks again, and their gradients, which are of float32 too
     memory = memory_of(job, job.plan(rank))
     n = job.seq_len
     return {

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.counts import Counter
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Chunk, Message, Plan
 from ring_dilated_attention.plan.planner import chunk_finder, make_plan
 from ring_dilated_attention.plan.sharding import Shard, make_shards
-from ring_dilated_attention.plan.totals import Segment, straddling_segments
 from ring_dilated_attention.simulate import OtherRanks, one_rank
 
 from .counter import CounterTensors
@@ -50,11 +50,15 @@ class SlicedJob(NamedTuple):
     def shards(self) -> tuple[Shard, ...]:
         return make_shards("contiguous", (self.num_rows,) * self.num_ranks)
 
+    @property
+    def call(self) -> Job:
+        return Job(self.pattern, self.shards, self.num_heads, self.num_kv_heads)
+
     def plan(self, rank: int) -> Plan:
-        return make_plan(Job(self.pattern, self.shards, self.num_heads, self.num_kv_heads), rank)
+        return make_plan(self.call, rank)
 
     def chunk_finder(self, rank: int) -> Callable[[Message], Chunk]:
-        return chunk_finder(Job(self.pattern, self.shards, self.num_heads, self.num_kv_heads), rank)
+        return chunk_finder(self.call, rank)
 
 
 def longnet_pattern(seq_len: int, *, is_causal: bool = True) -> DilatedPattern:
@@ -93,16 +97,23 @@ def choose_rank(job: SlicedJob) -> int:
     return max(candidates, key=merit)
 
 
+@lru_cache(maxsize=8)  # asked for every rank and branch
+def _counter(job: SlicedJob) -> Counter:
+    return Counter(job.call)
+
+
 def _ring_shares(job: SlicedJob, rank: int, branch: int) -> list[tuple[int, int, int]]:
     """Of a rank's rings in a branch: how many ranks at most come before, how many rows it has, how many ranks after."""
     own, found = job.rows_of(rank), []
-    for origin, end in straddling_segments(job.pattern.segment_lengths[branch], job.seq_len, own.start, own.stop):
-        segment = Segment(job.pattern, branch, job.num_heads, job.num_kv_heads, origin, end, job.num_rows)
+    w, keys = job.pattern.segment_lengths[branch], _counter(job).keys[branch]
+    for origin in sorted({own.start - own.start % w, own.stop - 1 - (own.stop - 1) % w}):
+        end = min(origin + w, job.seq_len)
         start, stop = max(own.start, origin), min(own.stop, end)
-        before, rows, after = segment.shares(start, stop)
-        per_position = sum(2 * heads for _, heads in segment.phases)
-        before = min(before // per_position, -(-(start - origin) // job.num_rows))
-        found.append((before, rows, min(after // per_position, -(-(end - stop) // job.num_rows))))
+        if (start, stop) != (origin, end):  # which straddles shards
+            before, through, whole = (keys.rows(x - origin) for x in (start, stop, end))
+            most_before, most_after = -(-(start - origin) // job.num_rows), -(-(end - stop) // job.num_rows)
+            ranks = min(before // keys.num, most_before), min((whole - through) // keys.num, most_after)
+            found.append((ranks[0], through - before, ranks[1]))
     return found
 
 

@@ -20,8 +20,8 @@ from .kernels.contract import BackwardRows
 from .pattern import DilatedPattern
 from .plan.heads import held_heads
 from .plan.job import Job
-from .plan.memory import Sizes
 from .plan.sharding import Cut, documents_of
+from .plan.sizes import Sizes
 from .ranks.borders import validate_cu_seqlens
 from .ranks.call import Call
 from .ranks.context import ContextParallel, ExchangeError, context_named, refuse

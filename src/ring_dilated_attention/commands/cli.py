@@ -28,7 +28,9 @@ SUBCOMMANDS = {
     "generate": Subcommand(".generate", "write on from a prompt with the model of a run"),
     "evaluate": Subcommand(".evaluate", "bits per byte of any text, by how much of it came before"),
     "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
-    "plan": Subcommand(".plan", "show what each rank would compute, send and hold"),
+    "plan": Subcommand(".plan.call", "show what each rank would compute, send and hold in one attention call"),
+    "plan model": Subcommand(".plan.model", "show what a whole model on a mesh of ranks holds and takes"),
+    "plan compare": Subcommand(".plan.compare", "compare exchanges and shardings, and recommend one"),
     "doctor": Subcommand(".doctor", "say whether this machine or cluster is ready, and how fast it is", joins=True),
     "suggest": Subcommand(".suggest", "suggest patterns for a length and a budget, and explain them"),
 }
@@ -41,8 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def asked_for(arguments: Sequence[str]) -> str:
-    """The first word that is no option; `rda` itself has none that takes a value."""
-    return next((word for word in arguments if not word.startswith("-")), "")
+    """The first word that is no option, since `rda` itself has none that takes a value; with the next one where both
+    together are a command."""
+    first = next((i for i, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
+    both = " ".join(arguments[first : first + 2])
+    return both if both in SUBCOMMANDS else "".join(arguments[first : first + 1])
 
 
 def run(arguments: list[str], command: str) -> int:
@@ -64,6 +69,10 @@ def run(arguments: list[str], command: str) -> int:
             with leaving_at_once(command):
                 chosen = import_module(subcommand.module, __package__)
             chosen.add_arguments(subparser)
+    words = asked_for(arguments).split()
+    if len(words) > 1:  # argparse knows a command by one word
+        first = arguments.index(words[0])
+        arguments = [*arguments[:first], " ".join(words), *arguments[first + len(words) :]]
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
     with suppress(ValueError):  # of numbers that are none: for a command that joins to say

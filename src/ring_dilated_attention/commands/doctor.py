@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..plan.clock import time_text
+from ..forecast.clock import time_text
 from ..training.files import check_mine, write_whole
 from ..training.launch import check_meeting, started
 from .hardware import MAKER, Machine, as_toml, is_saved, known

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..attention import dilated_attention
+from ..forecast.clock import Hardware
 from ..pattern import DilatedPattern
-from ..plan.clock import Hardware
 from ..ranks.context import ContextParallel
 from ..ranks.link import GroupLink
 from .compare import DTYPES, QUANTITIES, Case, measure, relative, tolerances

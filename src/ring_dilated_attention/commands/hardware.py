@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ..plan.clock import Hardware, time_text
+from ..forecast.clock import Hardware, time_text
 from ..training.files import MOST_BYTES
 from .numbers import amount, scaled
 

@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,13 +32,25 @@ def check_writable(option: str, folder: Path, file: str | None = None) -> None:
 
 
 def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """A table for a terminal, all columns but the first to the right."""
-    lines = [headers, *rows]
+    """A table for a terminal, all columns but the first to the right. Headers may have several lines."""
+    tallest = max(header.count("\n") for header in headers)
+    tall = [("\n" * (tallest - header.count("\n")) + header).split("\n") for header in headers]
+    lines = [*zip(*tall, strict=True), *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     return "\n".join(
         "  ".join([x[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(x[1:], widths[1:], strict=True))]).rstrip()
         for x in lines
     )
+
+
+def wrapped(text: str, width: int = 80) -> str:
+    """Lines of words, cut for a terminal; what goes on is indented."""
+    found = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        cut = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        found += cut.wrap(line) if len(line) > width else [line]
+    return "\n".join(found)
 
 
 def stepper(bar: Any) -> Callable[[str], None]:
@@ -54,13 +67,14 @@ def stepper(bar: Any) -> Callable[[str], None]:
     return step
 
 
-def progress_bar(total: int, unit: str, *, is_shown: bool = True) -> Any:
-    """A bar on stderr while a context lasts, or none where tqdm is not installed: it is no part of a result."""
+def progress_bar(total: int, unit: str, *, is_shown: bool = True, delay: float = 0.0) -> Any:
+    """A bar on stderr while a context lasts, or none where tqdm is not installed: it is no part of a result. It
+    appears with the first update after `delay` seconds."""
     if not is_shown or find_spec("tqdm") is None:
         return _NoBar()
     from tqdm import tqdm
 
-    return tqdm(total=total, unit=unit, file=LossyStream(sys.stderr), dynamic_ncols=True)
+    return tqdm(total=total, unit=unit, file=LossyStream(sys.stderr), dynamic_ncols=True, delay=delay)
 
 
 class _NoBar:

@@ -6,17 +6,19 @@ import math
 import sys
 from typing import Any
 
+from ..forecast.call import Way
+from ..forecast.call import count as count_ranks
+from ..forecast.compare import Call
+from ..forecast.reach import reach
+from ..forecast.suggest import suggestions, unread_phases
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
-from ..plan.lockstep import EqualJob
-from ..plan.memory import Sizes
-from ..plan.reach import reach
-from ..plan.suggest import most_sent, suggestions, unread_phases
-from ..plan.totals import pairs
+from ..plan.counts import pairs
+from ..plan.sizes import Sizes
 from ..training.options import MOST_LAYERS
 from .hardware import ITEMSIZE, check_dtype, described, machine_of
 from .limits import LARGEST, MOST_HEADS, check_at_least, check_ranks_fit
 from .numbers import amount, count, scaled, size_text
-from .output import aligned
+from .output import aligned, progress_bar, wrapped
 
 EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50         a fiftieth of dense attention's work
@@ -115,9 +117,9 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     sizes = Sizes(1, arguments.head_dim, ITEMSIZE[arguments.dtype])
     row = arguments.head_dim * sizes.itemsize
     described = []
-    for pattern, rule in found:
+    calls = [Call(pattern, n, arguments.ranks, heads, kv_heads, sizes) for pattern, _ in found]
+    for (pattern, rule), received in zip(found, most_received(calls), strict=True):
         work, followed = pairs(pattern, n, heads), reach(pattern, n, heads, arguments.layers)
-        sent, is_exact = most_sent(EqualJob(pattern, n, arguments.ranks, heads, kv_heads, sizes))
         described.append(
             {
                 "segment_lengths": pattern.segment_lengths,
@@ -132,8 +134,7 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
                 "worst_query": followed.worst,
                 "queries_followed": followed.num_followed,
                 "unread_phases": unread_phases(pattern, heads),
-                "largest_sent_bytes": sent,
-                "sent_is_exact": is_exact,
+                "largest_received_bytes": received,
                 # Keys that come later cannot be in a cache: only causal patterns have one.
                 "cache_bytes": 2 * row * pattern.cache_rows(heads, kv_heads, n) if is_causal else None,
                 "dense_cache_bytes": 2 * row * n * kv_heads if is_causal else None,
@@ -142,22 +143,23 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     return described
 
 
+def most_received(calls: list[Call]) -> list[int]:
+    """Bytes of the rank that receives most around the ring, of each call."""
+    with progress_bar(sum(call.num_ranks for call in calls), "rank", delay=2) as bar:
+        return [count_ranks(call.job(), Way(), bar.update).most_moved(call.sizes)[1] for call in calls]
+
+
 def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: str | None) -> str:
-    headers: tuple[str, ...] = (
-        "",
-        "pairs of dense's",
-        "layers to hear 99 %",
-        f"unheard after {arguments.layers:,} layer{'s' * (arguments.layers > 1)}",
-        "most sent by a rank",
-        "decoding cache a layer",
-    )
+    layers = f"{arguments.layers:,}\nlayer{'s' * (arguments.layers > 1)}"
+    headers: tuple[str, ...] = ("", "pairs of\ndense's", "layers to\nhear 99 %", f"unheard\nafter {layers}")
+    headers += ("received\nby a rank,\nat most", "decoding\ncache a\nlayer")
     rows: list[tuple[str, ...]] = [
         (
             f"{i + 1}. {row['rule']}",
             f"1/{1 / row['of_dense']:,.1f}",
-            str(row["layers_for_most"] or f"more than {arguments.layers:,}"),
+            str(row["layers_for_most"] or f"over {arguments.layers:,}"),
             percent(1 - row["reach_by_layer"][-1]),
-            "about " * (not row["sent_is_exact"]) + size_text(row["largest_sent_bytes"]),
+            size_text(row["largest_received_bytes"]),
             size_text(row["cache_bytes"] or 0),
         )
         for i, row in enumerate(found)
@@ -168,9 +170,10 @@ def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: st
         f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, "
         f"{arguments.ranks:,} rank{'s' * (arguments.ranks > 1)}"
     )
-    lines = [start, *([assumed] if assumed else []), aligned(headers, rows), legend(arguments)]
+    lines = [start, *([wrapped(assumed)] if assumed else []), aligned(headers, rows), wrapped(legend(arguments))]
     for i, row in enumerate(found):
-        lines += ["", f"{i + 1}. {row['rule']}: {options(row, arguments.seq_len)}", *words(arguments, row)]
+        said = [f"{i + 1}. {row['rule']}: {options(row, arguments.seq_len)}", *words(arguments, row)]
+        lines += ["", *map(wrapped, said)]
     return "\n".join(lines)
 
 
@@ -179,7 +182,10 @@ def legend(arguments: argparse.Namespace) -> str:
     what = "all positions" if arguments.not_causal else "the positions up to it"
     lines = [f"heard: by the worst of the queries that were followed, of {what}"]
     if arguments.ranks > 1:
-        lines.append("sent: around the ring, in a layer's forward and backward, by the rank that sends most")
+        lines.append(
+            "received: keys and values around the ring, in a layer's forward and backward, by the rank that receives "
+            "most; with the gradients that it sends for them"
+        )
     return "\n".join(lines)
 
 

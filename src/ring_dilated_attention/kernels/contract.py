@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..pattern import DilatedPattern
 from ..plan.cache import CachePlan
-from ..plan.memory import Traits
+from ..plan.sizes import Traits
 
 
 class BackwardRows(NamedTuple):

@@ -1,6 +1,6 @@
 """What programs and memory depend on of each kernel. No torch, so that a laptop can plan with it."""
 
-from ..plan.memory import Sizes, Traits
+from ..plan.sizes import Sizes, Traits
 from ..plan.step import Compute, Packing
 
 KEY_BLOCK = 512

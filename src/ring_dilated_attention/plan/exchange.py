@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from .counts import Counter, JobCount, count_ranks
 from .dealing import Dealing, check_dealing, deal, dealt_bytes
 from .job import Job
-from .memory import Sizes
 from .plan import Plan, gathered
 from .planner import make_plan
 from .sharding import shard_length
+from .sizes import Sizes
 
 EXCHANGES = ("ring", "all_gather", "all_to_all")
 
@@ -17,8 +18,6 @@ EXCHANGES = ("ring", "all_gather", "all_to_all")
 SMALL_CHUNK_BYTES = 64 * 1024
 # The ring's bytes hide behind its computation, those of an all-to-all do not: it must save this factor.
 ALL_TO_ALL_SAVING = 3
-# Ranks whose plans are looked at; of more, some. The same on every rank, so that all choose alike.
-MOST_PLANS = 16
 
 
 class RankPlan(NamedTuple):
@@ -53,17 +52,30 @@ def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPla
     Raises:
         ValueError: if heads cannot be dealt.
     """
-    size = job.num_ranks if exchange == "all_to_all" else inner
-    dealing = None
+    size, dealing = dealers(exchange, job, inner), None
     if size > 1:
-        check_dealing(job.num_kv_held, size)
-        outer, place = divmod(rank, size)
-        share = len(job.held_heads) // size
-        held = job.held_heads[place * share : (place + 1) * share]
-        rows = [deal(job.shards[i : i + size], place) for i in range(0, job.num_ranks, size)]
-        job, rank, dealing = job._replace(shards=tuple(x for _, x in rows), held=held), outer, rows[outer][0]
-    plan = make_plan(job, rank)
+        rows = dealt(job, size, rank % size)
+        job, dealing = rows[0], rows[1][rank // size]
+    plan = make_plan(job, rank // size)
     return RankPlan(gathered(plan) if exchange == "all_gather" else plan, dealing)
+
+
+def dealers(exchange: str, job: Job, inner: int = 1) -> int:
+    """How many neighbouring ranks deal heads among them; 1 where none do."""
+    return job.num_ranks if exchange == "all_to_all" else inner
+
+
+def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
+    """The job of the ranks at one place of groups of `size` that deal heads, a ring by itself, and how each deals.
+
+    Raises:
+        ValueError: if heads cannot be dealt.
+    """
+    check_dealing(job.num_kv_held, size)
+    share = len(job.held_heads) // size
+    held = job.held_heads[place * share : (place + 1) * share]
+    rows = [deal(job.shards[i : i + size], place) for i in range(0, job.num_ranks, size)]
+    return job._replace(shards=tuple(shard for _, shard in rows), held=held), [dealing for dealing, _ in rows]
 
 
 class Choice(NamedTuple):
@@ -73,81 +85,55 @@ class Choice(NamedTuple):
     reason: str
 
 
-class Traffic(NamedTuple):
-    """What an exchange is chosen by: of the ranks of a ring, that which has most. Bytes, but of hops and calls.
-
-    sent: in a forward. largest: of all messages. two_chunks: that a ring holds. together: of all chunks that a rank
-    meets. calls: of the kernel.
-    """
-
-    sent: int
-    hops: int
-    largest: int
-    two_chunks: int
-    together: int
-    calls: int
-
-
-def traffic_of(plans: Sequence[Plan], sizes: Sizes) -> Traffic:
-    """Of plans of a ring."""
-    unit = sizes.unit * sizes.itemsize
-    return Traffic(
-        sent=unit * max(plan.sent()[0] for plan in plans),
-        hops=max(len(plan.hops) for plan in plans),
-        largest=unit * max((m.size for plan in plans for hop in plan.hops for m in hop.receives), default=0),
-        two_chunks=2 * unit * max(plan.chunk_size for plan in plans),
-        together=unit * max(sum(m.size for hop in plan.hops for m in hop.receives) for plan in plans),
-        calls=max(plan.num_tiles for plan in plans),
-    )
-
-
-def looked_at(num_ranks: int) -> list[int]:
-    """The ranks whose traffic decides: the first, the last, and some between at growing distances, since equal ones
-    would find them all at the same place of their segments."""
-    if num_ranks <= MOST_PLANS:
-        return list(range(num_ranks))
-    step = num_ranks // (2 * MOST_PLANS)
-    return sorted({(i * step + i * (i + 1) // 2) % num_ranks for i in range(MOST_PLANS - 1)} | {num_ranks - 1})
-
-
 @lru_cache(maxsize=256)
-def choose_exchange(job: Job, sizes: Sizes, traffic: Traffic | None = None) -> Choice:
-    """The exchange for a forward.
+def choose_exchange(job: Job, sizes: Sizes) -> Choice:
+    """The exchange for a forward."""
+    return choice_by(count_ranks(Counter(job)), job, sizes)
+
+
+def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
+    """The exchange for a forward, given what the ranks receive.
 
     By bytes, by the memory that they take, and by the number of kernel calls: an exchange that saves bytes and cuts the
     work into smaller tiles saves nothing.
-
-    Args:
-        sizes: of the tensors.
-        traffic: where it is known without plans.
     """
-    ranks = looked_at(job.num_ranks)
-    if traffic is None:
-        traffic = traffic_of([make_plan(job, rank) for rank in ranks], sizes)
-    sent, hops, largest, two_chunks, together, calls = traffic
-    if not sent:
+    unit = sizes.unit * sizes.itemsize
+    received, two_chunks = unit * max(counted.received), 2 * unit * max(counted.buffers)
+    if not received:
         return Choice("ring", "nothing is sent: every segment lies in one shard")
+    shared = [segment for segment in counted.segments.values() if segment.received]
+    hops, largest = max(x.sharers for x in shared) - 1, unit * max(max(x.largest) for x in shared)
     num_kv_held, lengths = job.num_kv_held, tuple(map(shard_length, job.shards))
-    local = 2 * num_kv_held * sizes.unit * sizes.itemsize * max(lengths)
-    seen = "" if job.num_ranks <= MOST_PLANS else f" (of {MOST_PLANS} ranks looked at)"
-    ring = f"the ring sends {sent:,} bytes{seen} in {hops} hops and holds {two_chunks:,} (two chunks)"
-    if hops > 1 and largest <= SMALL_CHUNK_BYTES and together <= max(two_chunks, local):
+    local = 2 * num_kv_held * unit * max(lengths)
+    num_hops = f"{hops} hop{'s' * (hops > 1)}"
+    ring = f"by the ring a rank receives up to {received:,} bytes in {num_hops} and holds {two_chunks:,} (two chunks)"
+    if hops > 1 and largest <= SMALL_CHUNK_BYTES and received <= max(two_chunks, local):
         return Choice(
             "all_gather",
-            f"chunks of {largest:,} bytes are small, and all that a rank meets are {together:,}, "
+            f"chunks of {largest:,} bytes are small, and all that a rank meets are {received:,}, "
             f"no more than its own keys and values: one round instead of {hops} hops; {ring}",
         )
     if num_kv_held % job.num_ranks:
         return Choice("ring", f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks")
-    dealt = max(dealt_bytes(lengths, rank, len(job.held_heads), num_kv_held, *sizes[:3]) for rank in ranks)
+    moved = most_dealt(lengths, len(job.held_heads), num_kv_held, sizes)
     of_heads = plan_exchange("all_to_all", job, 0).plan
+    calls = make_plan(job, counted.received.index(max(counted.received))).num_tiles
     ring += f", in {calls} kernel calls"
-    if dealt * ALL_TO_ALL_SAVING > sent:
-        return Choice("ring", f"{ring}, behind computation; dealing heads would send {dealt:,}, hidden by nothing")
+    if moved * ALL_TO_ALL_SAVING > received:
+        return Choice("ring", f"{ring}, behind computation; dealing heads would send {moved:,}, hidden by nothing")
     if of_heads.num_tiles > 2 * calls:
-        return Choice("ring", f"{ring}; dealing heads would send {dealt:,}, but takes {of_heads.num_tiles} calls")
+        return Choice("ring", f"{ring}; dealing heads would send {moved:,}, but takes {of_heads.num_tiles} calls")
     return Choice(
         "all_to_all",
-        f"sends {dealt:,} bytes, less than the ring by {ALL_TO_ALL_SAVING} times or more (its bytes hide behind "
+        f"sends {moved:,} bytes, less than the ring by {ALL_TO_ALL_SAVING} times or more (its bytes hide behind "
         f"computation, these do not), in {of_heads.num_tiles} kernel calls, and holds them beside the inputs; {ring}",
     )
+
+
+def most_dealt(
+    lengths: Sequence[int], num_heads: int, num_kv_heads: int, sizes: Sizes, *, backward: bool = False
+) -> int:
+    """Bytes that the rank of a group which deals most sends to deal: one with the most or the fewest positions."""
+    heads = (num_heads, num_kv_heads, *sizes[:3])
+    ends = (lengths.index(max(lengths)), lengths.index(min(lengths)))
+    return max(dealt_bytes(lengths, rank, *heads, backward=backward) for rank in ends)

@@ -1,6 +1,6 @@
 """What a rank does, step by step, in one forward or backward. Pure integers, no torch.
 
-    plan -> program -> {carried out (run/executor.py), weighed (memory.py), timed (clock.py)}
+    plan -> program -> {carried out (run/executor.py), weighed (forecast/ledger.py), timed (forecast/clock.py)}
 
 Nothing else knows what happens when: what is made, sent, awaited, computed, merged and let go stands here, once, for
 one device, for a ring (arXiv 2310.01889), for all chunks in one round (`plan.gathered`) and for heads dealt to ranks.

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, choose_exchange
 from ..plan.job import Job
-from ..plan.memory import Sizes
 from ..plan.sharding import Cut, ring_order
+from ..plan.sizes import Sizes
 from .call import Call
 from .handshake import agree
 from .link import ExchangeError, GroupLink, Wait

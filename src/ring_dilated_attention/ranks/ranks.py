@@ -12,8 +12,8 @@ from ..kernels.choose import choose
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.memory import Sizes
 from ..plan.sharding import Cut, Shard, documents_of
+from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
 from ..run.link import Dealer, Link

@@ -17,9 +17,9 @@ from ..kernels.choose import choose
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.memory import Sizes
 from ..plan.plan import Message
 from ..plan.sharding import Cut, Shard, documents_of, make_shards
+from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
 from ..ranks.call import Call
 from ..ranks.context import ContextParallel

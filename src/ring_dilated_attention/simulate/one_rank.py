@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..plan.exchange import Choice
 from ..plan.job import Job
-from ..plan.memory import Sizes
 from ..plan.plan import Chunk, Message
 from ..plan.planner import chunk_finder
 from ..plan.rows import Rows
 from ..plan.sharding import Cut
+from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
 from ..ranks.ranks import Links, Ranks
 from ..run.views import block_views

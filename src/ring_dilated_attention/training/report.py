@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from ..forecast.ledger import attention_memory
 from ..kernels.traits import TRAITS
 from ..plan.job import Job
-from ..plan.memory import Sizes, attention_memory
 from ..plan.planner import make_plan
 from ..plan.sharding import make_shards, split_lengths
+from ..plan.sizes import Sizes
 from ..ranks.context import ContextParallel
 from .baselines import smoothed
 from .files import MADE_BY, check_mine, is_our_picture, write_whole

@@ -23,11 +23,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .dealing import Dealing
-from .memory import Sizes, row_bytes
-from .plan import Message, Plan
-from .program import steps
-from .step import STAGES, Compute, Deal, Part, Post, Terms, Wait
+from ..plan.dealing import Dealing
+from ..plan.plan import Message, Plan
+from ..plan.program import steps
+from ..plan.sizes import Sizes
+from ..plan.step import STAGES, Compute, Deal, Part, Post, Terms, Wait
+from .ledger import row_bytes
 
 
 class Hardware(NamedTuple):
@@ -51,24 +52,15 @@ class Hardware(NamedTuple):
             rate = self.backward_flops_per_second
         return flops / rate + calls * self.call_seconds
 
+    def work_seconds(self, num_pairs: int, sizes: Sizes) -> float:
+        """Of so many pairs of queries and keys, forward and backward, in one kernel call each."""
+        return sum(
+            self.compute_seconds(2 * products * sizes.unit * num_pairs, backward=products == 5) for products in (2, 5)
+        )
+
     @property
     def handshake(self) -> float:
         return self.latency_seconds if self.handshake_seconds is None else self.handshake_seconds
-
-
-class Bounds(NamedTuple):
-    """Seconds of a step; the same number twice where it is exact."""
-
-    least: float
-    most: float
-
-    @classmethod
-    def exactly(cls, seconds: float) -> "Bounds":
-        return cls(seconds, seconds)
-
-    @property
-    def is_exact(self) -> bool:
-        return self.least == self.most
 
 
 class RankTime(NamedTuple):

@@ -3,24 +3,25 @@
 Short sequences are drawn pair by pair and position by position. Of long ones the pattern is a sketch (`sketch.py`),
 which says so; ring and branches are those of the plan itself, whatever the length.
 
-`python -m ring_dilated_attention.commands.figures docs` makes the two of the README, `rda plan --picture DIR` those of
-any call.
+`python -m ring_dilated_attention.commands.plan.figures docs` makes the two of the README, `rda plan --picture PATH`
+those of any call.
 """
 
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..pattern import DilatedPattern
-from ..plan.exchange import plan_exchange
-from ..plan.job import Job
-from ..plan.plan import Hop, Message, Plan
-from ..plan.planner import make_plan
-from ..plan.sharding import Shard, make_shards, shard_length
-from ..plan.sharing import BranchShare, branch_shares
-from ..training.files import MADE_BY, check_mine, folder_made, is_our_picture, write_whole
+from ...forecast.call import BranchShare, Way, count
+from ...pattern import DilatedPattern
+from ...plan.job import Job
+from ...plan.plan import Hop, Message, Plan
+from ...plan.planner import make_plan
+from ...plan.sharding import Shard, make_shards, shard_length
+from ...training.files import MADE_BY, check_mine, folder_made, is_our_picture, write_whole
+from ..output import check_writable
 from .sketch import Panel, draw_panel, panels
 
 if TYPE_CHECKING:
@@ -38,44 +39,49 @@ DPI = 160
 PICTURES = PATTERN_PICTURE, RING_PICTURE = ("pattern.png", "ring.png")
 
 
-def draw(
-    folder: Path, pattern: DilatedPattern, shards: tuple[Shard, ...], heads: tuple[int, int], exchange: str = "ring"
-) -> list[Path]:
-    """pattern.png and, unless `why_no_ring`, ring.png.
+def draw(path: Path, job: Job, exchange: str = "ring") -> None:
+    """The pattern and, unless `why_no_ring`, the ring; says on stderr where they are.
 
     Args:
-        heads: query heads, key/value heads.
+        path: a folder or a picture's name (`pictures_at`).
         exchange: by which chunks travel.
     """
-    job = Job(pattern, shards, *heads)
-    plans = [plan_exchange(exchange, job, rank).plan for rank in range(len(shards))]
-    shares = branch_shares(job, plans)
-    pictures = {PATTERN_PICTURE: _pattern_or_sketch(pattern, shards, heads[0], shares, exchange)}
-    if why_no_ring(len(shards), exchange) is None:
-        pictures[RING_PICTURE] = draw_ring(pattern, shards, plans, shares)
-    return _save(folder, pictures)
+    files = pictures_at(path)
+    why = why_no_ring(job.num_ranks, exchange)
+    branches = count(job, Way()).branches
+    pictures = {files[0]: _pattern_or_sketch(job, branches, exchange)}
+    if why is None:
+        plans = [make_plan(job, rank) for rank in range(job.num_ranks)]
+        pictures[files[1]] = draw_ring(job.shards, plans, branches)
+    _save(pictures)
+    print(*pictures, sep="\n", file=sys.stderr)
+    if why is not None:
+        print(f"no picture of the ring: {why}", file=sys.stderr)
 
 
-def draw_counted(
-    folder: Path,
-    pattern: DilatedPattern,
-    shards: tuple[Shard, ...],
-    num_heads: int,
-    shares: Sequence[BranchShare],
-    exchange: str,
-) -> list[Path]:
-    """pattern.png alone, of so many ranks that nobody plans each: a closed form tells what travels."""
-    return _save(folder, {PATTERN_PICTURE: _pattern_or_sketch(pattern, shards, num_heads, shares, exchange)})
+def pictures_at(path: Path) -> tuple[Path, Path]:
+    """Where pattern and ring are drawn: in a folder, or beside each other under the name of a picture."""
+    if path.is_dir() or not path.suffix:
+        return path / PATTERN_PICTURE, path / RING_PICTURE
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"--picture {path}: pictures are PNG: name one NAME.png, or give a folder without a dot")
+    return path, path.with_name(f"{path.stem}-ring{path.suffix}")
 
 
-def _pattern_or_sketch(
-    pattern: DilatedPattern, shards: tuple[Shard, ...], num_heads: int, shares: Sequence[BranchShare], exchange: str
-) -> "Figure":
-    seq_len = sum(map(shard_length, shards))
-    if seq_len <= MOST_POSITIONS:
-        return draw_pattern(pattern, seq_len, num_heads)
-    found = panels(pattern, shards, shares, is_dealt=exchange == "all_to_all")
-    return draw_sketch(found, is_causal=pattern.is_causal)
+def check_picture(path: Path) -> None:
+    """Before the work: raise ValueError if nothing can be drawn, or there is what was not made here."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("--picture needs matplotlib: pip install matplotlib")
+    for file in pictures_at(path):
+        check_writable("--picture", file.parent)
+        check_mine(file, is_our_picture, "rda plan --picture")
+
+
+def _pattern_or_sketch(job: Job, branches: Sequence[BranchShare], exchange: str) -> "Figure":
+    if job.seq_len <= MOST_POSITIONS:
+        return draw_pattern(job.pattern, job.seq_len, job.num_heads)
+    found = panels(job.shards, branches, is_dealt=exchange == "all_to_all")
+    return draw_sketch(found, is_causal=job.pattern.is_causal)
 
 
 def why_no_ring(num_ranks: int, exchange: str) -> str | None:
@@ -107,22 +113,16 @@ def draw_sketch(found: Sequence[Panel], *, is_causal: bool) -> "Figure":
     return figure
 
 
-def _save(folder: Path, pictures: dict[str, "Figure"]) -> list[Path]:
+def _save(pictures: dict[Path, "Figure"]) -> None:
     made = {}
-    for name, figure in pictures.items():
-        made[folder / name] = content = BytesIO()
+    for path, figure in pictures.items():
+        made[path] = content = BytesIO()
         figure.savefig(content, dpi=DPI, format="png", metadata={"Software": MADE_BY})
-    with folder_made(folder):
-        check_pictures(folder)
+    with folder_made(next(iter(pictures)).parent):
+        for path in made:
+            check_mine(path, is_our_picture, "rda plan --picture")
         for path, content in made.items():
             write_whole(path, content.getvalue(), is_our_picture, "rda plan --picture")
-    return list(made)
-
-
-def check_pictures(folder: Path) -> None:
-    """Raise ValueError if there are pictures of such names that were not made here."""
-    for name in PICTURES:
-        check_mine(folder / name, is_our_picture, "rda plan --picture")
 
 
 def branches_by_pair(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> list[list[list[int]]]:
@@ -199,12 +199,10 @@ def _draw_head(axes: "Axes", pattern: DilatedPattern, seq_len: int, num_heads: i
     axes.set_xlabel("key")
 
 
-def draw_ring(
-    pattern: DilatedPattern, shards: Sequence[Shard], plans: Sequence[Plan], shares: Sequence[BranchShare]
-) -> "Figure":
+def draw_ring(shards: Sequence[Shard], plans: Sequence[Plan], shares: Sequence[BranchShare]) -> "Figure":
     """Above, who owns which positions and what travels; below, hop by hop, what each rank computes and sends."""
     num_hops = max(len(plan.hops) for plan in plans)
-    heights = [0.75 + 0.27 * len(pattern.branches), 0.75 * (num_hops + 1)]
+    heights = [0.75 + 0.27 * len(shares), 0.75 * (num_hops + 1)]
     figure = _figure(1.6 * len(shards) + 3, sum(heights) + 0.5)
     above, below = figure.subplots(2, 1, height_ratios=heights, sharex=True)
     _draw_shards(above, shards, plans)
@@ -360,14 +358,12 @@ def _figure(width: float, height: float) -> "Figure":
 def draw_readme(folder: Path) -> list[Path]:
     """The two pictures of the README: a causal pattern, and a ring of four in which one of two branches travels."""
     shown = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True)
-    ring, shards = DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8, 8, 8, 8))
-    job = Job(ring, shards, 4, 4)
+    job = Job(DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8, 8, 8, 8)), 4, 4)
     plans = [make_plan(job, rank) for rank in range(4)]
-    pictures = {
-        PATTERN_PICTURE: draw_pattern(shown, 32, 4),
-        RING_PICTURE: draw_ring(ring, shards, plans, branch_shares(job, plans)),
-    }
-    return _save(folder, pictures)
+    files = pictures_at(folder)
+    figures = draw_pattern(shown, 32, 4), draw_ring(job.shards, plans, count(job, Way()).branches)
+    _save(dict(zip(files, figures, strict=True)))
+    return list(files)
 
 
 if __name__ == "__main__":

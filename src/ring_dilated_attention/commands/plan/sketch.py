@@ -6,10 +6,8 @@ What is drawn is data first (`panels`), so that a test can hold it against the p
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..pattern import DilatedPattern
-from ..plan.lockstep import Form
-from ..plan.sharding import Shard, Span, shard_length
-from ..plan.sharing import BranchShare
+from ...forecast.call import BranchShare
+from ...plan.sharding import Shard, Span, shard_length
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,9 +34,7 @@ class Panel(NamedTuple):
     notes: tuple[str, ...]
 
 
-def panels(
-    pattern: DilatedPattern, shards: Sequence[Shard], shares: Sequence[BranchShare], *, is_dealt: bool = False
-) -> list[Panel]:
+def panels(shards: Sequence[Shard], shares: Sequence[BranchShare], *, is_dealt: bool = False) -> list[Panel]:
     """A panel for each branch of one document. is_dealt: heads are dealt for positions, which no branch decides."""
     seq_len = sum(map(shard_length, shards))
     ends = sorted(span.stop for shard in shards for span in shard)
@@ -52,16 +48,6 @@ def panels(
         ink = max(0.08, (2 / 3) ** ((share.dilation_rate.bit_length() - 1) / 4 * 2))
         borders = inside if len(inside) * NARROWEST_SHARD < 1 else ()
         found.append(Panel(stop, segments, borders, ink, notes_of(share, is_dealt=is_dealt)))
-    return found
-
-
-def shares_of_form(form: Form) -> list[BranchShare]:
-    """What `branch_shares` finds in the plans of all ranks."""
-    job, unit = form.job, form.job.sizes.unit * form.job.sizes.itemsize
-    found = []
-    for (w, r), sharing, sent in zip(job.pattern.branches, form.sharing, form.sent_of_branches(), strict=True):
-        length = min(w, job.seq_len)
-        found.append(BranchShare(w, r, sharing, -(-length // r), length, sent // unit))
     return found
 
 

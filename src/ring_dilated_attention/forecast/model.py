@@ -24,26 +24,21 @@ then added to it; the head's is summed over chunks first.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd, inf
+from math import gcd
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
-from .advice import Waiting, advice, exposed_of
-from .clock import Bounds, Hardware, StepTime, model_step
-from .job import Job
-from .lockstep import MOST_HOPS, EqualJob, Lockstep, all_hops, why_not
-from .memory import AttentionMemory, Sizes, Traits, attention_memory
-from .planner import make_plan
-from .sharding import default_lengths, make_shards
-from .sharing import BranchShare, branch_shares
-from .totals import pairs
+from ..plan.counts import pairs
+from ..plan.sizes import Sizes, Traits
+from .advice import advice
+from .call import Figures, Time, Way, forecast
+from .clock import Hardware
+from .compare import Call
 
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
 LOSS_CHUNK_LOGITS, LOSS_CHUNK_ROWS = 2**20, 1024  # as in models/longnet.py, and tested to be
 BYTES_PER_LOGIT = 12
 FLOAT = 4
-# Ranks of which every one is planned; of more the figures are closed forms, and else memory that of FEW, and no time.
-MOST_PLANNED, FEW = 32, 16
 # Of the search for what fits: ranks of a sequence, positions of a rank, and the share of a length that it is found to.
 MOST_RANKS, LONGEST, SEARCHED_TO = 65_536, 2**34, 1 / 256
 
@@ -117,6 +112,12 @@ class ModelJob:
     @property
     def sizes(self) -> Sizes:
         return Sizes(self.batch, self.shape.head_dim, self.shape.itemsize, self.num_threads)
+
+    @property
+    def call(self) -> Call:
+        """One layer's attention."""
+        heads = self.shape.num_heads, self.shape.num_kv_heads
+        return Call(self.pattern, self.seq_len, self.mesh.sequence, *heads, self.sizes)
 
     @property
     def rows(self) -> int:
@@ -200,9 +201,10 @@ def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
         feed_forward += _gradient_of(shape, shape.embed_dim * shape.ffn_dim)
     if traits is None:
         return max(loss, feed_forward, 0)
-    attention = attention_of(job, traits).forward_backward
+    attention = attention_of(job, traits).peak
+    assert attention is not None
     given = {"query", "key", "value", "out", "lse"}
-    beside = sum(item.num_bytes for item in attention.items if item.name.removesuffix(", own rows") not in given)
+    beside = sum(item.num_bytes for item in attention.items if item.name not in given)
     in_attention = beside + job.rows * (row - 5 * row - 3 * wide) + again
     return max(loss, feed_forward, in_attention, 0)
 
@@ -223,43 +225,25 @@ def _gradient_of(shape: Shape, num_entries: int) -> int:
 
 
 @lru_cache(maxsize=1024)  # the same whatever becomes of the model's activations
-def attention_of(job: ModelJob, traits: Traits) -> AttentionMemory:
-    """Of one attention call on the rank that holds most.
-
-    Exact up to MOST_PLANNED ranks and where closed forms hold. Else of FEW ranks with shards as long: a rank holds what
-    it owns and the chunks at hand, however many ranks there are, and segments of more than half of them are cut to
-    that, with their ends at other places of the shards: of nine in ten random jobs within 15 % of the plans of all
-    ranks, and of few a third off.
-    """
-    shape, ranks, pattern, seq_len = job.shape, job.mesh.sequence, job.pattern, job.seq_len
-    heads = (shape.num_heads, shape.num_kv_heads)
-    if (form := _form(job)) is not None:
-        return form.memory(traits)
-    if ranks > MOST_PLANNED:
-        each, longer = divmod(seq_len, ranks)
-        all_few, longest = FEW * each + min(longer, FEW), each + (longer > 0)
-        cut = [all_few if w >= seq_len else min(w, FEW // 2 * longest + w % longest) for w in pattern.segment_lengths]
-        pattern, seq_len, ranks = replace(pattern, segment_lengths=cut), all_few, FEW
-    shards = make_shards(job.sharding, default_lengths(job.sharding, seq_len, ranks))
-    plans = (make_plan(Job(pattern, shards, *heads), rank) for rank in range(ranks))
-    return max((attention_memory(p, job.sizes, traits) for p in plans), key=lambda x: x.forward_backward.num_bytes)
+def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware | None = None) -> Figures:
+    """One layer's attention, on the ranks of one sequence."""
+    return forecast(job.call.job(job.sharding), Way(), job.sizes, traits=traits, hardware=hardware)
 
 
 class StepParts(NamedTuple):
-    """Seconds of a step, by what they go to. least and most differ where attention is between bounds.
+    """Seconds of a step, by what they go to.
 
     matrices: the products with weights. attention: of all layers, waits included. gradients: their sum over ranks,
     hidden by nothing.
     """
 
     matrices: float
-    attention: Bounds
+    attention: Time
     gradients: float
 
     @property
-    def bounds(self) -> Bounds:
-        others = self.matrices + self.gradients
-        return Bounds(others + self.attention.least, others + self.attention.most)
+    def all(self) -> Time:
+        return Time(self.matrices + self.attention.seconds + self.gradients, self.attention.is_about)
 
 
 def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts:
@@ -267,77 +251,26 @@ def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts
     shape = job.shape
     times = 3 if activations == "kept" else 4  # forward, and backward twice as much; forward again
     products = 2 * job.rows * (times * shape.num_layers * shape.block_matrices + 3 * shape.vocab_size * shape.embed_dim)
-    attention = attention_seconds(job, hardware)
+    attention = attention_of(job, hardware=hardware).time
+    assert attention is not None
     ranks = job.mesh.num_ranks
     size = shape.num_parameters * shape.param_itemsize
     passes = 3 if job.mesh.shards > 1 else 2  # scatter and gather; sharded weights are gathered twice
     sum_seconds = passes * (ranks - 1) / ranks * size / hardware.bytes_per_second if ranks > 1 else 0.0
-    layers = Bounds(shape.num_layers * attention.least, shape.num_layers * attention.most)
+    layers = Time(shape.num_layers * attention.seconds, attention.is_about)
     return StepParts(products / hardware.flops_per_second, layers, sum_seconds)
 
 
-@lru_cache(maxsize=64)  # the same whatever becomes of activations
-def attention_seconds(job: ModelJob, hardware: Hardware) -> Bounds:
-    """Of one layer, forward and backward."""
-    if _is_planned(job):
-        return Bounds.exactly(_planned_step(job, hardware)[0].step_seconds)
-    if (form := _form(job)) is not None:
-        return form.step_seconds(hardware)
-    shape = job.shape
-    all_pairs = pairs(job.pattern, job.seq_len, shape.num_heads)
-    work = 14 * shape.head_dim * job.batch * all_pairs / job.mesh.sequence
-    return Bounds(work / hardware.flops_per_second, inf)
-
-
-def attention_waiting(job: ModelJob, hardware: Hardware) -> Waiting | None:
-    """How much of one layer's attention is waiting, as `advice` reads it; None where its time is not known, or nothing
-    is sent."""
-    seconds = attention_seconds(job, hardware)
-    if job.mesh.sequence == 1 or seconds.most == inf:
-        return None
-    if _is_planned(job):
-        step, shares = _planned_step(job, hardware)
-        num_bytes = job.sizes.unit * job.sizes.itemsize
-        return Waiting(exposed_of(step), seconds, [share.sent * num_bytes for share in shares])
-    form = _form(job)
-    assert form is not None
-    return Waiting(form.exposed(hardware, seconds), seconds, form.sent_of_branches())
-
-
-def _form(job: ModelJob) -> Lockstep | None:
-    """Of one layer's attention."""
-    call = _call(job)
-    return Lockstep(call, job.sharding) if why_not(call, job.sharding) is None else None
-
-
-def _call(job: ModelJob) -> EqualJob:
-    heads = job.shape.num_heads, job.shape.num_kv_heads
-    return EqualJob(job.pattern, job.seq_len, job.mesh.sequence, *heads, job.sizes)
-
-
-def _is_planned(job: ModelJob) -> bool:
-    """Whether every rank is: if that takes a moment, or no closed form holds."""
-    return job.mesh.sequence <= MOST_PLANNED and (all_hops(_call(job)) <= MOST_HOPS or _form(job) is None)
-
-
-@lru_cache(maxsize=2)  # its seconds and what it waits are asked for apart
-def _planned_step(job: ModelJob, hardware: Hardware) -> tuple[StepTime, list[BranchShare]]:
-    """One layer's attention by the plans of all ranks: its time, and what its branches send."""
-    ranks, heads = job.mesh.sequence, (job.shape.num_heads, job.shape.num_kv_heads)
-    shards = make_shards(job.sharding, default_lengths(job.sharding, job.seq_len, ranks))
-    call = Job(job.pattern, shards, *heads)
-    plans = [make_plan(call, rank) for rank in range(ranks)]
-    return model_step(plans, job.sizes, hardware), branch_shares(call, plans)
-
-
-def attention_advice(job: ModelJob, hardware: Hardware, step: Waiting) -> str | None:
+def attention_advice(job: ModelJob, hardware: Hardware) -> str | None:
     """What `advice` says of one layer's attention."""
 
-    def again(pattern: DilatedPattern) -> Bounds | None:
-        found = attention_seconds(replace(job, pattern=pattern), hardware)
-        return found if found.most < inf else None
+    def again(pattern: DilatedPattern) -> Time | None:
+        return attention_of(replace(job, pattern=pattern), hardware=hardware).time
 
-    return advice(job.pattern, job.shape.num_heads, (0, job.seq_len), step, again)
+    if job.mesh.sequence == 1:
+        return None
+    found = attention_of(job, hardware=hardware)
+    return advice(job.call.job(job.sharding), Way(), job.sizes, found, again)
 
 
 def flops_of_step(job: ModelJob) -> int:
@@ -346,15 +279,6 @@ def flops_of_step(job: ModelJob) -> int:
     matrices = shape.num_layers * shape.block_matrices + shape.vocab_size * shape.embed_dim
     attention = 14 * shape.head_dim * pairs(job.pattern, job.seq_len, shape.num_heads) * job.batch * job.mesh.data
     return 6 * tokens * matrices + shape.num_layers * attention
-
-
-def is_decided_by_attention(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> bool:
-    """Whether what `longest_sequence` or `smallest_mesh` find depends on the attention's moment: then they take longer,
-    since they plan it at every length and mesh that they try."""
-    longest = _longest_sequence(job, activations, None, num_bytes)
-    mesh = _smallest_mesh(job, activations, None, num_bytes)
-    found = [replace(job, seq_len=longest)] * (longest > 0) + [replace(job, mesh=mesh or job.mesh)] * (mesh is not None)
-    return not all(fits(each, activations, traits, num_bytes) for each in found)
 
 
 def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> int:

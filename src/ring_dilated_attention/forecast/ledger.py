@@ -9,10 +9,11 @@ keys and values of one tile that torch's bfloat16 kernel makes on CPUs with AMX,
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-from .dealing import Dealing
-from .plan import Plan
-from .program import steps
-from .step import (
+from ..plan.dealing import Dealing
+from ..plan.plan import Plan
+from ..plan.program import steps
+from ..plan.sizes import Sizes, Traits
+from ..plan.step import (
     Add,
     Compute,
     Copy,
@@ -22,7 +23,6 @@ from .step import (
     Home,
     Merge,
     Pack,
-    Packing,
     Post,
     Prepare,
     Start,
@@ -57,43 +57,6 @@ class AttentionMemory(NamedTuple):
 
     forward: Peak
     forward_backward: Peak
-
-
-class Sizes(NamedTuple):
-    """Of a call's tensors.
-
-    itemsize: bytes of an element of query, key and value. Accumulators have at least 4.
-    num_threads: of the CPU kernel; each has scratch of a fixed size.
-    """
-
-    batch: int
-    head_dim: int
-    itemsize: int
-    num_threads: int = 1
-
-    @property
-    def sum_itemsize(self) -> int:
-        return max(self.itemsize, 4)
-
-    @property
-    def unit(self) -> int:
-        """Elements of one unit of a plan's sizes."""
-        return self.batch * self.head_dim
-
-
-class Traits(NamedTuple):
-    """What programs and memory depend on of a kernel.
-
-    in_place: it merges and adds by itself, instead of giving the results of one tile.
-    is_whole: it makes the whole pass by itself on one device.
-    scratch: bytes that it takes and frees inside one call, given the number of query heads of all tiles together.
-    packing: when rows are copied side by side for it.
-    """
-
-    in_place: bool
-    is_whole: bool
-    scratch: Callable[[Compute, Sizes, int], int]
-    packing: Packing | None = None
 
 
 def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing | None = None) -> AttentionMemory:

@@ -1,20 +1,17 @@
-"""`rda plan` for a whole model: what each rank of a mesh holds, how long training takes, and what would fit."""
+"""`rda plan model`: what each rank of a mesh holds, how long training takes, and what would fit."""
 
 import argparse
 import json
-import math
-import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..kernels.traits import TRAITS
-from ..pattern import DilatedPattern
-from ..plan.advice import BOUND_BY_COMMUNICATION
-from ..plan.clock import Hardware, time_text
-from ..plan.model import (
+from ...forecast.advice import BOUND_BY_COMMUNICATION
+from ...forecast.call import MOST_PLANNED, Time
+from ...forecast.clock import Hardware, time_text
+from ...forecast.large import ERRORS_TEXT
+from ...forecast.model import (
     ACTIVATIONS,
     SEARCHED_TO,
     Mesh,
@@ -22,24 +19,34 @@ from ..plan.model import (
     Shape,
     attention_advice,
     attention_of,
-    attention_waiting,
     flops_of_step,
-    is_decided_by_attention,
     longest_sequence,
     model_memory,
     smallest_mesh,
     step_parts,
 )
-from ..training.checkpoint import find_checkpoint, read_state
-from ..training.options import in_short
-from .hardware import ITEMSIZE, Machine, described
-from .numbers import amount, count, scaled, size_text
-from .output import aligned
+from ...kernels.traits import TRAITS
+from ...pattern import DilatedPattern
+from ...plan.sharding import SHARDINGS
+from ...training.checkpoint import find_checkpoint, read_state
+from ...training.options import in_short
+from ..hardware import ITEMSIZE, Machine, described, machine_for
+from ..hardware import add_options as add_hardware_options
+from ..limits import LARGEST
+from ..numbers import amount, count, scaled, size_text
+from ..output import aligned, progress_bar, wrapped
+from .options import add_call, answered, complete, pattern_of
 
+EXAMPLES = """examples:
+  rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K --seq-len 1Mi --mesh 8x8 \\
+                 --segment-lengths 2Ki 128Ki --dilation-rates 1 16 --causal --dtype bfloat16 \\
+                 --hardware h100-infiniband --tokens 1e11
+        memory by part, with activations kept, checkpointed and offloaded; days; what would fit
+
+A model is counted as a LongNetLM of its sizes. With more than 64 ranks to a sequence memory and time of the attention
+are estimates (docs/planning.md says how far off they may be).
+"""
 MOST_PARAMETERS = 10**15  # a thousand times the largest models: more is a slip of the keyboard
-# That are planned for what fits where attention decides it; most serve all three ways to keep activations.
-LENGTHS_AND_MESHES = 80
-CHECKS = 6  # whether the lengths and meshes that are found without attention fit with it, of each activations
 # What a config.json calls each field: Llama's and its kin's word, GPT-2's, ours.
 _FIELDS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -56,22 +63,43 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _OPTIONAL = ("ffn_dim", "kv_heads", "segment_lengths", "dilation_rates", "seq_len")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("a whole model", "instead of one attention call; counted as a LongNetLM")
-    group.add_argument("--layers", type=count, metavar="L", help="transformer blocks")
-    group.add_argument("--embed-dim", type=count, metavar="E", help="width of the model")
-    group.add_argument("--ffn-dim", type=count, metavar="F", help="of the feed-forward layer (default 4 E)")
-    group.add_argument("--vocab", type=count, metavar="V", help="tokens (default 256, bytes)")
-    group.add_argument("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
-    group.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("--layers", type=count, metavar="L", help="transformer blocks")
+    parser.add_argument("--embed-dim", type=count, metavar="E", help="width of the model")
+    parser.add_argument("--ffn-dim", type=count, metavar="F", help="of the feed-forward layer (default 4 E)")
+    parser.add_argument("--vocab", type=count, metavar="V", help="tokens (default 256, bytes)")
+    parser.add_argument("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
+    add_call(parser, is_required=False)
+    parser.add_argument("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
+    parser.add_argument(
         "--mesh", metavar="DxS[xF]", help="data x sequence parallel, states cut over F ranks (FSDP; default 1x--ranks)"
     )
-    group.add_argument("--tokens", type=amount, metavar="T", help="how long training on so many takes, as 1e11")
-    group.add_argument("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: what fits")
+    add_hardware_options(parser)
+    parser.add_argument("--tokens", type=amount, metavar="T", help="how long training on so many takes, as 1e11")
+    parser.add_argument("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: what fits")
 
 
-def is_asked_for(arguments: argparse.Namespace) -> bool:
-    return any(getattr(arguments, name) is not None for name in ("layers", "embed_dim", "config"))
+def run(arguments: argparse.Namespace) -> int:
+    return answered(lambda: answer(arguments))
+
+
+def answer(arguments: argparse.Namespace) -> None:
+    """Print the plan.
+
+    Raises:
+        ValueError: for a model that cannot be.
+    """
+    if arguments.tokens is not None:
+        if arguments.hardware is None and arguments.flops is None:
+            raise ValueError("--tokens asks for a time: give --hardware, or --flops and --bandwidth")
+        if not 1 <= arguments.tokens <= LARGEST:
+            raise ValueError(f"--tokens must be from 1 to {LARGEST:,}, got {arguments.tokens:g}")
+    fill_in(arguments)
+    complete(arguments)
+    question = asked(arguments, pattern_of(arguments), machine_for(arguments))
+    found = figures(question)
+    print(json.dumps(found, indent=1) if arguments.json else text(question, found))
 
 
 def fill_in(arguments: argparse.Namespace) -> None:
@@ -90,6 +118,9 @@ def fill_in(arguments: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} is missing: a model needs --layers and --embed-dim, or --config"
             )
+    for name in ("seq_len", "segment_lengths", "dilation_rates"):
+        if getattr(arguments, name) is None:
+            raise ValueError(f"--{name.replace('_', '-')} is missing")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -194,8 +225,7 @@ def asked(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machi
             f"--seq-len {arguments.seq_len:,} over {mesh.sequence:,} ranks: "
             f"{mesh.sequence - arguments.seq_len:,} would own nothing. Take fewer."
         )
-    kv_heads = heads if arguments.kv_heads is None else arguments.kv_heads
-    pattern.check_heads(heads, kv_heads)
+    kv_heads = arguments.kv_heads
     shape = Shape(
         arguments.layers,
         embed_dim,
@@ -219,20 +249,8 @@ def asked(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machi
     return Asked(job, arguments.kernel, machine, arguments.tokens, memory)
 
 
-def say_before(question: Asked, memory: int) -> None:
-    """Nobody should wait without knowing for what: about how long the search takes, by the plan of one more length."""
-    job, traits = question.job, TRAITS[question.kernel]
-    began = time.monotonic()
-    attention_of(replace(job, seq_len=job.seq_len + 1), traits)
-    one = time.monotonic() - began
-    if CHECKS * one > 1:
-        print(f"searching for what fits takes at least {time_text(CHECKS * one)}", file=sys.stderr)
-    if LENGTHS_AND_MESHES * one > 1 and any(is_decided_by_attention(job, x, traits, memory) for x in ACTIVATIONS):
-        print(f"searching for what fits takes about {time_text(LENGTHS_AND_MESHES * one)}", file=sys.stderr)
-
-
 def figures(question: Asked) -> dict[str, Any]:
-    job, traits = question.job, TRAITS[question.kernel]
+    job = question.job
     tokens = job.batch * job.mesh.data * job.seq_len
     found: dict[str, Any] = {
         "mesh": job.mesh._asdict(),
@@ -243,45 +261,51 @@ def figures(question: Asked) -> dict[str, Any]:
         "flops_per_step": flops_of_step(job),
         "memory": {},
     }
-    if question.memory is not None:
-        say_before(question, question.memory)
-    for how in ACTIVATIONS:
-        memory = model_memory(job, how, traits)
-        row: dict[str, Any] = memory._asdict() | {"total": memory.total}
-        if question.machine is not None:
-            parts = step_parts(job, how, question.machine.hardware)
-            row["step"] = {
-                "matrices": parts.matrices,
-                "attention": _or_none(parts.attention),
-                "gradients": parts.gradients,
-                "seconds": _or_none(parts.bounds),
-            }
-            row["tokens_per_second"] = tokens / parts.bounds.least
-            if question.tokens is not None:
-                row["training_seconds"] = _or_none(question.tokens / tokens * seconds for seconds in parts.bounds)
-        if question.memory is not None:
-            row["fits"] = memory.total <= question.memory
-            row["longest_sequence"] = longest_sequence(job, how, traits, question.memory)
-            mesh = smallest_mesh(job, how, traits, question.memory)
-            row["smallest_mesh"] = None if mesh is None else mesh._asdict()
-        found["memory"][how] = row
+    with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
+        for how in ACTIVATIONS:
+            found["memory"][how] = _column(question, how, tokens, bar.update)
     if question.machine is not None:
         found["advice"] = advice_on(job, question.machine.hardware)
     return found
 
 
-def _or_none(bounds: Iterable[float]) -> list[float | None]:
-    """What JSON has a number for: a time without an upper bound has none."""
-    return [seconds if seconds < math.inf else None for seconds in bounds]
+def _column(question: Asked, how: str, tokens: int, step: Callable[[], object]) -> dict[str, Any]:
+    """With activations kept, or not. step: called three times."""
+    job, traits = question.job, TRAITS[question.kernel]
+    memory = model_memory(job, how, traits)
+    row: dict[str, Any] = memory._asdict() | {"total": memory.total}
+    step()
+    if question.machine is not None:
+        parts = step_parts(job, how, question.machine.hardware)
+        whole = parts.all.seconds
+        row["step"] = {
+            "matrices": parts.matrices,
+            "attention": parts.attention.seconds,
+            "gradients": parts.gradients,
+            "seconds": whole,
+            "is_about": parts.all.is_about,
+        }
+        row["tokens_per_second"] = tokens / whole
+        if question.tokens is not None:
+            row["training_seconds"] = question.tokens / tokens * whole
+    if question.memory is not None:
+        row["fits"] = memory.total <= question.memory
+        row["longest_sequence"] = longest_sequence(job, how, traits, question.memory)
+        step()
+        mesh = smallest_mesh(job, how, traits, question.memory)
+        row["smallest_mesh"] = None if mesh is None else mesh._asdict()
+        step()
+    return row
 
 
 def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     """Where a step is bound by communication, with activations kept, and what would help."""
-    parts, waiting = step_parts(job, "kept", hardware), attention_waiting(job, hardware)
+    parts = step_parts(job, "kept", hardware)
+    waits = attention_of(job, hardware=hardware).exposed * parts.attention.seconds
     said = []
-    if waiting is not None and waiting.exposed * parts.attention.least >= BOUND_BY_COMMUNICATION * parts.bounds.least:
-        said.append(f"attention of one layer: {attention_advice(job, hardware, waiting)}")
-    share = parts.gradients / parts.bounds.most  # 0 where nobody knows how long a step takes
+    if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * parts.all.seconds:
+        said.append(f"attention of one layer: {attention_advice(job, hardware)}")
+    share = parts.gradients / parts.all.seconds
     if share >= BOUND_BY_COMMUNICATION:
         said.append(
             f"bound by communication: the sum of gradients takes {share:.0%} of a step; more sequences in a step "
@@ -296,16 +320,20 @@ def text(question: Asked, found: dict[str, Any]) -> str:
     ranks = f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)})"
     each = -(-job.seq_len // job.mesh.sequence)
     lines = [
-        f"counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): {parameters}",
-        f"{ranks}; each {each:,} of {job.seq_len:,} positions, batch {job.batch}",
-        pattern_line(job.pattern),
+        wrapped(
+            f"counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): {parameters}"
+        ),
+        wrapped(f"{ranks}; each {each:,} of {job.seq_len:,} positions, batch {job.batch}"),
+        wrapped(pattern_line(job.pattern)),
         aligned(("a rank holds", *ACTIVATIONS), _memory_rows(found)),
     ]
     columns = [found["memory"][how] for how in ACTIVATIONS]
     if question.machine is not None:
-        lines += ["", described(question.machine.hardware, question.machine.source)]
+        lines += ["", wrapped(described(question.machine.hardware, question.machine.source))]
         lines.append(aligned(("a step takes", *ACTIVATIONS), _time_rows(question, columns)))
-        lines += found["advice"]
+        lines += map(wrapped, found["advice"])
+    if job.mesh.sequence > MOST_PLANNED:
+        lines.append(wrapped(ERRORS_TEXT))
     if question.memory is not None:
         rows = [
             ("fits", *("yes" if row["fits"] else "no" for row in columns)),
@@ -314,7 +342,7 @@ def text(question: Asked, found: dict[str, Any]) -> str:
         ]
         lines += ["", aligned((f"in {size_text(question.memory)} a rank", *ACTIVATIONS), rows)]
         if not any(row["fits"] for row in columns):
-            lines.append(_remedy(question))
+            lines.append(wrapped(_remedy(question)))
     return "\n".join(lines)
 
 
@@ -330,23 +358,19 @@ def _memory_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _time_rows(question: Asked, columns: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    def about(row: dict[str, Any], seconds: float) -> str:
+        return Time(seconds, is_about=row["step"]["is_about"]).text
+
     rows = [
         ("products with weights", *(time_text(row["step"]["matrices"]) for row in columns)),
-        ("attention", *(_span(row["step"]["attention"]) for row in columns)),
+        ("attention", *(about(row, row["step"]["attention"]) for row in columns)),
         ("sum of gradients", *(time_text(row["step"]["gradients"]) for row in columns)),
-        ("in all", *(_span(row["step"]["seconds"]) for row in columns)),
-        ("tokens/s, at most", *(f"{row['tokens_per_second']:,.0f}" for row in columns)),
+        ("in all", *(about(row, row["step"]["seconds"]) for row in columns)),
+        ("tokens/s", *(f"{row['tokens_per_second']:,.0f}" for row in columns)),
     ]
     if question.tokens is not None:
-        rows.append((f"for {question.tokens:.3g} tokens", *(_span(row["training_seconds"]) for row in columns)))
+        rows.append((f"for {question.tokens:.3g} tokens", *(about(row, row["training_seconds"]) for row in columns)))
     return rows
-
-
-def _span(bounds: tuple[float, float | None]) -> str:
-    least, most = bounds
-    if most is None:
-        return f"at least {time_text(least)}"
-    return time_text(least) if least == most else f"{time_text(least)} to {time_text(most)}"
 
 
 def _mesh_text(mesh: dict[str, int] | None) -> str:

@@ -1,0 +1,1 @@
+"""`rda plan`, `rda plan model` and `rda plan compare`. No torch."""

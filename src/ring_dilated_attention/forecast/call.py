@@ -1,0 +1,258 @@
+"""What an attention call over all ranks would compute, send, hold and take. Numbers only, no torch.
+
+What ranks compute and receive is counted, of any number of them. What they hold and how long they take is that of their
+plans if they are few, and estimated (`large.py`) if they are many.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..plan.counts import Counter, JobCount, count_ranks
+from ..plan.dealing import Dealing
+from ..plan.exchange import RankPlan, dealers, dealt, most_dealt, plan_exchange
+from ..plan.job import Job
+from ..plan.sharding import shard_length
+from ..plan.sizes import Sizes, Traits
+from . import large
+from .clock import Hardware, StepTime, model_step, time_text
+from .ledger import Peak, attention_memory
+
+# Ranks of which every one is planned and timed.
+MOST_PLANNED = 64
+
+
+class Way(NamedTuple):
+    """How rows travel. inner: neighbouring ranks that deal heads inside a ring of groups (a 2-D mesh); 1 for none."""
+
+    exchange: str = "ring"
+    inner: int = 1
+
+    @property
+    def is_dealt(self) -> bool:
+        return self.exchange == "all_to_all" or self.inner > 1
+
+
+class Time(NamedTuple):
+    """Of a step: a forward and its backward. is_about: estimated, and not by the clock of all ranks."""
+
+    seconds: float
+    is_about: bool = False
+
+    @property
+    def text(self) -> str:
+        return f"{'about ' * self.is_about}{time_text(self.seconds)}"
+
+
+class BranchShare(NamedTuple):
+    """A branch over all ranks.
+
+    num_sharing: the most ranks that exchange rows of one segment; 1 where all stay at home.
+    num_rows: rows of phase 0 in its longest segment, of the num_positions there.
+    sent: what all ranks together send of it in a forward, in units of B * D elements; not what is dealt.
+    """
+
+    segment_length: int
+    dilation_rate: int
+    num_sharing: int
+    num_rows: int
+    num_positions: int
+    sent: int
+
+    @property
+    def travels(self) -> bool:
+        return self.num_sharing > 1
+
+
+class Ring(NamedTuple):
+    """The ranks at one place of groups that deal heads, or all ranks where none do. dealing: how the first one does."""
+
+    counter: Counter
+    counted: JobCount
+    dealing: Dealing | None
+
+
+class Counted(NamedTuple):
+    """What all ranks of a way compute and receive, in the rings that they form. pairs: by rank."""
+
+    job: Job
+    way: Way
+    rings: list[Ring]
+
+    @property
+    def pairs(self) -> list[int]:
+        size = len(self.rings)
+        return [self.rings[rank % size].counted.pairs[rank // size] for rank in range(self.job.num_ranks)]
+
+    @property
+    def branches(self) -> list[BranchShare]:
+        longest = max(b - a for a, b in pairwise(self.job.borders))
+        counts = [ring.counted for ring in self.rings]
+        return [
+            BranchShare(
+                w,
+                r,
+                num_sharing=max(counted.sharing(branch) for counted in counts),
+                num_rows=-(-min(w, longest) // r),
+                num_positions=min(w, longest),
+                sent=sum(counted.received_of(branch) for counted in counts),
+            )
+            for branch, (w, r) in enumerate(self.job.pattern.branches)
+        ]
+
+    @property
+    def num_hops(self) -> int:
+        """Of the longest ring; one round is one."""
+        shared = [x for ring in self.rings for x in ring.counted.segments.values() if x.received]
+        hops = max((x.sharers - 1 for x in shared), default=0)
+        return min(1, hops) if self.way.exchange == "all_gather" else hops
+
+    def most_moved(self, sizes: Sizes) -> tuple[int, int]:
+        """Bytes of the rank that receives and deals most, in a forward, and in a forward with its backward."""
+        received = sizes.unit * max(max(ring.counted.received) for ring in self.rings)
+        forward, gradients = received * sizes.itemsize, received * sizes.sum_itemsize
+        dealt_forward, dealt_backward = (self._dealt(sizes, backward=backward) for backward in (False, True))
+        return forward + dealt_forward, 2 * forward + gradients + dealt_forward + dealt_backward
+
+    def _dealt(self, sizes: Sizes, *, backward: bool) -> int:
+        size = len(self.rings)
+        if size == 1:
+            return 0
+        lengths = list(map(shard_length, self.job.shards))
+        groups = {tuple(lengths[i : i + size]) for i in range(0, len(lengths), size)}
+        heads = len(self.job.held_heads), self.job.num_kv_held
+        return max(most_dealt(group, *heads, sizes, backward=backward) for group in groups)
+
+
+def count(job: Job, way: Way, step: Callable[[], object] = lambda: None) -> Counted:
+    """Count all ranks. step: called after each.
+
+    Raises:
+        ValueError: if heads cannot be dealt.
+    """
+    size = dealers(way.exchange, job, way.inner)
+    rings = []
+    for place in range(size):
+        ring, dealings = (job, [None]) if size == 1 else dealt(job, size, place)
+        counter = Counter(ring)
+        rings.append(Ring(counter, count_ranks(counter, step), dealings[0]))
+    return Counted(job, way, rings)
+
+
+class Figures(NamedTuple):
+    """Of the rank that has most, but for the totals: pairs, balance and branches.
+
+    busiest: the rank that computes most. balance: mean work over its own.
+    forward_bytes, sent_bytes: that it sends in a forward, and in a forward with its backward. Of many ranks chunks are
+        those that it receives, which of all together are as many as are sent.
+    peak: in a forward with its backward, if a kernel is given.
+    time: if hardware is given, and tests held it against the clock. exposed: the share of it in which the busiest rank
+        waits.
+    is_planned: of few ranks, by the plans of all; else peak and time are estimates.
+    """
+
+    pairs: int
+    most_pairs: int
+    busiest: int
+    balance: float
+    num_hops: int
+    branches: list[BranchShare]
+    forward_bytes: int
+    sent_bytes: int
+    peak: Peak | None
+    time: Time | None
+    exposed: float
+    is_planned: bool
+
+
+def forecast(
+    job: Job,
+    way: Way,
+    sizes: Sizes,
+    *,
+    traits: Traits | None = None,
+    hardware: Hardware | None = None,
+    counted: Counted | None = None,
+    step: Callable[[], object] = lambda: None,
+) -> Figures:
+    """Figures of a call over all ranks.
+
+    Args:
+        counted: the ranks, where they were counted already; else `step` is called once for each of them.
+    """
+    counted = count(job, way, step) if counted is None else counted
+    pairs = counted.pairs
+    most = max(pairs)
+    found = Figures(
+        pairs=sum(pairs),
+        most_pairs=most,
+        busiest=pairs.index(most),
+        balance=sum(pairs) / (len(pairs) * most) if most else 1.0,
+        num_hops=counted.num_hops,
+        branches=counted.branches,
+        forward_bytes=0,
+        sent_bytes=0,
+        peak=None,
+        time=None,
+        exposed=0.0,
+        is_planned=job.num_ranks <= MOST_PLANNED,
+    )
+    if found.is_planned:
+        return _of_plans(found, all_plans(job, way), sizes, traits, hardware)
+    return _of_counts(found, counted, sizes, traits, hardware)
+
+
+def all_plans(job: Job, way: Way) -> list[RankPlan]:
+    return [plan_exchange(way.exchange, job, rank, way.inner) for rank in range(job.num_ranks)]
+
+
+def _of_plans(
+    found: Figures, plans: list[RankPlan], sizes: Sizes, traits: Traits | None, hardware: Hardware | None
+) -> Figures:
+    sent = [tuple(plan.bytes_sent(sizes, backward=backward) for backward in (False, True)) for plan in plans]
+    peaks = [attention_memory(x.plan, sizes, traits, x.dealing).forward_backward for x in plans if traits is not None]
+    step = None if hardware is None else step_of(plans, sizes, hardware)
+    return found._replace(
+        forward_bytes=max(forward for forward, _ in sent),
+        sent_bytes=max(map(sum, sent)),
+        peak=max(peaks, key=lambda peak: peak.num_bytes, default=None),
+        time=None if step is None else Time(step.step_seconds),
+        exposed=0.0 if step is None else exposed_of(step),
+    )
+
+
+def step_of(plans: list[RankPlan], sizes: Sizes, hardware: Hardware) -> StepTime:
+    dealings = [x.dealing for x in plans if x.dealing is not None]
+    return model_step([x.plan for x in plans], sizes, hardware, dealings or None)
+
+
+def exposed_of(step: StepTime) -> float:
+    """The share of a step in which its busiest rank waits."""
+    return 1 - step.efficiency / step.balance if step.balance else 0.0
+
+
+def _of_counts(
+    found: Figures, counted: Counted, sizes: Sizes, traits: Traits | None, hardware: Hardware | None
+) -> Figures:
+    forward, both = counted.most_moved(sizes)
+    rings, time, exposed = counted.rings, None, 0.0
+    peaks = [
+        large.peak_memory(
+            counter.job, ring, sizes, traits, dealing=dealing, is_gathered=counted.way.exchange == "all_gather"
+        )
+        for counter, ring, dealing in _unlike(rings)
+        if traits is not None
+    ]
+    if hardware is not None and counted.way == Way():
+        seconds = large.step_seconds(*rings[0][:2], sizes, hardware)
+        work = hardware.work_seconds(found.most_pairs, sizes)
+        time, exposed = Time(seconds, is_about=True), max(0.0, 1 - work / seconds)
+    peak = max(peaks, key=lambda peak: peak.num_bytes, default=None)
+    return found._replace(forward_bytes=forward, sent_bytes=both, peak=peak, time=time, exposed=exposed)
+
+
+def _unlike(rings: list[Ring]) -> list[Ring]:
+    """Of many places that deal heads those that may hold most: with the largest buffers, and with most work."""
+    keys: list[Callable[[Ring], int]] = [lambda x: max(x.counted.buffers), lambda x: max(x.counted.pairs)]
+    places = {max(range(len(rings)), key=lambda place: key(rings[place])) for key in keys}
+    return [rings[place] for place in sorted(places)]

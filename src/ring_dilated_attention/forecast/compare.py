@@ -1,0 +1,146 @@
+"""The same attention by other means, side by side, and which of them to take. Pure numbers, no torch."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..pattern import DilatedPattern
+from ..plan.dealing import check_dealing
+from ..plan.job import Job
+from ..plan.sharding import SHARDINGS, Cut
+from ..plan.sizes import Sizes, Traits
+from .advice import advice
+from .call import Figures, Time, Way, forecast
+from .clock import Hardware
+
+# Two steps whose times differ by less are alike: what sends less, then what holds less, is better.
+ALIKE = 1.02
+
+
+class Call(NamedTuple):
+    """An attention call on ranks, of one document, whatever its shards."""
+
+    pattern: DilatedPattern
+    seq_len: int
+    num_ranks: int
+    num_heads: int
+    num_kv_heads: int
+    sizes: Sizes
+
+    def job(self, sharding: str = "contiguous", inner: int = 1) -> Job:
+        cut = Cut(sharding, self.num_ranks, inner=inner)
+        shards = cut.shards_of(cut.default_lengths(self.seq_len))
+        return Job(self.pattern, shards, self.num_heads, self.num_kv_heads)
+
+    @property
+    def dense(self) -> "Call":
+        return self._replace(pattern=DilatedPattern.dense(is_causal=self.pattern.is_causal))
+
+
+class Alternative(NamedTuple):
+    """One way to compute it. figures: None where `why_not` says why there are none."""
+
+    function: str
+    way: Way
+    sharding: str
+    figures: Figures | None = None
+    why_not: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"2-D, {self.way.inner} deal" if self.way.inner > 1 else self.way.exchange.replace("_", "-")
+
+
+def ways_of(call: Call) -> list[Alternative]:
+    """The pattern by every exchange and sharding, and dense attention by the same; without figures."""
+    ways = [Way("ring"), Way("all_gather"), Way("all_to_all")]
+    sizes = (d for d in range(2, call.num_ranks) if call.num_ranks % d == 0 and call.num_kv_heads % d == 0)
+    ways += [Way("ring", inner) for inner in [max(sizes, default=1)] if inner > 1]
+    return [
+        Alternative(function, way, sharding)
+        for function in ("dilated", "dense")
+        for way in ways
+        for sharding in (SHARDINGS if way.exchange != "all_to_all" else SHARDINGS[:1])
+    ]
+
+
+def alternatives(
+    call: Call, hardware: Hardware, traits: Traits, step: Callable[[], object] = lambda: None
+) -> list[Alternative]:
+    """All ways with their figures. step: called once for each rank of each."""
+    found = []
+    for one in ways_of(call):
+        if one.way.exchange == "all_to_all":
+            try:
+                check_dealing(call.num_kv_heads, call.num_ranks)
+            except ValueError as error:
+                found.append(one._replace(why_not=str(error).split(":")[0]))
+                continue
+        job = (call if one.function == "dilated" else call.dense).job(one.sharding, one.way.inner)
+        figures = forecast(job, one.way, call.sizes, traits=traits, hardware=hardware, step=step)
+        found.append(one._replace(figures=figures))
+    return found
+
+
+class _Known(NamedTuple):
+    """A way that was timed."""
+
+    one: Alternative
+    seconds: float
+    sent_bytes: int
+    peak_bytes: int
+    balance: float
+
+
+def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alternative | None, str]:
+    """The fastest of those that were timed, fit and compute the pattern, and the reason in a sentence."""
+    ways = [one for one in found if one.function == "dilated" and one.figures is not None]
+    fitting = [one for one in ways if memory_bytes is None or _peak(one) <= memory_bytes]
+    if not fitting:
+        least = min(ways, key=_peak)
+        return None, f"none fits: the least, {least.name} {least.sharding}, holds {_peak(least) / 1e6:,.1f} MB"
+    timed = [
+        _Known(one, one.figures.time.seconds, one.figures.sent_bytes, _peak(one), one.figures.balance)
+        for one in fitting
+        if one.figures is not None and one.figures.time is not None
+    ]
+    if not timed:
+        return None, "none: no way that fits was timed"
+    fastest = min(known.seconds for known in timed)
+    alike = [known for known in timed if known.seconds <= ALIKE * fastest]
+    best = min(alike, key=lambda known: (known.sent_bytes, known.peak_bytes, known.one.way.inner))
+    others = " (of the ways that were timed)" if len(timed) < len(fitting) else ""
+    return best.one, _reason(best, alike, timed) + others
+
+
+def _peak(one: Alternative) -> int:
+    assert one.figures is not None
+    assert one.figures.peak is not None
+    return one.figures.peak.num_bytes
+
+
+def _reason(best: _Known, alike: list[_Known], timed: list[_Known]) -> str:
+    """Why it is the best of those that are alike, and of what is known of the others."""
+    if len(alike) > 1:
+        ways_alike = "another way, and of the two" if len(alike) == 2 else f"{len(alike) - 1} other ways, and of these"
+        holds = " and holds" if best.peak_bytes == min(known.peak_bytes for known in alike) else ""
+        why = f"as fast as {ways_alike} it sends{holds} least"
+    else:
+        why = "the fastest"
+    others = [known for known in timed if known not in alike]
+    if others:
+        second = min(others, key=lambda known: known.seconds)
+        longer = second.seconds / best.seconds - 1
+        why += f"; {second.one.name} {second.one.sharding} would take {longer:.0%} longer"
+        why += " (its work is less balanced)" if second.balance < 0.95 * best.balance else ""
+    return why
+
+
+def advice_on(call: Call, best: Alternative, hardware: Hardware) -> str | None:
+    """What `advice` says of one of `alternatives`."""
+
+    def again(pattern: DilatedPattern) -> Time | None:
+        job = call._replace(pattern=pattern).job(best.sharding, best.way.inner)
+        return forecast(job, best.way, call.sizes, hardware=hardware).time
+
+    assert best.figures is not None
+    return advice(call.job(best.sharding), best.way, call.sizes, best.figures, again)

@@ -1,0 +1,147 @@
+"""Memory and time of a ring of too many ranks to plan each of them, from counts. Numbers only, no torch.
+
+Both are estimates: MEMORY_ERRORS and TIME_ERRORS say how far they were off in random jobs that could be planned.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..plan.counts import Counter, JobCount
+from ..plan.dealing import Dealing
+from ..plan.job import Job
+from ..plan.plan import gathered
+from ..plan.planner import make_plan
+from ..plan.sharding import default_lengths, make_shards, shard_length
+from ..plan.sizes import Sizes, Traits
+from .clock import Hardware
+from .ledger import Peak, attention_memory
+
+# Ranks of the small job that stands for a large one.
+FEW = 8
+# The estimate over the exact figure, in 5 and 95 % of hundreds of random jobs of 9 to 40 ranks.
+MEMORY_ERRORS, TIME_ERRORS = (0.95, 1.07), (0.69, 1.1)
+
+ERRORS_TEXT = (
+    "about: an estimate. In nine of ten random jobs the memory was {:g} to {:g} times that of the plans of all ranks, "
+    "and the time {:g} to {:g} times the clock's"
+).format(*MEMORY_ERRORS, *TIME_ERRORS)
+
+
+def peak_memory(
+    job: Job,
+    counted: JobCount,
+    sizes: Sizes,
+    traits: Traits,
+    *,
+    dealing: Dealing | None = None,
+    is_gathered: bool = False,
+) -> Peak:
+    """What a rank with most in tensors and buffers holds: as much as one of FEW ranks with shards as long as its own,
+    but that the sizes of its buffers are those that were counted.
+
+    Args:
+        dealing: how a rank of the ring deals heads, where ranks do.
+        is_gathered: all chunks that it meets are there at once.
+    """
+    lengths = list(map(shard_length, job.shards))
+    row, unit = 4 * (len(job.held_heads) + job.num_kv_held) * sizes.itemsize, 2 * (sizes.itemsize + sizes.sum_itemsize)
+    rank = max(range(job.num_ranks), key=lambda k: row * lengths[k] + unit * counted.buffers[k])
+    small = (
+        job
+        if job.num_ranks <= FEW
+        else _few(job, lengths[rank], is_folded=len(job.shards[rank]) > 1, travels=counted.buffers[rank] > 0)
+    )
+    plans = [make_plan(small, k) for k in range(small.num_ranks)]
+    if is_gathered:
+        plans = [gathered(plan) for plan in plans]
+    if small is not job:
+        buffer = counted.buffers[rank]
+        share = max(counted.received) / max(1, *(plan.received_size for plan in plans))
+        plans = [
+            replace(
+                plan,
+                chunk_size=buffer,
+                received_size=round(share * plan.received_size) if is_gathered else buffer,
+                home_size=round(share * plan.home_size) if is_gathered else buffer,
+            )
+            for plan in plans
+        ]
+    found = (attention_memory(plan, sizes, traits, dealing).forward_backward for plan in plans)
+    return max(found, key=lambda peak: peak.num_bytes)
+
+
+def _few(job: Job, length: int, *, is_folded: bool, travels: bool) -> Job:
+    """A job of FEW ranks with shards of this length. Segments of the whole sequence stay so; longer ones than half of
+    it are cut to that, with their ends at the same places of shards. is_folded: shards have two parts. travels: some
+    segment is to be longer than a shard."""
+    seq_len, longest = FEW * length, max(b - a for a, b in pairwise(job.borders))
+    segments = [
+        seq_len if min(w, longest) >= job.seq_len else min(w, longest, FEW // 2 * length + w % length)
+        for w in job.pattern.segment_lengths
+    ]
+    if travels and max(segments) <= length:
+        segments[segments.index(max(segments))] = 2 * length
+    name = "zigzag" if is_folded else "contiguous"
+    return job._replace(
+        pattern=replace(job.pattern, segment_lengths=segments),
+        shards=make_shards(name, default_lengths(name, seq_len, FEW)),
+        documents=None,
+    )
+
+
+def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Hardware) -> float:
+    """A forward and its backward around the ring: of the rank that computes most, or the one that receives most."""
+    ranks = {column.index(max(column)) for column in (counted.pairs, counted.received)}
+    return max(sum(_stages(counter, counted, rank, sizes, hardware)) for rank in ranks)
+
+
+def _stages(counter: Counter, counted: JobCount, rank: int, sizes: Sizes, hardware: Hardware) -> tuple[float, float]:
+    """A rank that works as much at each hop of a ring: each takes as long as its tiles, or as what passes meanwhile (in
+    backward gradients too). Before them come its own tiles, or the first chunks."""
+    own, rings = _work_of(counter, counted, rank)
+    seconds = []
+    for products, is_backward in ((2, False), (5, True)):
+        passing = sizes.unit * (sizes.itemsize + is_backward * sizes.sum_itemsize) / hardware.bytes_per_second
+
+        def work(load: _Load, products: int = products, is_backward: bool = is_backward) -> float:
+            flops = products * 2 * sizes.unit * load.pairs
+            return hardware.compute_seconds(flops, backward=is_backward, calls=load.calls)
+
+        first = sum(load.rows for load in rings.values()) * sizes.unit * sizes.itemsize / hardware.bytes_per_second
+        arrives = first + hardware.latency_seconds if rings else 0.0
+        total, before = hardware.handshake + max(work(own), arrives), 0
+        for last in sorted(rings):
+            load = _Load(*map(sum, zip(*(load for hops, load in rings.items() if hops >= last), strict=True)))
+            total += (last - before) * max(work(load), load.rows * passing + hardware.latency_seconds)
+            before = last
+        seconds.append(total)
+    return seconds[0], seconds[1]
+
+
+class _Load(NamedTuple):
+    """Pairs, kernel calls and received rows."""
+
+    pairs: float = 0.0
+    calls: int = 0
+    rows: float = 0.0
+
+
+def _work_of(counter: Counter, counted: JobCount, rank: int) -> tuple[_Load, dict[int, _Load]]:
+    """A rank's load with its own keys, and of one hop of its rings, by their number of hops."""
+    job, count = counter.job, counter.of(rank)
+    heads = job.num_heads, job.num_kv_heads, job.held
+    calls = [len(job.pattern.head_groups(branch, *heads)) for branch in range(len(job.pattern.branches))]
+    own = _Load(count.pairs, sum(calls))
+    rings: dict[int, _Load] = {}
+    for (branch, origin), num_pairs, rows, received in count.shares:
+        segment = counted.segments[branch, origin]
+        if not any(rows) or not segment.received:
+            continue
+        each = sum(rows) / 2 / counter.keys[branch].num  # of its own rows, on the average of phases
+        home = counter.queries[branch].num * each * ((each + 1) / 2 if job.pattern.is_causal else each)
+        hops, remote = segment.sharers - 1, max(0.0, num_pairs - home)
+        own = own._replace(pairs=own.pairs - remote)
+        hop = rings.get(hops, _Load())
+        rings[hops] = _Load(hop.pairs + remote / hops, hop.calls + calls[branch], hop.rows + received / hops)
+    return own, rings

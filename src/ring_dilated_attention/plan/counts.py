@@ -1,0 +1,212 @@
+"""What ranks compute and must receive, counted from the positions that they own. Pure integers, no torch.
+
+A phase s of rate r has B(x) = ceil((x - s) / r) rows before position x of a segment. A rank that owns the positions a
+to b of a segment of n positions
+
+    computes    B(b) (B(b) + 1) / 2 - B(a) (B(a) + 1) / 2 pairs if the pattern is causal, else (B(b) - B(a)) B(n)
+    receives    the rows of others before its own last one if the pattern is causal, else those of all others
+
+for each head, where it has a row of the head's phase. Since B differs by one row at most from phase to phase, a sum
+over phases needs their number and one place in a sorted list. Shards may have any lengths and pieces.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, pairwise, zip_longest
+from typing import NamedTuple
+
+from ..pattern import DilatedPattern
+from .job import Job
+from .rows import own_pieces, segment_of
+
+Pieces = Sequence[tuple[int, int]]  # where they start and stop, counted from the start of their segment
+
+
+class Share(NamedTuple):
+    """What a rank has to do with a segment of a branch that it does not own as a whole piece.
+
+    place: the branch, and the position at which the segment starts.
+    pairs: that it computes.
+    rows, received: of keys and values, its own, by the chunks in which they may travel, and those of others; in units
+        of B * D elements.
+    """
+
+    place: tuple[int, int]
+    pairs: int
+    rows: tuple[int, ...]
+    received: int
+
+
+class RankCount(NamedTuple):
+    """What one rank computes and receives in a forward. Its backward receives as much again, and sends the gradients of
+    what it receives."""
+
+    pairs: int
+    received: int
+    shares: tuple[Share, ...]
+
+
+class Phases:
+    """Sums over phases of one rate, each as often as it is given."""
+
+    def __init__(self, phases: Sequence[int], rate: int) -> None:
+        self.phases, self.rate, self.num = sorted(phases), rate, len(phases)
+
+    def rows(self, x: int) -> int:
+        """The sum of B(x)."""
+        rows, rest = divmod(x, self.rate)
+        return self.num * rows + bisect_left(self.phases, rest)
+
+    def triangles(self, x: int) -> int:
+        """The sum of B(x) (B(x) + 1) / 2."""
+        rows, rest = divmod(x, self.rate)
+        return self.num * (rows * (rows + 1) // 2) + bisect_left(self.phases, rest) * (rows + 1)
+
+    def products(self, x: int, y: int) -> int:
+        """The sum of B(x) B(y)."""
+        (a, rest_a), (b, rest_b) = divmod(x, self.rate), divmod(y, self.rate)
+        more_a, more_b = bisect_left(self.phases, rest_a), bisect_left(self.phases, rest_b)
+        return self.num * a * b + a * more_b + b * more_a + min(more_a, more_b)
+
+    def pairs(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
+        """Of queries in pieces of a segment with all keys that they see."""
+        if is_causal:
+            return sum(self.triangles(stop) - self.triangles(start) for start, stop in pieces)
+        return sum(self.products(stop, length) - self.products(start, length) for start, stop in pieces)
+
+    def own(self, pieces: Pieces) -> list[int]:
+        """Rows of each piece."""
+        return [self.rows(stop) - self.rows(start) for start, stop in pieces]
+
+    def foreign(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
+        """The rows of others that queries in pieces of a segment need."""
+        if len(pieces) == 1 and pieces[0][1] - pieces[0][0] >= self.rate:  # which holds a row of every phase
+            return self.rows(pieces[0][0]) if is_causal else self.rows(length) - sum(self.own(pieces))
+        total = 0
+        for num, phase in self._alike(chain((length,), *pieces)):
+            own = [(rows_before(a, phase, self.rate), rows_before(b, phase, self.rate)) for a, b in pieces]
+            there = [(a, b) for a, b in own if a < b]
+            if there:
+                seen = there[-1][1] if is_causal else rows_before(length, phase, self.rate)
+                total += num * (seen - sum(b - a for a, b in there))
+        return total
+
+    def _alike(self, positions: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Phases that have as many rows as each other before all of these positions: how many, and one of them."""
+        marks = {0, self.num, *(bisect_left(self.phases, x % self.rate) for x in positions)}
+        for lo, hi in pairwise(sorted(marks)):
+            yield hi - lo, self.phases[lo]
+
+
+def rows_before(position: int, phase: int, rate: int) -> int:
+    """B(x) of one phase."""
+    return max(0, -((phase - position) // rate))
+
+
+class Counter:
+    """Counts a job's ranks, each by itself."""
+
+    def __init__(self, job: Job) -> None:
+        job.pattern.check_heads(job.num_heads, job.num_kv_heads)
+        self.job, self.pattern, self.borders = job, job.pattern, job.borders
+        self.queries, self.keys = [], []
+        for branch, rate in enumerate(self.pattern.dilation_rates):
+            groups = self.pattern.phase_groups(branch, job.num_heads, job.num_kv_heads, job.held)
+            self.queries.append(Phases([group.phase for group in groups for _ in group.query_heads], rate))
+            self.keys.append(Phases([group.phase for group in groups for _ in group.kv_heads], rate))
+
+    def of(self, rank: int) -> RankCount:
+        pairs, shares = 0, []
+        for branch, length in enumerate(self.pattern.segment_lengths):
+            parted: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            for span in sorted(self.job.shards[rank]):
+                for piece, segments in own_pieces(span, 0, self.borders, length):
+                    if segments:
+                        size = piece.stop - piece.start
+                        pairs += segments * self._pairs(branch, [(0, size)], size)
+                    else:
+                        origin, stop = segment_of(piece.start, self.borders, length)
+                        parted.setdefault((origin, stop), []).append((piece.start - origin, piece.stop - origin))
+            shares += [self._share(branch, *ends, pieces) for ends, pieces in parted.items()]
+        return RankCount(pairs + sum(x.pairs for x in shares), sum(x.received for x in shares), tuple(shares))
+
+    def _pairs(self, branch: int, pieces: Pieces, length: int) -> int:
+        return self.queries[branch].pairs(pieces, length, is_causal=self.pattern.is_causal)
+
+    def _share(self, branch: int, origin: int, stop: int, pieces: Pieces) -> Share:
+        length, keys, is_causal = stop - origin, self.keys[branch], self.pattern.is_causal
+        own = [2 * rows for rows in keys.own(pieces)]
+        return Share(
+            (branch, origin),
+            self._pairs(branch, pieces, length),
+            # If causal, others need a later piece at other hops, so that it is a chunk by itself.
+            tuple(own) if is_causal else (sum(own),),
+            2 * keys.foreign(pieces, length, is_causal=is_causal),
+        )
+
+
+class Segment(NamedTuple):
+    """A segment that ranks share. sharers: those that hold rows of it that some head reads. largest: rows of their
+    largest chunks, first and second ones apart. received: by all of them; 0 if each needs only its own."""
+
+    sharers: int
+    largest: tuple[int, ...]
+    received: int
+
+
+class JobCount(NamedTuple):
+    """Of every rank pairs and rows that it computes and receives, and the rows of one chunk of each segment that it
+    shares, which a buffer has room for; and the segments, by branch and start."""
+
+    pairs: list[int]
+    received: list[int]
+    buffers: list[int]
+    segments: dict[tuple[int, int], Segment]
+
+    def sharing(self, branch: int) -> int:
+        """The most ranks that share a segment of which anything is sent; 1 where nothing is."""
+        found = (x.sharers for (b, _), x in self.segments.items() if b == branch and x.received)
+        return max(found, default=1)
+
+    def received_of(self, branch: int) -> int:
+        """By all ranks together, which is what they send."""
+        return sum(x.received for (b, _), x in self.segments.items() if b == branch)
+
+
+def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> JobCount:
+    """Count all ranks. step: called after each."""
+    ranks: list[RankCount] = []
+    segments: dict[tuple[int, int], Segment] = {}
+    for rank in range(counter.job.num_ranks):
+        ranks.append(counter.of(rank))
+        for place, _, rows, received in ranks[-1].shares:
+            sharers, largest, total = segments.get(place, _NOBODY)
+            segments[place] = Segment(sharers + any(rows), _largest(largest, rows), total + received)
+        step()
+    chunks = {place: sum(x.largest) for place, x in segments.items() if x.received}
+    buffers = [sum(chunks.get(share.place, 0) for share in rank.shares if any(share.rows)) for rank in ranks]
+    return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments)
+
+
+_NOBODY = Segment(0, (), 0)
+
+
+def _largest(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    if len(first) == len(second) == 1:
+        return first if first > second else second
+    return tuple(map(max, zip_longest(first, second, fillvalue=0)))
+
+
+def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
+    """(query, key) pairs of all heads and branches over one document, with multiplicity, for one batch entry."""
+    return sum(branch_pairs(pattern, branch, seq_len, num_heads) for branch in range(len(pattern.branches)))
+
+
+def branch_pairs(pattern: DilatedPattern, branch: int, seq_len: int, num_heads: int) -> int:
+    """Those of one branch, of the heads that run it and the phases that they read."""
+    length, rate = pattern.branches[branch]
+    heads = pattern.heads_of(branch, num_heads)
+    phases = Phases([pattern.phase_of(branch, head, num_heads) or 0 for head in heads], rate)
+    num, rest = divmod(seq_len, length)
+    whole, last = (phases.pairs([(0, x)], x, is_causal=pattern.is_causal) for x in (length, rest))
+    return num * whole + last
