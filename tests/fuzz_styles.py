@@ -211,9 +211,12 @@ class Desk(fuzz_ranks.Desk):
             fully_shard(part, mesh=self.grid["dp"])
         description = f"{num_heads} heads, {kv_heads} key/value heads, {pattern}, FSDP {is_sharded_over_dp}"
         if kv_heads % mesh.size():
-            width = part.k.weight.to_local().shape[0]
-            if width % part.head_dim == 0 and part.q.weight.to_local().shape[0] % width == 0:
-                return description, None  # whole heads by chance: nothing that this rank has tells
+            parts = zip(*(linear.weight.chunk(mesh.size()) for linear in (alone.q, alone.k)), strict=False)
+            widths = [(len(q), len(k)) for q, k in parts]
+            # A rank with whole heads by chance would wait for those that refuse, and so would one without a column,
+            # for which torch's linear gathers the others' columns.
+            if len(widths) < mesh.size() or any(k % part.head_dim == 0 and q % k == 0 for q, k in widths):
+                return description, None
             attempt = lambda: part(x)  # noqa: E731
             return description, None if is_refused(attempt) else "projections that cut a head are taken"
         expected, found = alone(x), part(x)
