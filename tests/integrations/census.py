@@ -163,10 +163,12 @@ def fill(model: Any) -> Any:
     return model.eval()
 
 
-def made(model_class: type, config_class: type, fields: dict[str, Any], implementation: str) -> Any:
+def made(
+    model_class: type, config_class: type, fields: dict[str, Any], implementation: str, pattern: Any = PATTERN
+) -> Any:
     config = config_class.from_dict(copy.deepcopy(fields))
     if implementation != "eager":
-        config.dilated_attention = PATTERN
+        config.dilated_attention = pattern
     config._attn_implementation = implementation if implementation != "dilated" else {"": "dilated"}
     return fill(model_class(config))
 
@@ -228,7 +230,7 @@ def refused(model_class: type, config_class: type, fields: dict[str, Any]) -> tu
 def compare(dense: Any, plain: Tensor, fields: dict[str, Any], pattern: dict[str, Any] = PATTERN) -> list[str]:
     """float32 keeps 1e-7 of a number; two layers of sums of 32 lose less than a hundred times that."""
     model_class, config_class, inputs = type(dense), type(dense.config), inputs_of(dense)
-    found = first(made(model_class, config_class, {**fields, "dilated_attention": pattern}, "dilated")(**inputs))
+    found = first(made(model_class, config_class, fields, "dilated", pattern)(**inputs))
     is_causal, way, expected = False, "under log M as its mask", plain
     if "input_ids" in inputs:
         other = inputs["input_ids"].clone()
