@@ -22,7 +22,7 @@ from ring_dilated_attention.plan.sharding import default_lengths, make_shards, s
 from ring_dilated_attention.plan.step import Packing
 from ring_dilated_attention.run import executor
 from ring_dilated_attention.run.executor import Means
-from ring_dilated_attention.simulate.measured import Held
+from ring_dilated_attention.simulate.measuring import Held
 from ring_dilated_attention.simulate.one_rank import Delivered, OtherRanks
 
 CPU = TRAITS["cpu"]
