@@ -156,7 +156,7 @@ class Ranks:
         links = self.links(exchange, job)
         whole = None
         if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
-            whole = kernel.choose_pass(call.pattern, job.borders, query, num_kv_heads, stage == "backward").found
+            whole = kernel.choose_pass(call.pattern, job.borders).found
         return rank_plan, Means(kernel, call.kernel_scale, links.ring, links.heads, whole, call.factor), scaled
 
     def fields(
