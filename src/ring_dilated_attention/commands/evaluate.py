@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
-from ..training.checkpoint import find_checkpoint, read_state
+from ..models.saved_run import find_checkpoint, read_state
 from ..training.data import FASTA_SUFFIXES
 from ..training.files import check_mine, folder_made, is_our_picture, write_whole
 from ..training.memory import peak_resident_bytes

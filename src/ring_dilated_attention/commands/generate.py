@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ..training.checkpoint import find_checkpoint
+from ..models.saved_run import find_checkpoint
 from ..training.data import Document, load_document
 from .interrupts import leaving_at_once
 from .limits import check_at_least

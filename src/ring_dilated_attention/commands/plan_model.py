@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..kernels.traits import TRAITS
+from ..models.saved_run import find_checkpoint, read_state
 from ..pattern import DilatedPattern
 from ..plan.advice import BOUND_BY_COMMUNICATION
 from ..plan.clock import Hardware, time_text
@@ -30,7 +31,6 @@ from ..plan.model import (
     smallest_mesh,
     step_parts,
 )
-from ..training.checkpoint import find_checkpoint, read_state
 from ..training.options import in_short
 from .hardware import ITEMSIZE, Machine, described
 from .numbers import amount, count, scaled, size_text

@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..models.saved_run import find_checkpoint
 from ..plan.exchange import EXCHANGES
-from ..training.checkpoint import find_checkpoint
 from ..training.files import in_words
 from ..training.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
 from ..training.launch import LOST_ANOTHER, Ended, check_meeting, launch, leave_reason, num_ranks_started, rank_started
