@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_dilated_attention.commands import cli, doctor, doctor_facts, doctor_ranks, processes
+from ring_dilated_attention.commands import cli, processes
+from ring_dilated_attention.commands.doctor import doctor, doctor_facts, doctor_ranks
 from ring_dilated_attention.commands.hardware import machine_of
 from ring_dilated_attention.commands.processes import Launch, RankFailedError
 
