@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ring_dilated_attention.kernels.triton import backward, forward, token_kernels
-from ring_dilated_attention.kernels.triton.config import config, padded
+from ring_dilated_attention.kernels.triton.block_sizes import config, padded
 
 PATH = Path(__file__).with_name("resources.json")
 HEAD_DIMS = (64, 128)

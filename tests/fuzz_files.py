@@ -22,7 +22,8 @@ from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.models import saved_run
 from ring_dilated_attention.models.saved_run import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, find_checkpoint, read_state
-from ring_dilated_attention.training import checkpoint, files, loop, report, run
+from ring_dilated_attention.training import checkpoint, files, loop, run
+from ring_dilated_attention.training import run_report as report
 from ring_dilated_attention.training.data import load_document
 from ring_dilated_attention.training.options import Hyperparameters
 

@@ -3,8 +3,8 @@
 import pytest
 from matplotlib.image import imread
 
+from benchmarks.scaled import scaled_down
 from ring_dilated_attention.commands import figures
-from ring_dilated_attention.commands.scaled import scaled_down
 from ring_dilated_attention.commands.sketch import panels, shares_of_form
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange

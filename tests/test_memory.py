@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.commands.processes import Launch, run_ranks
+from ring_dilated_attention.commands.local_ranks import Launch, run_ranks
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.kernels.traits import TRAITS, no_scratch

@@ -12,7 +12,7 @@ from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.plan.memory import AttentionMemory, Sizes, attention_memory
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.totals import pairs, sent_by_all, sent_by_rank
-from ring_dilated_attention.training.memory import peak_resident_bytes
+from ring_dilated_attention.training.resident_memory import peak_resident_bytes
 
 from .share import SlicedJob, run_share, viewers_of
 from .verify import Check, tolerance, verify

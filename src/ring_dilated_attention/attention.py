@@ -28,7 +28,7 @@ from .ranks.context import ContextParallel, context_named, refuse
 from .ranks.origin import origin_of, why_foreign
 from .ranks.ranks import Ranks
 from .run.append import append, append_now
-from .run.cache import DilatedCache, check_call
+from .run.dilated_cache import DilatedCache, check_call
 from .run.views import accumulator_dtype
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple
 
-from ..training.launch import unjoined
+from ..training.rank_launcher import unjoined
 from .interrupts import leaving_at_once
 from .terminal import guarded, say
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from ..pattern import DilatedPattern
-from ..plan.cache import CachePlan
+from ..plan.cache_plan import CachePlan
 from ..plan.memory import Traits
 
 

@@ -19,9 +19,9 @@ from ..plan.sharding import check_documents
 from ..ranks.borders import validate_cu_seqlens
 from ..ranks.context import ContextParallel
 from ..ranks.origin import why_foreign
-from ..run.cache import DilatedCache
-from .generate import Sampling, generate
+from ..run.dilated_cache import DilatedCache
 from .longnet_config import LongNetConfig
+from .sampling import Sampling, generate
 from .saved_run import MODEL_FILE, check_whole, find_checkpoint
 from .sharded import shift_left
 

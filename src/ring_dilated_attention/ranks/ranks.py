@@ -16,7 +16,7 @@ from ..plan.memory import Sizes
 from ..plan.sharding import Cut, Shard, documents_of
 from ..run import executor
 from ..run.executor import Means
-from ..run.link import Dealer, Link
+from ..run.link_contract import Dealer, Link
 from .call import Call
 from .handshake import all_or_none
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...plan.clock import time_text
 from ...training.files import check_mine, write_whole
-from ...training.launch import check_meeting, started
+from ...training.rank_launcher import check_meeting, started
 from ..hardware import MAKER, Machine, as_toml, is_saved, known
 from ..interrupts import leaving_at_once
 from ..limits import check_at_least, check_memory
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"rda doctor: {error}", file=sys.stderr)
         return 2
     with leaving_at_once("rda doctor"):
-        from ..processes import Launch, RankFailedError, run_ranks
+        from ..local_ranks import Launch, RankFailedError, run_ranks
 
     if num_started == 1:
         num_ranks = arguments.ranks or 1

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...models.torchscale.architecture import PADDINGS
+from ..local_ranks import RankFailedError
 from ..numbers import count
 from ..output import check_writable, progress_bar
-from ..processes import RankFailedError
 from .embeddings import EmbeddingFile, Entry
 
 if TYPE_CHECKING:

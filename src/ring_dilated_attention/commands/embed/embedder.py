@@ -14,7 +14,7 @@ from torch import Tensor
 from ...models.longnet_vit import LongNetViT
 from ...models.weights import first_line, load_slide_encoder
 from ...ranks.context import ContextParallel, refuse
-from ..processes import Launch, Worker, run_ranks
+from ..local_ranks import Launch, Worker, run_ranks
 from ..terminal import is_out_of_memory
 from .embeddings import fingerprint
 from .slides import Keys, Slide, open_slide

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...pattern import DilatedPattern
 from ..contract import BackwardRows, WholePasses
-from .config import Config
+from .block_sizes import Config
 from .strips import Bundles, bundles_of, crosses, fused_strips, heads_of_bundle, phases_of_heads, step_of
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ...pattern import DilatedPattern
-from ...plan.cache import CachePlan
+from ...plan.cache_plan import CachePlan
 from ..contract import BackwardRows, WholePasses
 from ..traits import TRAITS as ALL_TRAITS
-from .config import PATH, architecture, has_config
+from .block_sizes import PATH, architecture, has_config
 
 NAME = "triton"
 IN_PLACE: Literal[True] = True
