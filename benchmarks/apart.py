@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ring_dilated_attention.commands.processes import Launch, RankFailedError, run_ranks
+from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError, run_ranks
 
 from .gate import GateError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.commands.output import check_writable, progress_bar, stepper
-from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
 from ring_dilated_attention.commands.terminal import guarded
 from ring_dilated_attention.training.files import check_mine
 

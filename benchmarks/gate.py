@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ring_dilated_attention.commands.compare import Case, Squares, measure, worst
-from ring_dilated_attention.commands.scaled import scaled_down
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.ranks.context import ContextParallel
 
 from .measure import Sizes
+from .scaled import scaled_down
 
 SMALL = 256
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.run.cache import free_bytes
+from ring_dilated_attention.run.dilated_cache import free_bytes
 
 from .cached import (
     PAPER,

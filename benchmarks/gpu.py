@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.pattern import DilatedPattern
 
 from .apart import Budget, refuse_empty

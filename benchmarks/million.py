@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.training.memory import peak_resident_bytes
+from ring_dilated_attention.training.resident_memory import peak_resident_bytes
 
 from .gate import gate
 from .measure import Allocated, Sizes, Times, allocated, attend, dilated_call, make_tensors

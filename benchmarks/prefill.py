@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.run.cache import DilatedCache
+from ring_dilated_attention.run.dilated_cache import DilatedCache
 
 from .cached import PAPER, WIDE, cached_gate, make_cache
 from .measure import Sizes, make_tensors, quantiles

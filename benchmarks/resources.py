@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ring_dilated_attention.kernels.triton import backward, forward, token_kernels
-from ring_dilated_attention.kernels.triton.config import config, padded
+from ring_dilated_attention.kernels.triton.block_sizes import config, padded
 
 PATH = Path(__file__).with_name("resources.json")
 HEAD_DIMS = (64, 128)
@@ -63,9 +63,8 @@ CASES = (
     Case("delta", backward.delta_kernel, "", {}, {"HAS_DLSE": True, "BM": 64}),
     Case("query gradient", backward.query_gradient_kernel, "query_gradient", _GRADIENT_SUMS, _IN_PLACE),
     Case("key gradient", backward.key_gradient_kernel, "key_gradient", _GRADIENT_SUMS, _IN_PLACE),
-    Case("fused forward", forward.fused_forward_kernel, "forward", {}, _FUSED),
-    Case("fused forward, crossing", forward.fused_forward_kernel, "forward", {}, {**_FUSED, "CROSSES": True}),
-    Case("fused forward, half", forward.fused_forward_kernel, "forward_half", {}, _FUSED),
+    Case("fused forward", forward.fused_forward_kernel, "forward_half", {}, _FUSED),
+    Case("fused forward, crossing", forward.fused_forward_kernel, "forward_half", {}, {**_FUSED, "CROSSES": True}),
     Case("fused query gradient", backward.fused_query_gradient_kernel, "query_gradient", {}, _FUSED),
     Case("fused key gradient", backward.fused_key_gradient_kernel, "key_gradient", {}, _FUSED),
     Case("token", token_kernels.token_kernel, "", {}, _TOKEN),

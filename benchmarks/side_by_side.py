@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_dilated_attention.attention import explain
 from ring_dilated_attention.commands.compare import defined, make_inputs, relative, squares, tolerances
-from ring_dilated_attention.commands.processes import Worker
+from ring_dilated_attention.commands.local_ranks import Worker
 from ring_dilated_attention.pattern import DilatedPattern
 
 from .apart import Budget, measure_apart

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
-from ring_dilated_attention.commands.scaled import scaled_down
+from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for, torchscale_attention
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES, NUM_HEADS, PUBLISHED, PublishedSize
 from ring_dilated_attention.pattern import DilatedPattern
@@ -24,6 +23,7 @@ from .gate import SMALL, GateError
 from .measure import allocated, quantiles
 from .padded import padded_reference
 from .record import markdown, seconds
+from .scaled import scaled_down
 
 SUMMARY = "GigaPath's slide encoder: time, memory, error, beside the original code"
 NUM_RANKS = 2

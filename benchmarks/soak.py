@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ring_dilated_attention.attention import dilated_attention
-from ring_dilated_attention.commands.processes import Launch, Worker, run_ranks
+from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.pattern import DilatedPattern

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.run.cache import DilatedCache
+from ring_dilated_attention.run.dilated_cache import DilatedCache
 
 from .cached import PAPER, WIDE, bytes_read, cached_gate, filled, make_cache, period_of, stratified, token_call
 from .measure import Sizes

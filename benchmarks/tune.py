@@ -18,7 +18,7 @@ import triton
 
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.kernels.triton import in_place, launch
-from ring_dilated_attention.kernels.triton.config import KERNELS, Config, architecture
+from ring_dilated_attention.kernels.triton.block_sizes import KERNELS, Config, architecture
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

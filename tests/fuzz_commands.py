@@ -35,7 +35,8 @@ from ring_dilated_attention.commands.plan import call, compare, figures
 from ring_dilated_attention.commands.plan import options as plan_options
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
-from ring_dilated_attention.training import checkpoint, files, options, ownership, report, run
+from ring_dilated_attention.training import checkpoint, files, options, ownership, run
+from ring_dilated_attention.training import run_report as report
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(200))
 # Files that are there before, and that no command may touch.

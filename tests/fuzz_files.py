@@ -20,8 +20,10 @@ from fuzz_commands import broken, nothing
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli
-from ring_dilated_attention.training import checkpoint, files, loop, report, run
-from ring_dilated_attention.training.checkpoint import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, find_checkpoint
+from ring_dilated_attention.models import saved_run
+from ring_dilated_attention.models.saved_run import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, find_checkpoint, read_state
+from ring_dilated_attention.training import checkpoint, files, loop, run
+from ring_dilated_attention.training import run_report as report
 from ring_dilated_attention.training.data import load_document
 from ring_dilated_attention.training.options import Hyperparameters
 
@@ -64,7 +66,7 @@ def prepare(folder: Path) -> None:
     assert (output.code, find_checkpoint(Path("run"))) == (0, Path(NEWEST)), output
     record = Path("run/record.json")
     known_by = {"status": "interrupted", "hyperparameters": {}, "steps_done": 4, "step_seconds": []}
-    record.write_text(json.dumps(known_by | {"run": checkpoint.read_state(Path(NEWEST))["run"]}))
+    record.write_text(json.dumps(known_by | {"run": read_state(Path(NEWEST))["run"]}))
     shutil.copytree(folder / "start", folder / "whole", dirs_exist_ok=True)
     os.chdir(folder / "whole")
     with no_pictures():
@@ -304,8 +306,8 @@ def _load_whatever_is_there(path: Path, expected: dict) -> dict:
 
 
 BREAKAGES = {
-    "no digests": broken("_identity", lambda path: {"bytes": path.stat().st_size}, checkpoint),
-    "no digest of the state": broken("_digest", lambda content: "0", checkpoint),
+    "no digests": broken("identity", lambda path: {"bytes": path.stat().st_size}, checkpoint, saved_run),
+    "no digest of the state": broken("digest", lambda content: "0", checkpoint, saved_run),
     "states are not checked": broken("_check_state", nothing, run),
     "tensors are not checked": broken("_load", _load_whatever_is_there, checkpoint),
     "documents are not compared": broken("_check_same_document", nothing, run),

@@ -17,9 +17,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
-from ring_dilated_attention.plan.cache import Rings
+from ring_dilated_attention.plan.cache_plan import Rings
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
-from ring_dilated_attention.run import cache as cache_module
+from ring_dilated_attention.run import dilated_cache as cache_module
 
 PATTERN = DilatedPattern((4, 12), (1, 3), is_causal=True)
 

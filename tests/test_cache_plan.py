@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.cache import Rings, check_append, check_crop, plan_cache, plan_chunk
+from ring_dilated_attention.plan.cache_plan import Rings, check_append, check_crop, plan_cache, plan_chunk
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.plan.cache import plan_cache
+from ring_dilated_attention.plan.cache_plan import plan_cache
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.ranks.link import ExchangeError
 from ring_dilated_attention.reference import dilated_attention_reference
-from ring_dilated_attention.run import append, cache
+from ring_dilated_attention.run import append
+from ring_dilated_attention.run import dilated_cache as cache
 
 PATTERN = DilatedPattern((4, 9, 30), (1, 2, 4), is_causal=True)
 SIZES = (2, 4, 2, 8)  # batch, heads, key/value heads, head dim

@@ -9,7 +9,7 @@ import torch
 
 from ring_dilated_attention import kernels
 from ring_dilated_attention.commands import check, cli, compare
-from ring_dilated_attention.commands.processes import Launch, RankFailedError, run_ranks
+from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError, run_ranks
 from ring_dilated_attention.pattern import DilatedPattern
 
 CASE = compare.Case("small", DilatedPattern((8, 19), (1, 3), is_causal=True), 19, 1, 3, 3, 8)

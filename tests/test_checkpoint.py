@@ -12,19 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ring_dilated_attention.commands.cli import main
-from ring_dilated_attention.training import checkpoint as checkpoints
-from ring_dilated_attention.training.checkpoint import (
-    MARK_FILE,
+from ring_dilated_attention.models.saved_run import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     STATE_FILE,
     check_whole,
     find_checkpoint,
     find_checkpoints,
-    load_checkpoint,
     read_state,
-    save_checkpoint,
 )
+from ring_dilated_attention.training import checkpoint as checkpoints
+from ring_dilated_attention.training.checkpoint import MARK_FILE, load_checkpoint, save_checkpoint
 from ring_dilated_attention.training.files import write_whole
 from ring_dilated_attention.training.loop import make_optimizer
 from ring_dilated_attention.training.options import Hyperparameters

@@ -40,7 +40,7 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason=REASON)
 # What compilers and drivers of a new machine warn of is not known beforehand.
 pytestmark = pytest.mark.filterwarnings("default")
 
-BACKENDS = ("triton", "sdpa")
+BACKENDS = ("triton", "triton-fused", "sdpa")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 24, 48, 64, 96, 128, 256)
 MAIN = torch.bfloat16 if HAS_GPU else torch.float32
@@ -99,7 +99,7 @@ COMBINATIONS = [
     for (i, dtype), (j, head_dim), is_causal, backend in product(
         enumerate(DTYPES), enumerate(HEAD_DIMS), (False, True), BACKENDS
     )
-    if (backend != "triton" or (i + j) % 2 == is_causal) and (HAS_GPU or head_dim < 48)
+    if (backend == "sdpa" or (i + j) % 2 == is_causal) and (HAS_GPU or head_dim < 48)
 ]
 
 
@@ -269,9 +269,10 @@ def test_rows_far_apart(backend):
 
 
 @needs_gpu
-def test_tensors_of_more_than_2_31_elements():
+@pytest.mark.parametrize("backend", ["triton", "triton-fused"])
+def test_tensors_of_more_than_2_31_elements(backend):
     """Catches results that are written at offsets in 32 bits: the last segment against a call of it alone."""
-    require("triton")
+    require(backend)
     torch.use_deterministic_algorithms(False)  # NaN need not fill all of it
     length, seq_len, head_dim = 4096, 2**23 + 4096, 256
     needed = 16 * seq_len * head_dim * MAIN.itemsize
@@ -280,11 +281,11 @@ def test_tensors_of_more_than_2_31_elements():
         pytest.skip(f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free")
     tensors = [torch.randn(1, seq_len, 1, head_dim, device=DEVICE, dtype=MAIN) for _ in range(4)]
     pattern = DilatedPattern((length,), (1,), is_causal=True)
-    whole = [x[:, -length:].clone() for x in both_ways(tensors[:3], tensors[3], pattern, "triton")]
+    whole = [x[:, -length:].clone() for x in both_ways(tensors[:3], tensors[3], pattern, backend)]
     tail = [x[:, -length:].clone() for x in tensors]
     allowed = tolerances(Case("tail", DilatedPattern((64,), (1,), is_causal=True), 64, 1, 1, 1, head_dim), MAIN, DEVICE)
     for name, x, y in zip(
-        ("out", "dq", "dk", "dv"), whole, both_ways(tail[:3], tail[3], pattern, "triton"), strict=True
+        ("out", "dq", "dk", "dv"), whole, both_ways(tail[:3], tail[3], pattern, backend), strict=True
     ):
         assert difference(x, y) <= 2 * allowed[name], name
 
@@ -502,7 +503,7 @@ def test_the_rehearsal():
     out; `triton_interpreted.py` has its like."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed (pip install triton==3.7.1)")
-    longest = ("run_to_run", "operators_pass", "compiled_whole", "layouts", "paper")
+    longest = ("run_to_run", "operators_pass", "compiled_whole", "layouts", "paper", "fused")
     selected = " and ".join(f"not {name}" for name in longest)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", selected]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)

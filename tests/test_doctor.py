@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_dilated_attention.commands import cli, doctor, doctor_facts, doctor_ranks, processes
+from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands import local_ranks as processes
+from ring_dilated_attention.commands.doctor import doctor, doctor_facts, doctor_ranks
 from ring_dilated_attention.commands.hardware import machine_of
-from ring_dilated_attention.commands.processes import Launch, RankFailedError
+from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError
 
 
 def test_two_ranks_are_examined_and_a_plan_reads_it(tmp_path, capsys):

@@ -16,9 +16,10 @@ from distributed import run
 from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, write
 
 from ring_dilated_attention import ContextParallel
-from ring_dilated_attention.commands import cli, embedder
-from ring_dilated_attention.commands import slides as slide_files
-from ring_dilated_attention.commands.slides import Keys
+from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands.embed import embedder
+from ring_dilated_attention.commands.embed import slides as slide_files
+from ring_dilated_attention.commands.embed.slides import Keys
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
 
@@ -334,7 +335,7 @@ def test_what_it_needs(weights, tmp_path, monkeypatch, capsys):
 
 
 def test_options_are_refused_before_torch_is_imported():
-    code = "import sys; from ring_dilated_attention.commands import embed; assert 'torch' not in sys.modules"
+    code = "import sys; from ring_dilated_attention.commands.embed import embed; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

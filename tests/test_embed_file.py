@@ -9,10 +9,10 @@ import torch
 from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, write
 from safetensors.torch import save_file
 
-from ring_dilated_attention.commands import embedder, embeddings
-from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry, fingerprint
-from ring_dilated_attention.commands.processes import RankFailedError
-from ring_dilated_attention.commands.slides import Keys
+from ring_dilated_attention.commands.embed import embedder, embeddings
+from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, Entry, fingerprint
+from ring_dilated_attention.commands.embed.slides import Keys
+from ring_dilated_attention.commands.local_ranks import RankFailedError
 from ring_dilated_attention.models import LongNetViT
 
 

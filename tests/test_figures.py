@@ -3,9 +3,9 @@
 import pytest
 from matplotlib.image import imread
 
+from benchmarks.scaled import scaled_down
 from ring_dilated_attention.commands.plan import figures
 from ring_dilated_attention.commands.plan.sketch import panels
-from ring_dilated_attention.commands.scaled import scaled_down
 from ring_dilated_attention.forecast.call import Way, count
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job

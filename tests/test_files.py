@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.record import is_page, is_record
 from benchmarks.slice.command import is_record as is_slice
 from ring_dilated_attention.commands import hardware
-from ring_dilated_attention.commands.embeddings import EmbeddingFile, Entry
+from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, Entry
 from ring_dilated_attention.training.checkpoint import save_checkpoint
 from ring_dilated_attention.training.files import MADE_BY, is_our_picture, write_whole
 from ring_dilated_attention.training.loop import make_optimizer

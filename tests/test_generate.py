@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention, simulate
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
-from ring_dilated_attention.models.generate import STOPPED, Sampling
+from ring_dilated_attention.models.sampling import STOPPED, Sampling
 
 CAUSAL = DilatedPattern((8, 32), (1, 3), is_causal=True)
 CONFIG = LongNetConfig((8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2)
@@ -147,7 +147,7 @@ def test_one_graph_for_all_tokens_of_a_model():
 
 def test_generated_is_what_recomputing_gives(monkeypatch):
     """Prompts of different lengths in one batch, longer than a chunk of the prefill; over borders of all segments."""
-    monkeypatch.setattr("ring_dilated_attention.models.generate.PREFILL_CHUNK", 11)
+    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_CHUNK", 11)
     model, tokens = make(), make_tokens(3, 40)
     prompts = [tokens[0, :13], tokens[1, :40].tolist(), tokens[2, :1]]
     found = joined(model.generate(prompts, 30, temperature=0))
@@ -207,7 +207,7 @@ def test_after_stop_caches_hold_what_was_shown(monkeypatch):
 
     A second turn of a chat is what a fresh model draws after the same tokens, row by row.
     """
-    monkeypatch.setattr("ring_dilated_attention.models.generate.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_CHUNK", 4)
     model, tokens = make(), make_tokens(3, 40)
     prompts = [tokens[0, :13], tokens[1, :7], tokens[2, :10]]
     free = joined(model.generate(prompts, 30, seed=3))
@@ -228,7 +228,7 @@ def test_after_stop_caches_hold_what_was_shown(monkeypatch):
 
 def test_a_prompt_that_does_not_fit_is_in_no_cache(monkeypatch):
     """Catches chunks of a prompt that stay in the caches when a later one is refused."""
-    monkeypatch.setattr("ring_dilated_attention.models.generate.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_CHUNK", 4)
     model, tokens = make(), make_tokens(2, 10)
     caches = model.make_caches(2, max_len=9)
     for prompts, message in (

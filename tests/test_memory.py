@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.commands.processes import Launch, run_ranks
+from ring_dilated_attention.commands.local_ranks import Launch, run_ranks
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.kernels.contract import BackwardRows
@@ -23,7 +23,7 @@ from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.plan.step import Packing
 from ring_dilated_attention.run import executor
 from ring_dilated_attention.run.executor import Means
-from ring_dilated_attention.simulate.measured import Held
+from ring_dilated_attention.simulate.measuring import Held
 from ring_dilated_attention.simulate.one_rank import Delivered, OtherRanks
 
 CPU = TRAITS["cpu"]

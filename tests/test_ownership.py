@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ring_dilated_attention.commands.cli import main
-from ring_dilated_attention.training.checkpoint import find_checkpoint
+from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.training.ownership import LOCK_FILE, join_folder, own_folder
 from ring_dilated_attention.training.run import RECORD_FILE
 

@@ -18,16 +18,16 @@ from distributed import run as run_ranks
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import causes
+from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.training import checkpoint
-from ring_dilated_attention.training.checkpoint import find_checkpoint
 from ring_dilated_attention.training.data import Document, load_document, source_files, strip_fasta
-from ring_dilated_attention.training.interrupt import StopRequest
-from ring_dilated_attention.training.launch import LOST_ANOTHER, Ended, started, unjoined
 from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, train
-from ring_dilated_attention.training.memory import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
-from ring_dilated_attention.training.report import draw_losses, summary, write_report
+from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended, started, unjoined
+from ring_dilated_attention.training.resident_memory import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.run import Run
+from ring_dilated_attention.training.run_report import draw_losses, summary, write_report
+from ring_dilated_attention.training.stop_request import StopRequest
 
 TINY = {
     "seq_len": 48,

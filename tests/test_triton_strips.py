@@ -4,7 +4,9 @@ The reference is the definition (`reference.multiplicity`): every (query, key) p
 """
 
 import random
-from itertools import pairwise, product
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,29 +15,49 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.kernels.triton import shapes, strips
-from ring_dilated_attention.kernels.triton.shapes import (
-    Cost,
-    branches_work,
-    choose_shape,
-    costs_of,
-    documents_that_stand_for_all,
-    fused_work,
-)
+from ring_dilated_attention.kernels.triton import strips
+from ring_dilated_attention.kernels.triton.fused import FusedPass, choose_pass
 from ring_dilated_attention.kernels.triton.strips import (
     Bundles,
+    Strip,
     bundles_of,
     crosses,
     fused_strips,
     heads_of_bundle,
     phases_of_heads,
     step_of,
-    visits,
 )
-from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.reference import multiplicity
+
+
+class Visit(NamedTuple):
+    """A strip meets a segment of a branch: (full, end) as keys_seen, or (begin, end) as queries_seeing says."""
+
+    branch: int
+    start: int
+    phase: int
+    begin_or_full: int
+    end: int
+
+
+def visits(
+    pattern: DilatedPattern,
+    strip: Strip,
+    phases: tuple[int, ...],
+    block: int,
+    *,
+    of_keys: bool = False,
+    heads: int = 1,
+) -> Iterator[Visit]:
+    """What the fused kernels do for a strip and a bundle: their loops, in their order, without visits of nothing."""
+    step = step_of(pattern)
+    for branch, ((width, rate), phase) in enumerate(zip(pattern.branches, phases, strict=True)):
+        for i in range(strip.first // width, (strip.first + (strip.num_rows - 1) * step) // width + 1):
+            start, stop = i * width, min((i + 1) * width, strip.length)
+            place = (strip, step, start, stop, phase, rate, pattern.is_causal)
+            met = strips.queries_seeing(*place, heads, block) if of_keys else strips.keys_seen(*place, block)
+            if met[1]:
+                yield Visit(branch, start, phase, *met)
 
 
 def met_by_query_strips(pattern, borders, num_heads, num_kv_heads, block_m, block_n) -> Tensor:
@@ -205,164 +227,12 @@ def test_bundles_hold_heads_of_equal_phases_that_share_keys():
     assert bundles_of(DilatedPattern((16,), (1,)), 64, 1, 16) == Bundles(16, 16, 1)
 
 
-FORWARD = (costs_of(((128, 64),)), costs_of(((64, 64),)))
-BACKWARD = (costs_of(((128, 64), (64, 64))),)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rates", "num_heads", "kind", "share"),
-    [
-        ((2048, 4096), (1, 2), 8, "fused", 0.95),
-        ((2048, 4096, 8192, 16384), (1, 2, 4, 8), 8, "fused", 0.85),
-        ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), 12, "branches", 0.97),
-    ],
-)
-def test_the_choice_by_counted_work(lengths, rates, num_heads, kind, share):
-    """Catches a count that is off: these shares were found by hand for causal patterns and strips of 64 rows."""
-    choice = choose_shape(DilatedPattern(lengths, rates, is_causal=True), (0, 65536), num_heads, num_heads, 64, FORWARD)
-    assert choice.kind == kind
-    assert choice.share == pytest.approx(share, rel=0.03)  # the count of 65,536 positions is an estimate
-    assert choice.reason.count("useful") == 4  # all candidates are listed
-
-
 def test_a_strip_wider_than_every_segment_is_not_considered():
     """Catches a strip of rows that are all in different segments: its work is nearly all masked."""
-    for candidates, prefers_fused in product((FORWARD, BACKWARD), (False, True)):
-        call = (DilatedPattern((64, 128), (63, 64)), (0, 512), 4, 4, 64, candidates)
-        choice = choose_shape(*call, prefers_fused=prefers_fused)
-        assert choice.kind == "branches"
-        assert "R = 4032 is no less than the longest segment, 128" in choice.reason
-        call = (DilatedPattern((2**31,), (300,)), (0, 200, 300), 4, 4, 64, candidates)
-        assert "R = 300 is no less than the longest segment, 200" in choose_shape(*call).reason
-
-
-def test_the_shape_that_is_preferred():
-    """Catches a preference for fused strips that does not take the cheapest of them, or that is not heeded."""
-    pattern = DilatedPattern(*PATTERNS[2], is_causal=True)
-    for candidates in (FORWARD, BACKWARD):
-        call = (pattern, (0, 524_288), 12, 12, 64, candidates)
-        assert choose_shape(*call).kind == "branches"
-        choice = choose_shape(*call, prefers_fused=True)
-        assert (choice.kind, choice.block) == ("fused", candidates[-1][0].block_m)
-
-
-def test_the_choice_for_the_backward():
-    """Catches a backward that is chosen by the forward's work: its strips are others, and more of it is merged."""
-    pattern = DilatedPattern((2048, 4096), (1, 2), is_causal=True)
-    choice = choose_shape(pattern, (0, 65536), 8, 8, 64, BACKWARD)
-    query, keys = BACKWARD[0]
-    pairs = branches_work(pattern, (0, 65536), 8, 8, query).pairs
-    computed = 3 * fused_work(pattern, (0, 65536), 8, 8, query) + 4 * fused_work(pattern, (0, 65536), 8, 8, keys)
-    assert choice == choice._replace(kind="fused", block=128, share=7 * pairs / computed)
-
-
-@pytest.mark.parametrize("of_keys", [False, True])
-def test_the_count_is_that_of_the_enumeration(of_keys):
-    """Catches a shortcut of the count (heads by phase, sampled strips) that changes its result."""
-    for ends, num_heads, num_kv_heads, pattern in CASES:
-        borders, kernel = (0, *ends), Cost(16, 8, 4, 2, of_keys)
-        bundles = bundles_of(pattern, num_heads, num_kv_heads, kernel.block_m)
-        phases, step = _shared(pattern, num_heads)
-        computed = 0
-        for strip in fused_strips(borders, step, kernel.block_n if of_keys else kernel.block_m // bundles.size):
-            for i in range(num_heads // bundles.size):
-                head = heads_of_bundle(bundles, num_heads, num_kv_heads, i).start
-                block = kernel.block_m if of_keys else kernel.block_n
-                for visit in visits(pattern, strip, phases[head], block, of_keys=of_keys, heads=bundles.size):
-                    first = visit.begin_or_full if of_keys else 0
-                    computed += len(range(first, visit.end, block)) * kernel.block_m * kernel.block_n
-        assert fused_work(pattern, borders, num_heads, num_kv_heads, kernel) == computed
-        useful = multiplicity(pattern, borders[-1], num_heads, borders).sum()
-        work = branches_work(pattern, borders, num_heads, num_kv_heads, kernel)
-        assert work.pairs == useful <= work.computed
-
-
-@pytest.mark.parametrize("of_keys", [False, True])
-def test_the_rows_that_branches_merge(of_keys):
-    """Catches rows of a first branch counted as merged, and rows of a later one that are not."""
-    kernel = Cost(16, 16, 2, 1, of_keys)
-    work = branches_work(DilatedPattern((16, 64), (1, 2)), (0, 64), 4, 2, kernel)
-    rows_of_the_second_branch = 64 // 2 * 4  # of each query head; a key/value head is read in both phases
-    assert work.merged == rows_of_the_second_branch
-    assert branches_work(DilatedPattern((16,), (1,)), (0, 64), 4, 2, kernel).merged == 0
-
-
-# The patterns of the GPU benchmark, and the block sizes of an H100 in bfloat16.
-PATTERNS = [
-    ((2048, 4096), (1, 2)),
-    ((2048, 4096, 8192, 16384), (1, 2, 4, 8)),
-    ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)),
-]
-KERNELS = [kernels[0] for kernels in FORWARD] + list(BACKWARD[0])
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("branches", PATTERNS, ids=str)
-def test_a_sampled_count_is_near_the_exact_one(branches, is_causal, monkeypatch):
-    """Catches samples that fall at the same places of every segment: counts of half or double of what is computed."""
-    pattern = DilatedPattern(*branches, is_causal=is_causal)
-    call = (pattern, (0, 65536), 4, 4)
-    sampled = [fused_work(*call, kernel) for kernel in KERNELS]
-    shapes.fused_document.cache_clear()
-    monkeypatch.setattr(shapes, "_MOST_VISITORS", 10**9)
-    exact = [fused_work(*call, kernel) for kernel in KERNELS]
-    shapes.fused_document.cache_clear()
-    assert sampled == pytest.approx(exact, rel=0.03)
-    monkeypatch.undo()
-    longer = [fused_work(pattern, (0, 32 * 32768), 4, 4, kernel) / 16 for kernel in KERNELS]  # whole segments: as many
-    assert longer == pytest.approx(exact, rel=0.03)
-
-
-@pytest.mark.parametrize("candidates", [FORWARD, BACKWARD], ids=["forward", "backward"])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("branches", PATTERNS, ids=str)
-def test_the_choice_does_not_depend_on_the_length(branches, is_causal, candidates):
-    """Catches a choice by an error of the count: whole segments cost the same wherever they lie."""
-    pattern = DilatedPattern(*branches, is_causal=is_causal)
-    first, *others = (choose_shape(pattern, (0, 32768 * k), 12, 12, 64, candidates) for k in (1, 8, 32))
-    assert first.share <= 1
-    for choice in others:
-        assert choice[:2] == first[:2]
-        assert choice.share == pytest.approx(first.share, rel=0.03)
-
-
-def random_borders(seed, number, seq_len):
-    return (0, *sorted(random.Random(seed).sample(range(1, seq_len), number - 1)), seq_len)
-
-
-@pytest.mark.parametrize("branches", PATTERNS, ids=str)
-def test_few_documents_stand_for_many(branches):
-    """Catches documents that stand for others than those of their length: one long one among many short ones too."""
-    pattern = DilatedPattern(*branches, is_causal=True)
-    long_one = (0, *range(100, 2000, 100), 34000)
-    for borders in (random_borders(0, 200, 131072), random_borders(1, 20, 32768), long_one):
-        assert len(documents_that_stand_for_all(borders)) <= 8
-        for kernel in KERNELS:
-            lengths = [stop - start for start, stop in pairwise(borders)]
-            each = [shapes.fused_document(pattern, n, 2, 2, kernel) for n in lengths]
-            assert fused_work(pattern, borders, 2, 2, kernel) == pytest.approx(sum(each), rel=0.12)
-            plan = make_plan(Job(pattern, make_shards("contiguous", borders[-1:]), 2, 2, borders), 0)
-            assert branches_work(pattern, borders, 2, 2, kernel).pairs == pytest.approx(plan.pairs, rel=0.12)
-
-
-def test_documents_of_few_lengths_stand_for_themselves():
-    """Catches a short document that is not counted as it is, and weights that do not add up to all positions."""
-    assert documents_that_stand_for_all((0, 100_003)) == {100_003: 1}
-    assert documents_that_stand_for_all((0, 7, 9, 16, 32)) == {2: 1, 7: 2, 16: 1}
-    for seed in range(20):
-        documents = documents_that_stand_for_all(random_borders(seed, 100, 65536))
-        assert sum(length * number for length, number in documents.items()) == pytest.approx(65536)
-
-
-@pytest.mark.parametrize("branches", PATTERNS, ids=str)
-def test_a_new_batch_of_documents_is_not_counted_anew(branches, monkeypatch):
-    """Catches a count at every step of a training with packed documents: tenths of a second on the host."""
-    pattern = DilatedPattern(*branches, is_causal=True)
-    for seed in range(50):
-        choose_shape(pattern, random_borders(seed, 200, 131072), 4, 4, 64, FORWARD)
-    counts = (shapes.fused_document, shapes.branches_document)
-    known = sum(count.cache_info().misses for count in counts)
-    for seed in range(50, 60):
-        choose_shape(pattern, random_borders(seed, 200, 131072), 4, 4, 64, FORWARD)
-    asked = 10 * 8 * len(FORWARD) * len(counts)
-    assert sum(count.cache_info().misses for count in counts) - known < asked / 10
+    found, reason = choose_pass(DilatedPattern((64, 128), (63, 64)), (0, 512))
+    assert found is None
+    assert reason == "branch by branch: rows of all branches lie 4032 apart, and the longest segment has 128"
+    _, reason = choose_pass(DilatedPattern((2**31,), (300,)), (0, 200, 300))  # documents end segments
+    assert reason.endswith("lie 300 apart, and the longest segment has 200")
+    pattern, borders = DilatedPattern((2**31,), (199,)), (0, 200, 300)
+    assert choose_pass(pattern, borders) == (FusedPass(pattern, borders), "all branches at once, with rows 199 apart")

@@ -19,12 +19,11 @@ from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import generate as command
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models import LongNetLM
-from ring_dilated_attention.training.data import Document, strip_fasta
-from ring_dilated_attention.training.evaluate import bits_by_position, mean
+from ring_dilated_attention.training.bits_per_byte import bits_by_position, mean
+from ring_dilated_attention.training.data import Document, pieces, strip_fasta, without_headers
 from ring_dilated_attention.training.loop import train
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.run import Run
-from ring_dilated_attention.training.stream import pieces, without_headers
 
 TEXT = b"".join(f"line {i} of the document, in some words\n".encode() for i in range(400))
 NEVER = types.SimpleNamespace(requested=False)

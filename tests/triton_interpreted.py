@@ -21,9 +21,8 @@ from benchmarks.measure import allocated
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, explain, simulate
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
-from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, launch, shapes, token
+from ring_dilated_attention.kernels.triton import all_at_once, fused, in_place, launch, token
 from ring_dilated_attention.kernels.triton.blocks import IS_INTERPRETED
-from ring_dilated_attention.kernels.triton.shapes import Shape
 from ring_dilated_attention.kernels.triton.strips import bundle_size
 from ring_dilated_attention.models import torchscale_attention
 from ring_dilated_attention.plan.job import Job
@@ -100,16 +99,14 @@ class Call:
             error, allowed = relative_error(x, y), 2 * torchs + floor
             assert error <= allowed, f"{name}: {error:.2e} against {allowed:.2e}"
 
-    def run(self, kind: str = "", *, backend: str = "triton", **kwargs) -> list[Tensor]:
-        """Through dilated_attention, with the shape of "triton"'s strips as given: "fused" or "branches"."""
+    def run(self, backend: str, **kwargs) -> list[Tensor]:
+        """Through dilated_attention: out, lse, dq, dk, dv."""
         leaves = [x.clone().requires_grad_() for x in self.inputs]
         borders = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
-        chosen = {"return_value": Shape(kind, 16, 0.0, "")} if kind else {"side_effect": fused.choose_shape}
-        with mock.patch.object(fused, "choose_shape", **chosen):
-            results = dilated_attention(
-                *leaves, self.pattern, backend=backend, return_lse=True, cu_seqlens=borders, **kwargs
-            )
-            return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, [self.dout, self.dlse])]
+        results = dilated_attention(
+            *leaves, self.pattern, backend=backend, return_lse=True, cu_seqlens=borders, **kwargs
+        )
+        return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, [self.dout, self.dlse])]
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
@@ -131,7 +128,7 @@ CASES = [
     (1, 17, 2, 2, 256, [(17, 1)], {"is_causal": True}, None),
 ]
 HALF = [CASES[0], CASES[2], CASES[5]]
-KINDS = ["fused", "branches"]
+BACKENDS = ["triton", "triton-fused"]
 
 
 def call_of(case, dtype=torch.float32, **kwargs) -> Call:
@@ -139,74 +136,69 @@ def call_of(case, dtype=torch.float32, **kwargs) -> Call:
     return Call(pattern_of(branches, **rules), *shape, dtype, documents, **kwargs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_the_definition(case, kind):
+def test_against_the_definition(case, backend):
     """Catches any error of the kernels: ragged rows, odd head dims, shared keys, causality, documents, dlse; in place
     also a state (max, sum, acc) that is not the partial it stands for, or that of an empty one."""
     call = call_of(case)
-    call.check(call.run(kind))
+    call.check(call.run(backend))
 
 
-def test_all_branches_at_once_by_name(monkeypatch):
-    """Catches a backend for the least memory that goes by the work after all, or fails where nothing can be fused."""
-    monkeypatch.setattr(shapes, "FLOPS_PER_BYTE", 0)  # merging costs nothing, so that tile by tile is less work
+def test_all_branches_at_once_by_name():
+    """Catches a backend for the least memory that runs tiles after all, or fails where nothing can be fused."""
     pattern = pattern_of([(2, 2), (20, 3), (40, 5)], is_causal=True)
     call = Call(pattern, 1, 40, 2, 2, 16, torch.float32)
-    assert in_place.choose_pass(pattern, (0, 40), call.inputs[0], 2, False).found is None
     with mock.patch.object(all_at_once, "forward_into", side_effect=AssertionError):
-        call.check(call.run(backend="triton-fused"))
-    reasons = explain(*call.inputs, pattern, backend="triton-fused").reasons
-    assert reasons["triton-fused"] == "chosen: asked for"
-    assert all(reasons[f"tiles, {stage}"].startswith("fused") for stage in ("forward", "backward"))
+        call.check(call.run("triton-fused"))
     strips_too_wide = Call(pattern_of([(6, 4), (8, 5)], is_causal=True), 1, 40, 2, 2, 16, torch.float32)
-    strips_too_wide.check(strips_too_wide.run(backend="triton-fused"))
+    strips_too_wide.check(strips_too_wide.run("triton-fused"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", HALF, ids=str)
-def test_float16(case, kind):
+def test_float16(case, backend):
     """Catches a sum or a weight kept in 16 bits."""
     call = call_of((1, *case[1:]), torch.float16)
-    call.check(call.run(kind))
+    call.check(call.run(backend))
 
 
-def test_the_choice_is_made_and_carried_out(monkeypatch):
-    """Catches a choice that is not asked for, or not followed, in forward or in backward."""
-    asked, launched = [], []
-    choose_shape = fused.choose_shape
-
-    def noted(*arguments, **kwargs):
-        is_backward = len(arguments[-1][0]) == 2  # the kernels of a candidate
-        asked.append(is_backward)
-        return choose_shape(*arguments, **kwargs)._replace(kind="branches" if is_backward else "fused")
-
-    monkeypatch.setattr(fused, "choose_shape", noted)
-    for module, name in ((fused, "forward"), (fused, "backward"), (launch, "launch_forward"), (launch, "launch_delta")):
+def test_the_name_decides(monkeypatch):
+    """Catches kernels of the other backend, in forward or in backward."""
+    launched = []
+    for module, name in (
+        (fused, "forward"),
+        (fused, "backward"),
+        (launch, "launch_forward"),
+        (launch, "launch_gradient"),
+    ):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, n=name, **k: (launched.append(n), f(*a, **k))[1])
-    leaves = [torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3)]
-    dilated_attention(*leaves, pattern_of([(8, 1), (40, 2)]), backend="triton").sum().backward()
-    assert asked == [False, True]
-    assert launched == ["forward", "launch_delta"]
+    for backend, expected in (
+        ("triton", {"launch_forward", "launch_gradient"}),
+        ("triton-fused", {"forward", "backward"}),
+    ):
+        launched.clear()
+        leaves = [torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3)]
+        dilated_attention(*leaves, pattern_of([(8, 1), (40, 2)]), backend=backend).sum().backward()
+        assert set(launched) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_whole(kind):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_whole(backend):
     """Catches a graph break, and fakes that say something else than what these kernels return."""
     call = call_of((1, 20, 2, 1, 16, [(8, 1), (20, 2)], {"is_causal": True}, None))
     inputs = [x.requires_grad_() for x in call.inputs]
-    with mock.patch.object(fused, "choose_shape", return_value=Shape(kind, 16, 0.0, "")):
 
-        def run(function):
-            results = function(*inputs, call.pattern, backend="triton", return_lse=True)
-            return [*results, *torch.autograd.grad(results, inputs, [call.dout, call.dlse])]
+    def run(function):
+        results = function(*inputs, call.pattern, backend=backend, return_lse=True)
+        return [*results, *torch.autograd.grad(results, inputs, [call.dout, call.dlse])]
 
-        compiled = torch.compile(dilated_attention, fullgraph=True, backend="aot_eager")
-        for x, y in zip(run(compiled), run(dilated_attention), strict=True):
-            assert torch.equal(x, y)
-        rules = (call.pattern.text, 0.3, "triton", "", "qkv", True, 0, 2)
-        torch.library.opcheck(torch.ops.ring_dilated_attention.forward.default, (*inputs, None, *rules))
+    compiled = torch.compile(dilated_attention, fullgraph=True, backend="aot_eager")
+    for x, y in zip(run(compiled), run(dilated_attention), strict=True):
+        assert torch.equal(x, y)
+    rules = (call.pattern.text, 0.3, backend, "", "qkv", True, 0, 2)
+    torch.library.opcheck(torch.ops.ring_dilated_attention.forward.default, (*inputs, None, *rules))
 
 
 @pytest.mark.parametrize("branches", [[(8, 1), (16, 2)], [(8, 2), (13, 4)]], ids=["aligned", "misaligned"])
@@ -227,14 +219,17 @@ def test_torchscales_attention(branches):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
-def test_explain_names_the_shape_of_the_tiles():
+def test_explain_says_the_rule():
     """Catches a choice that nobody can look up."""
     tensors = [torch.randn(1, 64, 2, 16) for _ in range(3)]
-    reasons = explain(*tensors, pattern_of([(32, 1), (64, 2)], is_causal=True), backend="triton").reasons
-    assert reasons["triton"] == "chosen: asked for"
-    for stage in ("forward", "backward"):
-        assert "fused, 16 rows 2 apart" in reasons[f"tiles, {stage}"]
-        assert "rows merged" in reasons[f"tiles, {stage}"]
+    said = {
+        "triton": 'branch by branch; backend="triton-fused"',
+        "triton-fused": "all branches at once, with rows 2 apart",
+    }
+    for backend, rule in said.items():
+        reasons = explain(*tensors, pattern_of([(32, 1), (64, 2)], is_causal=True), backend=backend).reasons
+        assert reasons[backend] == "chosen: asked for"
+        assert reasons["branches"].startswith(rule)
 
 
 @pytest.fixture
@@ -246,30 +241,30 @@ def garbage_stays():
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("fused", torch.float16), ("fused", torch.float32), ("branches", torch.float32)], ids=str
+    ("backend", "dtype"),
+    [("triton-fused", torch.float16), ("triton-fused", torch.float32), ("triton", torch.float32)],
+    ids=str,
 )
-def test_memory_is_what_is_planned(kind, dtype, garbage_stays):
+def test_memory_is_what_is_planned(backend, dtype, garbage_stays):
     """Catches a copy, a partial or an accumulator that nobody planned: the allocator's peak is the estimate."""
     torch.use_deterministic_algorithms(False)
     case = (1, 64, 2, 1, 64, [(32, 1), (64, 4)], {"is_causal": True}, None)
     call = call_of(case, dtype)
     inputs = [x.requires_grad_() for x in call.inputs]
     plan = make_plan(Job(call.pattern, make_shards("contiguous", (64,)), 2, 1), 0)
-    kernel = "triton-fused" if kind == "fused" else "triton"
-    planned = attention_memory(plan, Sizes(1, 64, dtype.itemsize), TRAITS[kernel])
+    planned = attention_memory(plan, Sizes(1, 64, dtype.itemsize), TRAITS[backend])
 
     def forward():
-        return dilated_attention(*inputs, call.pattern, backend="triton")
+        return dilated_attention(*inputs, call.pattern, backend=backend)
 
     def both():
         out = forward()
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 
-    with mock.patch.object(fused, "choose_shape", return_value=Shape(kind, 16, 0.0, "")):
-        both()  # what only the first call makes is not the call's
-        given = sum(x.nbytes for x in inputs)
-        assert given + allocated(forward).peak_bytes == pytest.approx(planned.forward.num_bytes, rel=0.02)
-        assert given + allocated(both).peak_bytes == pytest.approx(planned.forward_backward.num_bytes, rel=0.02)
+    both()  # what only the first call makes is not the call's
+    given = sum(x.nbytes for x in inputs)
+    assert given + allocated(forward).peak_bytes == pytest.approx(planned.forward.num_bytes, rel=0.02)
+    assert given + allocated(both).peak_bytes == pytest.approx(planned.forward_backward.num_bytes, rel=0.02)
 
 
 def test_many_merges_round_nothing_away():
@@ -289,11 +284,11 @@ def test_many_merges_round_nothing_away():
     torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_position(kind):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_position(backend):
     """Catches a strip of one row. dq and dk come from dlse alone, since dout (v - out) is 0, so errors are absolute."""
     call = call_of((1, 1, 3, 3, 16, [(1, 1), (5, 1)], {}, None))
-    for name, x, y in zip(NAMES, call.run(kind), call.exact, strict=True):
+    for name, x, y in zip(NAMES, call.run(backend), call.exact, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-6, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -302,15 +297,15 @@ def test_hops_of_the_ring(sharding, backend):
     """Catches kernels that need as many keys as queries: a hop has its own number of keys, in a flat buffer."""
     call = call_of((1, 60, 4, 2, 16, [(8, 1), (60, 2)], {"is_causal": True}, None))
     parallel = simulate.all_ranks(3, sharding=sharding)
-    call.check(call.run(backend=backend, parallel=parallel))
+    call.check(call.run(backend, parallel=parallel))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp2 of scores that are then masked
 def test_large_scores():
     """Catches exponentials without a maximum subtracted: scores reach 1e4."""
-    for kind in KINDS:
+    for backend in BACKENDS:
         call = call_of((1, 40, 2, 2, 16, [(10, 1), (40, 2)], {}, None), gain=60.0)
-        results = call.run(kind)
+        results = call.run(backend)
         assert all(x.isfinite().all() for x in results)
         torch.testing.assert_close(results[1].double(), call.exact[1], rtol=1e-5, atol=1e-3)
 
@@ -318,26 +313,25 @@ def test_large_scores():
 @pytest.mark.parametrize("block_m", [16, 32])
 def test_both_sizes_of_the_fused_strip(block_m, monkeypatch):
     """Catches a number of rows that is a constant somewhere."""
-    sizes = {"forward": 32, "forward_half": 16}
     config_for = launch.config_for
-    monkeypatch.setattr(launch, "config_for", lambda name, x: config_for(name, x)._replace(block_m=sizes.get(name, 16)))
+    monkeypatch.setattr(launch, "config_for", lambda name, x: config_for(name, x)._replace(block_m=block_m))
     call = call_of(CASES[0])
-    out, lse = fused.forward(call.pattern, (0, 63), call.scale, *call.inputs, block_m=block_m)
+    out, lse = fused.forward(call.pattern, (0, 63), call.scale, *call.inputs)
     for i, x in enumerate((out, lse)):
         torch.testing.assert_close(x.double(), call.exact[i], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, of the NaN it is given
-@pytest.mark.parametrize("kind", KINDS)
-def test_nan_stays_in_its_segment(kind):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_stays_in_its_segment(backend):
     """Catches 0 * NaN in strips that cross a border: a bad row of key, value, query or dout spoils its own."""
     call = Call(pattern_of([(8, 1)], is_causal=True), 1, 40, 2, 2, 16, torch.float32)
-    expected = call.run(kind)
+    expected = call.run(backend)
     clean = [*call.inputs, call.dout]
     for which, bad in itertools.product(range(4), (torch.nan, torch.inf)):
         *call.inputs, call.dout = (x.clone() for x in clean)
         (*call.inputs, call.dout)[which][0, 12, 1, 3] = bad
-        results = call.run(kind)
+        results = call.run(backend)
         inside = torch.zeros(1, 40, 2, dtype=torch.bool)
         inside[:, 8:16, 1] = True
         for x, y in zip(results, expected, strict=True):
@@ -345,22 +339,22 @@ def test_nan_stays_in_its_segment(kind):
         assert not all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bad_uncovered_rows_do_not_come_in(kind):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bad_uncovered_rows_do_not_come_in(backend):
     """Catches a row that no branch covers, yet whose content is used, or whose result is not (0, -inf) and 0."""
     call = Call(pattern_of([(5, 2), (12, 3)], is_causal=True), 1, 21, 2, 2, 16, torch.float32)
     assert not call.covered.all()
-    expected = call.run(kind)
+    expected = call.run(backend)
     call.check(expected)
     for x in (*call.inputs, call.dout, call.dlse):
         x[~call.covered] = torch.nan
-    for x, y in zip(call.run(kind), expected, strict=True):
+    for x, y in zip(call.run(backend), expected, strict=True):
         assert torch.equal(x, y)
     assert all((grad[~call.covered] == 0).all() for grad in expected[2:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_offsets_beyond_32_bits(kind):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_beyond_32_bits(backend):
     """Catches offsets in 32 bits: rows here lie 2**27 elements apart in 7 GB, of which only the rows are touched."""
     torch.use_deterministic_algorithms(False)  # NaN would fill all of it
     seq_len, step = 20, 2**27
@@ -373,20 +367,19 @@ def test_offsets_beyond_32_bits(kind):
 
     def run(q, k):
         leaves = [x.detach().requires_grad_() for x in (q, k, q)]
-        with mock.patch.object(fused, "choose_shape", return_value=Shape(kind, 16, 0.0, "")):
-            out = dilated_attention(*leaves, pattern, backend="triton")
-            return [out, *torch.autograd.grad(out, leaves, q)]
+        out = dilated_attention(*leaves, pattern, backend=backend)
+        return [out, *torch.autograd.grad(out, leaves, q)]
 
     for x, y in zip(run(*far), run(*near), strict=True):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_segment_length_beyond_32_bits(kind):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_segment_length_beyond_32_bits(backend):
     """Catches a segment length that is kept in 32 bits, or multiplied there: it means the whole of each document."""
     branches = [(8, 1), (2**31, 2), (2**40, 3)]
     call = Call(pattern_of(branches, is_causal=True), 1, 30, 2, 2, 16, torch.float32, (0, 9, 30))
-    call.check(call.run(kind))
+    call.check(call.run(backend))
 
 
 def test_precision_is_that_of_torchs_products():
@@ -396,7 +389,7 @@ def test_precision_is_that_of_torchs_products():
         torch.set_float32_matmul_precision("high")
         assert launch.precision() == "tf32"
         call = call_of(CASES[5])
-        call.check(call.run("fused"))  # the interpreter computes it in full
+        call.check(call.run("triton-fused"))  # the interpreter computes it in full
     finally:
         torch.set_float32_matmul_precision("highest")
     assert launch.precision() == "ieee"
@@ -417,7 +410,7 @@ def test_bundles_divide_the_heads():
 def test_a_wrong_result_is_seen():
     """Proof that the comparisons above can fail: one result that is off by a hundred thousandth does not pass."""
     call = call_of(CASES[5])
-    right = call.run("fused")
+    right = call.run("triton-fused")
     call.check(right)
     for i, name in enumerate(NAMES):
         wrong = [x * (1 + 1e-5) if i == j else x for j, x in enumerate(right)]

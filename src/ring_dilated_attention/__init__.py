@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .layers import MultiheadDilatedAttention
     from .pattern import DilatedPattern
     from .ranks.context import ContextParallel
-    from .run.cache import DilatedCache
+    from .run.dilated_cache import DilatedCache
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ __all__ = [
 
 _HOME = {
     "ContextParallel": "ranks.context",
-    "DilatedCache": "run.cache",
+    "DilatedCache": "run.dilated_cache",
     "DilatedPattern": "pattern",
     "MultiheadDilatedAttention": "layers",
     "dilated_attention": "attention",

@@ -28,7 +28,7 @@ from .ranks.context import ContextParallel, ExchangeError, context_named, refuse
 from .ranks.origin import origin_of, why_foreign
 from .ranks.ranks import Ranks
 from .run.append import append, append_now
-from .run.cache import DilatedCache, check_call
+from .run.dilated_cache import DilatedCache, check_call
 from .run.views import accumulator_dtype, with_unit_stride
 
 
@@ -225,9 +225,7 @@ def explain(
     job = Job(pattern, ranks.shards(lengths), len(heads), num_kv_heads, documents)
     exchange, found["exchange"] = ranks.choose(job, sizes)
     if kernel.choose_pass is not None and exchange == "none":
-        for stage in ("forward", "backward"):
-            whole = kernel.choose_pass(pattern, job.borders, query, num_kv_heads, stage == "backward")
-            found[f"tiles, {stage}"] = whole.reason
+        found["branches"] = kernel.choose_pass(pattern, job.borders).reason
     return Explanation(kernel.NAME if op is None else f"{kernel.NAME} ({op})", exchange, found)
 
 

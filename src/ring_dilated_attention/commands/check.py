@@ -22,9 +22,9 @@ from ..ranks.context import ContextParallel
 from ..simulate import all_ranks
 from .compare import DTYPES, Case, Squares, measure, measure_cached, worst
 from .limits import check_at_least, check_ranks_fit
+from .local_ranks import Launch, RankFailedError, Worker, run_ranks
 from .numbers import count
 from .output import progress_bar
-from .processes import Launch, RankFailedError, Worker, run_ranks
 
 SECONDS_PER_LAUNCH, MOST_SECONDS = 60, 86_400
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple
 
-from ..training.launch import unjoined
+from ..training.rank_launcher import unjoined
 from .interrupts import leaving_at_once
 from .terminal import guarded, say
 
@@ -24,14 +24,16 @@ class Subcommand(NamedTuple):
 
 SUBCOMMANDS = {
     "train": Subcommand(".train", "train a byte-level LongNet on one long document", joins=True),
-    "embed": Subcommand(".embed", "embed slides by GigaPath's published weights, from files of tile features"),
+    "embed": Subcommand(".embed.embed", "embed slides by GigaPath's published weights, from files of tile features"),
     "generate": Subcommand(".generate", "write on from a prompt with the model of a run"),
     "evaluate": Subcommand(".evaluate", "bits per byte of any text, by how much of it came before"),
     "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
     "plan": Subcommand(".plan.call", "show what each rank would compute, send and hold in one attention call"),
     "plan model": Subcommand(".plan.model", "show what a whole model on a mesh of ranks holds and takes"),
     "plan compare": Subcommand(".plan.compare", "compare exchanges and shardings, and recommend one"),
-    "doctor": Subcommand(".doctor", "say whether this machine or cluster is ready, and how fast it is", joins=True),
+    "doctor": Subcommand(
+        ".doctor.doctor", "say whether this machine or cluster is ready, and how fast it is", joins=True
+    ),
     "suggest": Subcommand(".suggest", "suggest patterns for a length and a budget, and explain them"),
 }
 

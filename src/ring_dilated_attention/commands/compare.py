@@ -19,7 +19,7 @@ from ..attention import dilated_attention
 from ..pattern import DilatedPattern
 from ..ranks.context import ContextParallel
 from ..reference import dilated_attention_reference, multiplicity
-from ..run.cache import DilatedCache
+from ..run.dilated_cache import DilatedCache
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")

@@ -9,11 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
-from ..training.checkpoint import find_checkpoint, read_state
-from ..training.data import FASTA_SUFFIXES
+from ..models.saved_run import find_checkpoint, read_state
+from ..training.data import FASTA_SUFFIXES, blocks_of, pieces, without_headers
 from ..training.files import check_mine, folder_made, is_our_picture, write_whole
-from ..training.memory import peak_resident_bytes
-from ..training.stream import blocks_of, pieces, without_headers
+from ..training.resident_memory import peak_resident_bytes
 from .generate import check_run
 from .interrupts import leaving_at_once
 from .limits import check_at_least
@@ -76,7 +75,7 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     with open_file(arguments.file) as file:
         with leaving_at_once("rda evaluate"):
             from ..models.longnet import LongNetLM
-            from ..training.evaluate import bits_by_position, draw_buckets, mean
+            from ..training.bits_per_byte import bits_by_position, draw_buckets, mean
 
         model = LongNetLM.from_run(arguments.run_folder)
         text = pieces(letters(arguments.file, file), arguments.chunk, context)

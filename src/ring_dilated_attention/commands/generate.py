@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ..training.checkpoint import find_checkpoint
+from ..models.saved_run import find_checkpoint
 from ..training.data import Document, load_document
 from .interrupts import leaving_at_once
 from .limits import check_at_least
@@ -59,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
             check_at_least("--seed", arguments.seed, least=0)
         prompt = prompt_of(arguments)
         with leaving_at_once("rda generate"):
-            from ..models.generate import Sampling
             from ..models.longnet import LongNetLM
+            from ..models.sampling import Sampling
 
         Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
         model = LongNetLM.from_run(arguments.run_folder)

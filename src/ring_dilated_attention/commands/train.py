@@ -19,15 +19,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..models.saved_run import find_checkpoint
 from ..plan.exchange import EXCHANGES
-from ..training.checkpoint import find_checkpoint
 from ..training.files import in_words
-from ..training.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
-from ..training.launch import LOST_ANOTHER, Ended, check_meeting, launch, leave_reason, num_ranks_started, rank_started
 from ..training.metrics import check_tensorboard
 from ..training.options import Hyperparameters, add_hyperparameters
 from ..training.ownership import join_folder, own_folder
+from ..training.rank_launcher import (
+    LOST_ANOTHER,
+    Ended,
+    check_meeting,
+    launch,
+    leave_reason,
+    num_ranks_started,
+    rank_started,
+)
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
+from ..training.stop_request import INTERRUPTED_EXIT_CODE, StopRequest
 from .generate import sample
 from .interrupts import leaving_at_once
 from .limits import check_memory, check_ranks_fit
@@ -333,7 +341,7 @@ def claim_folder(arguments: argparse.Namespace, run: Run, stack: ExitStack) -> R
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any], *, was_complete: bool) -> None:
     """What a run leaves behind, in its folder and on the terminal."""
-    from ..training.report import summary, write_report
+    from ..training.run_report import summary, write_report
 
     write_report(record)
     folder, steps = record["run_folder"], record["steps_done"]

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from ..pattern import DilatedPattern
-from ..plan.cache import CachePlan
+from ..plan.cache_plan import CachePlan
 from ..plan.sizes import Traits
 
 
@@ -51,8 +51,8 @@ class WholePasses(NamedTuple):
     reason: str
 
 
-# (pattern, borders of documents (0, ..., N), query (B, N, H, D), number of key/value heads, whether it is for backward)
-ChoosePass = Callable[[DilatedPattern, tuple[int, ...], Tensor, int, bool], WholePasses]
+# (pattern, borders of documents (0, ..., N))
+ChoosePass = Callable[[DilatedPattern, tuple[int, ...]], WholePasses]
 
 
 # One new row for each batch entry of a cache, without asking the device where the sequences stand.

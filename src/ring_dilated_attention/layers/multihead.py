@@ -14,7 +14,7 @@ from ..plan.heads import held_heads
 from ..ranks.borders import validate_cu_seqlens
 from ..ranks.context import ContextParallel, refuse
 from ..ranks.handshake import RefusedError
-from ..run.cache import DilatedCache
+from ..run.dilated_cache import DilatedCache
 from .checks import check_heads, check_objects, check_tensor, is_integral, valid_lengths
 from .rotary import RotaryTable, document_positions, positions_on_ranks, rotary_base, rotary_table, rotate
 

@@ -5,7 +5,6 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,9 +19,10 @@ from ..plan.sharding import check_documents
 from ..ranks.borders import validate_cu_seqlens
 from ..ranks.context import ContextParallel
 from ..ranks.origin import why_foreign
-from ..run.cache import DilatedCache
-from .generate import Sampling, generate
+from ..run.dilated_cache import DilatedCache
 from .longnet_config import LongNetConfig
+from .sampling import Sampling, generate
+from .saved_run import MODEL_FILE, check_whole, find_checkpoint
 from .sharded import shift_left
 
 IGNORED_LABEL = -1
@@ -204,9 +204,18 @@ class LongNetLM(nn.Module):
         Raises:
             ValueError: if there is none, or it cannot be read.
         """
-        # By name, when asked for: training builds on models.
-        load = import_module("..training.load", __package__)
-        model: LongNetLM = load.load_model(Path(folder))
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        checkpoint = find_checkpoint(Path(folder))
+        if checkpoint is None:
+            raise ValueError(f"{folder}: there is no checkpoint in this folder; pass the folder of a run of rda train")
+        try:
+            state = check_whole(checkpoint)
+            model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]))
+            model.load_state_dict(load_file(checkpoint / MODEL_FILE), strict=True)
+        except (KeyError, OSError, SafetensorError, RuntimeError) as error:
+            raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
         return model.to(device)
 
     def loss(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -7,6 +7,9 @@ from typing import Any
 
 from ..pattern import DilatedPattern, is_integer
 
+# What a run of `rda train` says of its model.
+OF_A_RUN = ("segment_lengths", "dilation_rates", "num_layers", "embed_dim", "num_heads", "num_kv_heads")
+
 
 @dataclass(frozen=True)
 class LongNetConfig:
@@ -64,3 +67,8 @@ class LongNetConfig:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "LongNetConfig":
         return cls(**fields)
+
+    @classmethod
+    def of_run(cls, hyperparameters: dict[str, Any]) -> "LongNetConfig":
+        """That of a run of `rda train`, among whose hyperparameters are a model's."""
+        return cls(**{name: hyperparameters[name] for name in OF_A_RUN})

@@ -16,7 +16,7 @@ from ..plan.sharding import Cut, Shard, documents_of
 from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
-from ..run.link import Dealer, Link
+from ..run.link_contract import Dealer, Link
 from .call import Call
 from .handshake import all_or_none
 
@@ -156,7 +156,7 @@ class Ranks:
         links = self.links(exchange, job)
         whole = None
         if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
-            whole = kernel.choose_pass(call.pattern, job.borders, query, num_kv_heads, stage == "backward").found
+            whole = kernel.choose_pass(call.pattern, job.borders).found
         return rank_plan, Means(kernel, call.kernel_scale, links.ring, links.heads, whole, call.factor), scaled
 
     def fields(

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels.choose import choose
 from ..kernels.contract import Kernel
 from ..pattern import DilatedPattern
-from ..plan.cache import CachePlan, Rings, check_append, plan_cache, plan_chunk
+from ..plan.cache_plan import CachePlan, Rings, check_append, plan_cache, plan_chunk
 from ..plan.exchange import RankPlan
 from ..plan.sharding import Shard, first_rows
 from . import executor

@@ -36,8 +36,8 @@ from ..plan.step import (
     Zero,
     packed,
 )
-from .dealing import to_heads, to_positions
-from .link import Dealer, Link, Pending
+from .dealt_heads import to_heads, to_positions
+from .link_contract import Dealer, Link, Pending
 from .merge import merge_
 from .views import accumulator_dtype, block_views, folds, row_numbers, rows_view
 

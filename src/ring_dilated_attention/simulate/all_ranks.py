@@ -6,8 +6,8 @@ carry is copied from the sender's buffer into the receiver's.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from ..ranks.context import ContextParallel
 from ..ranks.ranks import Ranks
 from ..run import executor
 from ..run.executor import Means
-from .measured import Held, Use
 
 
 class Simulated(ContextParallel):
@@ -52,34 +51,6 @@ def all_ranks(
         ValueError: for a number of ranks below 1, unknown names, and lengths that do not fit the ranks.
     """
     return Simulated(SimulatedRanks(cut_of(num_ranks, sharding, align, lengths)))
-
-
-@contextmanager
-def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
-    """What each simulated rank sends and holds in the calls of a block: bytes sent in all, most bytes held at once.
-
-        with simulate.measuring(parallel) as ranks:
-            dilated_attention(query, key, value, pattern, parallel=parallel)
-        print(*ranks, sep="\\n")
-
-    A rank holds its rows of the call's tensors (in backward also of out, lse and the gradient of out) and all that
-    it makes: buffers, accumulators, partial results. What one of torch's ops makes and frees by itself (a kernel's
-    scratch) is not seen; `rda plan` lists it.
-
-    Raises:
-        ValueError: unless all ranks are simulated. (`python -m benchmarks memory` measures real ones.)
-    """
-    ranks = parallel.ranks
-    if not isinstance(ranks, SimulatedRanks):
-        raise ValueError(
-            "measuring needs all ranks in this process, and this context is no simulate.all_ranks(p). Make such a one."
-        )
-    number = ranks.cut.num_shards
-    ranks.uses = uses = [Use(rank, number) for rank in range(number)]
-    try:
-        yield uses
-    finally:
-        ranks.uses = None
 
 
 class _Stopped(RuntimeError):
@@ -195,14 +166,18 @@ def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> l
     return results
 
 
+# What is done around a rank's part of a call, which begins with these rows.
+Around = Callable[[SimulatedLink, Sequence[Tensor | None]], AbstractContextManager[Any]]
+
+
 class SimulatedRanks(Ranks):
-    """All ranks in this process, on full tensors. uses: what each sends and holds, while that is measured."""
+    """All ranks in this process, on full tensors."""
 
     name = "simulated"
 
     def __init__(self, cut: Cut) -> None:
         super().__init__(cut)
-        self.uses: list[Use] | None = None
+        self.around: Around = lambda link, rows: nullcontext()
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
         return (seq_len,)
@@ -221,7 +196,7 @@ class SimulatedRanks(Ranks):
 
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor]:
             given = [_rows_of(x, shards[rank]) for x in (query, key, value)]
-            with self.measured(rank, link, given):
+            with self.around(link, given):
                 return executor.forward(plans[rank], means._replace(link=link), *given)
 
         parts = run_in_turn(len(shards), work)
@@ -241,7 +216,7 @@ class SimulatedRanks(Ranks):
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor, Tensor]:
             parts = {name: _rows_of(x, shards[rank]) for name, x in rows._asdict().items() if x is not None}
             given = rows._replace(**parts)
-            with self.measured(rank, link, given):
+            with self.around(link, given):
                 return executor.backward(plans[rank], means._replace(link=link), given)
 
         wholes = (rows.query, rows.key, rows.value)
@@ -259,16 +234,6 @@ class SimulatedRanks(Ranks):
         shards = self.cut.shards_of(self.cut.default_lengths(query.shape[1]))
         job = Job(call.pattern, shards, call.num_heads, call.num_kv_heads(key.shape[2]), documents, call.held)
         return shards, [plan_exchange("ring", job, rank) for rank in range(len(shards))], means
-
-    @contextmanager
-    def measured(self, rank: int, link: SimulatedLink, rows: Sequence[Tensor | None]) -> Iterator[None]:
-        """Add what a rank sends and holds to the list, if one is kept."""
-        if self.uses is None:
-            yield
-            return
-        with Held(rows) as held:
-            yield
-        self.uses[rank] = self.uses[rank].after(link.bytes_sent, held.peak_bytes)
 
 
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:

@@ -4,11 +4,13 @@ import hashlib
 import re
 import stat
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 FASTA_SUFFIXES = (".fa", ".fasta")
+BLOCK = 2**16  # bytes of a file at a time
 # Not the language's own source: installed packages, tests (many are data) and caches.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -92,3 +94,42 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
+
+
+# The same a piece at a time, in constant memory, of a file of any size.
+
+
+def blocks_of(file: BinaryIO) -> Iterator[bytes]:
+    while block := file.read(BLOCK):
+        yield block
+
+
+def without_headers(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The sequence letters of a FASTA file, as `strip_fasta`, also of one without line ends."""
+    at_start, in_header = True, False
+    for block in blocks:
+        letters = []
+        for line in block.splitlines(keepends=True):
+            in_header = in_header or (at_start and line[:1] in (b">", b";"))
+            at_start = line.endswith(b"\n")
+            if not in_header:
+                letters.append(b"".join(line.split()))
+            in_header = in_header and not at_start
+        yield b"".join(letters)
+
+
+def pieces(blocks: Iterable[bytes], chunk: int, context: int | None) -> Iterator[tuple[int, bytes]]:
+    """Up to `chunk` bytes at a time, each with its position in its context: the bytes are cut into contexts of so many,
+    or are one."""
+    position, held = 0, bytearray()
+    for block in blocks:
+        held += block
+        while held:
+            size = chunk if context is None else min(chunk, context - position)
+            if len(held) < size:
+                break
+            yield position, bytes(held[:size])
+            del held[:size]
+            position = (position + size) if context is None else (position + size) % context
+    if held:
+        yield position, bytes(held)

@@ -18,12 +18,12 @@ from .agreement import together
 from .baselines import baselines
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Document
-from .memory import peak_resident_bytes, resident_bytes
 from .metrics import Metrics, Step
 from .options import Hyperparameters
 from .progress import Progress
-from .report import hardware, make_record, planned_attention_bytes, versions
+from .resident_memory import peak_resident_bytes, resident_bytes
 from .run import Run, initial_state, with_offer
+from .run_report import hardware, make_record, planned_attention_bytes, versions
 
 NATS_PER_BIT = math.log(2)
 

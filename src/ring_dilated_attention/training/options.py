@@ -78,14 +78,7 @@ class Hyperparameters:
         self.model_config()  # refuses widths and branches that cannot be
 
     def model_config(self) -> LongNetConfig:
-        return LongNetConfig(
-            self.segment_lengths,
-            self.dilation_rates,
-            num_layers=self.num_layers,
-            embed_dim=self.embed_dim,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-        )
+        return LongNetConfig.of_run(asdict(self))
 
     def num_training_bytes(self) -> int:
         """Of the parameters, their gradients and AdamW's two moments, in float32; biases and norms left out."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from .checkpoint import MAKER
+from ..models.saved_run import MAKER
 from .files import folder_made
 
 LOCK_FILE = ".rda-train.lock"

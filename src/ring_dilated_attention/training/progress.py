@@ -7,7 +7,7 @@ from types import TracebackType
 from .files import LossyStream
 from .metrics import Step
 from .options import Hyperparameters
-from .report import megabytes
+from .run_report import megabytes
 
 BAR_COLUMNS = 45  # percentage, steps, time and speed, and a bar that can be seen
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .. import __version__
-from .checkpoint import STATE_FILE, check_whole, find_checkpoints, read_state, step_of
+from ..models.saved_run import STATE_FILE, check_whole, find_checkpoints, read_state, step_of
 from .data import Document, load_document
 from .files import MOST_BYTES, check_mine, is_our_picture, json_object
 from .options import Hyperparameters, flag, resolve

@@ -26,9 +26,9 @@ from ...forecast.model import (
     step_parts,
 )
 from ...kernels.traits import TRAITS
+from ...models.saved_run import find_checkpoint, read_state
 from ...pattern import DilatedPattern
 from ...plan.sharding import SHARDINGS
-from ...training.checkpoint import find_checkpoint, read_state
 from ...training.options import in_short
 from ..hardware import ITEMSIZE, Machine, described, machine_for
 from ..hardware import add_options as add_hardware_options

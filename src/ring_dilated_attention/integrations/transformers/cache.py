@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...attention import dilated_attention
-from ...run.cache import DilatedCache
+from ...run.dilated_cache import DilatedCache
 from .config import pattern_of
 
 MARK = "bounded_layer"  # a key that a layer's cache has seen says so to the attention function

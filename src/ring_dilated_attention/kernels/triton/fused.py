@@ -1,7 +1,6 @@
 """All branches of a pattern at once, on one device: no partials, no merges, no copies, no float32 accumulators.
 
-Unverified: no GPU was at hand (see `in_place.py`). `choose_shape` says when it is worth more than one branch at a time:
-rows of a strip lie R = lcm(rates) positions apart, and under causality a strip computes what its last row sees.
+Unverified: no GPU was at hand (see `in_place.py`). Rows of a strip lie R = lcm(rates) positions apart.
 
 B batch, N positions, H query heads, G key/value heads, D head dim. Borders (0, ..., N) are those of packed documents.
 """
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from ...pattern import DilatedPattern
 from ..contract import BackwardRows, WholePasses
-from .config import Config
-from .shapes import choose_shape, costs_of
+from .block_sizes import Config
 from .strips import Bundles, bundles_of, crosses, fused_strips, heads_of_bundle, phases_of_heads, step_of
 
 
@@ -67,38 +65,26 @@ def _kept_tables(pattern: DilatedPattern, borders: tuple[int, ...], query: Tenso
 
 
 class FusedPass(NamedTuple):
-    """All branches of a pattern at once. block: query rows of the forward's strips."""
+    """All branches of a pattern at once."""
 
     pattern: DilatedPattern
     borders: tuple[int, ...]
-    block: int
 
     def forward(self, scale: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return forward(self.pattern, self.borders, scale, query, key, value, block_m=self.block)
+        return forward(self.pattern, self.borders, scale, query, key, value)
 
     def backward(self, scale: float, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
         return backward(self.pattern, self.borders, scale, rows)
 
 
-def whole_passes(
-    pattern: DilatedPattern,
-    borders: tuple[int, ...],
-    query_BNHD: Tensor,
-    num_kv_heads: int,
-    backward: bool,
-    *,
-    prefers_fused: bool = False,
-) -> WholePasses:
-    """How a call on one device is best computed, by counted work: all branches at once, or tile by tile; and why."""
-    from .launch import config_for
-
-    num_heads, head_dim = query_BNHD.shape[2:]
-    # Of the forward there are two: half as many rows span half as many positions.
-    passes = (("query_gradient", "key_gradient"),) if backward else (("forward",), ("forward_half",))
-    candidates = tuple(costs_of(tuple(config_for(name, query_BNHD)[:2] for name in names)) for names in passes)
-    shape = choose_shape(pattern, borders, num_heads, num_kv_heads, head_dim, candidates, prefers_fused=prefers_fused)
-    found = FusedPass(pattern, borders, shape.block) if shape.kind == "fused" else None
-    return WholePasses(found, f"{shape.kind}, of {shape.reason}")
+def choose_pass(pattern: DilatedPattern, borders: tuple[int, ...]) -> WholePasses:
+    """All branches at once, but where no strip has two rows of one segment: nearly all of its work would be masked."""
+    step = step_of(pattern)
+    longest = min(max(pattern.segment_lengths), max(stop - start for start, stop in pairwise(borders)))
+    if step >= longest:
+        reason = f"branch by branch: rows of all branches lie {step} apart, and the longest segment has {longest}"
+        return WholePasses(None, reason)
+    return WholePasses(FusedPass(pattern, borders), f"all branches at once, with rows {step} apart")
 
 
 def forward(
@@ -108,16 +94,14 @@ def forward(
     query_BNHD: Tensor,
     key_BNGD: Tensor,
     value_BNGD: Tensor,
-    *,
-    block_m: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, N, H, D) in the input's dtype and lse (B, N, H) in float32. block_m: of the choice."""
+    """out (B, N, H, D) in the input's dtype and lse (B, N, H) in float32."""
     from .forward import fused_forward_kernel
     from .launch import check, config_for
 
     check(query_BNHD, key_BNGD, value_BNGD)
-    configs = [config_for(name, query_BNHD) for name in ("forward", "forward_half")]
-    blocks = next(c for c in configs if block_m in (None, c.block_m))
+    # Half the rows of a tile's strips: these reach R times as far, and a causal one computes what its last row sees.
+    blocks = config_for("forward_half", query_BNHD)
     out = torch.empty_like(query_BNHD, memory_format=torch.contiguous_format)
     lse = torch.empty(query_BNHD.shape[:3], dtype=torch.float32, device=query_BNHD.device)
     tensors = (query_BNHD, key_BNGD, value_BNGD, out, lse)

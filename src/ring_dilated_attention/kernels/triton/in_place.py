@@ -17,18 +17,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...plan.cache import CachePlan
-from ..contract import BackwardRows
+from ...pattern import DilatedPattern
+from ...plan.cache_plan import CachePlan
+from ..contract import BackwardRows, WholePasses
 from ..traits import TRAITS as ALL_TRAITS
-from .config import PATH, architecture, has_config
-from .fused import whole_passes
+from .block_sizes import PATH, architecture, has_config
 
 NAME = "triton"
 IN_PLACE: Literal[True] = True
 TRAITS = ALL_TRAITS[NAME]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Why "auto" passes it by, although it could serve a tensor. To be removed with the first verified run on a GPU.
-choose_pass = whole_passes
 ONLY_BY_NAME: str | None = "has not run on a GPU yet, so it is used only when asked for by name"
 
 
@@ -55,6 +54,10 @@ def why_not(query: Tensor) -> str | None:
 
 def ops(query: Tensor) -> dict[str, str | None]:
     return {}
+
+
+def choose_pass(pattern: DilatedPattern, borders: tuple[int, ...]) -> WholePasses:
+    return WholePasses(None, 'branch by branch; backend="triton-fused" takes all at once, in less memory')
 
 
 def forward_into(

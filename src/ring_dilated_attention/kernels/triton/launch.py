@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..contract import BackwardRows
 from .backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
+from .block_sizes import Config, architecture, config, padded
 from .blocks import IS_INTERPRETED
-from .config import Config, architecture, config, padded
 from .forward import forward_kernel
 from .strips import bundle_size
 

@@ -9,7 +9,6 @@ enumerate is what runs. They therefore use nothing but integers, min, max and if
 the languages differ.
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
@@ -80,16 +79,6 @@ class Bundles(NamedTuple):
     head_step: int
 
 
-class Visit(NamedTuple):
-    """A strip meets a segment of a branch: (full, end) as keys_seen, or (begin, end) as queries_seeing says."""
-
-    branch: int
-    start: int
-    phase: int
-    begin_or_full: int
-    end: int
-
-
 def step_of(pattern: DilatedPattern) -> int:
     """R, the least common multiple of the rates: rows of a strip are R positions apart."""
     return lcm(*pattern.dilation_rates)
@@ -144,23 +133,3 @@ def crosses(pattern: DilatedPattern, borders: tuple[int, ...], positions: int) -
     """Whether a strip can have rows of two segments of a branch."""
     longest = max(stop - start for start, stop in pairwise(borders))
     return any(w < longest and w % (positions * step_of(pattern)) for w in pattern.segment_lengths)
-
-
-def visits(
-    pattern: DilatedPattern,
-    strip: Strip,
-    phases: tuple[int, ...],
-    block: int,
-    *,
-    of_keys: bool = False,
-    heads: int = 1,
-) -> Iterator[Visit]:
-    """What the fused kernels do for a strip and a bundle: their loops, in their order, without visits of nothing."""
-    step = step_of(pattern)
-    for branch, ((width, rate), phase) in enumerate(zip(pattern.branches, phases, strict=True)):
-        for i in range(strip.first // width, (strip.first + (strip.num_rows - 1) * step) // width + 1):
-            start, stop = i * width, min((i + 1) * width, strip.length)
-            place = (strip, step, start, stop, phase, rate, pattern.is_causal)
-            met = queries_seeing(*place, heads, block) if of_keys else keys_seen(*place, block)
-            if met[1]:
-                yield Visit(branch, start, phase, *met)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...pattern import DilatedPattern
-from ...plan.cache import CachePlan, plan_cache
+from ...plan.cache_plan import CachePlan, plan_cache
+from .block_sizes import padded
 from .blocks import IS_INTERPRETED
-from .config import padded
 from .launch import check, on_device, precision
 from .token_kernels import merge_kernel, token_kernel
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import dilated_attention
-from ..forecast.clock import Hardware
-from ..pattern import DilatedPattern
-from ..ranks.context import ContextParallel
-from ..ranks.link import GroupLink
-from .compare import DTYPES, QUANTITIES, Case, measure, relative, tolerances
-from .hardware import NO_LINK
+from ...attention import dilated_attention
+from ...forecast.clock import Hardware
+from ...pattern import DilatedPattern
+from ...ranks.context import ContextParallel
+from ...ranks.link import GroupLink
+from ..compare import DTYPES, QUANTITIES, Case, measure, relative, tolerances
+from ..hardware import NO_LINK
 
 # Small ones say what a message takes whatever its size, large ones how many bytes a second.
 SMALL, LARGE = 256, 16 * 2**20

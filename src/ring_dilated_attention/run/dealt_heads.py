@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..plan.dealing import Dealing
-from .link import Dealer
+from .link_contract import Dealer
 
 
 def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:

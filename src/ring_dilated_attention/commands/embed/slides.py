@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..models.weights import check_sums, first_line
+from ...models.weights import check_sums, first_line
 
 FEATURES = ("features", "tile_embeds", "feats")
 COORDS = ("coords", "coordinates")

@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..models.torchscale.architecture import PADDINGS
+from ...models.torchscale.architecture import PADDINGS
+from ..local_ranks import RankFailedError
+from ..numbers import count
+from ..output import check_writable, progress_bar
 from .embeddings import EmbeddingFile, Entry
-from .numbers import count
-from .output import check_writable, progress_bar
-from .processes import RankFailedError
 
 if TYPE_CHECKING:
     from .slides import Keys
@@ -197,7 +197,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: if the weights cannot be used so, or on no such device.
     """
-    from ..models.weights import read_weights, slide_encoder_size
+    from ...models.weights import read_weights, slide_encoder_size
     from .embedder import DEFAULT_TILE_SIZE, check_device
 
     digest = digest_of(arguments.weights)

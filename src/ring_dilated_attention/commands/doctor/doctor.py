@@ -12,14 +12,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..forecast.clock import time_text
-from ..training.files import check_mine, write_whole
-from ..training.launch import check_meeting, started
-from .hardware import MAKER, Machine, as_toml, is_saved, known
-from .interrupts import leaving_at_once
-from .limits import check_at_least, check_memory
-from .numbers import amount, count, scaled, size_text
-from .output import aligned, check_writable
+from ...forecast.clock import time_text
+from ...training.files import check_mine, write_whole
+from ...training.rank_launcher import check_meeting, started
+from ..hardware import MAKER, Machine, as_toml, is_saved, known
+from ..interrupts import leaving_at_once
+from ..limits import check_at_least, check_memory
+from ..numbers import amount, count, scaled, size_text
+from ..output import aligned, check_writable
 
 LEAST_FREE = 10**9
 BYTES_OF_A_RANK = 10**8  # at least
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"rda doctor: {error}", file=sys.stderr)
         return 2
     with leaving_at_once("rda doctor"):
-        from .processes import Launch, RankFailedError, run_ranks
+        from ..local_ranks import Launch, RankFailedError, run_ranks
 
     if num_started == 1:
         num_ranks = arguments.ranks or 1
@@ -182,7 +182,7 @@ def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> lis
     """
     import torch
 
-    from ..ranks.context import ContextParallel
+    from ...ranks.context import ContextParallel
     from .doctor_facts import facts
     from .doctor_ranks import agreement, speeds, told
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..models.longnet_vit import LongNetViT
-from ..models.weights import first_line, load_slide_encoder
-from ..ranks.context import ContextParallel, refuse
+from ...models.longnet_vit import LongNetViT
+from ...models.weights import first_line, load_slide_encoder
+from ...ranks.context import ContextParallel, refuse
+from ..local_ranks import Launch, Worker, run_ranks
+from ..terminal import is_out_of_memory
 from .embeddings import fingerprint
-from .processes import Launch, Worker, run_ranks
 from .slides import Keys, Slide, open_slide
-from .terminal import is_out_of_memory
 
 DEFAULT_TILE_SIZE = 256.0
 SECONDS = 20 * 24 * 3600.0  # after which ranks are ended; poll takes no more than 24 days

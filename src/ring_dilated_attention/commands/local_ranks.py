@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
-from ..training.launch import loopback_only
+from ..training.rank_launcher import loopback_only
 from .interrupts import held_back
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..layers.checks import is_integral
 from ..pattern import is_integer
-from ..plan.cache import check_append
-from ..run.cache import DilatedCache
+from ..plan.cache_plan import check_append
+from ..run.dilated_cache import DilatedCache
 
 STOPPED = -1
 PREFILL_CHUNK = 4096

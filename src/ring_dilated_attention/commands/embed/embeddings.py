@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..training.files import replaced
+from ...training.files import replaced
 
 if TYPE_CHECKING:
     from torch import Tensor

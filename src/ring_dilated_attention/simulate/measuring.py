@@ -1,12 +1,16 @@
-"""What a simulated rank sends and holds, measured while it runs."""
+"""What each simulated rank sends and holds, measured while it runs."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ..ranks.context import ContextParallel
+from .all_ranks import SimulatedLink, SimulatedRanks
 
 
 class Use(NamedTuple):
@@ -21,9 +25,43 @@ class Use(NamedTuple):
         held, sent = f"{self.peak_bytes:,}", f"{self.sent_bytes:,}"
         return f"rank {self.rank} of {self.world_size}: held {held} bytes at most, sent {sent}"
 
-    def after(self, sent_bytes: int, peak_bytes: int) -> "Use":
-        """With one more call."""
-        return self._replace(sent_bytes=self.sent_bytes + sent_bytes, peak_bytes=max(self.peak_bytes, peak_bytes))
+
+@contextmanager
+def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
+    """What each simulated rank sends and holds in the calls of a block: bytes sent in all, most bytes held at once.
+
+        with simulate.measuring(parallel) as ranks:
+            dilated_attention(query, key, value, pattern, parallel=parallel)
+        print(*ranks, sep="\n")
+
+    A rank holds its rows of the call's tensors (in backward also of out, lse and the gradient of out) and all that
+    it makes: buffers, accumulators, partial results. What one of torch's ops makes and frees by itself (a kernel's
+    scratch) is not seen; `rda plan` lists it.
+
+    Raises:
+        ValueError: unless all ranks are simulated. (`python -m benchmarks memory` measures real ones.)
+    """
+    ranks = parallel.ranks
+    if not isinstance(ranks, SimulatedRanks):
+        raise ValueError(
+            "measuring needs all ranks in this process, and this context is no simulate.all_ranks(p). Make such a one."
+        )
+    number = ranks.cut.num_shards
+    uses = [Use(rank, number) for rank in range(number)]
+
+    @contextmanager
+    def measured(link: SimulatedLink, rows: Sequence[Tensor | None]) -> Iterator[None]:
+        with Held(rows) as held:
+            yield
+        use = uses[link.rank]
+        sent, peak = use.sent_bytes + link.bytes_sent, max(use.peak_bytes, held.peak_bytes)
+        uses[link.rank] = use._replace(sent_bytes=sent, peak_bytes=peak)
+
+    before, ranks.around = ranks.around, measured
+    try:
+        yield uses
+    finally:
+        ranks.around = before
 
 
 class Held(TorchDispatchMode):

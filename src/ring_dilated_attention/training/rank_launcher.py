@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from .interrupt import NOTICE, SIGNALS, STDERR
 from .options import in_short
+from .stop_request import NOTICE, SIGNALS, STDERR
 
 # Ranks learn from their connections that one of them failed, and say so, before they are ended.
 GRACE_SECONDS, POLL_SECONDS = 10, 0.05

@@ -28,7 +28,7 @@ def bits_by_position(model: LongNetLM, pieces: Iterable[tuple[int, bytes]], cont
     """Mean cross-entropy by powers of two of the number of bytes before; the first byte of a context is not predicted.
 
     Args:
-        pieces: bytes with their position in their context, in order (`stream.pieces`).
+        pieces: bytes with their position in their context, in order (`data.pieces`).
         context: the length of the longest context; None for any
     """
     caches = model.make_caches(1, max_len=context)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..pattern import WHOLE_DOCUMENT, DilatedPattern
+from ring_dilated_attention.pattern import WHOLE_DOCUMENT, DilatedPattern
 
 
 def scaled_down(pattern: DilatedPattern, seq_len: int, most: int) -> tuple[DilatedPattern, int, int]:

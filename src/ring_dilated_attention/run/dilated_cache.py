@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..pattern import DilatedPattern, is_integer
-from ..plan.cache import CachePlan, Rings, check_append, check_crop, plan_cache
+from ..plan.cache_plan import CachePlan, Rings, check_append, check_crop, plan_cache
 from ..plan.heads import held_heads
 from .append import held, packed, packed_size, place, unpack
-from .link import Parallel
+from .link_contract import Parallel
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -36,7 +36,7 @@ def has_config(arch: str) -> bool:
 
 
 def config(kernel: str, head_dim: int, itemsize: int, arch: str) -> Config:
-    """The configuration of one of KERNELS. "forward_half" has half the query rows of "forward"."""
+    """The configuration of one of KERNELS. "forward_half" is the fused forward's: half the query rows of "forward"."""
     entry = _table()[arch]
     if isinstance(entry, str):  # the same as another's
         entry = _table()[entry]

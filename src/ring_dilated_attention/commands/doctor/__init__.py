@@ -1,0 +1,1 @@
+"""`rda doctor`: whether this machine or cluster is ready, and how fast it is."""

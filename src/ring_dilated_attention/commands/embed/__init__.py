@@ -1,0 +1,1 @@
+"""`rda embed`: slides to embeddings."""

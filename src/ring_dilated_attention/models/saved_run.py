@@ -1,0 +1,98 @@
+"""What `rda train` leaves in a folder, read: safetensors and JSON, never a pickle, verified before anything is used.
+
+    RUN/checkpoint-000060/model.safetensors       the parameters, by name
+                          optimizer.safetensors   AdamW's state, as "<field>/<parameter>"
+                          state.json              everything else, and the digests of all three
+
+No torch.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+MAKER = "rda train"
+MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
+_NAME = re.compile(r"checkpoint-([0-9]+)")
+
+
+def find_checkpoints(run_folder: Path) -> list[Path]:
+    """The checkpoints of a run by their names, the newest first."""
+    found = [path for path in run_folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def find_checkpoint(run_folder: Path) -> Path | None:
+    """The newest checkpoint of a run, or None."""
+    return next(iter(find_checkpoints(run_folder)), None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return int(checkpoint.name.partition("-")[2])
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of its run.
+
+    Raises:
+        ValueError: if it is not as it was written, in words that name the file and what is wrong.
+    """
+    return dict(_read_state_file(checkpoint)["state"])
+
+
+def check_whole(checkpoint: Path) -> dict[str, Any]:
+    """`read_state`, where the other files are as they were written, too.
+
+    Raises:
+        ValueError: as of `read_state`.
+    """
+    content = _read_state_file(checkpoint)
+    for name in (MODEL_FILE, OPTIMIZER_FILE):
+        expected, path = content["files"].get(name), checkpoint / name
+        try:
+            found = identity(path)
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing") from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        if found != expected:
+            was = expected if isinstance(expected, dict) else {}
+            why = "its sha256 is another"
+            if found["bytes"] != was.get("bytes"):
+                why = f"it has {found['bytes']:,} bytes, and {was.get('bytes')} were written"
+            raise ValueError(f"{path} is damaged: {why}")
+    return dict(content["state"])
+
+
+def _read_state_file(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / STATE_FILE
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: it is no JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("made_by") != MAKER:
+        raise ValueError(f"{path} was not made by {MAKER}")
+    given = content.pop("sha256", None)
+    if given != digest(content):
+        raise ValueError(f"{path} is damaged: its sha256 is another than it says")
+    if not all(isinstance(content.get(part), dict) for part in ("state", "files")):
+        raise ValueError(f"{path} is damaged: it has no state, or no files")
+    return content
+
+
+def digest(content: dict[str, Any]) -> str:
+    """Of what a state.json holds beside its own digest."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def identity(path: Path) -> dict[str, Any]:
+    """By which a file is known again."""
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
