@@ -4,8 +4,11 @@ import json
 from importlib import import_module
 from pathlib import Path
 
+import distributed
 import pytest
 from fuzz import KINDS, fuzz, lines_of
+
+distributed.preload("fuzz_ranks")  # which imports the other kinds too
 
 CLONE = Path(__file__).parents[1]
 SEED = 20251122

@@ -1,0 +1,48 @@
+"""What the tests of several rooms use."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+
+def message_of(call: Callable, error: type[Exception] = ValueError) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    return ((x.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def make_tokens(vocab_size: int, batch: int, seq_len: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN: whatever is read before it is written shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def hurry_the_interpreter() -> None:
+    """Triton's interpreter takes half of its time to see whether integers overflow, and says so in debug mode only."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    assert not interpreter_builder.options.debug
+    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
