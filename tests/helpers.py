@@ -4,10 +4,14 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+ROOT = Path(__file__).parents[1]  # of the clone
 
 
 def message_of(call: Callable, error: type[Exception] = ValueError) -> str:
@@ -41,8 +45,11 @@ def free_port() -> str:
 
 
 def hurry_the_interpreter() -> None:
-    """Triton's interpreter takes half of its time to see whether integers overflow, and says so in debug mode only."""
-    from triton.runtime.interpreter import interpreter_builder
+    """Triton's interpreter takes half of its time to see whether integers overflow, and says so in debug mode only. A
+    tenth goes into a table of types that it makes anew for every number."""
+    from triton.runtime import interpreter
 
-    assert not interpreter_builder.options.debug
-    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._get_np_dtype = cache(interpreter._get_np_dtype)
