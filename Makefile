@@ -19,11 +19,16 @@ $(VENV)/.installed: pyproject.toml
 run: $(VENV)/.installed
 	$(BIN)/rda train --ranks 2
 
+# mypy takes one core for half a minute: its words come after those of the tests, and either can fail the whole.
+TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
 test: $(VENV)/.installed
 	$(BIN)/ruff check src benchmarks tests examples
 	$(BIN)/ruff format --check src benchmarks tests examples
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+	@echo '$(BIN)/mypy beside $(TESTS)'
+	@said=$$(mktemp); trap 'kill $$mypy 2>/dev/null; rm -f "$$said"' EXIT; trap 'exit 130' INT TERM; \
+	$(BIN)/mypy >"$$said" 2>&1 & mypy=$$!; $(TESTS); tests=$$?; \
+	wait $$mypy; types=$$?; cat "$$said"; exit $$((tests | types))
 
 # Tests with transformers, accelerate, DeepSpeed and Lightning, in an environment of their own: `make test` leaves them
 # out. DeepSpeed compiles an extension at its first use, here before any test waits for it.

@@ -3,8 +3,31 @@ they save (sixfold, where other processes keep the cores busy)."""
 
 import os
 import signal
+import sys
+
+import pytest
 
 # A shell starts what runs in the background with Ctrl-C ignored, and so would be all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+# Whole items that take ten seconds or more come first: at the end the other workers would wait for one of them.
+LONGEST = ("test_in_the_interpreter", "test_the_rehearsal", "test_nothing_is_found", "test_registers_and_spills")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.name.startswith(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests of faults wait for clocks, and leave theirs to others."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def pytest_collection_finish() -> None:
+    """Where ranks will be needed, their server imports what it needs while the first tests run."""
+    if (distributed := sys.modules.get("distributed")) is not None:
+        distributed.start_server()

@@ -19,6 +19,7 @@ from fuzz import Trial
 from fuzz_commands import broken, nothing
 from fuzz_modules import MODULE_BREAKAGES, try_language_model, try_module
 from fuzz_oracle import LAYOUTS, NAMES, Call, answer_to, difference, draw_call, tensors_of
+from helpers import poisoned_memory
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -44,19 +45,9 @@ def prepare(folder: Path) -> None:
     pass
 
 
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN: whatever is read before it is written shows."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def try_case(rng: random.Random, folder: Path) -> Trial:
     kinds = [try_call, try_module, try_language_model, try_nan, try_hostile, try_heads_held]
-    with poisoned():
+    with poisoned_memory():
         return rng.choices(kinds, [10, 3, 1, 1, 3, 1])[0](rng)
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fuzz import Trial
-from fuzz_calls import CALL_BREAKAGES, arranged, poisoned, results, steps_broken
+from fuzz_calls import CALL_BREAKAGES, arranged, results, steps_broken
 from fuzz_commands import nothing
 from fuzz_oracle import answer_to, difference, draw_call, tensors_of
+from helpers import poisoned_memory
 
 from ring_dilated_attention import dilated_attention, simulate
 from ring_dilated_attention.run import executor
@@ -23,7 +24,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     call = draw_call(rng)
     world_size = rng.choice([1, 2, 2, 3, 4, 5, 8])
     cut = draw_cut(rng, world_size, call.seq_len)
-    with poisoned():
+    with poisoned_memory():
         parallel = simulate.all_ranks(world_size, **cut)
         attend = functools.partial(
             dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, parallel=parallel

@@ -10,6 +10,7 @@ from itertools import chain, combinations
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import poisoned_memory, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,10 +23,8 @@ from ring_dilated_attention.run.merge import merge_
 
 @pytest.fixture(autouse=True, scope="module")
 def _poisoned_memory():
-    """torch.empty gives NaN: whatever is read before it is written shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        yield
 
 
 def test_the_poison_works():
@@ -264,10 +263,6 @@ PRECISION_CASES = [
     (127, 8, 8, 24, [(16, 1), (50, 2), (127, 8)], {"phase": "blocked"}),
     (31, 2, 2, 8, [(1, 1), (1, 1), (31, 1)], {}),
 ]
-
-
-def relative_error(x: Tensor, exact: Tensor) -> float:
-    return ((x.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("case", PRECISION_CASES, ids=str)

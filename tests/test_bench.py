@@ -5,10 +5,10 @@ import math
 import re
 import resource
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 
 from benchmarks import command, crossover, flops, gate, linear, measure, record, scaling
 from benchmarks.command import CASES, needs_gpu
@@ -114,7 +114,7 @@ def test_a_record_of_somebody_else_is_refused(tmp_path, monkeypatch, capsys):
 
 def test_a_full_disk_is_a_sentence(tmp_path, capsys):
     """No file may grow beyond 100 bytes: what the system says then is what it says of a full disk."""
-    shutil.copytree(Path(__file__).parent.parent / "benchmarks" / "results", tmp_path / "results")
+    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "results")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
@@ -126,7 +126,7 @@ def test_a_full_disk_is_a_sentence(tmp_path, capsys):
 
 
 def test_records_of_two_machines_stand_side_by_side(tmp_path):
-    results = Path(__file__).parent.parent / "benchmarks" / "results"
+    results = ROOT / "benchmarks" / "results"
     (tmp_path / "results").mkdir()
     for name in ("linear.json", "linear.other-cpu.json"):
         record = json.loads((results / "linear.json").read_text())
@@ -140,7 +140,7 @@ def test_records_of_two_machines_stand_side_by_side(tmp_path):
 
 def test_a_page_is_made_anew(tmp_path):
     """From records of any age: those of this repository make its page again."""
-    benchmarks = Path(__file__).parent.parent / "benchmarks"
+    benchmarks = ROOT / "benchmarks"
     shutil.copytree(benchmarks / "results", tmp_path / "results")
     shutil.copy(benchmarks / "README.md", tmp_path)
     assert command.main(["--page", "--results", str(tmp_path / "results")]) == 0

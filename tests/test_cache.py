@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import poisoned_memory, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -26,10 +27,8 @@ PATTERN = DilatedPattern((4, 12), (1, 3), is_causal=True)
 
 @pytest.fixture(autouse=True, scope="module")
 def _poisoned_memory():
-    """torch.empty gives NaN: whatever is read before it is written shows, the cache's own memory above all."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        yield
 
 
 def randn(*shape):
@@ -385,10 +384,6 @@ def test_precision(dtype, chunk):
         (lse, torchs_lse, exact_lse, FLOORS[torch.float32]),
     ):
         assert relative_error(ours, y) <= 2 * relative_error(theirs, y) + floor
-
-
-def relative_error(x, exact):
-    return ((x.double() - exact).norm() / exact.norm()).item()
 
 
 def test_run_to_run_equal_to_the_bit():

@@ -4,6 +4,7 @@ import json
 import re
 import resource
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -151,16 +152,20 @@ def test_failure_while_writing_leaves_what_was_there(trained, tmp_path, monkeypa
     assert set(tmp_path.iterdir()) == {before, after}
 
 
-@pytest.fixture
+@contextmanager
 def little_space():
-    """No file may grow beyond 2,000 bytes: what the system says then is what it says of a full disk."""
+    """No file may grow beyond 2,000 bytes: what the system says then is what it says of a full disk. It ends with the
+    test, before pytest writes how that went, perhaps to a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_nothing(little_space, tmp_path):
+@little_space()
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path):
     """The library that writes tensors has errors of its own."""
     model = nn.Linear(100, 100)
     with pytest.raises(ValueError, match=r"checkpoint-000006 cannot be written: .*File too large"):
@@ -385,7 +390,8 @@ class TestCommand:
         assert "choose another folder" in capsys.readouterr().err
         assert listing(Path("new")) == {name: b"mine"}
 
-    def test_a_full_disk_is_a_sentence(self, little_space, capsys):
+    @little_space()
+    def test_a_full_disk_is_a_sentence(self, capsys):
         """Also for a launcher's ranks, whose first alone writes."""
         for folder in ("one", "two"):
             arguments = [*ARGUMENTS[:-1], folder, "--num-layers", "1", *(["--ranks", "2"] * (folder == "two"))]
@@ -394,7 +400,8 @@ class TestCommand:
         error = capsys.readouterr().err
         assert re.search(r"\nrda train: one/checkpoint-000002 cannot be written: .*File too large.*\n$", error)
 
-    def test_a_disk_without_any_room(self, little_space, capsys):
+    @little_space()
+    def test_a_disk_without_any_room(self, capsys):
         """Catches ranks that wait for ever in torch's store, and a lock that is left behind since it was not signed."""
         for num_bytes, ranks, said in ((0, [], "new/.rda-train.lock"), (200, ["--ranks", "2"], "/rda-train-")):
             resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -1,5 +1,8 @@
 """With the rest of torch: checkpointing, autocast, FSDP2 and DDP over the same and over another axis, accumulation."""
 
+from functools import partial
+
+import helpers
 import torch
 import torch.distributed as dist
 from distributed import run
@@ -14,15 +17,12 @@ from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLos
 
 PATTERN = DilatedPattern((8, 32), (1, 3), is_causal=True)
 CONFIG = LongNetConfig((8, 64), (1, 3), vocab_size=20, num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2)
+make_tokens = partial(helpers.make_tokens, CONFIG.vocab_size, 1)
 
 
 def make_model(**options):
     torch.manual_seed(0)
     return LongNetLM(CONFIG, **options).double()
-
-
-def make_tokens(seed, seq_len=41):
-    return torch.randint(0, 20, (1, seq_len), generator=torch.Generator().manual_seed(seed))
 
 
 def plain_gradients(*batches):
@@ -83,7 +83,7 @@ def fsdp_over_the_same_ranks(rank, world_size):
     for block in model.model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    tokens = make_tokens(1)
+    tokens = make_tokens(41)
     model(cp.shard(tokens)).backward()
     assert_gradients(model, plain_gradients(tokens))
 
@@ -101,7 +101,7 @@ def two_axes(rank, world_size, wrapper):
         fully_shard(model, mesh=mesh["dp", "cp"]._flatten("all"))
     else:
         model = DistributedDataParallel(model)
-    batches = [make_tokens(1), make_tokens(2)]
+    batches = [make_tokens(41), make_tokens(41, seed=2)]
     loss = model(cp.shard(batches[mesh.get_local_rank("dp")]))
     loss.backward()
     assert_gradients(model.module if wrapper == "ddp" else model, plain_gradients(*batches))
@@ -117,7 +117,7 @@ def test_ddp_over_another_axis():
 
 def zigzag_loss(rank, world_size):
     cp = ContextParallel(sharding="zigzag")
-    tokens = make_tokens(1)
+    tokens = make_tokens(41)
     model = DistributedDataParallel(NextTokenLoss(make_model(parallel=cp)))
     loss = model(cp.shard(tokens))
     loss.backward()
@@ -133,7 +133,7 @@ def test_labels_and_positions_under_zigzag():
 def accumulation(rank, world_size):
     cp = ContextParallel()
     model = DistributedDataParallel(NextTokenLoss(make_model(parallel=cp)))
-    batches = [make_tokens(1), make_tokens(2, 30), make_tokens(3, 5)]
+    batches = [make_tokens(41), make_tokens(30, seed=2), make_tokens(5, seed=3)]
     for tokens in batches[:-1]:
         with model.no_sync():
             (model(cp.shard(tokens)) / len(batches)).backward()

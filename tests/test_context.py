@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run
+from helpers import message_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -37,12 +38,6 @@ PATIENCE = timedelta(seconds=20)  # more than a test may take: no rank gets its 
 def tensors(rank: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(1, 8, 4, 8, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
-
-
-def message_of(call: Callable, error: type[Exception] = ValueError) -> str:
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
 
 
 def rank_does_not_use_its_lse(rank, world_size, kind):

@@ -14,6 +14,7 @@ from itertools import product
 
 import pytest
 import torch
+from helpers import hurry_the_interpreter, poisoned_memory, relative_error
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -32,6 +33,8 @@ from ring_dilated_attention.kernels import choose
 
 HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = not HAS_GPU and os.environ.get("TRITON_INTERPRET") == "1"
+if IS_REHEARSAL and importlib.util.find_spec("triton") is not None:
+    hurry_the_interpreter()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 REASON = "needs a CUDA GPU, and torch sees none"
 
@@ -50,11 +53,9 @@ N, SHORT, LONG = (419, 64, 3001) if HAS_GPU else (37, 8, 61)
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory():
-    """torch.empty gives NaN: whatever is read before it is written shows."""
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        yield
 
 
 def require(backend: str, dtype: torch.dtype = MAIN) -> None:
@@ -85,10 +86,6 @@ def both_ways(inputs, dout, pattern, backend, **options) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = dilated_attention(*leaves, pattern, backend=backend, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-def difference(x: Tensor, y: Tensor) -> float:
-    return float((x.double() - y.double()).norm() / y.double().norm())
 
 
 PATTERN = DilatedPattern((SHORT, N), (1, 3), is_causal=True)
@@ -176,7 +173,7 @@ def test_without_a_gradient_of_lse(backend):
     assert torch.equal(out, plain[0])
     grads = torch.autograd.grad([out, lse], leaves, [dout, torch.zeros_like(lse)])
     for x, y in zip(grads, plain[1:], strict=True):
-        assert difference(x, y) <= torch.finfo(MAIN).eps
+        assert relative_error(x, y) <= torch.finfo(MAIN).eps
 
 
 @on_device
@@ -247,7 +244,7 @@ def test_more_segments_than_a_grid_has_blocks(backend):
     expected = both_ways([x.cpu() for x in inputs], dout.cpu(), pattern, "cpu")
     allowed = tolerances(Case("pairs", pattern, 64, 1, 1, 1, 16), MAIN, DEVICE)
     for name, x, y in zip(("out", "dq", "dk", "dv"), both_ways(inputs, dout, pattern, backend), expected, strict=True):
-        assert difference(x.cpu(), y) <= 2 * allowed[name], name  # each may be off by its tolerance
+        assert relative_error(x.cpu(), y) <= 2 * allowed[name], name  # each may be off by its tolerance
 
 
 @needs_gpu
@@ -287,7 +284,7 @@ def test_tensors_of_more_than_2_31_elements(backend):
     for name, x, y in zip(
         ("out", "dq", "dk", "dv"), whole, both_ways(tail[:3], tail[3], pattern, backend), strict=True
     ):
-        assert difference(x, y) <= 2 * allowed[name], name
+        assert relative_error(x, y) <= 2 * allowed[name], name
 
 
 # Streams, graphs, compilation.
@@ -377,7 +374,7 @@ def test_compiled_whole(compiler, backend):
         leaves = [x.clone().requires_grad_() for x in inputs]
         results.append(torch.autograd.grad(run(*leaves), leaves))
     for x, y in zip(*results, strict=True):
-        assert torch.equal(x, y) if compiler == "aot_eager" else difference(x, y) <= torch.finfo(MAIN).eps
+        assert torch.equal(x, y) if compiler == "aot_eager" else relative_error(x, y) <= torch.finfo(MAIN).eps
 
 
 @on_device

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import free_port
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands import local_ranks as processes
@@ -254,12 +254,6 @@ def test_a_message_that_is_no_slower_when_it_is_large():
     links = {"small": {"1": 0.01}, "large": {"1": 0.01}, "handshake_seconds": 0.0}
     found = doctor_ranks.hardware_of([{"rates": rates, "links": links}])
     assert found.bytes_per_second == doctor_ranks.LARGE / 0.01
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 TORCHRUN = ("RANK", "WORLD_SIZE")

@@ -233,8 +233,9 @@ def hang():
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not end processes with their parent")
 def test_ranks_end_with_a_test_that_is_killed():
     """Catches ranks, stopped ones too, that outlive a test which had no time to end them."""
-    command = [sys.executable, "-c", "import test_faults; test_faults.hang()"]
-    with subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", f"import {__name__} as tests; tests.hang()"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # as pytest has set it
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         if not select.select([process.stdout], [], [], 60)[0]:
             process.kill()  # or leaving the block would wait for it
             pytest.fail("the ranks did not start within a minute")

@@ -5,10 +5,10 @@ import json
 import os
 import stat
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 from safetensors.torch import load_file
 from torch import nn
 
@@ -24,7 +24,6 @@ from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.run import is_record_of
 
 RUN = "0123456789abcdef"
-ROOT = Path(__file__).parent.parent
 
 
 def png(**texts):

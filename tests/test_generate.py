@@ -1,7 +1,9 @@
 """Layers and the language model with caches: what is computed token by token is what one call computes."""
 
 from fractions import Fraction
+from functools import partial
 
+import helpers
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from ring_dilated_attention.models.sampling import STOPPED, Sampling
 
 CAUSAL = DilatedPattern((8, 32), (1, 3), is_causal=True)
 CONFIG = LongNetConfig((8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2)
+make_tokens = partial(helpers.make_tokens, CONFIG.vocab_size)
 
 
 def make(config=CONFIG, **options):
@@ -23,10 +26,6 @@ def make(config=CONFIG, **options):
             nn.init.normal_(parameter, std=0.1)
     nn.init.normal_(model.head.weight)  # else all tokens are about as likely
     return model
-
-
-def make_tokens(batch, seq_len):
-    return torch.randint(0, CONFIG.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(1))
 
 
 def joined(steps):

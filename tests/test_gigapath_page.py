@@ -3,10 +3,10 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
@@ -17,7 +17,7 @@ from ring_dilated_attention.pattern import Branch
 @pytest.mark.parametrize("max_wsi_size", [262_144, 250_000])
 def test_the_page_says_from_where_on_rows_are_misplaced(max_wsi_size):
     """A number of tiles; with the class token there is one token more."""
-    page = (Path(__file__).parent.parent / "docs" / "gigapath.md").read_text()
+    page = (ROOT / "docs" / "gigapath.md").read_text()
     [line] = [line for line in page.splitlines() if line.startswith("| long slides |")]
     for segment_length, rate in zip(segment_lengths_for(max_wsi_size), DILATION_RATES, strict=True):
         branch = Branch(segment_length, rate)
@@ -28,7 +28,7 @@ def test_the_page_says_from_where_on_rows_are_misplaced(max_wsi_size):
 
 def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
     """Its five lines run as they stand, with the smaller size in place of the larger."""
-    page = (Path(__file__).parent.parent / "docs" / "gigapath.md").read_text()
+    page = (ROOT / "docs" / "gigapath.md").read_text()
     [lines] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[:1]
     monkeypatch.chdir(tmp_path)
     torch.save({"model": LongNetViT.published("gigapath-flash").state_dict()}, "slide_encoder.pth")
@@ -38,11 +38,11 @@ def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
     assert names["embedding"].shape == (1, 384)
     assert load_slide_encoder("slide_encoder.pth")[0].encoder.config.num_heads == 16
     for link in re.findall(r"\]\(([^)#:]+?)\)", page):
-        assert (Path(__file__).parent.parent / "docs" / link).exists()
+        assert (ROOT / "docs" / link).exists()
 
 
 def run_example(*arguments):
-    example = Path(__file__).parent.parent / "examples" / "slide.py"
+    example = ROOT / "examples" / "slide.py"
     return subprocess.run(
         [sys.executable, example, *arguments], capture_output=True, text=True, timeout=60, check=False
     )

@@ -2,8 +2,10 @@
 
 import json
 import math
+from functools import partial
 from itertools import pairwise
 
+import helpers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from ring_dilated_attention.layers import multihead, rotary_table
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss, longnet
 
 CONFIG = LongNetConfig((8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2)
+make_tokens = partial(helpers.make_tokens, CONFIG.vocab_size)
 
 
 def make(config=CONFIG, seed=0, **options):
@@ -27,10 +30,6 @@ def make(config=CONFIG, seed=0, **options):
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
     return model
-
-
-def make_tokens(batch, seq_len, seed=1):
-    return torch.randint(0, CONFIG.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
 
 
 def peak(function):

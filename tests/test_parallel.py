@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankFailedError, run
+from helpers import message_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -49,12 +50,6 @@ def strict() -> None:
     warnings.filterwarnings("ignore", message=".* was dropped without close")
     torch.use_deterministic_algorithms(True)
     assert torch.empty(9).isnan().all()
-
-
-def message_of(call: Callable, error: type[Exception] = ValueError) -> str:
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
 
 
 def assert_works(cp: ContextParallel, exchange_only: bool = False) -> None:

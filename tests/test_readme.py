@@ -4,14 +4,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.commands.cli import SUBCOMMANDS
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 ONE_DEVICE, MANY, LOOP, PACKED, SIMULATED, RUN = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 (CACHED,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "generation.md").read_text(), flags=re.DOTALL)

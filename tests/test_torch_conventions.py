@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from distributed import run
+from helpers import message_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -38,12 +39,6 @@ def encoder(*, kind=nn.TransformerEncoderLayer, dropout=0.0, batch_first=True):
 
 def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
-
-
-def message_of(call, error=ValueError):
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
 
 
 # --- replace_attention

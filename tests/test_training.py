@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from distributed import run as run_ranks
+from helpers import free_port
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
@@ -315,7 +315,7 @@ class TestCommand:
 
     def test_tasks_of_a_slurm_step_train_one_model(self):
         """Catches as many separate models as there are tasks, each in a folder of its own."""
-        port = str(free_port())
+        port = free_port()
         place = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         words = tiny_arguments(data="text.txt", steps=2)
@@ -497,12 +497,6 @@ class TestCommand:
         code = f"{start}; main({arguments})"
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert "rda train" in result.stdout
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def start(*arguments, output=subprocess.PIPE, environment=None):

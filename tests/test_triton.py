@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
@@ -28,7 +29,6 @@ from ring_dilated_attention.run import dilated_cache as cache_module
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.7.1)"
 )
-ROOT = Path(__file__).parents[1]
 RESOURCES = ROOT / "benchmarks" / "resources.json"
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
 

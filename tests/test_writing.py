@@ -9,11 +9,11 @@ import shlex
 import shutil
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import ROOT
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import generate as command
@@ -59,7 +59,7 @@ def test_a_run_is_a_model(folder):
 
 def test_the_readmes_example(folder, capsys):
     """As it is written, with a folder that exists."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     [example] = [text for text in re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL) if "from_run" in text]
     exec(example.replace("runs/20250131-120000", str(folder)), {})
     assert len(capsys.readouterr().out) == 3 * 200

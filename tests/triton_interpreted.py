@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import hurry_the_interpreter, poisoned_memory, relative_error
 from torch import Tensor
 
 from benchmarks.measure import allocated
@@ -32,6 +33,7 @@ from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 
 assert IS_INTERPRETED, "set TRITON_INTERPRET=1"
+hurry_the_interpreter()
 
 # As in test_attention.py: the exact result rounded once is off by eps / 4 in relative L2.
 FLOORS = {dtype: torch.finfo(dtype).eps / 4 for dtype in (torch.float32, torch.float16)}
@@ -40,11 +42,9 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory():
-    """torch.empty gives NaN: whatever is read before it is written shows."""
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        yield
 
 
 class Call:
@@ -107,10 +107,6 @@ class Call:
             *leaves, self.pattern, backend=backend, return_lse=True, cu_seqlens=borders, **kwargs
         )
         return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, [self.dout, self.dlse])]
-
-
-def relative_error(x: Tensor, exact: Tensor) -> float:
-    return ((x.double() - exact).norm() / exact.norm()).item()
 
 
 def pattern_of(branches, **rules) -> DilatedPattern:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from helpers import message_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import CONFIGS, DECODERS, PATTERN, make, tokens
@@ -373,12 +374,6 @@ def test_without_the_import_loading_fails(tmp_path, kind):
 
 
 # --- what is refused
-
-
-def message_of(call):
-    with pytest.raises(ValueError) as caught:
-        call()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankFailedError, run
+from helpers import message_of
 from tiny import DECODERS, PATTERN, SIZES, make, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -160,12 +161,6 @@ def rank_checkpoints_and_compiles(rank, world_size):
 def test_checkpointed_and_compiled():
     """Chunks travel once where attention is kept; compiled code has breaks only where ranks talk of the sample."""
     run(2, rank_checkpoints_and_compiles, seconds=180)
-
-
-def message_of(call, error=ValueError):
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
 
 
 def rank_has_bad_input(rank, world_size):

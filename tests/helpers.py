@@ -1,0 +1,55 @@
+"""What the tests of several rooms use."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]  # of the clone
+
+
+def message_of(call: Callable, error: type[Exception] = ValueError) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    return ((x.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def make_tokens(vocab_size: int, batch: int, seq_len: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN: whatever is read before it is written shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def hurry_the_interpreter() -> None:
+    """Triton's interpreter takes half of its time to see whether integers overflow, and says so in debug mode only. A
+    tenth goes into a table of types that it makes anew for every number."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._get_np_dtype = cache(interpreter._get_np_dtype)
