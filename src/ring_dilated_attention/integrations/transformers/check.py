@@ -44,7 +44,7 @@ def watch_models() -> None:
 def _check_made(module: nn.Module, name: str, part: nn.Module | None) -> None:
     """At the first part of a model, when its class and config are known."""
     is_first = isinstance(module, PreTrainedModel) and not module._modules  # other modules are asked for nothing
-    if is_first and module.config._attn_implementation == NAME:
+    if is_first and getattr(module.config, "_attn_implementation", None) == NAME:
         check_model(type(module), module.config)
 
 
@@ -95,8 +95,8 @@ def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
             return _check_copy(name, _tiny(kind, config))
         except Refusal:
             raise
-        except FAILURES as error:
-            failures.append(error)
+        except FAILURES as failure:
+            failures.append(failure)
     error = failures[0]
     said = str(error)
     if type(error) is not ValueError:
