@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from tiny import GROUPED, PATTERN, SIZES, make
 from torch import nn
 from transformers import (
@@ -18,11 +19,13 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    LlamaPreTrainedModel,
     MambaConfig,
     ViTConfig,
 )
 
 from ring_dilated_attention.integrations.transformers import convert_to_dilated, register
+from ring_dilated_attention.integrations.transformers.check import _causal
 
 GPT = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
@@ -124,6 +127,64 @@ def test_models_of_users(kind, part):
         kind(LlamaConfig(**SIZES, dilated_attention=PATTERN))
     with pytest.raises(ValueError, match=part):
         convert_to_dilated(kind(LlamaConfig(**SIZES)), PATTERN)
+
+
+class Labelled(LlamaPreTrainedModel):
+    """A model of a user that does not run on tokens alone, and whose head sees the future."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.head = nn.Conv1d(config.hidden_size, 2, 3, padding=1)
+
+    def forward(self, input_ids, labels):
+        return self.head(self.model(input_ids).last_hidden_state.mT).mT
+
+
+def test_a_base_does_not_speak_for_what_a_user_adds():
+    register()
+    with pytest.raises(ValueError, match=r"Labelled does not run with dilated attention.*'labels'"):
+        Labelled(LlamaConfig(**SIZES, dilated_attention=PATTERN))
+
+
+@pytest.mark.parametrize(
+    "place", [init_empty_weights, lambda: torch.autocast("cpu", dtype=torch.bfloat16)], ids=["accelerate", "autocast"]
+)
+def test_a_copy_is_made_alike_wherever_the_model_is(place):
+    register()
+    _causal.clear()
+    with place():
+        assert LlamaForCausalLM(LlamaConfig(**SIZES, dilated_attention=PATTERN)).config.dilated_attention
+
+
+def test_a_copy_leaves_the_seeds_of_gpus(monkeypatch):
+    """`torch.manual_seed` sets those of all devices, of which only the CPU's is put back."""
+    register()
+    _causal.clear()
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    LlamaModel(LlamaConfig(**SIZES, dilated_attention=PATTERN))
+    assert seeds == []
+
+
+def test_a_config_that_is_no_json():
+    register()
+    config = LlamaConfig(**SIZES, dilated_attention=PATTERN)
+    config.tags = {"of", "a", "user"}
+    assert LlamaModel(config).config.tags
+
+
+def test_other_modules_are_asked_for_nothing():
+    class Unready(nn.Module):
+        config = property(lambda self: self.layers[0].config)
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList()
+            self.head = nn.Linear(1, 1)
+
+    register()
+    assert Unready().head.weight.numel() == 1
 
 
 def test_a_copy_is_small_and_leaves_no_trace():

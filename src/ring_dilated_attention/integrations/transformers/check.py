@@ -28,7 +28,7 @@ ROWS = 8
 ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
 # What makes a copy small without another structure: fields of configs, and the most that they are in it.
 NARROW = {r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64, r"(n|moe_num|num)_\w*experts": 32}
-MOST = 100_000_000  # parameters of a copy
+MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's 123, Qwen3-30B-A3B's 190 million
 # A model of others may raise anything of these where it takes no attention but its own.
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
 FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
@@ -43,8 +43,8 @@ def watch_models() -> None:
 
 def _check_made(module: nn.Module, name: str, part: nn.Module | None) -> None:
     """At the first part of a model, when its class and config are known."""
-    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if attention == NAME and isinstance(module, PreTrainedModel) and not module._modules:
+    is_first = isinstance(module, PreTrainedModel) and not module._modules  # other modules are asked for nothing
+    if is_first and getattr(module.config, "_attn_implementation", None) == NAME:
         check_model(type(module), module.config)
 
 
@@ -65,12 +65,13 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
     pattern = pattern_of(config, is_causal=True)
     if isinstance(heads, int):
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
-    key = kind, config.to_json_string(use_diff=False)
+    key = kind, repr(config.to_dict())  # a user's config may hold what is no JSON
     if key not in _causal:
-        base = MODEL_MAPPING.get(type(config), ())  # parts of models are often of classes that do not run alone
+        # transformers has classes that do not run alone; what a class of a user adds, its base does not show.
+        base = MODEL_MAPPING.get(type(config), ()) if kind.__module__.startswith("transformers.") else ()
         here = torch.device("cpu"), local_torch_dtype(torch.float32, name), torch.random.fork_rng(devices=[])
-        with ExitStack() as stack:  # models are loaded on the device "meta", in a dtype of theirs
-            for context in (*here, torch.no_grad()):
+        with ExitStack() as stack:  # models are made on the device "meta", in a dtype of theirs, under autocast
+            for context in (*here, torch.autocast("cpu", enabled=False), torch.no_grad()):
                 stack.enter_context(context)
             if (zero := sys.modules.get("deepspeed.runtime.zero.partition_parameters")) is not None:
                 zero.shutdown_init_context()  # or ZeRO 3 would divide the copy's parameters among ranks
@@ -206,7 +207,8 @@ def _tiny(kind: type, config: Any) -> Any:
     if size > MOST:
         raise ValueError(f"it cannot be made small, and would have {size:,} parameters")
     model = kind(config).float().eval()
-    torch.manual_seed(0)
+    model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)  # accelerate's init_empty_weights
+    torch.default_generator.manual_seed(0)  # not those of GPUs, which `fork_rng` does not keep
     for parameter in model.parameters():  # from_pretrained leaves them as memory was
         parameter.normal_(std=parameter[0].numel() ** -0.5) if parameter.dim() > 1 else parameter.uniform_(0.5, 1)
     return model
