@@ -71,6 +71,14 @@ def test_commands_take_them(capsys):
     assert "'1.5' is 1.5, not a whole number" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("argv", [["plan", "--batch=--"], ["doctor", "--timeout=--"], ["train", "--steps=--"]])
+def test_two_dashes_are_no_value(argv, capsys):
+    """Catches argparse's empty list in the place of a number, and the traceback that follows."""
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(argv)
+    assert f"{argv[1]}: -- is no value" in capsys.readouterr().err
+
+
 def test_train_takes_them():
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)

@@ -59,7 +59,7 @@ def run(arguments: list[str], command: str) -> int:
         epilog="Each command explains itself: rda train --help",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen = None
+    chosen, chosen_parser = None, parser
     for name, subcommand in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(
             name,
@@ -71,10 +71,13 @@ def run(arguments: list[str], command: str) -> int:
             with leaving_at_once(command):
                 chosen = import_module(subcommand.module, __package__)
             chosen.add_arguments(subparser)
+            chosen_parser = subparser
     words = asked_for(arguments).split()
     if len(words) > 1:  # argparse knows a command by one word
         first = arguments.index(words[0])
         arguments = [*arguments[:first], " ".join(words), *arguments[first + len(words) :]]
+    if empty := next((word for word in arguments if word.startswith("--") and word.endswith("=--")), None):
+        chosen_parser.error(f"{empty}: -- is no value")  # argparse would make an empty list of it
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
     with suppress(ValueError):  # of numbers that are none: for a command that joins to say
