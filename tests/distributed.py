@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 _START = multiprocessing.get_context("forkserver")
 # A rank is forked from a server that has imported these, which its test needs: 0.03 s of work instead of 0.1 to 0.3,
@@ -134,6 +135,7 @@ def _rank(
     global store
     try:
         _end_with_the_test()
+        tqdm.set_lock(threading.RLock())  # its own, which a compiler takes, would outlive a process that is killed
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
