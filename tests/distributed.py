@@ -19,11 +19,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 _START = multiprocessing.get_context("forkserver")
-# A rank is forked from a server that has imported these, which its test needs: 0.03 s of work instead of 0.1 to 0.3.
+# A rank is forked from a server that has imported these, which its test needs: 0.03 s of work instead of 0.1 to 0.3,
+# and where it compiles, a second less.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "benchmarks.measure"]
-_PRELOADED += ["distributed", "helpers"]
+_PRELOADED += ["torch._inductor.compile_fx", "distributed", "helpers"]
 _PRELOADED += [f"ring_dilated_attention.{name}" for name in ("attention", "layers", "models", "reference", "simulate")]
 _START.set_forkserver_preload(_PRELOADED)
 
@@ -133,6 +135,7 @@ def _rank(
     global store
     try:
         _end_with_the_test()
+        tqdm.set_lock(threading.RLock())  # its own, which a compiler takes, would outlive a process that is killed
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fuzz import Trial
-from fuzz_calls import arranged, poisoned, results, why_not_refused
+from fuzz_calls import arranged, results, why_not_refused
 from fuzz_commands import broken
 from fuzz_modules import draw_module, turned
 from fuzz_oracle import NAMES, answer_to, difference, draw_call, tensors_of
+from helpers import poisoned_memory
 from torch import Tensor, nn
 
 from benchmarks.padded import padded_reference
@@ -51,7 +52,7 @@ def prepare(folder: Path) -> None:
 def try_case(rng: random.Random, folder: Path) -> Trial:
     kinds = [try_call, try_mixed, try_module, try_cache, try_model, try_gated, try_compiled]
     torch.manual_seed(rng.randrange(2**31))
-    with poisoned():
+    with poisoned_memory():
         return rng.choices(kinds, [10, 3, 5, 3, 4, 3, 0.3])[0](rng)
 
 

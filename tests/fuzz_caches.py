@@ -24,10 +24,10 @@ from unittest import mock
 import torch
 from fuzz import Trial
 from fuzz_cache_misuse import try_hostile, why_changed
-from fuzz_calls import poisoned
 from fuzz_commands import broken, nothing
 from fuzz_modules import by_hand, draw_language_model, draw_module, why_unequal
 from fuzz_oracle import DTYPES, LAYOUTS, Answer, Call, answer_to, difference, draw_call, tensors_of
+from helpers import poisoned_memory
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -48,7 +48,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     kinds = [try_sequence, try_module, try_language_model, try_hostile]
     compiler = rng.choice(COMPILERS) if rng.random() < 0.06 else None
     mode = rng.choice([torch.no_grad, torch.no_grad, torch.inference_mode])
-    with poisoned(), mode():
+    with poisoned_memory(), mode():
         try:
             return rng.choices(kinds, [8, 2, 1, 3])[0](rng, compiler)
         finally:

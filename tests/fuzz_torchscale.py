@@ -18,10 +18,10 @@ from unittest import mock
 
 import torch
 from fuzz import Trial
-from fuzz_calls import poisoned
 from fuzz_commands import broken, nothing
 from fuzz_modules import why_unequal
 from fuzz_torchscale_misuse import TOKENS, try_hostile
+from helpers import poisoned_memory
 from torch import Tensor
 
 from benchmarks.padded import padded_reference
@@ -46,7 +46,7 @@ def prepare(folder: Path) -> None:
 
 
 def try_case(rng: random.Random, folder: Path) -> Trial:
-    with poisoned():
+    with poisoned_memory():
         return rng.choices([try_model, try_steep_xpos, try_hostile, try_settings], [12, 1, 4, 2])[0](rng)
 
 

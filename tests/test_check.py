@@ -70,7 +70,7 @@ def test_every_row_of_one_and_two_ranks_passes(capsys):
     assert {row["dtype"] for row in passed} == {"float64", "float32", "bfloat16", "float16"}
     assert {row["num_ranks"] for row in passed} == {1, 2}
     assert all(row["error"] <= row["tolerance"] for row in passed)
-    assert {row["exchange"] for row in passed} == {"none", "cache", *check.EXCHANGES}
+    assert {row["exchange"] for row in passed} == {"none", check.CACHE, check.SIMULATED, *check.EXCHANGES}
     if not torch.cuda.is_available():
         reasons = {row["reason"] for row in rows if row["backend"] == "sdpa"}
         assert reasons == {"serves CUDA tensors, got cpu"}
