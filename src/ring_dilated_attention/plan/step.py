@@ -93,6 +93,9 @@ class Part(NamedTuple):
     start: int
     message: Message
 
+    def __str__(self) -> str:
+        return f"rank {self.message.peer}: {self.message.size} units at {self.start} of {self.name}"
+
 
 class Post(NamedTuple):
     """Start to send and to receive; by `ticket` it is awaited, what is sent and what comes maybe apart. An error says
@@ -202,3 +205,39 @@ class Whole(NamedTuple):
 Exchanges = Deal | Pack | Take | Free | Post | Wait | Zero | Home
 Computes = Start | Prepare | Copy | Compute | Merge | Add | Finish | Whole
 Step = Exchanges | Computes
+
+
+def text_of(step: Step) -> str:
+    """A step in a line: what is done, and with which rows or units of buffers."""
+    match step:
+        case Pack(name, size, packs):
+            text = f"{name}, {size} units: {'; '.join(str(rows) for rows, _ in packs)}"
+        case Take(name, size):
+            text = f"{name}, {size} units"
+        case Free(names):
+            text = ", ".join(names)
+        case Post(ticket, _, sends, receives):
+            text = "; ".join([ticket, *(f"to {part}" for part in sends), *(f"from {part}" for part in receives)])
+        case Wait(ticket, sent, received):
+            text = ticket + ("" if sent and received else ": what is sent" if sent else ": what comes")
+        case Compute(tile, entry, what, keys, sums):
+            added = f", added to {sums}" if what == "dk and dv" else ""
+            text = f"{what}: {tile}, from {keys}{_of_batch(entry)}{added}"
+        case Merge(tile, entry, how):
+            text = f"{tile.query}{_of_batch(entry)}: {how}"
+        case Add(name, tile, entry, how, sums):
+            where = "" if sums == OWN_ROWS else f" of {sums}"
+            text = f"{name} of {tile.query if name == 'dq' else tile.key}{where}{_of_batch(entry)}: {how}"
+        case Copy(name, rows, entry):
+            text = f"{name}: {rows}{_of_batch(entry)}"
+        case Deal(name, to_heads):
+            text = f"{name}: {'heads for positions' if to_heads else 'positions for heads'}"
+        case Start(name, is_covered):
+            text = name if is_covered else f"{name}, from the identity"
+        case _:
+            text = " ".join(map(str, step))
+    return f"{type(step).__name__.lower():8}{text}".rstrip()
+
+
+def _of_batch(entry: int | None) -> str:
+    return "" if entry is None else f", batch entry {entry}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.contract import BackwardRows, Kernel, Pass
 from ..plan.exchange import RankPlan
-from ..plan.program import steps
+from ..plan.program import program_of
 from ..plan.rows import Block, Rows
 from ..plan.step import (
     CACHED_ROWS,
@@ -118,7 +118,7 @@ class _Executor:
             distances=self.distances(),
             itemsize=self.dtype.itemsize,
         )
-        for step in steps(self.plan, stage, terms):
+        for step in program_of(self.plan, stage, terms):
             self.do[type(step)](self, step)
         return self.alive
 
