@@ -26,13 +26,12 @@ from ring_dilated_attention import (
     ContextParallel,
     DilatedPattern,
     MultiheadDilatedAttention,
-    attention,
     dilated_attention,
     save_attention,
 )
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
-from ring_dilated_attention.ranks import ranks
+from ring_dilated_attention.ranks import ranks, validate
 from ring_dilated_attention.ranks.call import Call as RankCall
 from ring_dilated_attention.reference import multiplicity
 from ring_dilated_attention.run import executor
@@ -389,7 +388,7 @@ BREAKAGES = {
     **CALL_BREAKAGES,
     "phases by the other rule": broken("plan_exchange", _other_phase, ranks),
     "documents are not seen": broken("documents_of", lambda *_: None, ranks),
-    "scales are not checked": broken("_validate_scale", nothing, attention),
-    "borders are not checked": broken("validate_cu_seqlens", nothing, attention),
+    "scales are not checked": broken("_validate_scale", nothing, validate),
+    "borders are not checked": broken("validate_cu_seqlens", nothing, validate),
     **MODULE_BREAKAGES,
 }

@@ -17,7 +17,7 @@ from ..plan.exchange import Choice, choose_exchange
 from ..plan.job import Job
 from ..plan.memory import Sizes
 from ..plan.sharding import Cut, ring_order
-from .call import Call
+from .call import Begun, Call
 from .handshake import agree
 from .link import ExchangeError, GroupLink, Wait
 from .origin import why_doubtful
@@ -184,10 +184,8 @@ class Processes(Ranks):
         self.warn_once("whole", text + f"for one of {sum(lengths)}. Pass what `shard` returns")
         return True
 
-    def fields(
-        self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
-    ) -> dict[str, object]:
-        return call_fields(call, stage, number, query, key, cu_seqlens)
+    def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:
+        return call_fields(call, stage, begun, query, key)
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
         return self.control.all_to_all(record, moment)
