@@ -1,7 +1,7 @@
 """dilated_attention: validate -> handshake -> plan -> execute.
 
-Forward and backward are a pair of custom ops, so that compiled graphs hold them whole. They take tensors and the call
-as a text (`Call.text`). B batch, N positions, H query heads, G key/value heads, D head dim.
+Forward, backward and appending to a cache are custom ops, so that compiled graphs hold them whole. They take tensors
+and the call as a text (`Call.text`). B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 
 from typing import Any
@@ -12,11 +12,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from .kernels.contract import BackwardRows
 from .pattern import DilatedPattern
+from .plan.cache import plan_cache
 from .ranks.call import Begun, Call
 from .ranks.context import ContextParallel, context_named, refuse
 from .ranks.ranks import ALONE, Ranks
 from .ranks.validate import check_cuts, validate
-from .run.append import append, append_now
+from .run.append import append
 from .run.cache import DilatedCache, check_call
 from .run.views import accumulator_dtype
 
@@ -89,24 +90,16 @@ def dilated_attention(
     context = "" if parallel is None else parallel.key
     call = Call(pattern, scale, backend, needs_grad, return_lse, heads, num_heads, context)
     if cache is not None:
-        out, lse = _append(call, query, key, value, cache, lengths)
+        held = (cache.memory, cache.progress, lengths)
+        if torch.compiler.is_compiling():
+            out, lse = _append(query, key, value, *held, call.text, cache.plan.max_len, cache.plan.keep)
+        else:  # an op costs a quarter of a token where little is cached
+            out, lse = append(cache.plan, backend, call.kernel_scale, call.scaled(query), key, value, *held)
         return (out, lse) if return_lse else out
     out, lse, begun = _forward(query, key, value, cu_seqlens, call.text)
     if parallel is not None and torch.compiler.is_compiling():
         parallel.kept.add_(begun[0])  # a graph drops a call that it does not use; a tensor that outlives it is a use
     return (out, lse) if return_lse else out
-
-
-def _append(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, cache: DilatedCache, lengths: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    plan = cache.plan
-    tensors = (call.scaled(query), key, value, cache.memory, cache.progress, lengths)
-    if not torch.compiler.is_compiling():  # an op costs a quarter of a token where little is cached
-        return append_now(plan, call.backend, call.kernel_scale, *tensors)
-    limits = (plan.max_len, plan.keep)
-    heads = (plan.heads.start, plan.num_heads)
-    return append(*tensors, plan.pattern.text, *heads, *limits, call.kernel_scale, call.backend)
 
 
 def autocast(x: Any) -> Any:
@@ -150,9 +143,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str) -> tuple[Tensor, Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
     num_borders = 0 if cu_seqlens is None else cu_seqlens.shape[0]
     return query.new_empty(query.shape), lse, torch.empty(2 + num_borders, dtype=torch.int64, device="cpu")
@@ -204,3 +195,28 @@ def _refuse(ctx: Any, *grads: Tensor) -> None:
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(_refuse)
+
+
+@torch.library.custom_op("ring_dilated_attention::append", mutates_args=("memory", "progress"))
+def _append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    memory: Tensor,
+    progress: Tensor,
+    lengths: Tensor | None,
+    call: str,
+    max_len: int | None,
+    keep: int,
+) -> tuple[Tensor, Tensor]:
+    """`append` as one opaque op: compiled code has one graph for all tokens, and writes to the memory itself."""
+    found = Call.from_text(call)
+    num_kv_heads = found.num_kv_heads(key.shape[2])
+    plan = plan_cache(found.pattern, found.num_heads, num_kv_heads, max_len, keep, found.held)
+    rows = (found.scaled(query), key, value)
+    return append(plan, found.backend, found.kernel_scale, *rows, memory, progress, lengths)
+
+
+@_append.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from .dealing import Dealing
 from .memory import Sizes, row_bytes
 from .plan import Message, Plan
-from .program import steps
+from .program import make_program
 from .step import STAGES, Compute, Deal, Part, Post, Terms, Wait
 
 
@@ -169,7 +169,7 @@ class _Rank:
         """The program of a stage. Stops where the end of a wait is not known yet."""
         posted: dict[str, tuple[list[Side], list[Side]]] = {}
         terms = Terms(batch=self.sizes.batch, dealing=self.dealing)
-        for step in steps(self.plan, stage, terms):
+        for step in make_program(self.plan, stage, terms):
             if isinstance(step, Compute):
                 self.compute(step)
             elif isinstance(step, Post):

@@ -13,37 +13,10 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 
+from . import step as steps
 from .plan import Plan, Tile
 from .rows import Rows
-from .step import (
-    BUFFERS,
-    CACHED_ROWS,
-    GRADIENTS,
-    OWN_CHUNKS,
-    OWN_ROWS,
-    RECEIVED,
-    Add,
-    Compute,
-    Copy,
-    Deal,
-    Finish,
-    Free,
-    Home,
-    Merge,
-    Pack,
-    Part,
-    Post,
-    Prepare,
-    Start,
-    Step,
-    Take,
-    Terms,
-    Wait,
-    Whole,
-    Zero,
-    packed,
-    text_of,
-)
+from .step import BUFFERS, CACHED_ROWS, GRADIENTS, OWN_CHUNKS, OWN_ROWS, RECEIVED, Part, Step, Terms, packed, text_of
 
 _GIVEN = {"forward": ("query", "key", "value"), "backward": ("dout", "query", "key", "value", "out", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
@@ -63,28 +36,28 @@ class Program(tuple[Step, ...]):
 
 
 def program_of(plan: Plan, stage: str, terms: Terms) -> Program:
-    """`steps`, kept for calls of the same shape."""
-    return (_kept if plan.num_tiles * terms.batch <= MOST_KEPT_TILES else steps)(plan, stage, terms)
+    """`make_program`, kept for calls of the same shape."""
+    return (_kept if plan.num_tiles * terms.batch <= MOST_KEPT_TILES else make_program)(plan, stage, terms)
 
 
-def steps(plan: Plan, stage: str, terms: Terms) -> Program:
+def make_program(plan: Plan, stage: str, terms: Terms) -> Program:
     """The program of a plan's rank for one of STAGES."""
     given, results = _GIVEN[stage] + (("dlse",) if terms.has_dlse else ()), _RESULTS[stage]
     maker = _Maker(plan, stage, terms)
     if terms.dealing is not None:
-        maker.put(*(Deal(name, to_heads=True) for name in given))
+        maker.put(*(steps.Deal(name, to_heads=True) for name in given))
     if terms.is_whole:
-        maker.put(Whole(stage))
+        maker.put(steps.Whole(stage))
     elif stage == "forward":
         maker.forward()
     else:
         maker.backward()
     if terms.dealing is not None:
-        maker.put(Free(given), *(Deal(name, to_heads=False) for name in results))
+        maker.put(steps.Free(given), *(steps.Deal(name, to_heads=False) for name in results))
     return Program(maker.made)
 
 
-_kept = lru_cache(maxsize=64)(steps)
+_kept = lru_cache(maxsize=64)(make_program)
 
 
 class _Maker:
@@ -95,7 +68,7 @@ class _Maker:
         self.plan, self.stage, self.terms = plan, stage, terms
         self.made: list[Step] = []
         self.started: set[str] = set()
-        self.arriving: list[Wait] = []  # for what earlier ranks added to the gradients of the chunks at hand
+        self.arriving: list[steps.Wait] = []  # for what earlier ranks added to the gradients of the chunks at hand
 
     def put(self, *found: Step) -> None:
         self.made += found
@@ -114,9 +87,9 @@ class _Maker:
             moving = self.start_hop(s + 1)
             for tile in hop.tiles:
                 self.partial(tile, _received_at(s))
-        self.put(Free(BUFFERS))
+        self.put(steps.Free(BUFFERS))
         self.start("out")
-        self.put(Finish("out"), Finish("lse"))
+        self.put(steps.Finish("out"), steps.Finish("lse"))
 
     def backward(self) -> None:
         """dq, dk, dv of this rank's rows. `out` and `lse` are the merged ones, so every tile's p is the global weight.
@@ -128,36 +101,36 @@ class _Maker:
         self.dilate()
         moving = self.start_hop(0)
         if self.terms.in_place and plan.num_rows:
-            self.put(Prepare())
+            self.put(steps.Prepare())
         for tile in plan.local:
             self.gradients(tile, OWN_CHUNKS if tile.packed else OWN_ROWS)
-        leaving: list[Wait] = []
+        leaving: list[steps.Wait] = []
         for s, hop in enumerate(plan.hops):
             self.arrive(moving)
             moving = self.start_hop(s + 1)
             sums, other = GRADIENTS[s % 2], GRADIENTS[(s + 1) % 2]
             if s == 0:
-                self.put(Take(sums, plan.received_size, is_sum=True))
-            self.put(*(Zero(Part(sums, m.offset, m)) for m in hop.grad_starts))
+                self.put(steps.Take(sums, plan.received_size, is_sum=True))
+            self.put(*(steps.Zero(Part(sums, m.offset, m)) for m in hop.grad_starts))
             for tile in hop.tiles:
                 self.gradients(tile, _received_at(s), sums)
             self.await_gradients()
             if s + 1 == len(plan.hops):
-                self.put(Free(BUFFERS))
+                self.put(steps.Free(BUFFERS))
             self.put(*leaving)  # `other` is free from here on
             if s == 0:
-                self.put(Take(other, plan.home_size, is_sum=True))
+                self.put(steps.Take(other, plan.home_size, is_sum=True))
             leaving = self.send_gradients(s, sums, other)
-        self.put(*leaving, Free(GRADIENTS))
+        self.put(*leaving, steps.Free(GRADIENTS))
         for name in ("dq", "dk", "dv"):
             self.start(name)
-            self.put(Finish(name))
+            self.put(steps.Finish(name))
 
     def dilate(self) -> None:
         """The own chunks, and where others will be received."""
-        plan = self.plan
-        if plan.hops:
-            self.put(Pack(OWN_CHUNKS, plan.chunk_size, plan.packs), Take(RECEIVED, plan.received_size, is_sum=False))
+        if self.plan.hops:
+            self.put(steps.Pack(OWN_CHUNKS, self.plan.chunk_size, self.plan.packs))
+            self.put(steps.Take(RECEIVED, self.plan.received_size, is_sum=False))
 
     def start_hop(self, s: int) -> list[Step]:
         """Start the exchange of hop s (from 0): send chunks on from one buffer, receive others into the other. After
@@ -165,20 +138,21 @@ class _Maker:
         plan = self.plan
         found: list[Step] = []
         if s == len(plan.hops):
-            self.put(*([Free((BUFFERS[(s + 1) % 2],))] if s else []))
+            self.put(*([steps.Free((BUFFERS[(s + 1) % 2],))] if s else []))
             return found
         hop, here, free = plan.hops[s], BUFFERS[s % 2], _received_at(s)
         sends = []
         for m in hop.sends:
             if s and m.owner == plan.rank:  # the buffer holds others' by now: it is dilated once more
                 late = f"own chunk sent late at hop {s + 1}, {m.packed}"
-                found.append(Pack(late, m.size, tuple(plan.packs_of(m))))
+                found.append(steps.Pack(late, m.size, tuple(plan.packs_of(m))))
                 sends.append(Part(late, 0, m))
             else:
                 sends.append(Part(here, m.offset, m))
         if sends or hop.receives:
             moment = f"{self.stage}, hop {s + 1}, keys and values"
-            found.append(Post(moment, moment, tuple(sends), tuple([Part(free, m.offset, m) for m in hop.receives])))
+            receives = tuple([Part(free, m.offset, m) for m in hop.receives])
+            found.append(steps.Post(moment, moment, tuple(sends), receives))
         self.put(*found)
         return found
 
@@ -186,12 +160,12 @@ class _Maker:
         """Wait for the chunks of a hop, given the steps that started its exchange."""
         if moving:
             *packs, post = moving
-            assert isinstance(post, Post)
-            self.put(Wait(post.ticket))
+            assert isinstance(post, steps.Post)
+            self.put(steps.Wait(post.ticket))
             if packs:
-                self.put(Free(tuple(pack.name for pack in packs if isinstance(pack, Pack))))
+                self.put(steps.Free(tuple(pack.name for pack in packs if isinstance(pack, steps.Pack))))
 
-    def send_gradients(self, s: int, sums: str, other: str) -> list[Wait]:
+    def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
         """Send the gradients of hop s off; the waits for their leaving.
 
         Finished ones go to the owners of their chunks. They come in where those that go on to the next hop will, so
@@ -211,16 +185,16 @@ class _Maker:
             leave, arrive = (
                 tuple(Part(name, m.offset, m) for m in found) for name, found in ((sums, out), (other, come))
             )
-            post = Post(f"{moment}, {which}", moment, leave, arrive, is_apart=True)
+            post = steps.Post(f"{moment}, {which}", moment, leave, arrive, is_apart=True)
             self.put(post)
-            leaving.append(Wait(post.ticket, received=False))
-            arrival = Wait(post.ticket, sent=False)
+            leaving.append(steps.Wait(post.ticket, received=False))
+            arrival = steps.Wait(post.ticket, sent=False)
             if which == "onward":
                 self.arriving = [arrival]
             elif arrive:
                 self.put(arrival)
                 self.start("dk", "dv")
-                self.put(*map(Home, arrive))
+                self.put(*map(steps.Home, arrive))
         return leaving
 
     def await_gradients(self) -> None:
@@ -233,7 +207,7 @@ class _Maker:
             if name not in self.started:
                 self.started.add(name)
                 covered = self.plan.key_covered if name in ("dk", "dv") else self.plan.query_covered
-                self.made.append(Start(name, covered))
+                self.made.append(steps.Start(name, covered))
 
     def partial(self, tile: Tile, keys: str) -> None:
         names = self.names_to_copy(tile, keys)
@@ -243,17 +217,17 @@ class _Maker:
             for entry in self.entries(piece):
                 if self.terms.in_place:
                     self.start("out")
-                    self.made.append(Compute(piece, entry, "partial", keys))
+                    self.made.append(steps.Compute(piece, entry, "partial", keys))
                     continue
                 for name in names:
                     rows = piece.query if name == "query" else piece.key
                     assert isinstance(rows, Rows)
-                    self.made.append(Copy(name, rows, entry))
-                self.made.append(Compute(piece, entry, "partial", keys))
+                    self.made.append(steps.Copy(name, rows, entry))
+                self.made.append(steps.Compute(piece, entry, "partial", keys))
                 if names:
-                    self.made.append(Free(tuple(map(packed, names))))
+                    self.made.append(steps.Free(tuple(map(packed, names))))
                 how = self.how("out", piece.query, piece.first_query, entry, "merge")
-                self.made.append(Merge(piece, entry, how))
+                self.made.append(steps.Merge(piece, entry, how))
 
     def names_to_copy(self, tile: Tile, keys: str) -> list[str]:
         """Which rows pay for a copy: all are read once for each block of queries."""
@@ -273,20 +247,20 @@ class _Maker:
         for entry in self.entries(tile):
             if self.terms.in_place:
                 self.start("dq")
-                self.made.append(Compute(tile, entry, "dq", keys))
+                self.made.append(steps.Compute(tile, entry, "dq", keys))
                 self.await_gradients()
                 if sums == OWN_ROWS:
                     self.start("dk", "dv")
-                self.made.append(Compute(tile, entry, "dk and dv", keys, sums))
+                self.made.append(steps.Compute(tile, entry, "dk and dv", keys, sums))
                 continue
-            self.made.append(Compute(tile, entry, "gradients", keys))
+            self.made.append(steps.Compute(tile, entry, "gradients", keys))
             how = self.how("dq", tile.query, tile.first_query, entry, "add")
-            self.made.append(Add("dq", tile, entry, how))
+            self.made.append(steps.Add("dq", tile, entry, how))
             self.await_gradients()
             for name in ("dk", "dv"):
                 of_rows = isinstance(tile.key, Rows)
                 how = self.how(name, tile.key, tile.first_key, entry, "add") if of_rows else "add"
-                self.made.append(Add(name, tile, entry, how, OWN_ROWS if of_rows else sums))
+                self.made.append(steps.Add(name, tile, entry, how, OWN_ROWS if of_rows else sums))
 
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
         """How a result goes into its accumulator, which is there then."""

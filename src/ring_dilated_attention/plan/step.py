@@ -228,14 +228,12 @@ def text_of(step: Step) -> str:
         case Add(name, tile, entry, how, sums):
             where = "" if sums == OWN_ROWS else f" of {sums}"
             text = f"{name} of {tile.query if name == 'dq' else tile.key}{where}{_of_batch(entry)}: {how}"
-        case Copy(name, rows, entry):
-            text = f"{name}: {rows}{_of_batch(entry)}"
         case Deal(name, to_heads):
             text = f"{name}: {'heads for positions' if to_heads else 'positions for heads'}"
-        case Start(name, is_covered):
-            text = name if is_covered else f"{name}, from the identity"
+        case Zero(part) | Home(part):
+            text = f"{part.message.size} units at {part.start} of {part.name}"
         case _:
-            text = " ".join(map(str, step))
+            text = ", ".join(str(value) for value in step if not isinstance(value, bool | None))
     return f"{type(step).__name__.lower():8}{text}".rstrip()
 
 

@@ -28,6 +28,14 @@ def check_cuts(parallel: ContextParallel | None, **tensors: object) -> None:
             return
 
 
+def check_objects(pattern: Any, parallel: Any, backend: Any) -> None:
+    if not isinstance(pattern, DilatedPattern):
+        raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}.")
+    if parallel is not None and not isinstance(parallel, ContextParallel):
+        raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}.")
+    check_backend(backend)
+
+
 def validate(
     query: Any,
     key: Any,
@@ -51,10 +59,7 @@ def validate(
             raise ValueError(
                 f"{name} must be (batch, seq, heads, head_dim), got {x.dim()} dimensions: {tuple(x.shape)}."
             )
-    if not isinstance(pattern, DilatedPattern):
-        raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}.")
-    if parallel is not None and not isinstance(parallel, ContextParallel):
-        raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}.")
+    check_objects(pattern, parallel, backend)
     for name in ("dtype", "device"):
         values = {n: getattr(x, name) for n, x in tensors.items()}
         if len(set(values.values())) > 1:
@@ -75,7 +80,6 @@ def validate(
     _validate_scale(scale, torch.float64 if query.dtype == torch.float64 else torch.float32)
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, batch)
-    check_backend(backend)
     if query.device.type == "meta":  # such tensors would never reach the choice of a kernel: torch answers by itself
         choose(backend, query)
     if parallel is None and num_held > seq_len and num_held > 256:  # a shard may well be that short
