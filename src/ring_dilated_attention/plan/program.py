@@ -48,10 +48,8 @@ def make_program(plan: Plan, stage: str, terms: Terms) -> Program:
         maker.put(*(steps.Deal(name, to_heads=True) for name in given))
     if terms.is_whole:
         maker.put(steps.Whole(stage))
-    elif stage == "forward":
-        maker.forward()
     else:
-        maker.backward()
+        (maker.forward if stage == "forward" else maker.backward)()
     if terms.dealing is not None:
         maker.put(steps.Free(given), *(steps.Deal(name, to_heads=False) for name in results))
     return Program(maker.made)
@@ -258,9 +256,8 @@ class _Maker:
             self.made.append(steps.Add("dq", tile, entry, how))
             self.await_gradients()
             for name in ("dk", "dv"):
-                of_rows = isinstance(tile.key, Rows)
-                how = self.how(name, tile.key, tile.first_key, entry, "add") if of_rows else "add"
-                self.made.append(steps.Add(name, tile, entry, how, OWN_ROWS if of_rows else sums))
+                how = self.how(name, tile.key, tile.first_key, entry, "add") if isinstance(tile.key, Rows) else "add"
+                self.made.append(steps.Add(name, tile, entry, how, OWN_ROWS if isinstance(tile.key, Rows) else sums))
 
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
         """How a result goes into its accumulator, which is there then."""

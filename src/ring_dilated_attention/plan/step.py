@@ -209,6 +209,8 @@ Step = Exchanges | Computes
 
 def text_of(step: Step) -> str:
     """A step in a line: what is done, and with which rows or units of buffers."""
+    entry = getattr(step, "entry", None)
+    of = "" if entry is None else f", batch entry {entry}"
     match step:
         case Pack(name, size, packs):
             text = f"{name}, {size} units: {'; '.join(str(rows) for rows, _ in packs)}"
@@ -220,14 +222,14 @@ def text_of(step: Step) -> str:
             text = "; ".join([ticket, *(f"to {part}" for part in sends), *(f"from {part}" for part in receives)])
         case Wait(ticket, sent, received):
             text = ticket + ("" if sent and received else ": what is sent" if sent else ": what comes")
-        case Compute(tile, entry, what, keys, sums):
+        case Compute(tile, _, what, keys, sums):
             added = f", added to {sums}" if what == "dk and dv" else ""
-            text = f"{what}: {tile}, from {keys}{_of_batch(entry)}{added}"
-        case Merge(tile, entry, how):
-            text = f"{tile.query}{_of_batch(entry)}: {how}"
-        case Add(name, tile, entry, how, sums):
+            text = f"{what}: {tile}, from {keys}{of}{added}"
+        case Merge(tile, _, how):
+            text = f"{tile.query}{of}: {how}"
+        case Add(name, tile, _, how, sums):
             where = "" if sums == OWN_ROWS else f" of {sums}"
-            text = f"{name} of {tile.query if name == 'dq' else tile.key}{where}{_of_batch(entry)}: {how}"
+            text = f"{name} of {tile.query if name == 'dq' else tile.key}{where}{of}: {how}"
         case Deal(name, to_heads):
             text = f"{name}: {'heads for positions' if to_heads else 'positions for heads'}"
         case Zero(part) | Home(part):
@@ -235,7 +237,3 @@ def text_of(step: Step) -> str:
         case _:
             text = ", ".join(str(value) for value in step if not isinstance(value, bool | None))
     return f"{type(step).__name__.lower():8}{text}".rstrip()
-
-
-def _of_batch(entry: int | None) -> str:
-    return "" if entry is None else f", batch entry {entry}"

@@ -36,8 +36,13 @@ class Call:
         return f"{self.backend} {self.needs_grad}\n{numbers}\n{self.pattern.text}\n{self.context}"
 
     @classmethod
+    @lru_cache(maxsize=256)
     def from_text(cls, text: str) -> "Call":
-        return _from_text(text)
+        names, numbers, pattern, context = text.split("\n", 3)
+        backend, needs_grad = names.split(" ")
+        scale, *heads, num_heads, return_lse = numbers.split(" ")
+        found = (DilatedPattern.from_text(pattern), float(scale), backend, needs_grad, return_lse == "True")
+        return cls(*found, range(*map(int, heads)), int(num_heads), context)
 
     @property
     def held(self) -> range | None:
@@ -60,15 +65,6 @@ class Call:
 
     def scaled(self, query: Tensor) -> Tensor:
         return query if self.factor == 1 else query * self.factor
-
-
-@lru_cache(maxsize=256)
-def _from_text(text: str) -> Call:
-    names, numbers, pattern, context = text.split("\n", 3)
-    backend, needs_grad = names.split(" ")
-    scale, *heads, num_heads, return_lse = numbers.split(" ")
-    found = (DilatedPattern.from_text(pattern), float(scale), backend, needs_grad, return_lse == "True")
-    return Call(*found, range(*map(int, heads)), int(num_heads), context)
 
 
 class Begun(NamedTuple):

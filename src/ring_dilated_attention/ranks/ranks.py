@@ -165,21 +165,3 @@ class Ranks:
 
 
 ALONE = Ranks(Cut("contiguous", 1))
-
-
-def call_fields(call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:
-    """A call in the words of an error about it."""
-    batch, _, num_heads, head_dim = query.shape
-    given = begun.borders
-    return {
-        "call": f"{stage} {begun.number}",
-        "pattern": call.pattern,
-        "shape": f"batch {batch}, {num_heads} heads, {key.shape[2]} key/value heads, head dim {head_dim}",
-        "heads held": f"{call.heads} of {call.num_heads}",
-        "dtype": query.dtype,
-        "device": query.device.type,
-        "scale": call.scale,
-        "cu_seqlens": given if given is None or len(given) <= 64 else (len(given), hash(given)),
-        "gradients": call.needs_grad or "none",
-        "return_lse": call.return_lse,
-    }

@@ -269,10 +269,7 @@ class _Executor:
             self.adopt(step.name, part)
             return
         total = self.sum_of(step.name, step)
-        if step.how == "write":
-            total.copy_(part)
-        else:
-            total.add_(part)
+        (total.copy_ if step.how == "write" else total.add_)(part)
 
     def home(self, step: steps.Home) -> None:
         arrived = self.part(step.part)

@@ -25,7 +25,7 @@ def row_numbers(x_BNH: Tensor, rows: Rows) -> Tensor:
     return x_BNH.as_strided(*_view(x_BNH, rows))
 
 
-def _view(x_BNH: Tensor, rows: Rows) -> tuple[tuple[int, int, int], tuple[int, int, int], int]:
+def _view(x_BNH: Tensor, rows: Rows) -> tuple[tuple[int, int, int], tuple[int, int, int], int | torch.SymInt]:
     """Sizes and strides of (B·S, heads, M), and where the view begins."""
     (heads, first, shift, step, num_rows, segments, segment_step), batch = rows, x_BNH.shape[0]
     entry, position, head = x_BNH.stride()[:3]
