@@ -211,14 +211,14 @@ def captured(command: Callable[[], int]) -> Output:
 @contextlib.contextmanager
 def no_pictures() -> Iterator[None]:
     """A run's picture takes longer than the run."""
-    from ring_dilated_attention.training import report
+    from ring_dilated_attention.training import run_report
 
     def drawn(record: dict[str, Any]) -> bytes:
         texts = (f"Software\0{MADE_BY}".encode(), f"Source\0run {record['run']}".encode())
         chunks = (len(text).to_bytes(4) + b"tEXt" + text + bytes(4) for text in texts)
         return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
-    with mock.patch.object(report, "draw_losses", drawn):
+    with mock.patch.object(run_report, "draw_losses", drawn):
         yield
 
 

@@ -18,7 +18,8 @@ import torch
 from fuzz import Output, Trial, captured, sentence_of
 from fuzz_commands import a_quick_doctor, broken, why_no_json
 
-from ring_dilated_attention.commands import cli, doctor, suggest
+from ring_dilated_attention.commands import cli, suggest
+from ring_dilated_attention.commands.doctor import doctor
 from ring_dilated_attention.commands.hardware import machine_of
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.reference import multiplicity

@@ -24,13 +24,12 @@ from benchmarks.slice import command as slices
 from ring_dilated_attention.commands import (
     check,
     cli,
-    doctor_facts,
-    doctor_ranks,
+    local_ranks,
     numbers,
-    processes,
     terminal,
     train,
 )
+from ring_dilated_attention.commands.doctor import doctor_facts, doctor_ranks
 from ring_dilated_attention.commands.plan import call, compare, figures
 from ring_dilated_attention.commands.plan import options as plan_options
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
@@ -272,17 +271,17 @@ def a_quick_doctor() -> Iterator[None]:
     """Its one rank is this process, and its rates are not measured."""
     names = ("flops_per_second", "backward_flops_per_second", "call_seconds", "around_seconds")
 
-    run_ranks = processes.run_ranks
+    run_ranks = local_ranks.run_ranks
 
-    def here(launch: processes.Launch, function: Callable[..., Any], *rest: Any, **options: Any) -> list[Any]:
+    def here(launch: local_ranks.Launch, function: Callable[..., Any], *rest: Any, **options: Any) -> list[Any]:
         if not function.__module__.endswith(".doctor"):
             return run_ranks(launch, function, *rest, **options)
         if launch.seconds < 1 or launch.world_size > 1:
-            raise processes.RankFailedError(f"no answer within {launch.seconds:.0f} s")
+            raise local_ranks.RankFailedError(f"no answer within {launch.seconds:.0f} s")
         return [function(None, *rest)]
 
     with (
-        mock.patch.object(processes, "run_ranks", here),
+        mock.patch.object(local_ranks, "run_ranks", here),
         mock.patch.object(doctor_ranks, "rates", return_value=dict.fromkeys(names, 1.0)),
         mock.patch.object(doctor_facts, "WRITTEN_BYTES", 2**20),
     ):

@@ -27,7 +27,8 @@ import fuzz_commands
 from fuzz import BAR, Trial, listing, no_pictures
 from fuzz_commands import COMMANDS, THEIRS, a_quick_doctor, all_passed, broken, shown, spoil
 
-from ring_dilated_attention.commands import check, cli, doctor_ranks, terminal
+from ring_dilated_attention.commands import check, cli, terminal
+from ring_dilated_attention.commands.doctor import doctor_ranks
 
 SECONDS = 8
 WEIGHTS = {
