@@ -2,8 +2,11 @@
 
 import how_it_works
 import pytest
+import torch
 from how_it_works import JOB, NUM_RANKS, PAGE, page, program
 
+from ring_dilated_attention import dilated_attention
+from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan import program as programs
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.program import MOST_KEPT_TILES, make_program, program_of
@@ -40,3 +43,16 @@ def test_programs_are_kept_for_calls_of_the_same_shape_if_they_are_short():
     kept = programs._kept.cache_info().currsize
     assert program_of(plan, "forward", many) == make_program(plan, "forward", many)
     assert programs._kept.cache_info().currsize == kept
+
+
+def test_a_call_chooses_its_kernel_and_reads_its_borders_once(monkeypatch):
+    """Catches a backward that chooses again, and one that waits for the device to read the borders again."""
+    asked, borders = [], torch.tensor([0, 5, 12], dtype=torch.int32)
+    read, why_not = torch.Tensor.tolist, cpu.why_not
+    monkeypatch.setattr(cpu, "why_not", lambda query: asked.append("kernel") or why_not(query))
+    monkeypatch.setattr(
+        torch.Tensor, "tolist", lambda x: (asked.append("borders") if x.dtype == torch.int32 else None) or read(x)
+    )
+    query = torch.randn(1, 12, 2, 4, requires_grad=True)
+    dilated_attention(query, query, query, how_it_works.PATTERN, cu_seqlens=borders).sum().backward()
+    assert sorted(asked) == ["borders", "kernel"]

@@ -3,7 +3,7 @@
 B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head dim.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
@@ -38,21 +38,14 @@ class Means(NamedTuple):
 
 
 def forward(
-    rank_plan: RankPlan,
-    means: Means,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cached: tuple[Tensor, Tensor] | None = None,
+    rank_plan: RankPlan, means: Means, query: Tensor, key: Tensor, value: Tensor, *, cached: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
     """out (B, N, H, D) and lse (B, N, H) of this rank's queries, given its own rows of query, key and value.
 
     cached: keys and values that the plan's cached tiles read, each (B, rows, G, D).
     """
-    given = {"query": query, "key": key, "value": value}
-    if cached is not None:
-        given["cached key"], given["cached value"] = cached
+    names = ("query", "key", "value", "cached key", "cached value")
+    given = dict(zip(names, (query, key, value, *cached), strict=False))
     made = _Executor(rank_plan, means, given).carry_out("forward")
     return made["out"], made["lse"]
 
