@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_dilated_attention.attention import explain
+from ring_dilated_attention import explain
 from ring_dilated_attention.commands.compare import defined, make_inputs, relative, squares, tolerances
 from ring_dilated_attention.commands.local_ranks import Worker
 from ring_dilated_attention.pattern import DilatedPattern

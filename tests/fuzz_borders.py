@@ -262,16 +262,16 @@ def wrong_borders(seq_len: int) -> list[Callable[[], Any]]:
 
 
 def _fields_without_borders(*args: Any) -> dict[str, object]:
-    return {name: value for name, value in _call_fields(*args).items() if name != "cu_seqlens"}
+    return {name: value for name, value in _fields(*args).items() if name != "cu_seqlens"}
 
 
 def _one_document(shard: Any, borders: Any) -> Any:
     return _document_positions(shard, [0, borders[-1]])
 
 
-_call_fields, _document_positions = processes.call_fields, sharding.document_positions
+_fields, _document_positions = processes.Processes.fields, sharding.document_positions
 RANK_BREAKAGES: dict[str, Callable[[], Any]] = {
-    "borders are not compared": broken("call_fields", _fields_without_borders, processes),
+    "borders are not compared": broken("fields", _fields_without_borders, processes.Processes),
     "borders lead anywhere": broken("check_documents", nothing, sharding, batches, context),
     "borders of any dtype are taken": broken("validate_cu_seqlens", nothing, context),
     "batches are not compared": broken("fingerprint", lambda x: 0, batches),

@@ -10,16 +10,14 @@ Uninitialised memory, the cache's own above all, is NaN.
 B batch, N positions of a whole sequence, M rows of one call, H query heads, G key/value heads, D head dim.
 """
 
-import contextlib
 import functools
 import io
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from fuzz import Trial
@@ -31,8 +29,9 @@ from helpers import poisoned_memory
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
-from ring_dilated_attention.run import append, cache
+from ring_dilated_attention import DilatedCache, DilatedPattern, attention, dilated_attention
+from ring_dilated_attention.ranks.call import Call as RankCall
+from ring_dilated_attention.run import append, dilated_cache
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 COMPILERS = ["eager", "eager", "aot_eager"]  # inductor takes seconds for a graph
@@ -344,7 +343,8 @@ def try_language_model(rng: random.Random, compiler: str | None) -> Trial:
     return Trial(how, f"{model.config}, prompts of {prompts} and {num_more} tokens", complaint)
 
 
-_write, _plan_cache, _append_now, _fork = append.write, append.plan_cache, append.append_now, DilatedCache.fork
+_write, _plan_cache, _fork = append.write, attention.plan_cache, DilatedCache.fork
+_from_text = RankCall.from_text
 
 
 def _write_all_but_one(plan: Any, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
@@ -354,12 +354,6 @@ def _write_all_but_one(plan: Any, key: Tensor, value: Tensor, memory: Tensor, t:
 def _held_first(pattern: Any, num_heads: int, num_kv_heads: int, max_len: Any, keep: int, held: Any) -> Any:
     """The compiled op's plan of the first heads, whichever are held."""
     return _plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, held and range(len(held)))
-
-
-def _append_padding(*given: Any) -> Any:
-    """All rows are appended, padding too."""
-    *rest, lengths = given
-    return _append_now(*rest, None if lengths is None else torch.full_like(lengths, rest[3].shape[1]))
 
 
 def _fork_of_the_first(self: DilatedCache, rows: Any) -> DilatedCache:
@@ -374,25 +368,15 @@ def _state_that_can_go_back(self: DilatedCache) -> dict[str, Any]:
 _state = DilatedCache.state_dict
 
 
-@contextlib.contextmanager
-def _scale_in_graphs() -> Iterator[None]:
-    """Compiled code scales by the default, whatever it is told."""
-    of_op = append.append_now
-
-    def by_default(plan: Any, backend: str, scale: float, query: Tensor, *rest: Any) -> Any:
-        return of_op(plan, backend, query.shape[-1] ** -0.5, query, *rest)
-
-    with mock.patch.object(
-        append, "append_now", by_default
-    ):  # what the op calls; plain calls have their own name of it
-        yield
+def _unscaled(text: str) -> RankCall:
+    return replace(_from_text(text), scale=1.0)
 
 
 BREAKAGES: dict[str, Callable[[], Any]] = {
     "the last row of a chunk is not written": broken("write", _write_all_but_one, append),
-    "what was dropped is taken back": broken("check_crop", nothing, cache),
+    "what was dropped is taken back": broken("check_crop", nothing, dilated_cache),
     "a cache may be too long": broken("check_append", nothing, append),
     "a fork is of the first entry": broken("fork", _fork_of_the_first, DilatedCache),
-    "compiled code reads the phases of the first heads": broken("plan_cache", _held_first, append),
-    "compiled code scales by the default": _scale_in_graphs,
+    "compiled code reads the phases of the first heads": broken("plan_cache", _held_first, attention),
+    "compiled code forgets the scale": broken("from_text", staticmethod(_unscaled), RankCall),
 }

@@ -27,13 +27,13 @@ from ring_dilated_attention import (
     ContextParallel,
     DilatedPattern,
     MultiheadDilatedAttention,
-    attention,
     dilated_attention,
     save_attention,
 )
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
-from ring_dilated_attention.ranks import ranks
+from ring_dilated_attention.plan import step
+from ring_dilated_attention.ranks import ranks, validate
 from ring_dilated_attention.ranks.call import Call as RankCall
 from ring_dilated_attention.reference import multiplicity
 from ring_dilated_attention.run import executor
@@ -359,8 +359,8 @@ def _other_phase(exchange: str, job: Any, *rest: Any) -> Any:
     return _plan(exchange, job._replace(pattern=other), *rest)
 
 
-def _add_by_writing(self: Any, step: Any) -> None:
-    _add(self, step._replace(how="write") if step.how == "add" and step.name == "dv" else step)
+def _add_by_writing(self: Any, adding: Any) -> None:
+    _add(self, adding._replace(how="write") if adding.how == "add" and adding.name == "dv" else adding)
 
 
 @contextlib.contextmanager
@@ -374,13 +374,13 @@ CALL_BREAKAGES = {
     "merges round lse to float32": broken("merge_", _merge_by_halves, executor),
     "dlse goes through float16": broken("with_dlse_columns", _dlse_of_float16, cpu),
     "masked scores are scaled afterwards": broken("kernel_scale", property(lambda self: self.scale), RankCall),
-    "a gradient is written where it is added": lambda: steps_broken(executor.Add, _add_by_writing),
+    "a gradient is written where it is added": lambda: steps_broken(step.Add, _add_by_writing),
 }
 BREAKAGES = {
     **CALL_BREAKAGES,
     "phases by the other rule": broken("plan_exchange", _other_phase, ranks),
     "documents are not seen": broken("documents_of", lambda *_: None, ranks),
-    "scales are not checked": broken("_validate_scale", nothing, attention),
-    "borders are not checked": broken("validate_cu_seqlens", nothing, attention),
+    "scales are not checked": broken("_validate_scale", nothing, validate),
+    "borders are not checked": broken("validate_cu_seqlens", nothing, validate),
     **MODULE_BREAKAGES,
 }

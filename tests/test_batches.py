@@ -15,7 +15,7 @@ import torch
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.program import steps
+from ring_dilated_attention.plan.program import make_program
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.plan.step import Post, Terms
 from ring_dilated_attention.ranks.link import GroupLink
@@ -43,7 +43,7 @@ def posted(exchange: str, stage: str, pattern: DilatedPattern, sharding: str, wo
     ranks = []
     for rank in range(world_size):
         plan = plan_exchange(exchange, Job(pattern, shards, 2, 2), rank).plan
-        posts = [step for step in steps(plan, stage, Terms()) if isinstance(step, Post)]
+        posts = [step for step in make_program(plan, stage, Terms()) if isinstance(step, Post)]
         ranks.append(
             [
                 [

@@ -19,6 +19,7 @@ from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.cache_plan import Rings
+from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 from ring_dilated_attention.run import dilated_cache as cache_module
 
@@ -514,10 +515,10 @@ def test_the_op_keeps_its_promises():
     sequence = Sequence(num_heads=4)
     cache = sequence.cache()
     rows = [x[:, :7] for x in sequence.inputs]
-    rules = (PATTERN.text, 0, 4, None, 0, 0.5, "auto")
+    limits = (Call(PATTERN, 0.5, "auto", "", True, range(4), 4).text, None, 0)
     op = torch.ops.ring_dilated_attention.append.default
     with torch.no_grad():
-        torch.library.opcheck(op, (*rows, cache.memory.zero_(), cache.progress, None, *rules))
+        torch.library.opcheck(op, (*rows, cache.memory.zero_(), cache.progress, None, *limits))
 
 
 # Bad input.

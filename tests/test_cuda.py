@@ -30,6 +30,7 @@ from ring_dilated_attention import (
 from ring_dilated_attention.commands import check
 from ring_dilated_attention.commands.compare import Case, measure, tolerances, worst
 from ring_dilated_attention.kernels import choose
+from ring_dilated_attention.ranks.call import Call
 
 HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = not HAS_GPU and os.environ.get("TRITON_INTERPRET") == "1"
@@ -384,11 +385,12 @@ def test_operators_pass_the_checks_of_torch(backend):
     require(backend)
     inputs, dout = make_inputs(24, head_dim=16)
     tensors = [x.requires_grad_() for x in inputs]
-    rules = ([8, 24], [1, 2], True, "modulo", "all", 0.25, backend, "", "qkv", True)
-    torch.library.opcheck(attention._forward, (*tensors, None, *rules))
-    out, lse, number = attention._forward(*tensors, None, *rules)
+    pattern, num_heads = DilatedPattern((8, 24), (1, 2), is_causal=True), inputs[0].shape[2]
+    call = Call(pattern, 0.25, backend, "qkv", True, range(num_heads), num_heads).text
+    torch.library.opcheck(attention._forward, (*tensors, None, call))
+    out, lse, begun = attention._forward(*tensors, None, call)
     for dlse in (None, torch.ones_like(lse)):
-        arguments = (dout, dlse, *tensors, out, lse, number, None, *rules)
+        arguments = (dout, dlse, *tensors, out, lse, begun, call)
         arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
         tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")  # it refuses derivatives
         torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)

@@ -290,6 +290,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.plan.step import Compute
 from ring_dilated_attention.ranks.link import ExchangeError
 from ring_dilated_attention.run import executor
 
@@ -345,7 +346,7 @@ def closes():
 def dies():
     parallel = ContextParallel(timeout=timedelta(seconds=1.5))
     if rank == 1:
-        executor._Executor.do[executor.Compute] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        executor._Executor.do[Compute] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:
         step(parallel, torch.randn(1, 65536, 4, 64), 16)  # messages of 16 MiB, of which a part is through
     except ExchangeError as error:

@@ -37,7 +37,7 @@ def test_nothing_is_found(kind):
         ("simulated", "gradients do not come home"),
         ("ranks", "the mean of each shard"),
         ("borders", "borders are not compared"),
-        ("caches", "compiled code scales by the default"),
+        ("caches", "compiled code forgets the scale"),
         ("torchscale", "steep xpos is not refused"),
         ("autocast", "a cache has the parameters' type"),
         ("advice", "one layer less is followed"),

@@ -12,7 +12,7 @@ from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Tile
-from ring_dilated_attention.plan.program import steps
+from ring_dilated_attention.plan.program import make_program
 from ring_dilated_attention.plan.rows import Rows
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import Compute, Copy, Free, Packing, Terms, packed
@@ -23,7 +23,7 @@ ALWAYS = Packing(distance=1, num_bytes=1, max_rows=2**16)
 
 def program(pattern, seq_len, num_heads, **terms):
     plan = plan_exchange("none", Job(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads), 0).plan
-    return list(steps(plan, "forward", Terms(**terms)))
+    return list(make_program(plan, "forward", Terms(**terms)))
 
 
 def rows_of(tile):

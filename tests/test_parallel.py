@@ -30,6 +30,7 @@ from ring_dilated_attention.models.sharded import shift_left
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sizes import Sizes as PlannedSizes
+from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.ranks.handshake import RefusedError
 from ring_dilated_attention.ranks.link import ExchangeError
 from ring_dilated_attention.ranks.reduce import all_reduce
@@ -858,11 +859,11 @@ def test_operators_pass_the_checks_of_torch(dtype, layout, kv_heads):
 
     tensors = [make(h, 8) for h in (4, kv_heads, kv_heads)]
     for pattern in (DilatedPattern((4, 12), (1, 2)), DilatedPattern((12,), (1,)), DilatedPattern((6,), (2,))):
-        rules = (pattern.text, 0.3, "auto", "", "qkv", True, 0, 4)
-        torch.library.opcheck(attention._forward, (*tensors, None, *rules))
-        out, lse, number = attention._forward(*tensors, None, *rules)
+        call = Call(pattern, 0.3, "auto", "qkv", True, range(4), 4).text
+        torch.library.opcheck(attention._forward, (*tensors, None, call))
+        out, lse, begun = attention._forward(*tensors, None, call)
         for dlse in (None, make(4)):
-            arguments = (make(4, 8), dlse, *tensors, out, lse, number, None, *rules)
+            arguments = (make(4, 8), dlse, *tensors, out, lse, begun, call)
             arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
             tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")  # it refuses derivatives
             torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)

@@ -8,10 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention import dilated_attention, explain, save_attention
+    from .attention import dilated_attention, save_attention
     from .layers import MultiheadDilatedAttention
     from .pattern import DilatedPattern
     from .ranks.context import ContextParallel
+    from .ranks.explain import explain
     from .run.dilated_cache import DilatedCache
 
 __version__ = "0.1.0"
@@ -32,7 +33,7 @@ _HOME = {
     "DilatedPattern": "pattern",
     "MultiheadDilatedAttention": "layers",
     "dilated_attention": "attention",
-    "explain": "attention",
+    "explain": "ranks.explain",
     "save_attention": "attention",
 }
 

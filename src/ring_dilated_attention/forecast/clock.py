@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from ..plan.dealing import Dealing
 from ..plan.plan import Message, Plan
-from ..plan.program import steps
+from ..plan.program import make_program
 from ..plan.sizes import Sizes
 from ..plan.step import STAGES, Compute, Deal, Part, Post, Terms, Wait
 from .ledger import row_bytes
@@ -161,7 +161,7 @@ class _Rank:
         """The program of a stage. Stops where the end of a wait is not known yet."""
         posted: dict[str, tuple[list[Side], list[Side]]] = {}
         terms = Terms(batch=self.sizes.batch, dealing=self.dealing)
-        for step in steps(self.plan, stage, terms):
+        for step in make_program(self.plan, stage, terms):
             if isinstance(step, Compute):
                 self.compute(step)
             elif isinstance(step, Post):

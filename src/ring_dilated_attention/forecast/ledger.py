@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..plan.dealing import Dealing
 from ..plan.plan import Plan
-from ..plan.program import steps
+from ..plan.program import make_program
 from ..plan.sizes import Sizes, Traits
 from ..plan.step import (
     Add,
@@ -139,7 +139,7 @@ class _Ledger:
         return name if self.terms.dealing is None else f"{name}, own rows"
 
     def add_up(self, stage: str) -> None:
-        for step in steps(self.plan, stage, self.terms):
+        for step in make_program(self.plan, stage, self.terms):
             self.carry[type(step)](self, step)
 
     def tensor(self, name: str, *, is_dealt: bool = True) -> int:

@@ -26,13 +26,12 @@ def choose(backend: str, query: Tensor) -> Kernel:
         ValueError: if it cannot, with the reason of each.
     """
     check_backend(backend)
-    against = reasons(query)
     if backend != "auto":
-        if against[backend]:
-            raise ValueError(f"backend={backend!r} {against[backend]}. Use backend='auto', or other tensors.")
+        if reason := BACKENDS[backend].why_not(query):
+            raise ValueError(f"backend={backend!r} {reason}. Use backend='auto', or other tensors.")
         return BACKENDS[backend]
-    for name, reason in against.items():
-        if reason is None and BACKENDS[name].ONLY_BY_NAME is None:
-            return BACKENDS[name]
-    listed = "; ".join(f"{name} {reason or BACKENDS[name].ONLY_BY_NAME}" for name, reason in against.items())
+    for kernel in BACKENDS.values():
+        if kernel.ONLY_BY_NAME is None and kernel.why_not(query) is None:
+            return kernel
+    listed = "; ".join(f"{name} {why or BACKENDS[name].ONLY_BY_NAME}" for name, why in reasons(query).items())
     raise ValueError(f"no backend can run this: {listed}.")

@@ -5,9 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels.choose import check_backend
-from ..pattern import DilatedPattern, is_integer
-from ..ranks.context import ContextParallel
+from ..pattern import is_integer
 
 
 def is_integral(x: Tensor) -> bool:
@@ -17,14 +15,6 @@ def is_integral(x: Tensor) -> bool:
 def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
-
-
-def check_objects(pattern: object, parallel: object, backend: str) -> None:
-    if not isinstance(pattern, DilatedPattern):
-        raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}")
-    if parallel is not None and not isinstance(parallel, ContextParallel):
-        raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}")
-    check_backend(backend)
 
 
 def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:

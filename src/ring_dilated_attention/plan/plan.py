@@ -10,7 +10,7 @@ Sizes and offsets of buffers are in units of B * D elements, so that a plan hold
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -31,6 +31,9 @@ class Tile(NamedTuple):
     first_query: bool
     first_key: bool
     packed: Block | None = None
+
+    def __str__(self) -> str:
+        return f"queries in {self.query} x keys in {self.key}{', causal' if self.is_causal else ''}"
 
     @property
     def pairs(self) -> int:
@@ -123,7 +126,7 @@ class Plan:
     def tiles(self) -> Iterator[Tile]:
         return chain(self.local, self.cached, (tile for hop in self.hops for tile in hop.tiles))
 
-    @property
+    @cached_property
     def num_tiles(self) -> int:
         return sum(1 for _ in self.tiles)
 

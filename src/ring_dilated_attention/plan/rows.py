@@ -27,6 +27,14 @@ class Rows(NamedTuple):
     segments: int = 1
     segment_step: int = 0
 
+    def __str__(self) -> str:
+        again = f", {self.segments} segments {self.segment_step} apart" if self.segments > 1 else ""
+        stop, heads = self.first + self.num_rows * self.step, self.heads
+        if not self.shift:
+            return f"rows {_few(range(self.first, stop, self.step))} of heads {_few(heads)}{again}"
+        rows = [range(self.first + k * self.shift, stop + k * self.shift, self.step) for k in range(len(heads))]
+        return f"rows {_few([f'{_few(x)} of head {head}' for x, head in zip(rows, heads, strict=True)], ', ')}{again}"
+
     def of_heads(self, lo: int, hi: int) -> "Rows":
         return self._replace(heads=self.heads[lo:hi], first=self.first + lo * self.shift)
 
@@ -42,6 +50,9 @@ class Block(NamedTuple):
     num_rows: int
     start: int
     stop: int
+
+    def __str__(self) -> str:
+        return f"{self.num_rows} rows of heads {_few(self.heads)} of a block at {self.offset}"
 
     @property
     def heads(self) -> range:
@@ -149,3 +160,9 @@ def kv_rows(group: HeadGroup, band: Band, rate: int) -> Rows:
 def kv_heads(group: HeadGroup, band: Band) -> range:
     """A diagonal has a key/value head for each query head; heads of one phase may share them, and are never cut."""
     return group.kv_heads[band.lo : band.hi] if group.phase_step else group.kv_heads
+
+
+def _few(entries: Sequence[object], between: str = " ") -> str:
+    """All of a few; of more the first two and the last."""
+    some = entries if len(entries) <= 4 else [*entries[:2], "...", entries[-1]]
+    return between.join(map(str, some))

@@ -93,6 +93,9 @@ class Part(NamedTuple):
     start: int
     message: Message
 
+    def __str__(self) -> str:
+        return f"rank {self.message.peer}: {self.message.size} units at {self.start} of {self.name}"
+
 
 class Post(NamedTuple):
     """Start to send and to receive; by `ticket` it is awaited, what is sent and what comes maybe apart. An error says
@@ -202,3 +205,35 @@ class Whole(NamedTuple):
 Exchanges = Deal | Pack | Take | Free | Post | Wait | Zero | Home
 Computes = Start | Prepare | Copy | Compute | Merge | Add | Finish | Whole
 Step = Exchanges | Computes
+
+
+def text_of(step: Step) -> str:
+    """A step in a line: what is done, and with which rows or units of buffers."""
+    entry = getattr(step, "entry", None)
+    of = "" if entry is None else f", batch entry {entry}"
+    match step:
+        case Pack(name, size, packs):
+            text = f"{name}, {size} units: {'; '.join(str(rows) for rows, _ in packs)}"
+        case Take(name, size):
+            text = f"{name}, {size} units"
+        case Free(names):
+            text = ", ".join(names)
+        case Post(ticket, _, sends, receives):
+            text = "; ".join([ticket, *(f"to {part}" for part in sends), *(f"from {part}" for part in receives)])
+        case Wait(ticket, sent, received):
+            text = ticket + ("" if sent and received else ": what is sent" if sent else ": what comes")
+        case Compute(tile, _, what, keys, sums):
+            added = f", added to {sums}" if what == "dk and dv" else ""
+            text = f"{what}: {tile}, from {keys}{of}{added}"
+        case Merge(tile, _, how):
+            text = f"{tile.query}{of}: {how}"
+        case Add(name, tile, _, how, sums):
+            where = "" if sums == OWN_ROWS else f" of {sums}"
+            text = f"{name} of {tile.query if name == 'dq' else tile.key}{where}{of}: {how}"
+        case Deal(name, to_heads):
+            text = f"{name}: {'heads for positions' if to_heads else 'positions for heads'}"
+        case Zero(part) | Home(part):
+            text = f"{part.message.size} units at {part.start} of {part.name}"
+        case _:
+            text = ", ".join(str(value) for value in step if not isinstance(value, bool | None))
+    return f"{type(step).__name__.lower():8}{text}".rstrip()

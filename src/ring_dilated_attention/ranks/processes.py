@@ -17,11 +17,11 @@ from ..plan.exchange import Choice, choose_exchange
 from ..plan.job import Job
 from ..plan.sharding import Cut, ring_order
 from ..plan.sizes import Sizes
-from .call import Call
+from .call import Begun, Call
 from .handshake import agree
 from .link import ExchangeError, GroupLink, Wait
 from .origin import why_doubtful
-from .ranks import Links, Ranks, call_fields
+from .ranks import Links, Ranks
 
 
 def host_name() -> str:
@@ -184,10 +184,21 @@ class Processes(Ranks):
         self.warn_once("whole", text + f"for one of {sum(lengths)}. Pass what `shard` returns")
         return True
 
-    def fields(
-        self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
-    ) -> dict[str, object]:
-        return call_fields(call, stage, number, query, key, cu_seqlens)
+    def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:
+        batch, _, num_heads, head_dim = query.shape
+        given = begun.borders
+        return {
+            "call": f"{stage} {begun.number}",
+            "pattern": call.pattern,
+            "shape": f"batch {batch}, {num_heads} heads, {key.shape[2]} key/value heads, head dim {head_dim}",
+            "heads held": f"{call.heads} of {call.num_heads}",
+            "dtype": query.dtype,
+            "device": query.device.type,
+            "scale": call.scale,
+            "cu_seqlens": given if given is None or len(given) <= 64 else (len(given), hash(given)),
+            "gradients": call.needs_grad or "none",
+            "return_lse": call.return_lse,
+        }
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
         return self.control.all_to_all(record, moment)

@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import RLock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.choose import choose
+from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
@@ -17,7 +18,7 @@ from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
-from .call import Call
+from .call import Begun, Call
 from .handshake import all_or_none
 
 
@@ -114,21 +115,20 @@ class Ranks:
 
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, int]:
-        """out (B, N, H, D), lse (B, N, H), and the number of the call, by which its backward is recognised."""
+    ) -> tuple[Tensor, Tensor, Begun]:
+        """out (B, N, H, D), lse (B, N, H), and what the backward takes from here."""
         number = self.calls + 1 if self.name else 0  # alone there is nobody to agree with
         with all_or_none(self, ValueError):
-            rank_plan, means, query = self.route(call, "forward", number, query, key, cu_seqlens)
+            begin = partial(Begun.now, number, call, query, cu_seqlens)
+            begun, rank_plan, means, query = self.route(call, "forward", begin, query, key)
         self.calls = number  # on all ranks or on none: a call that one rank refused has no number
         with all_or_none(self):
-            return *executor.forward(rank_plan, means, query, key, value), number
+            return *executor.forward(rank_plan, means, query, key, value), begun
 
-    def backward(
-        self, call: Call, number: int, rows: BackwardRows, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, call: Call, begun: Begun, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, N, H, D), dk and dv (B, N, G, D)."""
         with all_or_none(self, ValueError):
-            rank_plan, means, query = self.route(call, "backward", number, rows.query, rows.key, cu_seqlens)
+            _, rank_plan, means, query = self.route(call, "backward", lambda: begun, rows.query, rows.key)
         with all_or_none(self):
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
                 # The loss of a rank may not use lse: all deal its gradient, or none.
@@ -136,51 +136,32 @@ class Ranks:
             return executor.backward(rank_plan, means, rows._replace(query=query))
 
     def route(
-        self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[RankPlan, Means, Tensor]:
+        self, call: Call, stage: str, begin: Callable[[], Begun], query: Tensor, key: Tensor
+    ) -> tuple[Begun, RankPlan, Means, Tensor]:
         """What this rank does, by what means, and the query that kernels take: handshake, choose the exchange, plan."""
         try:
-            kernel = choose(call.backend, query)
-            fields = self.fields(call, stage, number, query, key, cu_seqlens)
+            begun = begin()
+            fields = self.fields(call, stage, begun, query, key)
             scaled = call.scaled(query)
         except Exception as error:
             self.agree(0, {}, str(error) or type(error).__name__)  # the others are told at once
             raise
         lengths = self.agree(query.shape[1], fields, None)
         self.notice(lengths)
-        documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
-        num_kv_heads = call.num_kv_heads(key.shape[2])
+        documents, num_kv_heads = documents_of(begun.borders, sum(lengths)), call.num_kv_heads(key.shape[2])
         job = Job(call.pattern, self.shards(lengths), call.num_heads, num_kv_heads, documents, call.held)
         exchange = self.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size())).exchange
         rank_plan = plan_exchange(exchange, job, self.rank, self.cut.inner)
-        links = self.links(exchange, job)
+        links, kernel = self.links(exchange, job), BACKENDS[begun.kernel]
         whole = None
         if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
             whole = kernel.choose_pass(call.pattern, job.borders).found
-        return rank_plan, Means(kernel, call.kernel_scale, links.ring, links.heads, whole, call.factor), scaled
+        means = Means(kernel, call.kernel_scale, links.ring, links.heads, whole, call.factor)
+        return begun, rank_plan, means, scaled
 
-    def fields(
-        self, call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
-    ) -> dict[str, object]:
+    def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:
         """What must agree between ranks, by name."""
         return {}
 
 
-def call_fields(
-    call: Call, stage: str, number: int, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
-) -> dict[str, object]:
-    """A call in the words of an error about it."""
-    batch, _, num_heads, head_dim = query.shape
-    given = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    return {
-        "call": f"{stage} {number}",
-        "pattern": call.pattern,
-        "shape": f"batch {batch}, {num_heads} heads, {key.shape[2]} key/value heads, head dim {head_dim}",
-        "heads held": f"{call.heads} of {call.num_heads}",
-        "dtype": query.dtype,
-        "device": query.device.type,
-        "scale": call.scale,
-        "cu_seqlens": given if given is None or len(given) <= 64 else (len(given), hash(given)),
-        "gradients": call.needs_grad or "none",
-        "return_lse": call.return_lse,
-    }
+ALONE = Ranks(Cut("contiguous", 1))

@@ -6,15 +6,13 @@ heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys a
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.choose import choose
 from ..kernels.contract import Kernel
-from ..pattern import DilatedPattern
-from ..plan.cache_plan import CachePlan, Rings, check_append, plan_cache, plan_chunk
+from ..plan.cache_plan import CachePlan, Rings, check_append, plan_chunk
 from ..plan.exchange import RankPlan
 from ..plan.sharding import Shard, first_rows
 from . import executor
@@ -22,37 +20,7 @@ from .merge import merge_, merged
 from .views import accumulator_dtype, with_unit_stride
 
 
-@torch.library.custom_op("ring_dilated_attention::append", mutates_args=("memory", "progress"))
 def append(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    memory: Tensor,
-    progress: Tensor,
-    lengths: Tensor | None,
-    pattern: str,
-    first_head: int,
-    num_heads: int,
-    max_len: int | None,
-    keep: int,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """`append_now` as one opaque op: compiled code has one graph for all tokens, and writes to the memory itself."""
-    num_held, num_kv_held = query.shape[2], key.shape[2]
-    held = None if num_held == num_heads else range(first_head, first_head + num_held)
-    found, num_kv_heads = DilatedPattern.from_text(pattern), num_kv_held * num_heads // num_held
-    plan = plan_cache(found, num_heads, num_kv_heads, max_len, keep, held)
-    return append_now(plan, backend, scale, query, key, value, memory, progress, lengths)
-
-
-@append.register_fake
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
-    return query.new_empty(query.shape), lse
-
-
-def append_now(
     plan: CachePlan,
     backend: str,
     scale: float,

@@ -3,40 +3,19 @@
 B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head dim.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from ..kernels.contract import BackwardRows, Kernel, Pass
+from ..plan import step as steps
+from ..plan.dealing import Dealing
 from ..plan.exchange import RankPlan
-from ..plan.program import steps
+from ..plan.program import program_of
 from ..plan.rows import Block, Rows
-from ..plan.step import (
-    CACHED_ROWS,
-    OWN_ROWS,
-    Add,
-    Compute,
-    Copy,
-    Deal,
-    Finish,
-    Free,
-    Home,
-    Merge,
-    Pack,
-    Part,
-    Post,
-    Prepare,
-    Start,
-    Take,
-    Terms,
-    Wait,
-    Whole,
-    Zero,
-    packed,
-)
-from .dealt_heads import to_heads, to_positions
+from ..plan.step import CACHED_ROWS, OWN_ROWS, Part, Terms, packed
 from .link_contract import Dealer, Link, Pending
 from .merge import merge_
 from .views import accumulator_dtype, block_views, folds, row_numbers, rows_view
@@ -59,21 +38,14 @@ class Means(NamedTuple):
 
 
 def forward(
-    rank_plan: RankPlan,
-    means: Means,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cached: tuple[Tensor, Tensor] | None = None,
+    rank_plan: RankPlan, means: Means, query: Tensor, key: Tensor, value: Tensor, *, cached: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
     """out (B, N, H, D) and lse (B, N, H) of this rank's queries, given its own rows of query, key and value.
 
     cached: keys and values that the plan's cached tiles read, each (B, rows, G, D).
     """
-    given = {"query": query, "key": key, "value": value}
-    if cached is not None:
-        given["cached key"], given["cached value"] = cached
+    names = ("query", "key", "value", "cached key", "cached value")
+    given = dict(zip(names, (query, key, value, *cached), strict=False))
     made = _Executor(rank_plan, means, given).carry_out("forward")
     return made["out"], made["lse"]
 
@@ -118,7 +90,7 @@ class _Executor:
             distances=self.distances(),
             itemsize=self.dtype.itemsize,
         )
-        for step in steps(self.plan, stage, terms):
+        for step in program_of(self.plan, stage, terms):
             self.do[type(step)](self, step)
         return self.alive
 
@@ -132,7 +104,7 @@ class _Executor:
 
     # One method for each step.
 
-    def deal(self, step: Deal) -> None:
+    def deal(self, step: steps.Deal) -> None:
         assert self.dealing is not None
         assert self.means.dealer is not None
         x = self.alive.pop(step.name)
@@ -141,24 +113,24 @@ class _Executor:
         dealt = turn(x.unsqueeze(-1) if has_numbers else x, self.dealing, self.means.dealer, f"{self.stage}, {way}")
         self.alive[step.name] = dealt.squeeze(-1) if has_numbers else dealt
 
-    def pack(self, step: Pack) -> None:
+    def pack(self, step: steps.Pack) -> None:
         buffer = self.alive[step.name] = self.flat(step.size, self.dtype)
         for rows, block in step.packs:
             own = (self.alive["key"], self.alive["value"])
             for target, x in zip(block_views(buffer, block, self.batch, self.head_dim), own, strict=True):
                 target.copy_(rows_view(x, rows))
 
-    def take(self, step: Take) -> None:
+    def take(self, step: steps.Take) -> None:
         self.alive[step.name] = self.flat(step.size, self.sum_dtype if step.is_sum else self.dtype)
 
     def flat(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size * self.batch * self.head_dim, dtype=dtype, device=self.device)
 
-    def free(self, step: Free) -> None:
+    def free(self, step: steps.Free) -> None:
         for name in step.names:
             self.alive.pop(name, None)
 
-    def post(self, step: Post) -> None:
+    def post(self, step: steps.Post) -> None:
         assert self.means.link is not None
         sends, receives = ([(self.part(part), part.message) for part in parts] for parts in (step.sends, step.receives))
         if step.is_apart:
@@ -167,7 +139,7 @@ class _Executor:
             both = self.means.link.carry(sends, receives, step.moment)
             self.posted[step.ticket] = both, both
 
-    def wait(self, step: Wait) -> None:
+    def wait(self, step: steps.Wait) -> None:
         sent, received = self.posted[step.ticket]
         if step.sent:
             sent.wait()
@@ -178,10 +150,10 @@ class _Executor:
         unit = self.batch * self.head_dim
         return self.alive[part.name][part.start * unit : (part.start + part.message.size) * unit]
 
-    def zero(self, step: Zero) -> None:
+    def zero(self, step: steps.Zero) -> None:
         self.part(step.part).zero_()
 
-    def start(self, step: Start) -> None:
+    def start(self, step: steps.Start) -> None:
         """Rows that no first tile writes must hold the identity: 0, and (0, -inf) of out and lse."""
         like = self.alive[_LIKE[step.name]]
         make = torch.empty if step.is_covered else torch.zeros
@@ -192,16 +164,16 @@ class _Executor:
             if not step.is_covered:
                 self.alive["lse"].fill_(-torch.inf)
 
-    def prepare(self, step: Prepare) -> None:
+    def prepare(self, step: steps.Prepare) -> None:
         assert self.kernel.IN_PLACE
         alive = self.alive
         alive["delta"] = self.kernel.delta(alive["dout"], alive.get("dlse"), alive["out"])
         alive["lse"] = alive["lse"].contiguous()  # with equal strides
 
-    def copy(self, step: Copy) -> None:
+    def copy(self, step: steps.Copy) -> None:
         self.alive[step.copied] = self.rows(step.name, step.rows, step.entry).contiguous()
 
-    def compute(self, step: Compute) -> None:
+    def compute(self, step: steps.Compute) -> None:
         tile, entry, scale = step.tile, step.entry, self.means.scale
         if step.what == "partial":
             q = self.alive.get(packed("query"))
@@ -234,7 +206,7 @@ class _Executor:
         x = self.alive[name]
         return row_numbers(x if entry is None else x[entry : entry + 1], rows)
 
-    def keys(self, step: Compute) -> tuple[Tensor, Tensor]:
+    def keys(self, step: steps.Compute) -> tuple[Tensor, Tensor]:
         """Keys and values of a tile: own rows, rows of a cache, or a block of a buffer of chunks."""
         tile = step.tile
         if packed("key") in self.alive:
@@ -248,7 +220,7 @@ class _Executor:
         assert block is not None
         return block_views(self.alive[step.keys], block, self.batch, self.head_dim)
 
-    def sum_of(self, name: str, step: Compute | Add) -> Tensor:
+    def sum_of(self, name: str, step: steps.Compute | steps.Add) -> Tensor:
         """Where dq, dk or dv of a tile is summed."""
         rows = step.tile.query if name == "dq" else step.tile.key
         if isinstance(rows, Rows):
@@ -256,14 +228,14 @@ class _Executor:
         both = block_views(self.alive[step.sums], rows, self.batch, self.head_dim)
         return both[("dk", "dv").index(name)]
 
-    def backward_rows(self, step: Compute) -> BackwardRows:
+    def backward_rows(self, step: steps.Compute) -> BackwardRows:
         rows, entry = step.tile.query, step.entry
         dout, query, out = (self.rows(name, rows, entry) for name in ("dout", "query", "out"))
         lse = self.numbers("lse", rows, entry)
         dlse, delta = (self.numbers(name, rows, entry) if name in self.alive else None for name in ("dlse", "delta"))
         return BackwardRows(dout, dlse, query, *self.keys(step), out, lse, delta)
 
-    def merge(self, step: Merge) -> None:
+    def merge(self, step: steps.Merge) -> None:
         out_part, lse_part = self.results.pop("out"), self.results.pop("lse")
         if step.how == "adopt":
             self.adopt("out", out_part)
@@ -284,30 +256,27 @@ class _Executor:
         ops return what their fakes say: most kernels' results lie so in memory."""
         self.alive[name] = part_BHMD.transpose(1, 2).contiguous().view(self.alive[_LIKE[name]].shape)
 
-    def add(self, step: Add) -> None:
+    def add(self, step: steps.Add) -> None:
         part = self.results.pop(step.name)
         if step.how == "adopt":
             self.adopt(step.name, part)
             return
         total = self.sum_of(step.name, step)
-        if step.how == "write":
-            total.copy_(part)
-        else:
-            total.add_(part)
+        (total.copy_ if step.how == "write" else total.add_)(part)
 
-    def home(self, step: Home) -> None:
+    def home(self, step: steps.Home) -> None:
         arrived = self.part(step.part)
         for rows, block in self.plan.packs_of(step.part.message):
             views = block_views(arrived, block, self.batch, self.head_dim)
             for name, gradient in zip(("dk", "dv"), views, strict=True):
                 self.rows(name, rows, None).add_(gradient)
 
-    def finish(self, step: Finish) -> None:
+    def finish(self, step: steps.Finish) -> None:
         if step.name == "dq" and self.means.factor != 1:
             self.alive["dq"].mul_(self.means.factor)
         self.alive[step.name] = self.alive[step.name].to(self.sum_dtype if step.name == "lse" else self.dtype)
 
-    def whole(self, step: Whole) -> None:
+    def whole(self, step: steps.Whole) -> None:
         assert self.means.whole is not None
         alive = self.alive
         if step.stage == "forward":
@@ -320,8 +289,42 @@ class _Executor:
             if self.means.factor != 1:
                 alive["dq"].mul_(self.means.factor)
 
-    do: ClassVar[dict[type, Callable[["_Executor", Any], None]]] = {
-        Deal: deal, Pack: pack, Take: take, Free: free, Post: post, Wait: wait, Zero: zero, Start: start,
-        Prepare: prepare, Copy: copy, Compute: compute, Merge: merge, Add: add, Home: home, Finish: finish,
-        Whole: whole,
-    }  # fmt: skip
+    do: ClassVar[dict[type, Callable[["_Executor", Any], None]]] = {}  # a step is done by the method of its name
+
+
+_Executor.do |= {kind: getattr(_Executor, kind.__name__.lower()) for kind in get_args(steps.Step)}
+
+
+# Heads for positions, and back (plan/dealing.py). T positions of the group, h = H / p heads of this rank.
+
+
+def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
+    """(B, N, H, D) -> (B, T, h, D), in the order of the sequence."""
+    batch, _, num_heads, head_dim = x_BNHD.shape
+    share = num_heads // dealing.size
+    parts = [part.flatten() for part in x_BNHD.split(share, dim=2)]
+    sizes = [batch * length * share * head_dim for length in dealing.lengths]
+    received = dealer.all_to_all_single(parts, sizes, x_BNHD, moment)
+    del parts
+    rows = [part.view(batch, n, share, head_dim) for part, n in zip(received, dealing.lengths, strict=True)]
+    pieces = [rows[k][:, first : first + length] for k, first, length in dealing.pieces]
+    return torch.cat(pieces or [rows[0]], dim=1)
+
+
+def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
+    """(B, T, h, D) -> (B, N, H, D)."""
+    batch, _, share, head_dim = x_BThD.shape
+    own = dealing.lengths[dealing.place]
+    pieces: list[list[tuple[int, Tensor]]] = [[] for _ in dealing.lengths]
+    row = 0
+    for k, first, length in dealing.pieces:
+        pieces[k].append((first, x_BThD[:, row : row + length]))
+        row += length
+    parts = [
+        torch.cat([x for _, x in sorted(found, key=lambda entry: entry[0])] or [x_BThD[:, :0]], dim=1).flatten()
+        for found in pieces
+    ]
+    sizes = [batch * own * share * head_dim] * dealing.size
+    received = dealer.all_to_all_single(parts, sizes, x_BThD, moment)
+    del parts
+    return torch.cat([part.view(batch, own, share, head_dim) for part in received], dim=2)

@@ -22,18 +22,25 @@ def with_unit_stride(x: Tensor) -> Tensor:
 
 def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
     """The rows as a view (B·S, heads, M, D). No copy: batch and segments must be one stride (`folds`), or one be 1."""
-    batch, position, head, _ = x_BNHD.stride()
-    view_BSHMD = x_BNHD.as_strided(
-        (x_BNHD.shape[0], rows.segments, len(rows.heads), rows.num_rows, x_BNHD.shape[3]),
-        (batch, rows.segment_step * position, rows.heads.step * head + rows.shift * position, rows.step * position, 1),
-        x_BNHD.storage_offset() + rows.first * position + rows.heads.start * head,
-    )
-    return view_BSHMD.flatten(0, 1)
+    sizes, strides, offset = _view(x_BNHD, rows)
+    return x_BNHD.as_strided((*sizes, x_BNHD.shape[3]), (*strides, 1), offset)
 
 
 def row_numbers(x_BNH: Tensor, rows: Rows) -> Tensor:
     """The same of a tensor with one number per row and head: (B·S, heads, M)."""
-    return rows_view(x_BNH.unsqueeze(-1), rows).squeeze(-1)
+    return x_BNH.as_strided(*_view(x_BNH, rows))
+
+
+def _view(x_BNH: Tensor, rows: Rows) -> tuple[tuple[int, int, int], tuple[int, int, int], int | torch.SymInt]:
+    """Sizes and strides of (B·S, heads, M), and where the view begins."""
+    (heads, first, shift, step, num_rows, segments, segment_step), batch = rows, x_BNH.shape[0]
+    entry, position, head = x_BNH.stride()[:3]
+    if segments > 1:
+        assert batch == 1 or entry == segments * segment_step * position, "batch and segments are two strides"
+        entry = segment_step * position
+    strides = (entry, heads.step * head + shift * position, step * position)
+    offset = x_BNH.storage_offset() + first * position + heads.start * head
+    return (batch * segments, len(heads), num_rows), strides, offset
 
 
 def folds(x_BN: Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.choose import choose
+from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
@@ -21,7 +21,7 @@ from ..plan.plan import Message
 from ..plan.sharding import Cut, Shard, documents_of, make_shards
 from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
-from ..ranks.call import Call
+from ..ranks.call import Begun, Call
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import Ranks
 from ..run import executor
@@ -190,8 +190,9 @@ class SimulatedRanks(Ranks):
 
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, int]:
-        shards, plans, means = self.plan(call, query, key, cu_seqlens)
+    ) -> tuple[Tensor, Tensor, Begun]:
+        begun = Begun.now(0, call, query, cu_seqlens)
+        shards, plans, means = self.plan(call, begun, query, key)
         query = call.scaled(query)
 
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor]:
@@ -205,12 +206,10 @@ class SimulatedRanks(Ranks):
         for shard, (out_k, lse_k) in zip(shards, parts, strict=True):
             _place(out, shard, out_k)
             _place(lse, shard, lse_k)
-        return out, lse, 0
+        return out, lse, begun
 
-    def backward(
-        self, call: Call, number: int, rows: BackwardRows, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        shards, plans, means = self.plan(call, rows.query, rows.key, cu_seqlens)
+    def backward(self, call: Call, begun: Begun, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
+        shards, plans, means = self.plan(call, begun, rows.query, rows.key)
         rows = rows._replace(query=call.scaled(rows.query))
 
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,10 +226,10 @@ class SimulatedRanks(Ranks):
         return dq, dk, dv
 
     def plan(
-        self, call: Call, query: Tensor, key: Tensor, cu_seqlens: Tensor | None
+        self, call: Call, begun: Begun, query: Tensor, key: Tensor
     ) -> tuple[tuple[Shard, ...], list[RankPlan], Means]:
-        means = Means(choose(call.backend, query), call.kernel_scale, factor=call.factor)
-        documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), query.shape[1])
+        means = Means(BACKENDS[begun.kernel], call.kernel_scale, factor=call.factor)
+        documents = documents_of(begun.borders, query.shape[1])
         shards = self.cut.shards_of(self.cut.default_lengths(query.shape[1]))
         job = Job(call.pattern, shards, call.num_heads, call.num_kv_heads(key.shape[2]), documents, call.held)
         return shards, [plan_exchange("ring", job, rank) for rank in range(len(shards))], means

@@ -1,0 +1,80 @@
+"""explain: which kernel and exchange an attention call would use, and why not the others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..kernels.choose import BACKENDS, choose, reasons
+from ..pattern import DilatedPattern
+from ..plan.job import Job
+from ..plan.sharding import documents_of
+from ..plan.sizes import Sizes
+from .context import ContextParallel
+from .ranks import ALONE
+from .validate import validate
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel and exchange a call would use, and why not the others."""
+
+    kernel: str
+    exchange: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"kernel: {self.kernel}", f"exchange: {self.exchange}"]
+        return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.reasons.items()])
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    *,
+    parallel: ContextParallel | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    lengths: Sequence[int] | None = None,
+) -> Explanation:
+    """Which kernel and exchange `dilated_attention` would use on these tensors, and why. Sends nothing.
+
+    Args:
+        lengths: the number of positions of every rank. By default those that `parallel` was made with or, since nobody
+            is asked, as many for each as this rank has.
+
+    Raises:
+        ValueError: where the call would.
+    """
+    heads = validate(query, key, value, pattern, parallel, cu_seqlens, None, backend, None, None)
+    kernel = choose(backend, query)
+    against = {name: reason or BACKENDS[name].ONLY_BY_NAME for name, reason in reasons(query).items()}
+    first = "the first that can serve these tensors"
+    found = _why(against, kernel.NAME, first if backend == "auto" else "asked for")
+    ops = kernel.ops(query)
+    op = next((name for name, reason in ops.items() if reason is None), None)
+    if ops and op is None:
+        listed = "; ".join(f"{name} {reason}" for name, reason in ops.items())
+        raise ValueError(f"backend={kernel.NAME!r} has no op for these tensors: {listed}. Enable another.")
+    if op is not None:
+        found |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
+    ranks = ALONE if parallel is None else parallel.ranks
+    num_rows, num_kv_heads = query.shape[1], key.shape[2]
+    if lengths is None:
+        given = None if parallel is None else parallel.cut.lengths
+        lengths = given or [num_rows] * ranks.world_size
+    documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
+    sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
+    job = Job(pattern, ranks.shards(lengths), len(heads), num_kv_heads, documents)
+    exchange, found["exchange"] = ranks.choose(job, sizes)
+    if kernel.choose_pass is not None and exchange == "none":
+        found["branches"] = kernel.choose_pass(pattern, job.borders).reason
+    return Explanation(kernel.NAME if op is None else f"{kernel.NAME} ({op})", exchange, found)
+
+
+def _why(against: dict[str, str | None], chosen: str, how: str) -> dict[str, str]:
+    """Why each was chosen or not."""
+    passed_by = "can serve these tensors, but another was chosen"
+    return {name: f"chosen: {how}" if name == chosen else reason or passed_by for name, reason in against.items()}
