@@ -43,8 +43,9 @@ def watch_models() -> None:
 
 def _check_made(module: nn.Module, name: str, part: nn.Module | None) -> None:
     """At the first part of a model, when its class and config are known."""
-    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if attention == NAME and isinstance(module, PreTrainedModel) and not module._modules:
+    if not issubclass(type(module), PreTrainedModel) or module._modules:  # others may not be asked for anything yet
+        return
+    if getattr(module.__dict__.get("config"), "_attn_implementation", None) == NAME:
         check_model(type(module), module.config)
 
 
@@ -96,13 +97,13 @@ def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
             raise
         except FAILURES as error:
             failures.append(error)
-    error = failures[0]
-    said = str(error)
-    if type(error) is not ValueError:
-        frames = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    first = failures[0]
+    said = str(first)
+    if type(first) is not ValueError:
+        frames = [frame.f_locals.get("self") for frame, _ in walk_tb(first.__traceback__)]
         at = next((type(module).__name__ for module in reversed(frames) if isinstance(module, nn.Module)), name)
-        said = f"{error!r} in {at}"
-    raise ValueError(f"{name} does not run with dilated attention, as a tiny copy of it shows: {said}") from error
+        said = f"{first!r} in {at}"
+    raise ValueError(f"{name} does not run with dilated attention, as a tiny copy of it shows: {said}") from first
 
 
 def _check_copy(name: str, model: Any) -> bool:
