@@ -43,8 +43,9 @@ def watch_models() -> None:
 
 def _check_made(module: nn.Module, name: str, part: nn.Module | None) -> None:
     """At the first part of a model, when its class and config are known."""
-    is_first = isinstance(module, PreTrainedModel) and not module._modules  # other modules are asked for nothing
-    if is_first and getattr(module.config, "_attn_implementation", None) == NAME:
+    if not issubclass(type(module), PreTrainedModel) or module._modules:  # others may not be asked for anything yet
+        return
+    if getattr(module.__dict__.get("config"), "_attn_implementation", None) == NAME:
         check_model(type(module), module.config)
 
 
