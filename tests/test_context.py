@@ -12,8 +12,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +29,11 @@ from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_atte
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.models.sharded import shift_left
-from ring_dilated_attention.ranks import link, ranks
+from ring_dilated_attention.ranks import call as call_module
+from ring_dilated_attention.ranks import link
 from ring_dilated_attention.ranks.batches import fingerprint
 from ring_dilated_attention.ranks.link import ExchangeError
+from ring_dilated_attention.ranks.processes import Processes
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
 PATIENCE = timedelta(seconds=20)  # more than a test may take: no rank gets its error from a clock
@@ -336,26 +340,28 @@ def test_fingerprints_tell_tensors_apart(dtype):
 
 def rank_cannot_choose(rank, world_size):
     cp = ContextParallel(timeout=timedelta(seconds=30))
-    right = ranks.choose
 
-    def refuses(backend, query):
+    def refuses(*_):
         raise ValueError("no backend can run this: none here")
 
     x = torch.zeros(1, 4, 2, 8, requires_grad=True)
-    for stage in ("forward", "backward"):
-        out = dilated_attention(x, x, x, PATTERN, parallel=cp) if stage == "backward" else None
-        ranks.choose = refuses if rank == 1 else right
+    out = dilated_attention(x, x, x, PATTERN, parallel=cp)
+    for work, owner, name in (
+        (partial(attention, x, cp), call_module, "choose"),
+        (out.sum().backward, Processes, "fields"),
+    ):
         started = time.monotonic()
-        message = message_of(partial(attention, x, cp) if out is None else out.sum().backward)
+        with mock.patch.object(owner, name, refuses) if rank == 1 else nullcontext():
+            message = message_of(work)
         assert "no backend can run this: none here" in message
         assert ("rank 1 refused the call" in message) == (rank == 0)
         assert time.monotonic() - started < 10
-        ranks.choose = right
 
 
 def attention(x, cp):
     """The op itself: what compiled code calls, whose tracing cannot ask."""
-    return torch.ops.ring_dilated_attention.forward(x, x, x, None, PATTERN.text, 0.3, "auto", cp.key, "", False, 0, 2)
+    text = call_module.Call(PATTERN, 0.3, "auto", "", False, range(2), 2, cp.key).text
+    return torch.ops.ring_dilated_attention.forward(x, x, x, None, text)
 
 
 def test_a_rank_on_which_no_kernel_serves():

@@ -30,6 +30,7 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.ranks.call import Call as RankCall
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 
 assert IS_INTERPRETED, "set TRITON_INTERPRET=1"
@@ -193,8 +194,8 @@ def test_compiled_whole(backend):
     compiled = torch.compile(dilated_attention, fullgraph=True, backend="aot_eager")
     for x, y in zip(run(compiled), run(dilated_attention), strict=True):
         assert torch.equal(x, y)
-    rules = (call.pattern.text, 0.3, backend, "", "qkv", True, 0, 2)
-    torch.library.opcheck(torch.ops.ring_dilated_attention.forward.default, (*inputs, None, *rules))
+    text = RankCall(call.pattern, 0.3, backend, "qkv", True, range(2), 2).text
+    torch.library.opcheck(torch.ops.ring_dilated_attention.forward.default, (*inputs, None, text))
 
 
 @pytest.mark.parametrize("branches", [[(8, 1), (16, 2)], [(8, 2), (13, 4)]], ids=["aligned", "misaligned"])

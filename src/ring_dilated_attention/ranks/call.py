@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,9 @@ class Call:
     @property
     def text(self) -> str:
         """The call as a custom op takes it; see `from_text`."""
-        numbers = f"{self.scale!r} {self.heads.start} {self.heads.stop} {self.num_heads} {self.return_lse}"
+        # torch.compile may take integers for symbols, which no text can hold: `index` makes them numbers again.
+        start, stop, num_heads = index(self.heads.start), index(self.heads.stop), index(self.num_heads)
+        numbers = f"{self.scale!r} {start} {stop} {num_heads} {self.return_lse}"
         return f"{self.backend} {self.needs_grad}\n{numbers}\n{self.pattern.text}\n{self.context}"
 
     @classmethod

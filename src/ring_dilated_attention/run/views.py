@@ -35,7 +35,7 @@ def _view(x_BNH: Tensor, rows: Rows) -> tuple[tuple[int, int, int], tuple[int, i
     """Sizes and strides of (B·S, heads, M), and where the view begins."""
     (heads, first, shift, step, num_rows, segments, segment_step), batch = rows, x_BNH.shape[0]
     entry, position, head = x_BNH.stride()[:3]
-    if segments > 1:
+    if segments > 1 or batch == 1:  # of one entry, torch may say any stride; kernels compare them
         assert batch == 1 or entry == segments * segment_step * position, "batch and segments are two strides"
         entry = segment_step * position
     strides = (entry, heads.step * head + shift * position, step * position)

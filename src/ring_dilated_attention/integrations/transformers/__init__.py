@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cache import BoundedCache
-    from .config import register
-    from .convert import convert_to_dilated
+    from .convert import convert_to_dilated, register
     from .ranks import context_parallel
     from .trainer import SameSample
 
@@ -17,7 +16,7 @@ _HOME = {
     "SameSample": "trainer",
     "context_parallel": "ranks",
     "convert_to_dilated": "convert",
-    "register": "config",
+    "register": "convert",
 }
 
 

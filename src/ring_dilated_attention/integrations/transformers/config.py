@@ -1,10 +1,9 @@
-"""The pattern in a model's config, and the name "dilated" that transformers knows attention by."""
+"""The pattern in a model's config."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from ...pattern import DilatedPattern
 
@@ -43,23 +42,6 @@ class PatternField:
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # what is saved
         config._attn_implementation = {"": NAME}  # what is computed, here and not in configs of parts
-
-
-def register() -> None:
-    """Make `attn_implementation="dilated"` and `config.dilated_attention` known to transformers. Again does no harm.
-
-    register()
-    pattern = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
-    model = AutoModelForCausalLM.from_pretrained(path, dilated_attention=pattern)
-    """
-    from .attention import attend, make_mask
-    from .check import attend_seen, watch_models
-
-    for name, function in {NAME: attend, SEEN: attend_seen}.items():
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, make_mask)
-    watch_models()
-    setattr(PreTrainedConfig, FIELD, PatternField())
 
 
 def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:

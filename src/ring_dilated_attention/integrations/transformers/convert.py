@@ -1,13 +1,28 @@
-"""A loaded dense model becomes a dilated one: a base for continued pretraining."""
+"""transformers learns the name "dilated", and a loaded dense model becomes a dilated one."""
 
 import copy
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from ...pattern import DilatedPattern
-from .check import check_model
-from .config import FIELD, NAME, register, to_fields
+from .attention import attend, make_mask
+from .check import attend_seen, check_model, watch_models
+from .config import FIELD, NAME, SEEN, PatternField, to_fields
+
+
+def register() -> None:
+    """Make `attn_implementation="dilated"` and `config.dilated_attention` known to transformers. Again does no harm.
+
+    register()
+    pattern = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
+    model = AutoModelForCausalLM.from_pretrained(path, dilated_attention=pattern)
+    """
+    for name, function in {NAME: attend, SEEN: attend_seen}.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, make_mask)
+    watch_models()
+    setattr(PreTrainedConfig, FIELD, PatternField())
 
 
 def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> Any:
