@@ -85,7 +85,7 @@ def try_suggest(rng: random.Random, folder: Path) -> Trial:
             expected = bytes_of_row * cached_rows(pattern, seq_len, heads, kv_heads)
             complaint = complaint or unequal("cache_bytes", row["cache_bytes"], expected)
         if ranks == 1:
-            complaint = complaint or unequal("largest_sent_bytes", row["largest_sent_bytes"], 0)
+            complaint = complaint or unequal("largest_received_bytes", row["largest_received_bytes"], 0)
     return Trial("suggest 0", shown, complaint)
 
 

@@ -4,7 +4,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,11 +44,9 @@ def free_port() -> str:
 
 
 def hurry_the_interpreter() -> None:
-    """Triton's interpreter takes half of its time to see whether integers overflow, and says so in debug mode only. A
-    tenth goes into a table of types that it makes anew for every number."""
+    """Triton's interpreter takes half of its time to see whether integers overflow, and says so in debug mode only."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
-    interpreter._get_np_dtype = cache(interpreter._get_np_dtype)

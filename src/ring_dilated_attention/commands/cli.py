@@ -72,7 +72,7 @@ def run(arguments: list[str], command: str) -> int:
                 chosen = import_module(subcommand.module, __package__)
             chosen.add_arguments(subparser)
             chosen_parser = subparser
-    words = asked_for(arguments).split()
+    words = asked_for(arguments).split() if asked_for(arguments) in SUBCOMMANDS else []
     if len(words) > 1:  # argparse knows a command by one word
         first = arguments.index(words[0])
         arguments = [*arguments[:first], " ".join(words), *arguments[first + len(words) :]]
