@@ -707,6 +707,7 @@ def test_caches_that_cannot_be(monkeypatch):
         (lambda: make(DilatedPattern((8,), (1,)), 1, 1, 1, 4), ("needs a causal pattern",)),
         (lambda: make("dense", 1, 1, 1, 4), ("must be a DilatedPattern", "'dense'")),
         (lambda: make(PATTERN, 0, 1, 1, 4), ("batch=0",)),
+        (lambda: make(PATTERN, 1, 1, None, 4), ("num_kv_heads=None",)),
         (lambda: make(PATTERN, 1, 1, 1, 4.5), ("head_dim=4.5 must be an integer",)),
         (lambda: make(PATTERN, 1, 1, 1, 4, dtype=torch.int8), ("dtype must be one of", "torch.int8")),
         (lambda: make(PATTERN, 1, 3, 2, 4), ("3 query heads",)),

@@ -61,7 +61,8 @@ class DilatedCache:
     ) -> None:
         if not isinstance(pattern, DilatedPattern):
             raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}.")
-        for name, size in (("batch", batch), ("num_heads", num_heads), ("head_dim", head_dim)):
+        sizes = {"batch": batch, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
             if not is_integer(size) or size < 1:
                 raise ValueError(f"{name}={size!r} must be an integer of at least 1.")
         self.plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
