@@ -44,12 +44,12 @@ $(OTHERS)/.installed: pyproject.toml tests/integrations/versions.txt
 	touch $@
 
 test-integrations: $(OTHERS)/.installed
-	$(EXTENSIONS) python -m pytest -rs tests/integrations tests/test_torch_conventions.py
-	$(EXTENSIONS) python tests/fuzz.py --kinds transformers --prove $(if $(SEED),--seed $(SEED))
+	$(EXTENSIONS) python -m pytest -rs tests/integrations
+	$(EXTENSIONS) python tests/fuzzing/fuzz.py --kinds transformers --prove $(if $(SEED),--seed $(SEED))
 
 # On a machine with a GPU, where torch is to be the build for it: make gpu TORCH=torch
 gpu: $(VENV)/.installed
-	$(BIN)/python -m pytest -rs tests/test_cuda.py tests/test_gpu_bench.py tests/test_sdpa.py tests/test_staging.py
+	$(BIN)/python -m pytest -rs tests/kernels/test_cuda.py tests/benchmarks/test_gpu_bench.py tests/kernels/test_sdpa.py tests/ranks/test_staging.py
 	$(BIN)/rda check --timeout 300
 	$(BIN)/python -m benchmarks gpu
 	$(BIN)/python -m benchmarks gpu_memory
@@ -57,12 +57,12 @@ gpu: $(VENV)/.installed
 
 # 30 trials of each kind: ranks that are killed, stopped, or raise. `make test` has one of each.
 faults: $(VENV)/.installed
-	$(BIN)/python tests/fault_trials.py
+	$(BIN)/python tests/ranks/fault_trials.py
 
 # Random and hostile use. `make test` has 200 cases of each kind or fewer; here are 2,000 or as many as go into half an
 # hour, and proofs that they notice what breaks. With a seed: make fuzz SEED=7
 fuzz: $(VENV)/.installed
-	$(BIN)/python tests/fuzz.py --prove $(if $(SEED),--seed $(SEED))
+	$(BIN)/python tests/fuzzing/fuzz.py --prove $(if $(SEED),--seed $(SEED))
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --all

@@ -1,5 +1,5 @@
-"""200 cases of the kind `transformers` of tests/fuzz.py, and a proof that they notice what they are there for. The
-rest of the proofs, and 2,000 cases, are a command of `make test-integrations`."""
+"""200 cases of the kind `transformers` of tests/fuzzing/fuzz.py, and a proof that they notice what they are there for.
+The rest of the proofs, and 2,000 cases, are a command of `make test-integrations`."""
 
 from fuzz import fuzz
 

@@ -9,13 +9,13 @@ A kind is a module with
     try_case(rng, folder)      one case, in an empty folder inside that folder: a Trial
     BREAKAGES                  by name, contexts in which the program is broken, to prove that cases notice
 
-    python tests/fuzz.py                                           all kinds
-    python tests/fuzz.py --kinds calls --seed 7 --cases 20000 --seconds 600 --record benchmarks/results/fuzz.json
+    python tests/fuzzing/fuzz.py                                           all kinds
+    python tests/fuzzing/fuzz.py --kinds calls --seed 7 --cases 2000 --seconds 600 --record benchmarks/results/fuzz.json
                                                                    many of one kind, noted beside what is there already
-    python tests/fuzz.py --kinds calls --seed 7 --first 9000       on from case 9,000, where a run stopped
-    python tests/fuzz.py --kinds files --seed 7 --first 123 --cases 1
+    python tests/fuzzing/fuzz.py --kinds calls --seed 7 --first 9000       on from case 9,000, where a run stopped
+    python tests/fuzzing/fuzz.py --kinds files --seed 7 --first 123 --cases 1
                                                                    one case once more
-    python tests/fuzz.py --kinds files --broken "no digests"       how a broken program fails
+    python tests/fuzzing/fuzz.py --kinds files --broken "no digests"       how a broken program fails
 """
 
 import argparse
@@ -48,7 +48,7 @@ from tqdm import tqdm
 from ring_dilated_attention.training.files import MADE_BY, MOST_BYTES, check_mine, json_object, write_whole
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, in the processes that are started here
-sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks, which are not installed
+sys.path += map(str, Path(__file__).parents[1:3])  # for what tests share, and benchmarks, which are not installed
 sys.path.append(str(Path(__file__).parent / "integrations"))
 KINDS = {
     "commands": "fuzz_commands",
@@ -289,7 +289,7 @@ def record_of(
 
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     about = {
-        "command": " ".join(["python tests/fuzz.py", *sys.argv[1:]]),
+        "command": " ".join(["python tests/fuzzing/fuzz.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None,
     }
@@ -350,7 +350,7 @@ def main() -> int:
         return 0
     if arguments.record is not None:
         try:
-            check_mine(arguments.record, is_record, "tests/fuzz.py")
+            check_mine(arguments.record, is_record, "tests/fuzzing/fuzz.py")
         except ValueError as error:
             parser.error(f"--record: {error}")
     proofs = {kind: prove(kind, arguments.seed) for kind in arguments.kinds} if arguments.prove else {}
@@ -366,7 +366,9 @@ def main() -> int:
                     again = f"--kinds {kind} --seed {arguments.seed} --first {number} --cases 1 --verbose"
                     bar.write(f"{number:6}  {trial.seconds:5.2f} s  {trial.outcome}: {trial.description}", sys.stdout)
                     if trial.complaint is not None:
-                        bar.write(f"  FAILED: {trial.complaint}\n  again: python tests/fuzz.py {again}", sys.stdout)
+                        bar.write(
+                            f"  FAILED: {trial.complaint}\n  again: python tests/fuzzing/fuzz.py {again}", sys.stdout
+                        )
 
             found = fuzz(
                 kind,
@@ -381,12 +383,12 @@ def main() -> int:
         print(f"{kind}: {found.num_cases} cases in {found.seconds:.0f} s, {len(found.failures)} failed: {counts}")
         if found.num_cases < arguments.cases:
             on = f"--kinds {kind} --seed {arguments.seed} --first {arguments.first + found.num_cases}"
-            print(f"the time or the patience was up; on from here: python tests/fuzz.py {on}")
+            print(f"the time or the patience was up; on from here: python tests/fuzzing/fuzz.py {on}")
         if arguments.record is not None and arguments.broken is None:
             path = arguments.record
             before = json.loads(path.read_text())["rows"] if path.exists() else []
             text = json.dumps(record_of(before, [found], proofs, arguments.first), indent=1) + "\n"
-            write_whole(path, text.encode(), is_record, "tests/fuzz.py")
+            write_whole(path, text.encode(), is_record, "tests/fuzzing/fuzz.py")
     is_proven = all(number is not None for proof in proofs.values() for number in proof.values())
     return 1 if any(found.failures for found in all_findings) or not is_proven else 0
 

@@ -1,7 +1,7 @@
 """Both GPU backends on a real GPU against the definition in float64, and what only a GPU can show.
 
-    python -m pytest tests/test_cuda.py -rs      on a machine with one; -rs says why something was skipped
-    TRITON_INTERPRET=1 python -m pytest tests/test_cuda.py     a rehearsal without: Triton's interpreter, no bfloat16
+    python -m pytest tests/kernels/test_cuda.py -rs    on a machine with one; -rs says why something was skipped
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/test_cuda.py    a rehearsal: Triton's interpreter, no bfloat16
 
 Without a GPU only the rehearsal runs, in a process of its own. Uninitialised memory is filled with NaN throughout.
 """

@@ -9,6 +9,9 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
 from faults import CAUSAL, Fault, Trial, run_trial
 

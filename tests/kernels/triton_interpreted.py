@@ -2,7 +2,7 @@
 
 Run by `test_triton.py` in a process of its own, since triton reads TRITON_INTERPRET when it is imported; by hand:
 
-    TRITON_INTERPRET=1 python -m pytest tests/triton_interpreted.py
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/triton_interpreted.py
 
 Blocks are 16 x 16 here, so that short sequences have several. bfloat16 is not among the types: the interpreter's
 products of it are wrong. All tests but one run with uninitialised memory filled with NaN.
