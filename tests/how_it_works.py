@@ -111,8 +111,8 @@ def page() -> str:
     programs = {(rank, stage): program(rank, stage) for rank in range(NUM_RANKS) for stage in ("forward", "backward")}
     return f"""# How it works: 8 positions on 2 ranks
 
-This page follows one small call from its pattern to its numbers. `python tests/how_it_works.py` writes the page from the
-code, and a test compares the two.
+This page follows one small call from its pattern to its numbers. `python tests/how_it_works.py` writes the page from
+the code, and a test compares the two.
 
 The sequence has 8 positions and 2 heads. Rank 0 holds the positions 0 to 3, and rank 1 the positions 4 to 7. The
 pattern is not causal. It has two branches: (4, 1) has segments of 4 positions at rate 1, and (8, 2) has segments of 8
@@ -139,8 +139,8 @@ Head 1:
 {seen(1)}
 ```
 
-Branch (4, 1) needs no messages, because each of its segments lies on one rank. Branch (8, 2) has a single segment, which
-both ranks share.
+Branch (4, 1) needs no messages, because each of its segments lies on one rank. Branch (8, 2) has a single segment,
+which both ranks share.
 
 ## Which rows travel
 
@@ -174,8 +174,9 @@ Rank 1 takes the same steps, with rank 0 as its peer:
 {programs[1, "forward"]}
 ```
 
-Between `post` and `wait` the messages travel, and the rank computes the two tiles whose keys are its own. The first tile
-covers all rows and heads, so its result is *adopted*: it becomes the accumulator. Later results are merged into it.
+Between `post` and `wait` the messages travel, and the rank computes the two tiles whose keys are its own. The first
+tile covers all rows and heads, so its result is *adopted*: it becomes the accumulator. Later results are merged into
+it.
 
 In backward the same chunks travel again. Each rank computes the gradients of the chunk that it received. It sends them
 to the chunk's owner, which adds them to the gradients of its own rows (step `home`).
