@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "how_it_works.md"
 PATTERN = DilatedPattern((4, 8), (1, 2))
 NUM_POSITIONS, NUM_HEADS, NUM_RANKS, HEAD_DIM = 8, 2, 2, 1
 JOB = Job(PATTERN, make_shards("contiguous", (4, 4)), NUM_HEADS, NUM_HEADS)
-QUERY, HEAD = 0, 0  # whose two partials are merged on the page
+QUERY, HEAD = 0, 0  # whose partials are merged on the page
 PLACES = 4
 
 
@@ -84,10 +84,9 @@ def merging() -> str:
     lines = ["| tile | keys | its out | its lse | out so far | lse so far |", "|---|---|---|---|---|---|"]
     names = ("branch (4, 1)", "branch (8, 2), own keys", "branch (8, 2), received keys")
     out, lse = torch.zeros(1, 1, dtype=torch.float64), torch.full((1,), -torch.inf, dtype=torch.float64)
-    for name, (keys, part_out, part_lse) in zip(names, partials(), strict=True):
-        part = (torch.tensor([[part_out]], dtype=torch.float64), torch.tensor([part_lse], dtype=torch.float64))
-        merge_(out, lse, *part)
-        numbers = [f"{x:.{PLACES}f}" for x in (part_out, part_lse, out.item(), lse.item())]
+    for name, (keys, its_out, its_lse) in zip(names, partials(), strict=True):
+        merge_(out, lse, torch.tensor([[its_out]], dtype=torch.float64), torch.tensor([its_lse], dtype=torch.float64))
+        numbers = [f"{x:.{PLACES}f}" for x in (its_out, its_lse, out.item(), lse.item())]
         lines.append(f"| {name} | {keys} | {' | '.join(numbers)} |")
     defined = [x[0, QUERY, HEAD].item() for x in dilated_attention_reference(*inputs(), PATTERN, scale=1.0)]
     lines.append(
@@ -96,33 +95,37 @@ def merging() -> str:
     return "\n".join(lines)
 
 
-def weight() -> tuple[str, str]:
+def weight() -> tuple[str, str, str]:
     """The second merge in numbers."""
     (_, first_out, first_lse), (_, out, lse) = partials()[:2]
     share = torch.sigmoid(torch.tensor(lse - first_lse, dtype=torch.float64)).item()
     return (
         f"sigmoid({lse:.4f} - {first_lse:.4f}) = {share:.4f}",
         f"{first_out:.4f} + {share:.4f} * ({out:.4f} - {first_out:.4f})",
+        f"{first_out + share * (out - first_out):.4f}",
     )
 
 
 def page() -> str:
-    share, mean = weight()
+    share, mean, found = weight()
     programs = {(rank, stage): program(rank, stage) for rank in range(NUM_RANKS) for stage in ("forward", "backward")}
     return f"""# How it works: 8 positions on 2 ranks
 
-This page follows one small call from the pattern to the numbers. `python tests/how_it_works.py` writes it from the
-code, and a test compares the two.
+This page follows one small call from its pattern to its numbers. `python tests/how_it_works.py` writes the page from
+the code, and a test compares the two.
 
-The sequence has 8 positions and 2 heads. The pattern has two branches: segments of 4 positions at rate 1, and segments
-of 8 at rate 2. It is not causal. Rank 0 holds the positions 0 to 3, rank 1 the positions 4 to 7.
+The sequence has 8 positions and 2 heads. Rank 0 holds the positions 0 to 3, and rank 1 the positions 4 to 7. The
+pattern is not causal. It has two branches: (4, 1) has segments of 4 positions at rate 1, and (8, 2) has segments of 8
+positions at rate 2.
 
 ## Who sees whom
 
-A branch (w, r) cuts the sequence into segments of w positions. In a segment a head has every r-th position:
-their queries see their keys. Head 0 begins at the first position of the segment, head 1 at the second.
+A branch (w, r) cuts the sequence into segments of w positions. In each segment a head takes every r-th position, and
+the queries at these positions see the keys at the same positions. In branch (8, 2) head 0 takes the positions 0, 2, 4
+and 6, and head 1 the positions 1, 3, 5 and 7. In branch (4, 1) both heads take all positions.
 
-A number below says in how many branches a query sees a key. The bar lies between the shards of the two ranks.
+Each number below says in how many branches a query sees a key; a dot stands for none. The lines separate the positions
+of the two ranks.
 
 Head 0:
 
@@ -136,25 +139,28 @@ Head 1:
 {seen(1)}
 ```
 
-The branch (4, 1) needs no message: each of its segments lies on one rank. The branch (8, 2) has one segment, and both
-ranks share it.
+Branch (4, 1) needs no messages, because each of its segments lies on one rank. Branch (8, 2) has a single segment,
+which both ranks share.
 
 ## Which rows travel
 
-Each rank sends the keys and values that the other rank's queries see, and no others. A rank's rows of a shared segment
-are its *chunk*. Positions are those of the whole sequence. A unit is batch times head dim numbers, so a row of keys of
-one head is one unit, and its values are another.
+Each rank sends only the keys and values that queries of the other rank see. These rows are the rank's *chunk*. The
+table lists their positions in the whole sequence. Sizes are in *units* of batch times head dim numbers: the key of one
+position and head is one unit, and its value is another. So each chunk has 8 units: keys and values of 2 positions for
+each of 2 heads.
 
 {travelling()}
 
-The ranks that share a segment form its *ring*, and a chunk goes from rank to rank along it. Here the ring has two
-ranks, so there is one *hop*.
+The ranks that share a segment form its *ring*. Chunks travel around the ring from rank to rank, and each move is a
+*hop*. This ring has two ranks, so one hop is enough.
 
 ## The program of a rank
 
-A plan says in integers what a rank computes, sends and receives. A program says in which order. It is made before
-anything is computed, and kept for calls of the same shape. The names of rows below are local: row 0 of rank 1 is
-position 4.
+A *plan* lists in integers what a rank computes, sends and receives. A *program* puts this in order, as a list of steps.
+The program is made before anything is computed, and later calls of the same shape use it again.
+
+Each line below is a step. Rows are numbered within the rank: row 0 of rank 1 is position 4. A *tile* is a set of query
+rows times a set of key rows, which one call of a kernel computes.
 
 Rank 0, forward:
 
@@ -162,17 +168,20 @@ Rank 0, forward:
 {programs[0, "forward"]}
 ```
 
-Rank 1 does the same with the peers exchanged:
+Rank 1 takes the same steps, with rank 0 as its peer:
 
 ```
 {programs[1, "forward"]}
 ```
 
-The own tiles are computed while the chunks travel. The first tile covers all rows and heads, so its result is *adopted*
-as the accumulator; later results are merged into it.
+Between `post` and `wait` the messages travel, and the rank computes the two tiles whose keys are its own. The first
+tile covers all rows and heads, so its result is *adopted*: it becomes the accumulator. Later results are merged into
+it.
 
-In backward the chunks travel again. A rank computes the gradients of the chunk that it received and sends them to its
-owner, who adds them to its own. Rank 0, backward:
+In backward the same chunks travel again. Each rank computes the gradients of the chunk that it received. It sends them
+to the chunk's owner, which adds them to the gradients of its own rows (step `home`).
+
+Rank 0, backward:
 
 ```
 {programs[0, "backward"]}
@@ -186,22 +195,22 @@ Rank 1, backward:
 
 ## The merge of partials
 
-A tile gives a *partial*: `out`, the softmax mean of the values of its keys, and `lse`, the logarithm of the sum of
-exp(score) over them. Partials over other keys are merged into one:
+For each query a tile gives a *partial* over the keys of the tile: `out`, the mean of their values weighted by softmax,
+and `lse`, the logarithm of the sum of exp(score). A further partial is merged into those before by
 
     lse' = log(exp(lse) + exp(partial_lse))
     out' = out * exp(lse - lse') + partial_out * exp(partial_lse - lse')
 
-Take query {QUERY} of head {HEAD}. The head dim, the scale and the query are 1; at position j the key is j / 10, and
-the value j. Rank 0 merges three partials:
+Take the query at position {QUERY} in head {HEAD}. Let the head dim be 1, the scale 1 and the query 1, and at position j
+let the key be j / 10 and the value j. Then rank 0 merges three partials:
 
 {merging()}
 
-The second merge in numbers: the weight of the new partial is {share}, and the mean moves to
-{mean}.
+The second row in numbers: the new partial has the weight {share}. So the mean becomes
+{mean}, which is {found}.
 
-Keys 0 and 2 are seen in both branches, so each counts twice in the one softmax. The last row is the definition
-(`reference.py`), computed densely over all keys.
+The query sees the keys 0 and 2 in both branches, so each of them counts twice in the one softmax. The last row is the
+definition (`reference.py`), computed at once over all keys that the query sees, with their counts.
 """
 
 
