@@ -53,7 +53,7 @@ def test_a_difference_is_said_once_on_each_machine():
         "rank 2 on host b: 7); --seed (ranks 0-1 on host a and rank 2 on host b: 0, rank 3 on host b: 1)"
     )
     assert [words_of_difference(table, rank) for rank in range(4)] == [words, "", words, ""]
-    table[3] = Account(3, "b", "b")
+    table[3] = Account(3, "b", "b", "", {})
     assert "rank 3 on host b: nothing" in words_of_difference(table, 0)
 
 

@@ -3,14 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
 from ..models.saved_run import find_checkpoint, read_state
-from ..training.data import FASTA_SUFFIXES, blocks_of, pieces, without_headers
+from ..training.data import cut_into_contexts, letters
 from ..training.files import check_mine, folder_made, is_our_picture, write_whole
 from ..training.resident_memory import peak_resident_bytes
 from .generate import check_run
@@ -78,7 +77,7 @@ def evaluate(arguments: argparse.Namespace) -> dict:
             from ..training.bits_per_byte import bits_by_position, draw_buckets, mean
 
         model = LongNetLM.from_run(arguments.run_folder)
-        text = pieces(letters(arguments.file, file), arguments.chunk, context)
+        text = cut_into_contexts(letters(arguments.file, file), arguments.chunk, context)
         buckets = bits_by_position(model, text, context)
     if not buckets:
         raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
@@ -109,11 +108,6 @@ def open_file(name: str) -> "BinaryIO | nullcontext[BinaryIO]":
         return open(name, "rb")  # the caller closes it
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror}") from error
-
-
-def letters(name: str, file: BinaryIO) -> Iterator[bytes]:
-    """As training reads a file of this name."""
-    return without_headers(blocks_of(file)) if name.lower().endswith(FASTA_SUFFIXES) else blocks_of(file)
 
 
 def shown(context: int | None) -> str:
