@@ -22,11 +22,12 @@ from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.training import checkpoint
 from ring_dilated_attention.training.data import Document, load_document, source_files, without_headers
 from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, train
+from ring_dilated_attention.training.machine import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
+from ring_dilated_attention.training.pictures import draw_losses
 from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended, started, unjoined
-from ring_dilated_attention.training.resident_memory import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.run import Run
-from ring_dilated_attention.training.run_report import draw_losses, summary, write_report
+from ring_dilated_attention.training.run_report import summary, write_report
 from ring_dilated_attention.training.stop_request import StopRequest
 
 TINY = {
@@ -230,7 +231,7 @@ def test_a_rank_that_failed_is_not_ended_while_it_says_so():
     """torchrun ends by SIGTERM the ranks that are left."""
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(RuntimeError, match="lost"), StopRequest(second_aborts=False):
+        with pytest.raises(RuntimeError, match="lost"), StopRequest(is_rank=True):
             raise RuntimeError("lost")
         assert signal.getsignal(signal.SIGTERM) != before
     finally:

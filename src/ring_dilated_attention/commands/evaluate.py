@@ -11,7 +11,8 @@ from typing import BinaryIO
 from ..models.saved_run import find_checkpoint, read_state
 from ..training.data import cut_into_contexts, letters
 from ..training.files import check_mine, folder_made, is_our_picture, write_whole
-from ..training.resident_memory import peak_resident_bytes
+from ..training.machine import peak_resident_bytes
+from ..training.pictures import draw_buckets
 from .generate import check_run
 from .interrupts import leaving_at_once
 from .limits import check_at_least
@@ -74,7 +75,7 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     with open_file(arguments.file) as file:
         with leaving_at_once("rda evaluate"):
             from ..models.longnet import LongNetLM
-            from ..training.bits_per_byte import bits_by_position, draw_buckets, mean
+            from ..training.bits_per_byte import bits_by_position, mean
 
         model = LongNetLM.from_run(arguments.run_folder)
         text = cut_into_contexts(letters(arguments.file, file), arguments.chunk, context)
@@ -82,7 +83,7 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     if not buckets:
         raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
     if arguments.picture is not None:
-        picture = draw_buckets(buckets, f"{arguments.file}, contexts of {shown(context)}")
+        picture = draw_buckets(buckets, mean(buckets), f"{arguments.file}, contexts of {shown(context)}")
         with folder_made(arguments.picture.parent):
             write_whole(arguments.picture, picture, is_our_picture, MAKER)
     return {

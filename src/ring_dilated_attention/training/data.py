@@ -1,6 +1,8 @@
 """The document: bytes, a part to train on and a part held out, and which window a step reads. No torch."""
 
+import gzip
 import hashlib
+import math
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -129,3 +131,21 @@ def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -
             position = (position + wanted) if context is None else (position + wanted) % context
     if held:
         yield position, bytes(held)
+
+
+def baselines(document: Document) -> dict[str, float]:
+    """What simple models reach on the held-out bytes, in bits per byte by name, so that a loss means something.
+
+    gzip sees one window at a time, as the model does, and looks back 32 KiB at most. The unigram model knows how often
+    each byte stands in the training part (each counted once more than it is there), and nothing else.
+    """
+    import numpy
+
+    windows = [bytes(document.held_out_window(i)) for i in range(document.num_held_out)]
+    num_bytes, num_train = document.num_held_out * document.seq_len, document.num_train
+    counts = numpy.bincount(numpy.frombuffer(document.content, numpy.uint8, num_train), minlength=256) + 1
+    bits = [math.log2(num_train + 256) - math.log2(int(x)) for x in counts]
+    return {
+        "gzip": 8 * sum(len(gzip.compress(window, 9, mtime=0)) for window in windows) / num_bytes,
+        "unigram": sum(bits[byte] for window in windows for byte in window) / num_bytes,
+    }

@@ -6,19 +6,17 @@ Here ranks find each other by a file in a folder of this user's, and talk over t
 
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from .options import in_short
-from .stop_request import NOTICE, SIGNALS, STDERR
+from .stop_request import StopRequest
 
 # Ranks learn from their connections that one of them failed, and say so, before they are ended.
 GRACE_SECONDS, POLL_SECONDS = 10, 0.05
@@ -39,8 +37,15 @@ class Ended(NamedTuple):
     reasons: tuple[str, ...]
 
 
-def started() -> tuple[int, int]:
-    """(rank, number of ranks) as torchrun says, or srun of a task of its step; (0, 1) where neither started several.
+class Place(NamedTuple):
+    """Of this process among those that a launcher started."""
+
+    rank: int
+    num_ranks: int
+
+
+def started() -> Place:
+    """As torchrun says, or srun of a task of its step; rank 0 of 1 where neither started several.
 
     Outside of a step, in a batch script say, Slurm's variables are of the job, of which this is the one process.
 
@@ -48,31 +53,22 @@ def started() -> tuple[int, int]:
         ValueError: for numbers that are none.
     """
     rank, size = "RANK", "WORLD_SIZE"
-    if not is_under_torchrun() and "SLURM_STEP_ID" in os.environ:
+    if not _is_under_torchrun() and "SLURM_STEP_ID" in os.environ:
         rank = "SLURM_PROCID"
         size = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in os.environ), "")
     if rank in os.environ and size in os.environ and (num_ranks := _number_in(size, 1)) > 1:
-        return _number_in(rank, 0, num_ranks - 1), num_ranks
-    return 0, 1
+        return Place(_number_in(rank, 0, num_ranks - 1), num_ranks)
+    return Place(0, 1)
 
 
-def is_under_torchrun() -> bool:
+def _is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def num_ranks_started() -> int:
-    """How many processes a launcher started, of which this is one; 1 without one."""
-    return started()[1]
-
-
-def rank_started() -> int:
-    return started()[0]
 
 
 def unjoined(*, joins: bool) -> str:
     """What to say where processes that a launcher started do not work together, else "". joins: if the command can."""
     (rank, num_ranks), tasks = started(), os.environ.get("SLURM_NTASKS", "1")
-    if joins and num_ranks == 1 and tasks != "1" and not is_under_torchrun():
+    if joins and num_ranks == 1 and tasks != "1" and not _is_under_torchrun():
         return f"SLURM_NTASKS={in_short(tasks)} is ignored outside of a step of several tasks: srun starts them"
     is_repeated = not joins and num_ranks > 1 and rank == 0
     return f"a launcher started {num_ranks} of these, and each does all of the work: start one" if is_repeated else ""
@@ -83,7 +79,7 @@ def check_meeting() -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"{num_ranks_started()} ranks need {' and '.join(missing)} to meet: export "
+            f"{started().num_ranks} ranks need {' and '.join(missing)} to meet: export "
             "MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500"
         )
     _number_in("MASTER_PORT", 1, 65_535)
@@ -111,45 +107,47 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
     """
     environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
-    asked, asking = os.pipe()
-    num_requests = 0
-
-    def request(number: int, frame: FrameType | None) -> None:
-        nonlocal num_requests
-        num_requests += 1
-        if num_requests == 1:
-            os.write(STDERR, NOTICE)
-            os.close(asking)
-
+    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", *arguments, "--launched"]
     processes: list[subprocess.Popen[bytes]] = []
-    previous = {number: signal.signal(number, request) for number in SIGNALS}
-    try:
-        with tempfile.TemporaryDirectory(prefix="rda-train-") as folder:
-            _check_room(Path(folder))
-            command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", *arguments]
-            try:
-                for rank in range(num_ranks):
-                    processes.append(_start([*command, "--launched", folder], rank, environment, asked))
-                _wait(processes, lambda: num_requests > 1)
-                # One that is ended here waited for another: it did not fail.
-                default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]
-                reasons = tuple(_reason(Path(folder), rank) or text for rank, text in enumerate(default))
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        for descriptor in [asked] if num_requests else [asked, asking]:
-            os.close(descriptor)
-    return Ended(tuple(process.returncode for process in processes), num_requests > 1, reasons)
+    read_end, write_end = os.pipe()
+    with (
+        StopRequest() as stop,
+        tempfile.TemporaryDirectory(prefix="rda-train-") as folder,
+        open(read_end, "rb") as asked,
+        open(write_end, "wb") as asking,
+    ):
+        _check_room(Path(folder))
+        try:
+            for rank in range(num_ranks):
+                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = subprocess.Popen([*command, folder], stdin=asked, env=own, start_new_session=True)
+                processes.append(process)
+            _wait(processes, stop, asking)
+            # One that is ended here waited for another: it did not fail.
+            default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]
+            reasons = tuple(_reason(Path(folder), rank) or text for rank, text in enumerate(default))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    return Ended(tuple(process.returncode for process in processes), stop.number > 1, reasons)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
+    """Until all have ended, a second request to stop came, or one has failed and the others had their time."""
+    deadline = math.inf
+    while any(process.poll() is None for process in processes) and stop.number < 2 and time.monotonic() < deadline:
+        if stop.requested:
+            asking.close()
+        if deadline == math.inf and any(process.returncode for process in processes):
+            deadline = time.monotonic() + GRACE_SECONDS
+        time.sleep(POLL_SECONDS)
 
 
 def leave_reason(folder: Path, reason: str) -> None:
     """For the launcher, which has only an exit code otherwise: why this rank fails, in one line."""
     with suppress(OSError):  # without room for it the exit code has to do
-        _reason_file(folder, rank_started()).write_text(reason, errors="backslashreplace")
+        _reason_file(folder, started().rank).write_text(reason, errors="backslashreplace")
 
 
 def _reason(folder: Path, rank: int) -> str:
@@ -171,21 +169,5 @@ def _check_room(folder: Path) -> None:
         raise
 
 
-def _start(command: Sequence[str], rank: int, environment: Mapping[str, str], asked: int) -> subprocess.Popen[bytes]:
-    own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    return subprocess.Popen(command, stdin=asked, env=own, start_new_session=True)
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], is_aborted: Callable[[], bool]) -> None:
-    """Until all have ended, or one has failed and the others had their time."""
-    deadline = math.inf
-    while any(process.poll() is None for process in processes) and not is_aborted() and time.monotonic() < deadline:
-        if deadline == math.inf and any(process.returncode for process in processes):
-            deadline = time.monotonic() + GRACE_SECONDS
-        time.sleep(POLL_SECONDS)
-
-
 def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
