@@ -281,7 +281,7 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder):
         (["RUN", "/dev/null"], "/dev/null has fewer than 2 bytes"),
         (["RUN", "/dev/null", "--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["RUN", "/dev/null", "--context", "-1"], "--context -1 must be 2 or more"),
-        (["RUN", "/dev/null", "--context", "1"], "--context 1: the first byte of a context"),
+        (["RUN", "/dev/null", "--context", "1"], "--context 1 must be 2 or more, or 0 for one that never ends"),
         (["RUN", "/dev/null", "--picture", "/dev/null/x.png"], "--picture /dev/null/x.png cannot be written"),
         (["nowhere", "/dev/null"], "nowhere: there is no checkpoint in this folder"),
     ],

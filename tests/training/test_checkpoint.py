@@ -139,7 +139,7 @@ def test_failure_while_writing_leaves_what_was_there(trained, tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         if failing == "save_file":
-            patch.setattr("safetensors.torch.save_file", fail)
+            patch.setattr(checkpoints, "save_file", fail)
         elif failing == "flush":
             patch.setattr(checkpoints, "flush", fail)
         else:

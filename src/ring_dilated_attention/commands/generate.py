@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -42,9 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="what comes before")
     prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file of any length")
     parser.add_argument("--tokens", type=count, default=400, metavar="N", help="bytes to write (default 400)")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest byte (default 1)"
-    )
+    likeliest = "0 takes the likeliest byte (default 1)"
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help=likeliest)
     parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest bytes alone")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest bytes of that probability")
     parser.add_argument("--seed", type=int, metavar="N", help="to write the same again (default: anew each time)")
@@ -75,12 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 130 if record["interrupted"] else 0
 
 
-def check_run(folder: Path) -> None:
-    """What can be said before torch is imported."""
+def check_run(folder: Path) -> Path:
+    """The newest checkpoint of a run, once what can be refused before torch is imported was not."""
     if find_spec("safetensors") is None:
         raise ValueError("needs safetensors: pip install safetensors")
-    if find_checkpoint(folder) is None:
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
         raise ValueError(f"{folder}: there is no checkpoint in this folder; pass the folder of a run of rda train")
+    return checkpoint
 
 
 def prompt_of(arguments: argparse.Namespace) -> bytes:
@@ -95,26 +97,17 @@ def prompt_of(arguments: argparse.Namespace) -> bytes:
 def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> dict:
     """Stream to stdout, or under --json keep it; Ctrl-C ends it in good order. What was written, and how fast."""
     caches = model.make_caches(1, max_len=len(prompt) + arguments.tokens)
-    steps = model.generate(
-        [list(prompt)],
-        arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        caches=caches,
-    )
+    drawn_by = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    steps = model.generate([list(prompt)], arguments.tokens, caches=caches, **drawn_by)
     out = Text(sys.stdout) if not arguments.json else None
-    written, interrupted = bytearray(), False
+    written = bytearray()
     began = first = time.perf_counter()
-    try:
+    with suppress(KeyboardInterrupt):
         for tokens in steps:
             first = first if written else time.perf_counter()
             written.append(int(tokens[0]))
             if out is not None:
                 out.write(bytes(written[-1:]))
-    except KeyboardInterrupt:
-        interrupted = True
     if out is not None:
         out.close()
     seconds = time.perf_counter() - first
@@ -126,7 +119,7 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
         "tokens_per_second": (len(written) - 1) / seconds if len(written) > 1 else None,
         "cache_bytes": sum(cache.num_bytes for cache in caches),
         "cached_positions": int(caches[0].position[0]),
-        "interrupted": interrupted,
+        "interrupted": len(written) < arguments.tokens,
     }
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -94,8 +93,9 @@ def _collect(pipes: list[Connection], launch: Launch, on_report: Callable[[int, 
     while open_pipes:
         ready = wait(list(open_pipes), timeout=max(0, deadline - time.monotonic()))
         if not ready:
-            for rank in joining or open_pipes.values():
-                failures.setdefault(rank, _too_late(launch, is_joining=bool(joining)))
+            late = f"no answer within {launch.seconds:.0f} s" + " of joining" * (launch.join_seconds is not None)
+            late = f"did not join within {launch.join_seconds:g} s" if joining else late
+            failures = dict.fromkeys(joining or open_pipes.values(), late) | failures
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -118,12 +118,6 @@ def _collect(pipes: list[Connection], launch: Launch, on_report: Callable[[int, 
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _too_late(launch: Launch, *, is_joining: bool) -> str:
-    if is_joining:
-        return f"did not join within {launch.join_seconds:g} s"
-    return f"no answer within {launch.seconds:.0f} s" + " of joining" * (launch.join_seconds is not None)
-
-
 def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Callable[..., Any], args: tuple) -> None:
     import torch
     import torch.distributed as dist
@@ -138,14 +132,8 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
         os.environ |= loopback_only()  # all ranks are on this host
         if "nccl" in launch.backend:
             torch.cuda.set_device(rank)
-        store = dist.FileStore(str(Path(folder) / "store"), launch.world_size)
-        dist.init_process_group(
-            launch.backend,
-            store=store,
-            rank=rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=launch.seconds),
-        )
+        store, timeout = dist.FileStore(f"{folder}/store", launch.world_size), timedelta(seconds=launch.seconds)
+        dist.init_process_group(launch.backend, timeout=timeout, world_size=launch.world_size, rank=rank, store=store)
         pipe.send(("joined", None))
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
         pipe.send(("result", function(worker, *args)))

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ..models.saved_run import find_checkpoint
+from ..plan.dealing import check_dealing
 from ..plan.exchange import EXCHANGES
 from ..training.files import in_words
-from ..training.options import Hyperparameters, add_hyperparameters, flag
+from ..training.options import add_hyperparameters, flag
 from ..training.ownership import join_folder, own_folder
 from ..training.rank_launcher import LOST_ANOTHER, Ended, check_meeting, launch, leave_reason, started
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
@@ -121,22 +122,13 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     if num_started > 1 and num_asked not in (None, num_started):
         raise ValueError(f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out")
     run, num_ranks = prepare(arguments), num_started if num_started > 1 else num_asked or 1
-    check_ranks_fit(num_ranks, run.hyperparameters.seq_len)
-    check_exchange(arguments.exchange, run.hyperparameters, num_ranks)
-    num_bytes = run.hyperparameters.num_training_bytes() * (num_ranks if num_started == 1 else 1)
+    options = run.hyperparameters
+    check_ranks_fit(num_ranks, options.seq_len)
+    if arguments.exchange == "all_to_all":  # what every rank would refuse when it attends for the first time
+        check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
+    num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1)
     check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, MEMORY)
     return run
-
-
-def check_exchange(exchange: str, options: Hyperparameters, num_ranks: int) -> None:
-    """What every rank would refuse when it attends for the first time."""
-    num_kv_heads = options.num_kv_heads or options.num_heads
-    if exchange == "all_to_all" and num_kv_heads % num_ranks:
-        raise ValueError(
-            f"--exchange all_to_all deals heads to ranks, and {num_kv_heads} key/value heads do not divide among "
-            f"{num_ranks} ranks: {num_kv_heads} mod {num_ranks} = {num_kv_heads % num_ranks}. Choose --exchange ring, "
-            "which takes any number"
-        )
 
 
 def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
@@ -209,7 +201,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         import torch.distributed as dist
 
         from ..ranks.context import ContextParallel
-        from ..training.agreement import Refusal, agree, together, told_by_first
+        from ..training.agreement import Refusal, agree, together, values_of_all
         from ..training.loop import TrainingDiverged, train
 
     rank, folder = started().rank, Path()
@@ -224,8 +216,9 @@ def run_rank(arguments: argparse.Namespace) -> int:
         agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
             run = together(parallel, partial(claim_folder, arguments, run, stack))
-            # Of a folder without a name each rank would have made one of its own.
-            was_complete, folder = run.is_complete, Path(told_by_first(parallel, str(run.folder)))
+            was_complete = run.is_complete
+            # The first rank's: of a folder without a name each rank would have made one of its own.
+            folder = Path(min(values_of_all(parallel, (rank, str(run.folder))))[1])
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
             if rank == 0:

@@ -59,10 +59,14 @@ def agree(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
         raise Refusal(words_of_difference(table, parallel.rank))
 
 
-def told_by_first(parallel: ContextParallel, text: str) -> str:
-    """The first rank's text, on every rank."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    return next(str(told) for told in _everybodys(parallel, text if is_first else None) if told is not None)
+def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
+    """Every rank's value, which JSON can hold, in the order of the ring."""
+    moment = "the exchange of what ranks are doing"
+    content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = parallel.ranks.agree(len(content), {"call": moment}, None)
+    with all_or_none(parallel.ranks):
+        rows = parallel.ranks.gather(content, lengths, 0, moment)
+    return [json.loads(bytes(row.tolist())) for row in rows]
 
 
 def words_of_refusal(table: Sequence[Account], me: int) -> str:
@@ -110,19 +114,8 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def _exchange(parallel: ContextParallel, refusal: str, fields: Mapping[str, str]) -> list[Account]:
-    """Every rank's account, in the order of the ring."""
+    """Every rank's account."""
     host, rank = socket.gethostname(), dist.get_rank() if dist.is_initialized() else 0
     # torchrun numbers its machines. Processes that somebody started one by one may be anywhere.
     machine = f"{host} {os.environ.get('GROUP_RANK', '')}" if "LOCAL_RANK" in os.environ else f"rank {rank}"
-    accounts = _everybodys(parallel, Account(rank, host, machine, refusal, fields))
-    return [Account(*account) for account in accounts]
-
-
-def _everybodys(parallel: ContextParallel, value: Any) -> list[Any]:
-    """Every rank's value, which JSON can hold."""
-    moment = "the exchange of what ranks are going to do"
-    content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = parallel.ranks.agree(len(content), {"call": moment}, None)
-    with all_or_none(parallel.ranks):
-        rows = parallel.ranks.gather(content, lengths, 0, moment)
-    return [json.loads(bytes(row.tolist())) for row in rows]
+    return [Account(*x) for x in values_of_all(parallel, Account(rank, host, machine, refusal, fields))]

@@ -44,11 +44,8 @@ class Document:
 
     def identity(self) -> dict[str, Any]:
         """By which a run knows it again."""
-        return {
-            "name": self.name,
-            "num_bytes": len(self.content),
-            "sha256": hashlib.sha256(self.content).hexdigest(),
-        }
+        digest = hashlib.sha256(self.content).hexdigest()
+        return {"name": self.name, "num_bytes": len(self.content), "sha256": digest}
 
     def train_window(self, seed: int, step: int) -> bytearray:
         """The sequence of a step: a function of (seed, step) alone, so that a resumed run reads what it would have."""

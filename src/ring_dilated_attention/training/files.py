@@ -25,11 +25,18 @@ def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool],
         OSError: if it cannot be written, with its path. Nothing is left of it then.
     """
     check_mine(path, is_mine, maker)
+    with named_in_errors(path), replaced(path) as unfinished:
+        unfinished.write_bytes(content)
+
+
+@contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """The system's errors name this path, whatever file they came from."""
     try:
-        with replaced(path) as unfinished:
-            unfinished.write_bytes(content)
+        yield
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -102,7 +109,9 @@ class LossyStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.encoding = stream.encoding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -112,12 +121,6 @@ class LossyStream:
     def flush(self) -> None:
         with suppress(OSError):
             self._stream.flush()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
 
 
 def is_our_picture(file: BinaryIO, source: str | None = None) -> bool:

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..ranks.context import ContextParallel
 from ..ranks.processes import recorded_waits
-from ..ranks.reduce import all_reduce
-from .agreement import together
+from .agreement import together, values_of_all
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Document, baselines
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
@@ -64,8 +63,10 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
 
-            waited = sum(wait.end - wait.start for wait in waits)
-            all_waited, all_resident, stopping = exchange_status(parallel, waited, stop.requested)
+            waited = round(sum(wait.end - wait.start for wait in waits), 6)
+            status = values_of_all(parallel, (waited, resident_bytes(), stop.requested))
+            all_waited, all_resident, requests = map(list, zip(*status, strict=True))
+            stopping = any(requests)  # so that all stop at the same step
             waits.clear()
             seconds = time.perf_counter() - began
             state["step"] += 1
@@ -141,19 +142,6 @@ def check_parameters(model: nn.Module, step: int) -> None:
         raise TrainingDiverged(f"a parameter is not finite at step {step}: start again with a smaller --learning-rate")
 
 
-def exchange_status(
-    parallel: ContextParallel, waited: float, stop_requested: bool
-) -> tuple[list[float], list[int], bool]:
-    """Every rank's seconds of waiting, and its resident bytes; and whether any was asked to stop, so that all stop at
-    the same step."""
-    p = parallel.world_size
-    status = torch.zeros(2 * p + 1, dtype=torch.int64)
-    status[parallel.rank], status[p + parallel.rank] = round(1e6 * waited), resident_bytes()
-    status[-1] = int(stop_requested)
-    *found, num_requests = all_reduce(parallel.ranks, status).tolist()
-    return [microseconds / 1e6 for microseconds in found[:p]], found[p:], num_requests > 0
-
-
 @torch.no_grad()
 def held_out_bits_per_byte(model: LongNetLM, document: Document, parallel: ContextParallel) -> float:
     """The mean over the windows at the document's end, which were never trained on."""
@@ -166,11 +154,12 @@ def trained_on(
     options: Hyperparameters, parallel: ContextParallel, planned_attention: int, resident_before: int
 ) -> dict[str, Any]:
     """What a record says of the machine and, in one row per rank, of the ranks; the same on every rank."""
-    names = ("positions", "resident_before", "resident_peak", "planned_attention")
-    row = (len(parallel.positions(options.seq_len)), resident_before, peak_resident_bytes(), planned_attention)
-    table = torch.zeros(parallel.world_size, len(names), dtype=torch.int64)
-    table[parallel.rank] = torch.tensor(row)
-    rows = all_reduce(parallel.ranks, table).tolist()
-    ranks = [{"rank": rank, **dict(zip(names, row, strict=True))} for rank, row in enumerate(rows)]
+    own = {
+        "rank": parallel.rank,
+        "positions": len(parallel.positions(options.seq_len)),
+        "resident_before": resident_before,
+        "resident_peak": peak_resident_bytes(),
+        "planned_attention": planned_attention,
+    }
     machine = hardware() | {"threads_per_rank": torch.get_num_threads()}
-    return {"hardware": machine, "versions": versions(), "ranks": ranks}
+    return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, own)}

@@ -11,10 +11,9 @@ attention and its handshakes; the sum of gradients, which torch does by itself, 
 import json
 import shutil
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 from .files import MOST_BYTES, LossyStream, check_mine, json_object, write_whole
@@ -35,7 +34,7 @@ class Step(NamedTuple):
     resident_bytes: list[int]
 
 
-class Metrics:
+class Metrics(AbstractContextManager["Metrics"]):
     """Of one run; nothing on other ranks than the first.
 
     Raises:
@@ -57,12 +56,7 @@ class Metrics:
 
             self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=step + 1)
 
-    def __enter__(self) -> "Metrics":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._file is not None:
             with suppress(OSError) if error is not None else nullcontext():  # a full disk has been said already
                 self._file.close()

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from ..models.saved_run import MAKER
-from .files import folder_made
+from .files import folder_made, json_object, named_in_errors
 
 LOCK_FILE = ".rda-train.lock"
 
@@ -82,16 +82,16 @@ def _lock(path: Path, kind: int) -> int:
         except FileExistsError:
             descriptor, is_made = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
         try:
-            is_locked = _flock(descriptor, path, kind)
-            if kind == fcntl.LOCK_EX:
-                if not is_locked and not is_made:
-                    raise ValueError(_in_use(path))
-                _sign(descriptor, path)
-            if _is_there(descriptor, path):
-                return descriptor
-        except BaseException as error:
-            if isinstance(error, OSError):
-                error.filename = error.filename or str(path)
+            with named_in_errors(path):
+                is_locked = _flock(descriptor, path, kind)
+                if kind == fcntl.LOCK_EX:
+                    if not is_locked and not is_made:
+                        raise ValueError(_in_use(path))
+                    _sign(descriptor, path)
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(descriptor), path.stat()):
+                        return descriptor
+        except BaseException:
             if is_made and kind == fcntl.LOCK_EX:  # on a full disk, say: nobody's, and not signed
                 with suppress(OSError):
                     path.unlink()
@@ -119,12 +119,6 @@ def _sign(descriptor: int, path: Path) -> None:
     os.write(descriptor, json.dumps(owner | {"since": time.strftime("%Y-%m-%d %H:%M:%S")}).encode())
 
 
-def _is_there(descriptor: int, path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    return False
-
-
 def _in_use(path: Path) -> str:
     owner = _owner(path)
     who = "another run" if owner is None else "process {pid} on host {host} since {since}".format(**owner)
@@ -136,8 +130,8 @@ def _in_use(path: Path) -> str:
 
 def _owner(path: Path) -> dict[str, object] | None:
     """What the file says of its owner; None if it is none of ours."""
-    with suppress(OSError, ValueError, RecursionError):
-        owner = json.loads(path.read_bytes())
-        if isinstance(owner, dict) and owner.get("made_by") == MAKER and {"pid", "host", "since"} <= owner.keys():
+    with suppress(OSError):
+        owner = json_object(path.read_bytes())
+        if owner.get("made_by") == MAKER and {"pid", "host", "since"} <= owner.keys():
             return owner
     return None

@@ -9,13 +9,14 @@ from .files import MADE_BY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from .bits_per_byte import Bucket
 
 
 def draw_losses(record: dict[str, Any]) -> bytes:
     """The losses of a run, by step."""
-    axes = _axes("step")
+    figure, axes = _axes("step")
     losses = record["bits_per_byte"]
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1)
@@ -26,7 +27,7 @@ def draw_losses(record: dict[str, Any]) -> bytes:
     if held_out is not None:
         axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held out: {held_out:.3f}")
     title = f"{record['hyperparameters']['seq_len']:,} tokens over {p} rank{'s' * (p > 1)}"
-    return _as_png(axes, title, {"Source": f"run {record['run']}"})
+    return _as_png(figure, axes, title, {"Source": f"run {record['run']}"})
 
 
 def smoothed(values: list[float]) -> list[float]:
@@ -38,27 +39,28 @@ def smoothed(values: list[float]) -> list[float]:
 
 def draw_buckets(buckets: "Sequence[Bucket]", mean: float, title: str) -> bytes:
     """Bits per byte by the number of bytes before, and their mean."""
-    axes = _axes("bytes of the context before")
+    figure, axes = _axes("bytes of the context before")
     edges = [b.first for b in buckets] + [buckets[-1].last + 1]
     axes.stairs([b.bits_per_byte for b in buckets], edges, baseline=None, linewidth=2)
     axes.axhline(mean, color="tab:orange", linestyle="--", label=f"all bytes: {mean:.3f}")
     axes.set_xscale("log", base=2)
-    return _as_png(axes, title, {})
+    return _as_png(figure, axes, title, {})
 
 
-def _axes(x_label: str) -> "Axes":
+def _axes(x_label: str) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 
-    axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
     axes.set_xlabel(x_label)
     axes.set_ylabel("bits per byte")
-    return axes
+    return figure, axes
 
 
-def _as_png(axes: "Axes", title: str, texts: dict[str, str]) -> bytes:
+def _as_png(figure: "Figure", axes: "Axes", title: str, texts: dict[str, str]) -> bytes:
     axes.set_title(title)
     axes.set_ylim(bottom=0)
     axes.legend()
     content = BytesIO()
-    axes.get_figure().savefig(content, format="png", dpi=120, metadata={"Software": MADE_BY} | texts)
+    figure.savefig(content, format="png", dpi=120, metadata={"Software": MADE_BY} | texts)
     return content.getvalue()

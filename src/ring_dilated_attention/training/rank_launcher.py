@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from .files import named_in_errors
 from .options import in_short
 from .stop_request import StopRequest
 
@@ -116,7 +117,8 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
         open(read_end, "rb") as asked,
         open(write_end, "wb") as asking,
     ):
-        _check_room(Path(folder))
+        with named_in_errors(Path(folder)):
+            (Path(folder) / "room").write_bytes(bytes(STORE_BYTES))  # on a full disk torch's store waits for ever
         try:
             for rank in range(num_ranks):
                 own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -147,26 +149,13 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, askin
 def leave_reason(folder: Path, reason: str) -> None:
     """For the launcher, which has only an exit code otherwise: why this rank fails, in one line."""
     with suppress(OSError):  # without room for it the exit code has to do
-        _reason_file(folder, started().rank).write_text(reason, errors="backslashreplace")
+        (folder / f"failed-{started().rank}").write_text(reason, errors="backslashreplace")
 
 
 def _reason(folder: Path, rank: int) -> str:
     with suppress(OSError, ValueError):  # none, or one that was cut short
-        return _reason_file(folder, rank).read_text()
+        return (folder / f"failed-{rank}").read_text()
     return ""
-
-
-def _reason_file(folder: Path, rank: int) -> Path:
-    return folder / f"failed-{rank}"
-
-
-def _check_room(folder: Path) -> None:
-    """torch's store waits for ever on a disk that is full."""
-    try:
-        (folder / "room").write_bytes(bytes(STORE_BYTES))
-    except OSError as error:
-        error.filename = error.filename or str(folder)
-        raise
 
 
 def _num_cores() -> int:

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import math
+import reprlib
 import secrets
 import time
 from contextlib import suppress
@@ -158,7 +159,8 @@ def _check_state(state: dict[str, Any], step: int) -> None:
         parent, _, key = name.rpartition(".")
         value = (state[parent] if parent else state).get(key)
         if type(value) is not kind:
-            raise ValueError(f"{name} is {_shortened(value)}, and should be {_KINDS[kind]}")
+            found = "missing" if value is None else reprlib.repr(value)
+            raise ValueError(f"{name} is {found}, and should be {_KINDS[kind]}")
     options = Hyperparameters.from_dict(state["hyperparameters"])
     if state["step"] != step or not 1 <= step <= options.steps:
         raise ValueError(f"step is {state['step']} of {options.steps}, and the folder's name says {step}")
@@ -172,11 +174,6 @@ MOST = 1e9  # bits per byte, or seconds of a step
 _STATE = {"run": str, "step": int, "hyperparameters": dict, "bits_per_byte": list, "step_seconds": list}
 _STATE |= {"document": dict, "document.name": str, "document.num_bytes": int, "document.sha256": str}
 _KINDS = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
-
-
-def _shortened(value: Any) -> str:
-    text = "missing" if value is None else repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:

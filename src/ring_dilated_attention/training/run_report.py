@@ -12,7 +12,6 @@ from ..forecast.ledger import attention_memory
 from ..kernels.traits import TRAITS
 from ..plan.job import Job
 from ..plan.planner import make_plan
-from ..plan.sharding import make_shards, split_lengths
 from ..plan.sizes import Sizes
 from ..ranks.context import ContextParallel
 from .files import check_mine, is_our_picture, write_whole
@@ -24,7 +23,7 @@ from .run import PICTURE_FILE, RECORD_FILE, is_record_of
 def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel) -> int:
     """What the plan says one attention call holds on this rank, forward and backward."""
     config = options.model_config()
-    shards = make_shards(parallel.sharding, split_lengths(options.seq_len, parallel.world_size))
+    shards = parallel.ranks.shards(parallel.ranks.lengths_of(options.seq_len))
     job = Job(config.pattern, shards, config.num_heads, config.num_kv_heads or config.num_heads)
     head_dim = config.embed_dim // config.num_heads
     sizes = Sizes(1, head_dim, torch.float32.itemsize, torch.get_num_threads())

@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import sys
-from types import FrameType, TracebackType
+from types import FrameType
 
 STDERR = 2  # written to directly: a signal may come while sys.stderr is in use
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -34,9 +34,7 @@ class StopRequest:
         self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         for number, handler in self._previous.items():
             # When a rank is lost torchrun ends the others by SIGTERM, just while they say what goes on with the run.
             if kind is None or not self._is_rank or number != signal.SIGTERM:
@@ -44,7 +42,10 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        return self.number > 0 or (self._watch_stdin and _at_end(sys.stdin.fileno()))
+        if not self._watch_stdin:
+            return self.number > 0
+        readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0)  # at its end: nothing is ever written to it
+        return self.number > 0 or bool(readable)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number += 1
@@ -53,8 +54,3 @@ class StopRequest:
         elif self.number > 1 and self._second_aborts:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-
-
-def _at_end(descriptor: int) -> bool:
-    readable, _, _ = select.select([descriptor], [], [], 0)
-    return bool(readable)  # nothing is ever written to it
