@@ -182,7 +182,6 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
         from ..ranks.context import ContextParallel
         from ..training.loop import train
 
-    was_complete = run.is_complete
     try:
         with StopRequest(second_aborts=True) as stop:
             record = train(run, ContextParallel(exchange=arguments.exchange), stop)
@@ -191,7 +190,7 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
             raise
         say(f"\nrda train: {NO_MEMORY}; {what_is_left(arguments, run.folder)}")
         return FAILED_EXIT_CODE
-    report(arguments, run, record, was_complete=was_complete)
+    report(arguments, run, record)
     return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
 
 
@@ -216,13 +215,12 @@ def run_rank(arguments: argparse.Namespace) -> int:
         agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
             run = together(parallel, partial(claim_folder, arguments, run, stack))
-            was_complete = run.is_complete
             # The first rank's: of a folder without a name each rank would have made one of its own.
             folder = Path(min(values_of_all(parallel, (rank, str(run.folder))))[1])
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
             if rank == 0:
-                report(arguments, run, record, was_complete=was_complete)
+                report(arguments, run, record)
         dist.destroy_process_group()
     except Refusal as refusal:
         if str(refusal):
@@ -294,13 +292,13 @@ def claim_folder(arguments: argparse.Namespace, run: Run, stack: ExitStack) -> R
     return run
 
 
-def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any], *, was_complete: bool) -> None:
+def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
     """What a run leaves behind, in its folder and on the terminal."""
     from ..training.run_report import summary, write_report
 
     write_report(record)
     folder, steps = record["run_folder"], record["steps_done"]
-    if was_complete:
+    if run.is_complete:
         say(f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again")
     print(summary(record), file=sys.stderr if arguments.json else sys.stdout)
     if record["status"] == "complete":

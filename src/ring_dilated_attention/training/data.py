@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import math
 import stat
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -116,16 +117,13 @@ def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -
     Args:
         context: into how many bytes the text is cut; None if it is one context.
     """
-    position, held = 0, bytearray()
+    position, held, length = 0, bytearray(), context or sys.maxsize
     for block in blocks:
         held += block
-        while held:
-            wanted = size if context is None else min(size, context - position)
-            if len(held) < wanted:
-                break
+        while len(held) >= (wanted := min(size, length - position)):
             yield position, bytes(held[:wanted])
             del held[:wanted]
-            position = (position + wanted) if context is None else (position + wanted) % context
+            position = (position + wanted) % length
     if held:
         yield position, bytes(held)
 

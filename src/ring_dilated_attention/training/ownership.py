@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from ..models.saved_run import MAKER
@@ -60,18 +60,15 @@ def join_folder(folder: Path) -> Iterator[None]:
 @contextmanager
 def _new_folder_made(folder: Path) -> Iterator[Path]:
     with folder_made(folder.parent):
-        for number in count(1):
-            path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-            try:
+        for path in chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in count(2))):
+            with suppress(FileExistsError):
                 path.mkdir()
-            except FileExistsError:
-                continue
-            try:
-                yield path
-            finally:
-                with suppress(OSError):
-                    path.rmdir()
-            return
+                break
+        try:
+            yield path
+        finally:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _lock(path: Path, kind: int) -> int:

@@ -36,8 +36,8 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is left to train."""
-        return self.checkpoint is not None and read_state(self.checkpoint)["step"] == self.hyperparameters.steps
+        """Nothing was left to train."""
+        return self.checkpoint is not None and step_of(self.checkpoint) == self.hyperparameters.steps
 
 
 def prepare(arguments: argparse.Namespace) -> Run:
