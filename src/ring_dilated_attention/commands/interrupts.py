@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-EXIT_CODE = 130  # as a shell reports SIGINT
+INTERRUPTED_EXIT_CODE = 130  # as a shell reports SIGINT
 STDERR = 2  # written to directly: a signal may come while sys.stderr is in use
 
 
@@ -21,7 +21,7 @@ def leaving_at_once(command: str) -> Iterator[None]:
 
     def leave(number: int, frame: FrameType | None) -> None:
         os.write(STDERR, f"\n{command}: interrupted\n".encode())
-        os._exit(EXIT_CODE)
+        os._exit(INTERRUPTED_EXIT_CODE)
 
     with _handled(leave):
         yield

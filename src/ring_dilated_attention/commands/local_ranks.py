@@ -34,21 +34,14 @@ class Worker(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How to start ranks.
-
-    num_threads: torch's threads of each rank.
-    is_pinned: rank k runs on the k-th core that this process may use, and nowhere else (Linux).
-    backend: of torch.distributed. "cpu:gloo,cuda:nccl" gives rank k the k-th GPU.
-    seconds: after which every rank is ended.
-    join_seconds: within which all must have met, where that has a limit of its own; `seconds` count from then on.
-    """
+    """How to start ranks."""
 
     world_size: int
-    num_threads: int = 1
-    is_pinned: bool = False
-    backend: str = "gloo"
-    seconds: float = 60
-    join_seconds: float | None = None
+    num_threads: int = 1  # torch's, of each rank
+    is_pinned: bool = False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
+    backend: str = "gloo"  # of torch.distributed; "cpu:gloo,cuda:nccl" gives rank k the k-th GPU
+    seconds: float = 60  # after which every rank is ended; they count from when all have met if join_seconds is given
+    join_seconds: float | None = None  # within which all must have met
 
 
 def run_ranks(

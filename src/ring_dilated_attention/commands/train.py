@@ -28,8 +28,7 @@ from ..training.rank_launcher import LOST_ANOTHER, Ended, check_meeting, launch,
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest
 from .generate import sample
-from .interrupts import EXIT_CODE as INTERRUPTED_EXIT_CODE
-from .interrupts import leaving_at_once
+from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
 from .limits import check_memory, check_ranks_fit
 from .numbers import count
 from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
@@ -106,11 +105,7 @@ def own(arguments: argparse.Namespace, run: Run, *, shares: bool = False) -> Abs
 
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
-    """The run that is asked for, once everything that can be refused without torch was not.
-
-    Raises:
-        ValueError: with the message for the user.
-    """
+    """The run that is asked for; a ValueError, with the message for the user, for all that needs no torch to refuse."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[train]' in a clone of the repository")

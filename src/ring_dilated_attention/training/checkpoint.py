@@ -35,13 +35,10 @@ _UNFINISHED = "unfinished-"
 
 
 def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> Path:
-    """Write RUN/checkpoint-<state["step"]>, then remove what it makes superfluous.
-
-    Args:
-        state: says by its "run" which run this is.
+    """Write RUN/checkpoint-<state["step"]> of the run state["run"], then remove what it makes superfluous.
 
     Raises:
-        ValueError: if it cannot be written. What there was before is there still.
+        ValueError: if it cannot be written. The older checkpoints are there still.
     """
     target = run_folder / f"checkpoint-{state['step']:06d}"
     if target.exists():
@@ -125,11 +122,8 @@ def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _signed(folder: Path, state: dict[str, Any]) -> str:
     """What state.json holds."""
-    content = {
-        "made_by": MAKER,
-        "state": state,
-        "files": {name: identity(folder / name) for name in (MODEL_FILE, OPTIMIZER_FILE)},
-    }
+    files = {name: identity(folder / name) for name in (MODEL_FILE, OPTIMIZER_FILE)}
+    content = {"made_by": MAKER, "state": state, "files": files}
     return json.dumps(content | {"sha256": digest(content)})
 
 

@@ -57,7 +57,7 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
                 group["lr"] = learning_rate(options, state["step"])
             loss = loss_of(shard(run.document.train_window(options.seed, state["step"]), parallel))
             nats = loss.item()
-            check_finite(nats, state["step"])
+            check_finite(math.isfinite(nats), f"the loss is {nats}", state["step"])
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)
             optimizer.step()
@@ -78,14 +78,16 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
             bar.set_postfix_str(beside_the_bar(step, planned), refresh=False)
             bar.update()
             if state["step"] % run.save_every == 0 or state["step"] == options.steps or stopping:
-                check_parameters(model, state["step"])
+                # A checkpoint of others would replace one from which the run could go on.
+                is_finite = all(bool(x.isfinite().all()) for x in model.parameters())
+                check_finite(is_finite, "a parameter is not finite", state["step"])
                 state |= measured()
                 save = partial(save_checkpoint, run.folder, state, model, optimizer)
                 together(parallel, save if parallel.rank == 0 else lambda: None)
     record = make_record(run.folder, state, sum(x.numel() for x in model.parameters()))
     if state["step"] == options.steps:
-        record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document, parallel)
-        check_finite(record["held_out_bits_per_byte"], state["step"])
+        held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document, parallel)
+        check_finite(math.isfinite(held_out), f"the loss is {held_out}", state["step"])
         record["baselines"] = baselines(run.document) if parallel.rank == 0 else None
     return record
 
@@ -131,15 +133,9 @@ def shard(window: bytearray, parallel: ContextParallel) -> Tensor:
     return parallel.shard(torch.frombuffer(window, dtype=torch.uint8)[None]).long()
 
 
-def check_finite(loss: float, step: int) -> None:
-    if not math.isfinite(loss):
-        raise TrainingDiverged(f"the loss is {loss} at step {step}: start again with a smaller --learning-rate")
-
-
-def check_parameters(model: nn.Module, step: int) -> None:
-    """A checkpoint of these would replace one from which the run could go on."""
-    if not all(bool(x.isfinite().all()) for x in model.parameters()):
-        raise TrainingDiverged(f"a parameter is not finite at step {step}: start again with a smaller --learning-rate")
+def check_finite(is_finite: bool, what: str, step: int) -> None:
+    if not is_finite:
+        raise TrainingDiverged(f"{what} at step {step}: start again with a smaller --learning-rate")
 
 
 @torch.no_grad()

@@ -1,11 +1,6 @@
 """A run as it goes: a line of metrics.jsonl for each step, the progress bar, and TensorBoard if it is asked for.
 
-    {"run": "<its name>"}
-    {"step": 1, "loss": 5.54, "bits_per_byte": 8.0, "seconds": 0.9, "tokens_per_second": 36408.9,
-     "waited_seconds": [0.01, 0.02], "resident_bytes": [412000000, 411000000]}
-
-The two lists have an entry for each rank. Waited is the time in which a rank did nothing but wait for messages of the
-attention and its handshakes; the sum of gradients, which torch does by itself, is not in it.
+The first line of metrics.jsonl is {"run": "<its name>"}; each other one is a `Step`.
 """
 
 import json
@@ -23,14 +18,14 @@ BAR_COLUMNS = 45  # percentage, steps, time and speed, and a bar that can be see
 
 
 class Step(NamedTuple):
-    """One step, as all ranks saw it: a line of the file."""
+    """One step. The two lists have an entry for each rank."""
 
-    step: int
-    loss: float
+    step: int  # from 1
+    loss: float  # nats per byte
     bits_per_byte: float
     seconds: float
     tokens_per_second: float
-    waited_seconds: list[float]
+    waited_seconds: list[float]  # for messages of the attention and its handshakes, not for torch's sum of gradients
     resident_bytes: list[int]
 
 

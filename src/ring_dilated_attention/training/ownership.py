@@ -22,14 +22,11 @@ LOCK_FILE = ".rda-train.lock"
 
 @contextmanager
 def own_folder(folder: Path, *, must_be_new: bool = False, shares: bool = False) -> Iterator[Path]:
-    """Make a folder, if it is not there, and keep every other run out of it. What stays empty is removed at the end.
+    """Make a folder, if it is not there, and keep every other run out of it. It is removed at the end if it is empty.
 
     Args:
-        must_be_new: where the folder is there already, one with a number after its name is made instead.
+        must_be_new: if the folder is there already, make one with a number after its name instead.
         shares: a process that this one starts writes, too, and says so with `join_folder`.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: if another run has it.

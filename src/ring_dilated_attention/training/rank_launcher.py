@@ -28,14 +28,11 @@ LOST_ANOTHER = "lost another"  # the reason of a rank that only followed one tha
 
 
 class Ended(NamedTuple):
-    """How the ranks ended: their exit codes (negative: the signal that killed one), or on a second request.
+    """How the ranks ended."""
 
-    reasons: what each left with `leave_reason`, or "".
-    """
-
-    codes: tuple[int, ...]
-    was_aborted: bool
-    reasons: tuple[str, ...]
+    codes: tuple[int, ...]  # negative: the signal that killed the rank
+    was_aborted: bool  # by a second request to stop
+    reasons: tuple[str, ...]  # what each left with `leave_reason`, or ""
 
 
 class Place(NamedTuple):
@@ -48,10 +45,8 @@ class Place(NamedTuple):
 def started() -> Place:
     """As torchrun says, or srun of a task of its step; rank 0 of 1 where neither started several.
 
-    Outside of a step, in a batch script say, Slurm's variables are of the job, of which this is the one process.
-
-    Raises:
-        ValueError: for numbers that are none.
+    Outside of a step (in a batch script) Slurm's variables tell of the job, of which this is the one process. A
+    ValueError refuses variables that hold no such numbers.
     """
     rank, size = "RANK", "WORLD_SIZE"
     if not _is_under_torchrun() and "SLURM_STEP_ID" in os.environ:

@@ -41,11 +41,7 @@ class Run:
 
 
 def prepare(arguments: argparse.Namespace) -> Run:
-    """The run that the command line asks for.
-
-    Raises:
-        ValueError: if it cannot be, with the message for the user.
-    """
+    """The run that the command line asks for; a ValueError, with the message for the user, if it cannot be."""
     if arguments.save_every < 1:
         raise ValueError(f"--save-every {arguments.save_every} must be at least 1")
     if arguments.resume is None:

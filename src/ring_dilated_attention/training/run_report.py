@@ -55,7 +55,6 @@ def write_report(record: dict[str, Any]) -> None:
 
     Raises:
         ValueError: if a file of such a name is there that this run did not make.
-        OSError: if they cannot be written.
     """
     folder, run = Path(record["run_folder"]), record["run"]
     picture, is_ours = folder / PICTURE_FILE, partial(is_our_picture, source=f"run {run}")
