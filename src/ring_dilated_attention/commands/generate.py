@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import io
 import json
 import os
 import re
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_run(folder: Path) -> Path:
-    """The newest checkpoint of a run, once what can be refused before torch is imported was not."""
+    """The newest checkpoint of a run; a ValueError, before torch is imported, if there is none."""
     if find_spec("safetensors") is None:
         raise ValueError("needs safetensors: pip install safetensors")
     checkpoint = find_checkpoint(folder)
@@ -86,7 +87,7 @@ def check_run(folder: Path) -> Path:
 
 
 def prompt_of(arguments: argparse.Namespace) -> bytes:
-    """The bytes as they were given, of a file as training reads it (FASTA without headers)."""
+    """The bytes of --prompt, or those of a file as training reads it (FASTA without headers)."""
     if arguments.prompt_file is not None:
         return load_document([arguments.prompt_file], 1, 0).content
     if not arguments.prompt:
@@ -95,21 +96,19 @@ def prompt_of(arguments: argparse.Namespace) -> bytes:
 
 
 def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> dict:
-    """Stream to stdout, or under --json keep it; Ctrl-C ends it in good order. What was written, and how fast."""
+    """Stream to stdout, or write nothing under --json. The record says what was written, also after Ctrl-C."""
     caches = model.make_caches(1, max_len=len(prompt) + arguments.tokens)
     drawn_by = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
     steps = model.generate([list(prompt)], arguments.tokens, caches=caches, **drawn_by)
-    out = Text(sys.stdout) if not arguments.json else None
+    out = Text(io.StringIO() if arguments.json else sys.stdout)
     written = bytearray()
     began = first = time.perf_counter()
     with suppress(KeyboardInterrupt):
         for tokens in steps:
             first = first if written else time.perf_counter()
             written.append(int(tokens[0]))
-            if out is not None:
-                out.write(bytes(written[-1:]))
-    if out is not None:
-        out.close()
+            out.write(bytes(written[-1:]))
+    out.close()
     seconds = time.perf_counter() - first
     return {
         "prompt_bytes": len(prompt),
@@ -124,9 +123,9 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
 
 
 class Text:
-    """UTF-8 as it comes, for a person: a character is shown when its last byte is there, and what is none as U+FFFD.
+    """UTF-8 as it comes. A character is shown when its last byte is there; bytes that are no character become U+FFFD.
 
-    On a terminal control characters but newlines and tabs are shown as U+FFFD too.
+    On a terminal so do control characters, except newlines and tabs.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -161,7 +160,7 @@ def summary(record: dict) -> str:
 
 
 def sample(folder: Path, document: Document) -> str:
-    """For the end of training: a little of what the model writes, and the line that makes it write more."""
+    """A little of what the model writes, and the command that makes it write more. Shown at the end of training."""
     from ..models.longnet import LongNetLM
 
     prompt = opening(bytes(document.held_out_window(0)))

@@ -47,9 +47,10 @@ class Launch(NamedTuple):
 def run_ranks(
     launch: Launch, function: Callable[..., Any], *args: Any, on_report: Callable[[int, Any], object] | None = None
 ) -> list[Any]:
-    """function(worker, *args) on every rank; its results in the order of ranks.
+    """Call function(worker, *args) on every rank. Returns the results in the order of ranks.
 
-    `function` must be a module's own. Ends every process, also when a rank fails, when time is up, or on Ctrl-C.
+    `function` stands at the top level of a module. Every process is ended, also when a rank fails, when time is up, or
+    on Ctrl-C.
 
     Raises:
         RankFailedError: if a rank raised, died or ran out of time.
@@ -135,7 +136,7 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
 
 
 def _end_with_the_starter() -> None:
-    """Should it be killed, nobody else would end this process."""
+    """End this process with the one that started it: nobody else would, if that one is killed."""
     starter = multiprocessing.parent_process()
     if starter is not None:
         wait([starter.sentinel])

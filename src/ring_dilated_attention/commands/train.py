@@ -1,6 +1,6 @@
-"""`rda train`: from options to a finished run, in one process, as the launcher of several, or as one of them.
+"""`rda train`: trains in this process, starts several ranks, or is one of them.
 
-What can be refused is refused before any rank starts and before torch is imported.
+A request that cannot be is refused before any rank starts, and before torch is imported.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from .numbers import count
 from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
-# What a checkpoint does not hold: the options with which a run goes on as it was started.
+# The options that a checkpoint does not hold, and without which a resumed run would go on otherwise than it began.
 DEFAULTS = {
     "ranks": None,
     "activation_checkpointing": False,
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def own(arguments: argparse.Namespace, run: Run, *, shares: bool = False) -> AbstractContextManager[Path]:
-    """The run's folder, while it is this run's alone; another one if its name, which nobody chose, is taken."""
+    """Own the run's folder. If its name was not chosen by the user and is taken, another folder is made."""
     is_unnamed = arguments.resume is None and arguments.run_folder is None
     return own_folder(run.folder, must_be_new=is_unnamed, shares=shares)
 
@@ -160,7 +160,7 @@ def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def causes(ended: Ended) -> list[str]:
-    """How ranks failed, those first that were killed; of those that lost another only if there is nothing else."""
+    """How ranks failed, first those that were killed. Ranks that only lost another are left out if there are others."""
     failed = sorted((k for k, code in enumerate(ended.codes) if code), key=lambda k: ended.codes[k] > 0)
     first = [k for k in failed if ended.reasons[k] != LOST_ANOTHER]
     said = []
@@ -172,7 +172,7 @@ def causes(ended: Ended) -> list[str]:
 
 
 def train_alone(arguments: argparse.Namespace, run: Run) -> int:
-    """Train in this process, which is all there is."""
+    """Train in this process alone."""
     with leaving_at_once("rda train"):
         from ..ranks.context import ContextParallel
         from ..training.loop import train
@@ -190,7 +190,7 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
-    """Train in this process, which is one of several. What one of them refuses, all learn."""
+    """Train in this process, which is one of several. If one of them refuses, all do."""
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
@@ -210,7 +210,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
             run = together(parallel, partial(claim_folder, arguments, run, stack))
-            # The first rank's: of a folder without a name each rank would have made one of its own.
+            # The first rank's folder: if the user named none, each rank has made up another name.
             folder = Path(min(values_of_all(parallel, (rank, str(run.folder))))[1])
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
@@ -226,7 +226,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
             say(f"rda train: {error}")
         return USER_ERROR_EXIT_CODE
     except BrokenPipeError:
-        raise  # whoever reads has enough of it
+        raise  # the reader of stdout has gone
     except Exception as error:  # noqa: BLE001  raised again if nobody foresaw it
         return failed(error, arguments, folder)
     # The launcher reads the record; from any other code torchrun would make a traceback.
@@ -234,10 +234,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
-    """Say what ended this rank, to the reader and to the launcher. What nobody foresaw keeps its traceback.
-
-    folder: of the run.
-    """
+    """Tell the user and the launcher what ended this rank. An error that nobody foresaw keeps its traceback."""
     from ..ranks.context import ExchangeError
 
     who = f"rda train: rank {started().rank} on host {socket.gethostname()}"
@@ -279,7 +276,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
 
 
 def claim_folder(arguments: argparse.Namespace, run: Run, stack: ExitStack) -> Run:
-    """The run with the folder that it owns until `stack` is left. Only the first rank writes."""
+    """The run, whose folder the first rank owns until `stack` is left. Only that rank writes."""
     if started().rank == 0 and arguments.launched is None:
         return replace(run, folder=stack.enter_context(own(arguments, run)))
     if started().rank == 0:

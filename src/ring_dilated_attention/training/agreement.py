@@ -1,7 +1,6 @@
-"""All ranks go on, or none does: what one refuses, or has otherwise than the others, all learn before they go on.
+"""All ranks go on, or none does: before they go on, they tell each other what they refuse and what they have.
 
-Every rank that refuses says why, once for all ranks of its machine that refuse for the same reason, with rank and host;
-the others say which rank refused.
+A reason is said once on each machine, with the ranks that refuse and their host. The other ranks say who refused.
 """
 
 import json
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 class Refusal(ValueError):
-    """What some rank refuses, raised on all of them. Empty where another rank on this machine says it."""
+    """Raised on every rank if one refuses. It is empty if another rank on this machine says it."""
 
 
 class Account(NamedTuple):
@@ -70,7 +69,7 @@ def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
 
 
 def words_of_refusal(table: Sequence[Account], me: int) -> str:
-    """What a rank says of those that refuse; "" where another says it."""
+    """What rank `me` says about the ranks that refuse; "" if another rank says it."""
     mine = table[me]
     refusing = [account for account in table if account.refusal]
     if mine.refusal:
@@ -85,7 +84,7 @@ def words_of_refusal(table: Sequence[Account], me: int) -> str:
 
 
 def words_of_difference(table: Sequence[Account], me: int) -> str:
-    """What the ranks have otherwise than each other; "" where another rank on this machine says it."""
+    """What rank `me` says about the fields that differ; "" if another rank on its machine says it."""
     if any(account.machine == table[me].machine for account in table[:me]):
         return ""
     names = dict.fromkeys(name for account in table for name in account.fields)

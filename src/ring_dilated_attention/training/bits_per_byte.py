@@ -1,4 +1,4 @@
-"""Bits per byte by how much came before, of text of any length, through caches: memory does not grow with the text."""
+"""Bits per byte by the number of bytes before. A text is read through caches: memory does not grow with its length."""
 
 import math
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ def bits_by_position(model: LongNetLM, text: Iterable[tuple[int, bytes]], contex
 
     Args:
         text: bytes with their position in their context, in order (`data.cut_into_contexts`).
-        context: the length of the longest context; None for any
+        context: the length of the longest context; None if it may have any
     """
     caches = model.make_caches(1, max_len=context)
     sums, counts = torch.zeros(NUM_BUCKETS, dtype=torch.float64), torch.zeros(NUM_BUCKETS, dtype=torch.int64)

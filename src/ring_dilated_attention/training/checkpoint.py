@@ -1,7 +1,8 @@
-"""Checkpoints of a run are written, either whole or not at all, and a run goes on from them (`models/saved_run.py`).
+"""Checkpoints of a run, written whole or not at all and loaded again (`models/saved_run.py` describes the files).
 
-A checkpoint is written under another name, flushed to the disk, and renamed. The newest two of a run stay, so that one
-that is damaged has one before it; older ones go, file by file, where their state says that this run made them.
+A checkpoint is written under another name, flushed to the disk, and renamed. The newest two of a run stay, so that
+there is another if the newest is damaged. Older ones are removed, file by file, if their state says that this run made
+them.
 """
 
 import json

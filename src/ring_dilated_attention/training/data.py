@@ -44,7 +44,7 @@ class Document:
         return len(self.content) - self.num_held_out * self.seq_len
 
     def identity(self) -> dict[str, Any]:
-        """By which a run knows it again."""
+        """What a run compares when it goes on."""
         digest = hashlib.sha256(self.content).hexdigest()
         return {"name": self.name, "num_bytes": len(self.content), "sha256": digest}
 
@@ -76,7 +76,7 @@ def load_document(data: Sequence[str], seq_len: int, num_held_out: int) -> Docum
 
 
 def source_files(paths: Iterable[Path]) -> list[Path]:
-    """Those outside the skipped folders, in an order that no file system decides."""
+    """The paths outside the skipped folders, in an order that does not depend on the file system."""
     kept = [path for path in paths if not SKIPPED_FOLDERS & set(path.parts)]
     return sorted(kept, key=lambda path: path.as_posix())
 
@@ -92,7 +92,7 @@ def _read(path: Path) -> bytes:
 
 
 def letters(name: str, file: BinaryIO) -> Iterator[bytes]:
-    """What is read of a file of this name, a block at a time: of FASTA the sequence letters alone."""
+    """The bytes to read of a file, a block at a time. If its name is that of FASTA, these are the sequence letters."""
     blocks = iter(partial(file.read, BLOCK), b"")
     return without_headers(blocks) if name.lower().endswith(FASTA_SUFFIXES) else blocks
 
@@ -115,7 +115,7 @@ def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -
     """Up to `size` bytes at a time, each with its position in its context.
 
     Args:
-        context: into how many bytes the text is cut; None if it is one context.
+        context: the length of a context in bytes; None if the whole text is one.
     """
     position, held, length = 0, bytearray(), context or sys.maxsize
     for block in blocks:

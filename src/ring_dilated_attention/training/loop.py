@@ -78,7 +78,7 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
             bar.set_postfix_str(beside_the_bar(step, planned), refresh=False)
             bar.update()
             if state["step"] % run.save_every == 0 or state["step"] == options.steps or stopping:
-                # A checkpoint of others would replace one from which the run could go on.
+                # A checkpoint with NaN would replace one from which the run could go on.
                 is_finite = all(bool(x.isfinite().all()) for x in model.parameters())
                 check_finite(is_finite, "a parameter is not finite", state["step"])
                 state |= measured()
@@ -93,7 +93,7 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
 
 
 def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What the run goes on from, if it goes on from something."""
+    """Load the checkpoint that the run goes on from, if there is one."""
     if run.checkpoint is not None:
         try:
             load_checkpoint(run.checkpoint, model, optimizer)
@@ -121,15 +121,15 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
     wrapped: nn.Module = loss_of
     if parallel.world_size > 1:
         wrapped = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
-    # A rehearsal on a few bytes. DDP orders its buckets anew after the first backward, and that decides in which order
-    # gloo adds more than two ranks' gradients: with it behind, a resumed run adds as the uninterrupted one did.
+    # A rehearsal on a few bytes. DDP orders its buckets anew after the first backward, which decides the order in which
+    # gloo adds the gradients of more than two ranks. After it a resumed run adds as the uninterrupted one did.
     wrapped(shard(bytearray(2 * parallel.world_size), parallel)).backward()
     wrapped.zero_grad()
     return wrapped
 
 
 def shard(window: bytearray, parallel: ContextParallel) -> Tensor:
-    """This rank's part of a sequence of bytes, (1, N_local) int64."""
+    """This rank's shard of a sequence of bytes, (1, N_local) int64."""
     return parallel.shard(torch.frombuffer(window, dtype=torch.uint8)[None]).long()
 
 
@@ -149,7 +149,7 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document, parallel: Conte
 def trained_on(
     options: Hyperparameters, parallel: ContextParallel, planned_attention: int, resident_before: int
 ) -> dict[str, Any]:
-    """What a record says of the machine and, in one row per rank, of the ranks; the same on every rank."""
+    """What a record says about the machine and, in a row for each rank, the ranks. It is the same on every rank."""
     own = {
         "rank": parallel.rank,
         "positions": len(parallel.positions(options.seq_len)),

@@ -1,4 +1,4 @@
-"""What a record says of the machine, the packages and this process's memory. No torch."""
+"""The machine, the versions of packages and the memory of this process, for records. No torch."""
 
 import os
 import platform
@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def resident_bytes() -> int:
-    """What is resident now; where the system does not say (not Linux), the most that ever was."""
+    """Resident memory now. Outside Linux, where the system does not say, it is the peak."""
     return _resident("VmRSS")
 
 
@@ -43,7 +43,7 @@ def peak_resident_bytes() -> int:
 
 
 def _resident(field: str) -> int:
-    # Not getrusage where it can be helped: its maximum survives exec, so a child may show its parent's.
+    # getrusage comes second: its maximum survives exec, so that a child may show its parent's.
     for value in _values(Path("/proc/self/status"), field):
         return int(value.split()[0]) * 1024
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -51,7 +51,7 @@ def _resident(field: str) -> int:
 
 
 def _values(path: Path, field: str) -> Iterator[str]:
-    """What stands after "field:" in a file of Linux's; nothing on other systems."""
+    """What stands after "field:" in a file that Linux has. Other systems have none, which gives nothing."""
     with suppress(OSError):
         for line in path.read_text().splitlines():
             name, _, value = line.partition(":")

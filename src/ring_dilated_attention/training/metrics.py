@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 class Metrics(AbstractContextManager["Metrics"]):
-    """Of one run; nothing on other ranks than the first.
+    """The metrics of one run, written by the first rank alone.
 
     Raises:
         ValueError: if a file of another run, or of somebody else, is in the way.
@@ -53,7 +53,7 @@ class Metrics(AbstractContextManager["Metrics"]):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._file is not None:
-            with suppress(OSError) if error is not None else nullcontext():  # a full disk has been said already
+            with suppress(OSError) if error is not None else nullcontext():  # the user knows of a full disk already
                 self._file.close()
             # A run that is refused (a full disk, say) leaves no trace; one that fails leaves what it had come to.
             is_trace = isinstance(error, (ValueError, OSError)) or not self._has_steps
@@ -81,7 +81,7 @@ def is_of(file: BinaryIO, run: str) -> bool:
 
 
 def lines_before(path: Path, run: str, step: int) -> list[str]:
-    """The lines of a run up to a step, from which it goes on; a line that was cut off by the end of a run is none."""
+    """The lines of a run up to the step from which it goes on. A line that the end of a run cut off is left out."""
     check_mine(path, partial(is_of, run=run), "this run")
     lines = path.read_text(errors="replace").splitlines()
     return lines[:1] + [line for line in lines[1:] if 1 <= json_object(line).get("step", 0) <= step]

@@ -1,7 +1,7 @@
 """The hyperparameters of a run: everything that decides what it computes. No torch.
 
-They are saved with every checkpoint, and a resumed run must have the same. What may change between the two (the number
-of ranks, the exchange, how often to save) is not here.
+They are saved with every checkpoint, and a resumed run must have the same. A run may be resumed with another number of
+ranks, another exchange and other intervals of saving, so these are not here.
 """
 
 import argparse
@@ -104,7 +104,7 @@ class Hyperparameters:
 
 
 def in_short(number: float | str) -> str:
-    """A number in digits, as long as somebody would read them."""
+    """The digits of a number, or how many there are if nobody would read them."""
     text = str(number)
     return text if len(text) <= 40 else f"(a number of {len(text)} digits)"
 

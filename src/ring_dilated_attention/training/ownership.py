@@ -1,7 +1,7 @@
-"""A run owns its folder: whoever comes second is told who has it. No torch.
+"""A run owns its folder: a second run is told who has it. No torch.
 
-The lock is the system's (flock) on a file that says who holds it, and goes with its holder however that one ends. Where
-a file system has no such locks, the file itself is the lock, and a holder that was killed leaves it behind.
+The lock is the system's (flock), on a file that says who holds it. It ends with its holder, however that process ends.
+On a file system without such locks the file itself is the lock, and a holder that was killed leaves it behind.
 """
 
 import fcntl
@@ -69,7 +69,7 @@ def _new_folder_made(folder: Path) -> Iterator[Path]:
 
 
 def _lock(path: Path, kind: int) -> int:
-    """The descriptor of the locked file; its end is the end of the lock."""
+    """The descriptor of the locked file. The lock ends when it is closed."""
     while True:
         try:
             descriptor, is_made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
@@ -123,7 +123,7 @@ def _in_use(path: Path) -> str:
 
 
 def _owner(path: Path) -> dict[str, object] | None:
-    """What the file says of its owner; None if it is none of ours."""
+    """What the file says about its owner; None if `rda train` did not write it."""
     with suppress(OSError):
         owner = json_object(path.read_bytes())
         if owner.get("made_by") == MAKER and {"pid", "host", "since"} <= owner.keys():

@@ -1,7 +1,7 @@
 """`rda train --ranks P`: the ranks are processes of this machine, and nobody beyond it can reach them. No torch.
 
-Not torchrun: it opens its stores on every interface whatever address it is given, and unpickles what it finds there.
-Here ranks find each other by a file in a folder of this user's, and talk over the loopback interface.
+torchrun would open its stores on every interface, whatever address it is given, and unpickle what it finds there. Here
+the ranks find each other by a file in a folder of this user, and talk over the loopback interface.
 """
 
 import math
@@ -36,14 +36,14 @@ class Ended(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of this process among those that a launcher started."""
+    """The place of this process among those that a launcher started."""
 
     rank: int
     num_ranks: int
 
 
 def started() -> Place:
-    """As torchrun says, or srun of a task of its step; rank 0 of 1 where neither started several.
+    """The place that torchrun gives, or srun to a task of its step; rank 0 of 1 if neither started several.
 
     Outside of a step (in a batch script) Slurm's variables tell of the job, of which this is the one process. A
     ValueError refuses variables that hold no such numbers.
@@ -62,7 +62,7 @@ def _is_under_torchrun() -> bool:
 
 
 def unjoined(*, joins: bool) -> str:
-    """What to say where processes that a launcher started do not work together, else "". joins: if the command can."""
+    """What to say if processes of a launcher do not work together, else "". joins: whether the command joins them."""
     (rank, num_ranks), tasks = started(), os.environ.get("SLURM_NTASKS", "1")
     if joins and num_ranks == 1 and tasks != "1" and not _is_under_torchrun():
         return f"SLURM_NTASKS={in_short(tasks)} is ignored outside of a step of several tasks: srun starts them"
@@ -82,7 +82,7 @@ def check_meeting() -> None:
 
 
 def _number_in(name: str, least: int, most: int = MOST_STARTED) -> int:
-    """A number of the environment, which a launcher sets and somebody may have set by hand."""
+    """A number of the environment. A launcher sets it, or somebody by hand."""
     text = os.environ[name]
     is_number = text.isascii() and text.isdigit() and len(text) <= 20
     if not (is_number and least <= int(text) <= most):
@@ -91,15 +91,15 @@ def _number_in(name: str, least: int, most: int = MOST_STARTED) -> int:
 
 
 def loopback_only() -> dict[str, str]:
-    """What keeps gloo's connections on this machine, as environment variables."""
+    """The environment variables that keep gloo's connections on this machine."""
     return {"GLOO_SOCKET_IFNAME": LOOPBACK[sys.platform]} if sys.platform in LOOPBACK else {}
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
     """Run `rda train <arguments> --launched FOLDER` on every rank, until all have ended.
 
-    Each has a session of its own, so that Ctrl-C reaches only this process, which passes it on as the end of the ranks'
-    stdin. A second time they are killed, and so they are 10 seconds after one of them failed.
+    Each has a session of its own, so that Ctrl-C reaches only this process. It passes the request on by closing the
+    ranks' stdin. The ranks are killed by a second Ctrl-C, or 10 seconds after one of them failed.
     """
     environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
@@ -120,7 +120,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
                 process = subprocess.Popen([*command, folder], stdin=asked, env=own, start_new_session=True)
                 processes.append(process)
             _wait(processes, stop, asking)
-            # One that is ended here waited for another: it did not fail.
+            # A rank that is ended here waited for another one: it did not fail.
             default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]
             reasons = tuple(_reason(Path(folder), rank) or text for rank, text in enumerate(default))
         finally:
@@ -131,7 +131,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
-    """Until all have ended, a second request to stop came, or one has failed and the others had their time."""
+    """Return once all have ended, a second request to stop came, or GRACE_SECONDS after a rank failed."""
     deadline = math.inf
     while any(process.poll() is None for process in processes) and stop.number < 2 and time.monotonic() < deadline:
         if stop.requested:
@@ -142,8 +142,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, askin
 
 
 def leave_reason(folder: Path, reason: str) -> None:
-    """For the launcher, which has only an exit code otherwise: why this rank fails, in one line."""
-    with suppress(OSError):  # without room for it the exit code has to do
+    """Tell the launcher in one line why this rank fails. Otherwise it has only an exit code."""
+    with suppress(OSError):  # on a full disk the exit code has to do
         (folder / f"failed-{started().rank}").write_text(reason, errors="backslashreplace")
 
 

@@ -1,4 +1,4 @@
-"""A run: what to train, on what, and where. What can be wrong with a request is found here, without torch."""
+"""A run: what to train, on what, and where. A request that cannot be is refused here, before torch is imported."""
 
 import argparse
 import hashlib
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing was left to train."""
+        """Whether all steps were done when the run began."""
         return self.checkpoint is not None and step_of(self.checkpoint) == self.hyperparameters.steps
 
 
@@ -62,7 +62,7 @@ def prepare(arguments: argparse.Namespace) -> Run:
 
 
 def initial_state(run: Run) -> dict[str, Any]:
-    """Everything a checkpoint holds but tensors: where the run is, what it computes and how it went."""
+    """What a checkpoint holds beside tensors: where the run is, what it computes and how it went."""
     if run.checkpoint is not None:
         return read_state(run.checkpoint)
     return {
@@ -76,7 +76,7 @@ def initial_state(run: Run) -> dict[str, Any]:
 
 
 def fingerprint(run: Run) -> dict[str, str]:
-    """What must be alike on all ranks, by name, in words: the content of the data and not its path."""
+    """What must be the same on all ranks, by name, in words. Data are compared by content, not by path."""
     options = {flag(name): str(value) for name, value in run.hyperparameters.to_dict().items() if name != "data"}
     document, state = run.document.identity(), run.checkpoint and read_state(run.checkpoint)
     return {
@@ -90,7 +90,7 @@ def fingerprint(run: Run) -> dict[str, str]:
 
 
 def code_version() -> str:
-    """Of torch, and of this package by what is in it: two clones may have one number."""
+    """The version of torch, and the number and digest of this package: two clones may have the same number."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         digest.update(name.encode() + b"\0" + (root / name).read_bytes())
@@ -106,7 +106,7 @@ def is_record_of(run: str, file: BinaryIO) -> bool:
 def _new_folder(folder: Path | None) -> Path:
     if folder is None:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # how Python holds other bytes
+    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # Python's letters for bytes that are not UTF-8
         raise ValueError(f"--run-folder {str(folder)!r} is not UTF-8, and safetensors opens no such file: rename it")
     if find_checkpoints(folder) or (folder / RECORD_FILE).exists():
         raise ValueError(f"--run-folder {folder} holds a run already: --resume it, or choose another folder")
@@ -127,7 +127,7 @@ def _newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def with_offer(error: ValueError, damaged: Path) -> ValueError:
-    """What is wrong with a checkpoint, and the newest whole one before it."""
+    """The error of a damaged checkpoint, with the newest whole checkpoint before it."""
     newest_first = find_checkpoints(damaged.parent)
     for number, whole in enumerate(newest_first):
         with suppress(ValueError):
@@ -141,7 +141,7 @@ def with_offer(error: ValueError, damaged: Path) -> ValueError:
 
 
 def _checked_state(checkpoint: Path) -> dict[str, Any]:
-    """The state of a whole checkpoint, all of it there and of its type."""
+    """The state of a checkpoint that is whole, once each of its fields is there and has its type."""
     state = check_whole(checkpoint)
     try:
         _check_state(state, step_of(checkpoint))

@@ -21,7 +21,7 @@ from .run import PICTURE_FILE, RECORD_FILE, is_record_of
 
 
 def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel) -> int:
-    """What the plan says one attention call holds on this rank, forward and backward."""
+    """The bytes that one attention call holds on this rank in forward and backward, by the plan."""
     config = options.model_config()
     shards = parallel.ranks.shards(parallel.ranks.lengths_of(options.seq_len))
     job = Job(config.pattern, shards, config.num_heads, config.num_kv_heads or config.num_heads)
@@ -65,7 +65,7 @@ def write_report(record: dict[str, Any]) -> None:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """What the run came to, and the memory of every rank beside the plan's figure."""
+    """The losses and the speed of a run, and the memory of every rank beside the plan's figure."""
     memory = ("resident_before", "resident_peak", "planned_attention")
     rows = [("rank", "positions", "before step 1", "peak resident", "attention, planned")] + [
         (str(row["rank"]), f"{row['positions']:,}", *(megabytes(row[name]) for name in memory))

@@ -1,8 +1,8 @@
 """Stopping in good order: a request is noted, and the loop acts on it between two steps.
 
-Whoever started the ranks decides how a request reaches them. `rda train --ranks P` holds the write end of a pipe that
-is every rank's stdin: it closes the pipe to ask, and if it is killed the pipe closes too, so that no rank is left
-alone.
+The launcher decides how a request reaches the ranks. `rda train --ranks P` holds the write end of a pipe that is every
+rank's stdin. It closes the pipe to ask them to stop. The pipe closes as well if the launcher is killed, so that no rank
+is left behind.
 """
 
 import os
@@ -17,13 +17,13 @@ _NOTICE = b"\nstopping after this step, to save; a second time stops at once\n"
 
 
 class StopRequest:
-    """A context in which SIGINT and SIGTERM are requests to stop, of which there were `number`.
+    """A context in which SIGINT and SIGTERM are requests to stop. `number` counts them.
 
     Args:
         second_aborts: a second signal ends the process at once.
-        is_rank: of several, which says nothing: whoever started the ranks may pass on a signal that they got already.
-            After an error SIGTERM stays no more than noted, so that the error can be said.
-        watch_stdin: the end of stdin is a request, too.
+        is_rank: this is one of several ranks, and says nothing: a launcher may pass on a signal that the ranks have
+            already. After an error SIGTERM is still only noted, so that the rank can say what happened.
+        watch_stdin: the end of stdin is a request as well.
     """
 
     def __init__(self, *, second_aborts: bool = False, is_rank: bool = False, watch_stdin: bool = False) -> None:
