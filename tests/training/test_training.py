@@ -25,7 +25,7 @@ from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate
 from ring_dilated_attention.training.machine import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.pictures import draw_losses
-from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended, started, unjoined
+from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended, started, unjoined, wait_for_ranks
 from ring_dilated_attention.training.run import Run
 from ring_dilated_attention.training.run_report import summary, write_report
 from ring_dilated_attention.training.stop_request import StopRequest
@@ -236,6 +236,21 @@ def test_a_rank_that_failed_is_not_ended_while_it_says_so():
         assert signal.getsignal(signal.SIGTERM) != before
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_the_first_request_closes_the_ranks_stdin_and_the_second_ends_the_waiting():
+    read_end, write_end = os.pipe()
+    rank = mock.Mock(returncode=None)
+    with StopRequest() as stop, open(read_end, "rb") as asked, open(write_end, "wb") as asking:
+
+        def poll():
+            if rank.poll.call_count in (2, 5):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        rank.poll.side_effect = poll
+        wait_for_ranks([rank], stop, asking)
+        assert (stop.number, asking.closed) == (2, True)
+        assert asked.read() == b""
 
 
 def test_memory_figures():

@@ -119,7 +119,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
                 own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 process = subprocess.Popen([*command, folder], stdin=asked, env=own, start_new_session=True)
                 processes.append(process)
-            _wait(processes, stop, asking)
+            wait_for_ranks(processes, stop, asking)
             # A rank that is ended here waited for another one: it did not fail.
             default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]
             reasons = tuple(_reason(Path(folder), rank) or text for rank, text in enumerate(default))
@@ -130,7 +130,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
     return Ended(tuple(process.returncode for process in processes), stop.number > 1, reasons)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
+def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
     """Return once all have ended, a second request to stop came, or GRACE_SECONDS after a rank failed."""
     deadline = math.inf
     while any(process.poll() is None for process in processes) and stop.number < 2 and time.monotonic() < deadline:
