@@ -12,7 +12,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.training.resident_memory import peak_resident_bytes
+from ring_dilated_attention.training.machine import peak_resident_bytes
 
 from .gate import gate
 from .measure import Allocated, Sizes, Times, allocated, attend, dilated_call, make_tensors

@@ -12,7 +12,7 @@ import torch
 
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT
 from ring_dilated_attention.training.files import MOST_BYTES, json_object, write_whole
-from ring_dilated_attention.training.run_report import hardware, versions
+from ring_dilated_attention.training.machine import hardware, versions
 
 Record = dict[str, Any]
 

@@ -21,8 +21,8 @@ from ring_dilated_attention.commands.output import check_writable, progress_bar,
 from ring_dilated_attention.commands.terminal import guarded
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.training.files import MOST_BYTES, check_mine, folder_made, json_object, write_whole
+from ring_dilated_attention.training.machine import hardware, versions
 from ring_dilated_attention.training.options import in_short
-from ring_dilated_attention.training.run_report import hardware, versions
 
 from . import report
 from .share import SlicedJob, choose_rank, longnet_pattern

@@ -13,7 +13,7 @@ from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.plan.counts import Counter, count_ranks, pairs
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.sizes import Sizes
-from ring_dilated_attention.training.resident_memory import peak_resident_bytes
+from ring_dilated_attention.training.machine import peak_resident_bytes
 
 from .share import SlicedJob, run_share, viewers_of
 from .verify import Check, tolerance, verify

@@ -20,7 +20,7 @@ from ring_dilated_attention.commands import generate as command
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models import LongNetLM
 from ring_dilated_attention.training.bits_per_byte import bits_by_position, mean
-from ring_dilated_attention.training.data import Document, pieces, strip_fasta, without_headers
+from ring_dilated_attention.training.data import Document, cut_into_contexts, without_headers
 from ring_dilated_attention.training.loop import train
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.run import Run
@@ -215,7 +215,7 @@ def test_bits_by_position_are_those_of_one_call(folder, chunk, context):
     for part in contexts:
         for i, bits in enumerate(bits_one_call(model, part).tolist() if len(part) > 1 else [], start=1):
             expected.setdefault(i.bit_length(), []).append(bits)
-    found = bits_by_position(model, pieces([text[:100], text[100:]], chunk, context), context)
+    found = bits_by_position(model, cut_into_contexts([text[:100], text[100:]], chunk, context), context)
     assert [b.first for b in found] == [2 ** (k - 1) for k in sorted(expected)]
     for bucket, (_, bits) in zip(found, sorted(expected.items()), strict=True):
         assert bucket.last == 2 * bucket.first - 1
@@ -265,9 +265,10 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder):
     from benchmarks.measure import allocated
 
     model = LongNetLM.from_run(folder)
-    bits_by_position(model, pieces([TEXT[:500]], 50, None), None)  # what only the first call makes is not the text's
+    # What only the first call makes is not the text's.
+    bits_by_position(model, cut_into_contexts([TEXT[:500]], 50, None), None)
     peaks = [
-        allocated(lambda n=n: bits_by_position(model, pieces([TEXT[:n]], 50, None), None)).peak_bytes
+        allocated(lambda n=n: bits_by_position(model, cut_into_contexts([TEXT[:n]], 50, None), None)).peak_bytes
         for n in (500, 2000)
     ]
     assert peaks[0] == peaks[1]
@@ -280,7 +281,7 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder):
         (["RUN", "/dev/null"], "/dev/null has fewer than 2 bytes"),
         (["RUN", "/dev/null", "--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["RUN", "/dev/null", "--context", "-1"], "--context -1 must be 2 or more"),
-        (["RUN", "/dev/null", "--context", "1"], "--context 1: the first byte of a context"),
+        (["RUN", "/dev/null", "--context", "1"], "--context 1 must be 2 or more, or 0 for one that never ends"),
         (["RUN", "/dev/null", "--picture", "/dev/null/x.png"], "--picture /dev/null/x.png cannot be written"),
         (["nowhere", "/dev/null"], "nowhere: there is no checkpoint in this folder"),
     ],
@@ -290,8 +291,13 @@ def test_evaluate_refuses(arguments, message, folder, capsys):
     assert capsys.readouterr().err.startswith(f"rda evaluate: {message}")
 
 
-def test_streamed_fasta_is_that_of_training():
-    """However the file comes in blocks; and pieces are all of it, in order, none over the end of a context."""
+def strip_fasta(content):
+    """The definition: no header lines, no line ends."""
+    return re.sub(rb"\s+", b"", re.sub(rb"^[>;].*$", b"", content, flags=re.MULTILINE))
+
+
+def test_streamed_fasta_is_its_letters():
+    """However the file comes in blocks; and what is cut is all of it, in order, none over the end of a context."""
     for seed in range(300):
         draw = random.Random(seed)
         content = bytes(draw.choice(b">;ACGT\n\r\n \x0b\x0c\x85") for _ in range(draw.randint(0, 60)))
@@ -303,10 +309,10 @@ def test_streamed_fasta_is_that_of_training():
         assert b"".join(without_headers(blocks)) == strip_fasta(content)
         chunk, context = draw.randint(1, 9), draw.choice([None, 5, 9, 12])
         position = 0
-        for at, piece in pieces(blocks, chunk, context):
+        for at, some in cut_into_contexts(blocks, chunk, context):
             assert at == (position if context is None else position % context)
-            assert 0 < len(piece) <= chunk
-            assert context is None or at + len(piece) <= context
-            assert piece == content[position : position + len(piece)]
-            position += len(piece)
+            assert 0 < len(some) <= chunk
+            assert context is None or at + len(some) <= context
+            assert some == content[position : position + len(some)]
+            position += len(some)
         assert position == len(content)

@@ -285,7 +285,7 @@ def record_of(
     first: int,
 ) -> dict[str, Any]:
     """What was run, for documents to quote: each row with its own date, command and commit, after those before."""
-    from ring_dilated_attention.training.run_report import hardware, versions
+    from ring_dilated_attention.training.machine import hardware, versions
 
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     about = {

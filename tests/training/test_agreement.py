@@ -18,7 +18,7 @@ from ring_dilated_attention.training.agreement import (
     Refusal,
     agree,
     together,
-    told_by_first,
+    values_of_all,
     words_of_difference,
     words_of_refusal,
 )
@@ -53,7 +53,7 @@ def test_a_difference_is_said_once_on_each_machine():
         "rank 2 on host b: 7); --seed (ranks 0-1 on host a and rank 2 on host b: 0, rank 3 on host b: 1)"
     )
     assert [words_of_difference(table, rank) for rank in range(4)] == [words, "", words, ""]
-    table[3] = Account(3, "b", "b")
+    table[3] = Account(3, "b", "b", "", {})
     assert "rank 3 on host b: nothing" in words_of_difference(table, 0)
 
 
@@ -80,11 +80,12 @@ def refuse_on(rank, world_size):
 
 
 def told(rank, world_size):
-    return told_by_first(ContextParallel(), f"Prüfung {rank}")
+    return values_of_all(ContextParallel(), (rank, rank * "Prüfung \udcff"))
 
 
-def test_all_hear_the_first_rank():
-    assert run_ranks(3, told) == ["Prüfung 0"] * 3
+def test_all_hear_what_all_say():
+    """Of any length, and of paths that hold no letters."""
+    assert run_ranks(3, told) == [[[k, k * "Prüfung \udcff"] for k in range(3)]] * 3
 
 
 def test_ranks_learn_what_another_refuses():

@@ -139,7 +139,7 @@ def test_failure_while_writing_leaves_what_was_there(trained, tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         if failing == "save_file":
-            patch.setattr("safetensors.torch.save_file", fail)
+            patch.setattr(checkpoints, "save_file", fail)
         elif failing == "flush":
             patch.setattr(checkpoints, "flush", fail)
         else:
@@ -267,9 +267,9 @@ DAMAGES = {
     "a foreign hyperparameter": (change(hyperparameters__wd=1), "and have ['wd'] besides"),
     "a mistyped hyperparameter": (change(hyperparameters__seq_len=48.0), "hyperparameter seq_len is 48.0, not int"),
     "a list that is a number": (change(hyperparameters__segment_lengths=8), "segment_lengths is 8, not a list"),
-    "a bad hyperparameter": (change(hyperparameters__clip_norm=0), "--clip-norm 0 must be a positive number"),
+    "a bad hyperparameter": (change(hyperparameters__clip_norm=0), "--clip-norm 0 must be from 1e-30 to 1e+30"),
     "a path that cannot be": (change(hyperparameters__data=["a\0b"]), "has a NUL, which no path can have"),
-    "a document without digest": (change(document__sha256=None), "document.sha256 is missing, not a text"),
+    "a document without digest": (change(document__sha256=None), "document.sha256 is missing, and should be a text"),
 }
 DEEPER_DAMAGES = {
     "no moments": (edit(OPTIMIZER_FILE, dict.clear), f"{OPTIMIZER_FILE} does not fit the model: it lacks"),

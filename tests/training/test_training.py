@@ -20,13 +20,14 @@ from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import causes
 from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.training import checkpoint
-from ring_dilated_attention.training.data import Document, load_document, source_files, strip_fasta
+from ring_dilated_attention.training.data import Document, load_document, source_files, without_headers
 from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, train
+from ring_dilated_attention.training.machine import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
-from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended, started, unjoined
-from ring_dilated_attention.training.resident_memory import peak_resident_bytes, resident_bytes
+from ring_dilated_attention.training.pictures import draw_losses
+from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended, started, unjoined, wait_for_ranks
 from ring_dilated_attention.training.run import Run
-from ring_dilated_attention.training.run_report import draw_losses, summary, write_report
+from ring_dilated_attention.training.run_report import summary, write_report
 from ring_dilated_attention.training.stop_request import StopRequest
 
 TINY = {
@@ -105,7 +106,7 @@ class TestDocument:
 
     def test_fasta_keeps_the_letters(self, tmp_path):
         content = b">chr1 some > header\nACGT\r\nAC\n;comment\n>chr2\nGG>T\n\nTT"
-        assert strip_fasta(content) == b"ACGTACGG>TTT"
+        assert b"".join(without_headers([content])) == b"ACGTACGG>TTT"
         for name in ("a.fa", "b.FASTA", "c.txt"):
             (tmp_path / name).write_bytes(content)
         document = load_document([str(tmp_path / name) for name in ("c.txt", "a.fa", "b.FASTA")], 4, 1)
@@ -230,11 +231,26 @@ def test_a_rank_that_failed_is_not_ended_while_it_says_so():
     """torchrun ends by SIGTERM the ranks that are left."""
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(RuntimeError, match="lost"), StopRequest(second_aborts=False):
+        with pytest.raises(RuntimeError, match="lost"), StopRequest(is_rank=True):
             raise RuntimeError("lost")
         assert signal.getsignal(signal.SIGTERM) != before
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_the_first_request_closes_the_ranks_stdin_and_the_second_ends_the_waiting():
+    read_end, write_end = os.pipe()
+    rank = mock.Mock(returncode=None)
+    with StopRequest() as stop, open(read_end, "rb") as asked, open(write_end, "wb") as asking:
+
+        def poll():
+            if rank.poll.call_count in (2, 5):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        rank.poll.side_effect = poll
+        wait_for_ranks([rank], stop, asking)
+        assert (stop.number, asking.closed) == (2, True)
+        assert asked.read() == b""
 
 
 def test_memory_figures():
@@ -274,27 +290,27 @@ class TestCommand:
         ("changes", "message"),
         [
             ({"ranks": 0}, "--ranks 0 must be at least 1"),
-            ({"steps": 0}, "--steps 0 must be at least 1"),
-            ({"seq_len": 1}, "--seq-len 1 must be at least 2"),
-            ({"learning_rate": "nan"}, "--learning-rate nan must be a positive number"),
+            ({"steps": 0}, "--steps 0 must be from 1 to 9,223,372,036,854,775,807"),
+            ({"seq_len": 1}, "--seq-len 1 must be from 2 to"),
+            ({"learning_rate": "nan"}, "--learning-rate nan must be from 1e-30 to 1e+30"),
             ({"save_every": 0}, "--save-every 0 must be at least 1"),
             ({"embed_dim": 15}, "embed_dim=15 over num_heads=2"),
             ({"dilation_rates": 1}, "segment_lengths has 2 entries and dilation_rates has 1"),
             (
                 {"ranks": 3, "exchange": "all_to_all"},
-                "2 key/value heads do not divide among 3 ranks: 2 mod 3 = 2. Choose",
+                "2 key/value heads do not divide among 3 ranks: 2 mod 3 = 2. The exchange ring takes",
             ),
             ({"resume": "."}, "--resume .: there is no checkpoint in this folder"),
             ({"ranks": 49}, "--ranks 49 share the 48 positions of --seq-len, so that 1 of them would own none"),
-            ({"learning_rate": "1e300"}, "--learning-rate 1e+300 must be from -1e+30 to 1e+30"),
-            ({"weight_decay": "1e39"}, "--weight-decay 1e+39 must be from -1e+30 to 1e+30"),
+            ({"learning_rate": "1e300"}, "--learning-rate 1e+300 must be from 1e-30 to 1e+30"),
+            ({"weight_decay": "1e39"}, "--weight-decay 1e+39 must be from 0 to 1e+30"),
             ({"learning_rate": "1e30", "weight_decay": 2}, "1e+30 times --weight-decay 2.0 must be at most 1e+30"),
-            ({"dilation_rates": (1, 2**40 + 1)}, "--dilation-rates 1099511627777 must be from -1,099,511,627,776 to"),
+            ({"dilation_rates": (1, 2**40 + 1)}, "--dilation-rates 1099511627777 must be from 1 to 1,099,511,627,776"),
             ({"seed": 2**64}, "--seed 18446744073709551616 must be from -9,223,372,036,854,775,807 to"),
             ({"seed": -(2**64)}, "--seed -18446744073709551616 must be from -9,223,372,036,854,775,807 to"),
             ({"segment_lengths": (8, 2**63)}, "--segment-lengths 9223372036854775808 must be from"),
             ({"steps": 10**30}, "--steps 1000000000000000000000000000000 must be from"),
-            ({"num_layers": 10**6}, "--num-layers 1000000 must be at most 10,000"),
+            ({"num_layers": 10**6}, "--num-layers 1000000 must be from 1 to 10,000"),
             ({"embed_dim": 10**9}, "AdamW's moments, on every rank, take 3.8e+11 GB, and this machine has"),
             ({"held_out_windows": 10**6}, "pass more --data, or fewer --held-out-windows"),
             ({"data": "/dev/zero"}, "cannot read /dev/zero: it is a device, which may have no end"),

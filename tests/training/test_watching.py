@@ -6,14 +6,23 @@ import math
 
 import pytest
 
-from ring_dilated_attention.training.baselines import baselines, smoothed
-from ring_dilated_attention.training.data import Document
-from ring_dilated_attention.training.metrics import METRICS_FILE, TENSORBOARD_FOLDER, Metrics, Step, check_tensorboard
-from ring_dilated_attention.training.progress import BAR_COLUMNS, fitting
+from ring_dilated_attention.commands import train
+from ring_dilated_attention.commands.cli import main
+from ring_dilated_attention.training.data import Document, baselines
+from ring_dilated_attention.training.metrics import (
+    BAR_COLUMNS,
+    METRICS_FILE,
+    TENSORBOARD_FOLDER,
+    Metrics,
+    Step,
+    beside_the_bar,
+    fitting,
+)
+from ring_dilated_attention.training.pictures import smoothed
 
 
 def step(number):
-    return Step(number, 2.0, 0.5, 100, [0.1, 0.2], [10, 20])
+    return Step(number, 2 * math.log(2), 2.0, 0.5, 200.0, [0.1, 0.2], [10_000_000, 20_000_000])
 
 
 def written(folder):
@@ -26,8 +35,8 @@ def test_each_step_is_there_at_once(tmp_path):
         first, row = written(tmp_path / "new")
         assert first == {"run": "a"}
         assert row["tokens_per_second"] == 200
-        assert row["loss"] == pytest.approx(2 * math.log(2))
         assert row["waited_seconds"] == [0.1, 0.2]
+        assert tuple(row) == Step._fields
 
 
 def test_a_resumed_run_goes_on_where_it_was_saved(tmp_path):
@@ -55,10 +64,10 @@ def test_only_the_first_rank_writes(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_tensorboard_is_asked_for_by_name(monkeypatch):
-    monkeypatch.setattr("ring_dilated_attention.training.metrics.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install tensorboard"):
-        check_tensorboard()
+def test_tensorboard_that_is_not_there_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(train, "find_spec", lambda name: None if name == "tensorboard" else name)
+    assert main(["train", "--tensorboard"]) == 2
+    assert "--tensorboard needs its package: pip install tensorboard. Without it there" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("default")  # its packages' own
@@ -70,7 +79,7 @@ def test_tensorboard_gets_what_the_file_gets(tmp_path):
     found = accumulator(str(tmp_path / TENSORBOARD_FOLDER)).Reload()
     assert [(event.step, event.value) for event in found.Scalars("tokens_per_second")] == [(k, 200) for k in (1, 2, 3)]
     assert found.Scalars("waited_seconds/most")[0].value == pytest.approx(0.2)
-    assert found.Scalars("resident_bytes/most")[0].value == 20
+    assert found.Scalars("resident_bytes/most")[0].value == 2e7
 
 
 def test_baselines_by_hand():
@@ -91,7 +100,8 @@ def test_smoothing_keeps_length_and_lines():
 
 
 def test_the_bar_keeps_to_the_terminal():
-    parts = ["2.000 bits/byte", "1,000 tokens/s", "400+400 MB", "one attention: 5 MB"]
+    parts = ["2.000 bits/byte", "200 tokens/s", "10+20 MB", "one attention: 5 MB"]
+    assert ", ".join(parts).startswith(beside_the_bar(step(1), 5_000_000))
     assert fitting(parts, 300) == ", ".join(parts)
     for columns in range(BAR_COLUMNS + len(parts[0]), 120):
         assert len(fitting(parts, columns)) <= columns - BAR_COLUMNS

@@ -3,16 +3,16 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
-from ..models.saved_run import find_checkpoint, read_state
-from ..training.data import FASTA_SUFFIXES, blocks_of, pieces, without_headers
+from ..models.saved_run import read_state
+from ..training.data import cut_into_contexts, letters
 from ..training.files import check_mine, folder_made, is_our_picture, write_whole
-from ..training.resident_memory import peak_resident_bytes
+from ..training.machine import peak_resident_bytes
+from ..training.pictures import draw_buckets
 from .generate import check_run
 from .interrupts import leaving_at_once
 from .limits import check_at_least
@@ -37,12 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     parser.add_argument("file", metavar="FILE", help="of any size; - is stdin")
-    parser.add_argument(
-        "--context",
-        type=count,
-        metavar="N",
-        help="bytes of a context, 0 for one that never ends (default: a sequence of training)",
-    )
+    length = "bytes of a context, 0 for one that never ends (default: a sequence of training)"
+    parser.add_argument("--context", type=count, metavar="N", help=length)
     parser.add_argument("--chunk", type=count, default=4096, metavar="N", help="bytes at a time (default 4096)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -59,31 +55,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> dict:
-    check_run(arguments.run_folder)
+    checkpoint, context = check_run(arguments.run_folder), arguments.context
     check_at_least("--chunk", arguments.chunk)
-    if arguments.context is not None and arguments.context < 0:
-        raise ValueError(f"--context {arguments.context} must be 2 or more, or 0 for one that never ends")
-    if arguments.context == 1:
-        raise ValueError("--context 1: the first byte of a context is not predicted, so there would be none; give 2")
+    if context is not None and context != 0 and context < 2:
+        never = "for one that never ends: the first byte of a context is not predicted"
+        raise ValueError(f"--context {context} must be 2 or more, or 0 {never}")
     if arguments.picture is not None:
         if find_spec("matplotlib") is None:
             raise ValueError("--picture needs matplotlib: pip install matplotlib")
         check_writable("--picture", arguments.picture.parent, arguments.picture.name)
         check_mine(arguments.picture, is_our_picture, MAKER)
-    length = trained_length(arguments.run_folder) if arguments.context is None else arguments.context
-    context = length or None
+    context = (read_state(checkpoint)["hyperparameters"]["seq_len"] if context is None else context) or None
     with open_file(arguments.file) as file:
         with leaving_at_once("rda evaluate"):
             from ..models.longnet import LongNetLM
-            from ..training.bits_per_byte import bits_by_position, draw_buckets, mean
+            from ..training.bits_per_byte import bits_by_position, mean
 
         model = LongNetLM.from_run(arguments.run_folder)
-        text = pieces(letters(arguments.file, file), arguments.chunk, context)
+        text = cut_into_contexts(letters(arguments.file, file), arguments.chunk, context)
         buckets = bits_by_position(model, text, context)
     if not buckets:
         raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
     if arguments.picture is not None:
-        picture = draw_buckets(buckets, f"{arguments.file}, contexts of {shown(context)}")
+        picture = draw_buckets(buckets, mean(buckets), f"{arguments.file}, contexts of {shown(context)}")
         with folder_made(arguments.picture.parent):
             write_whole(arguments.picture, picture, is_our_picture, MAKER)
     return {
@@ -96,12 +90,6 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     }
 
 
-def trained_length(folder: Path) -> int:
-    checkpoint = find_checkpoint(folder)
-    assert checkpoint is not None
-    return int(read_state(checkpoint)["hyperparameters"]["seq_len"])
-
-
 def open_file(name: str) -> "BinaryIO | nullcontext[BinaryIO]":
     if name == "-":
         return nullcontext(sys.stdin.buffer)
@@ -109,11 +97,6 @@ def open_file(name: str) -> "BinaryIO | nullcontext[BinaryIO]":
         return open(name, "rb")  # the caller closes it
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror}") from error
-
-
-def letters(name: str, file: BinaryIO) -> Iterator[bytes]:
-    """As training reads a file of this name."""
-    return without_headers(blocks_of(file)) if name.lower().endswith(FASTA_SUFFIXES) else blocks_of(file)
 
 
 def shown(context: int | None) -> str:
@@ -126,19 +109,14 @@ def report(record: dict) -> str:
     most = max(bucket["bits_per_byte"] for bucket in buckets)
     rows = [
         (
-            f"{bucket['first']:,} to {bucket['last']:,}"
-            if bucket["last"] > bucket["first"]
-            else f"{bucket['first']:,}",
+            " to ".join(f"{edge:,}" for edge in sorted({bucket["first"], bucket["last"]})),
             f"{bucket['num_bytes']:,}",
             f"{bucket['bits_per_byte']:.3f}",
             ("#" * round(30 * bucket["bits_per_byte"] / most)).ljust(30),
         )
         for bucket in buckets
     ]
-    return "\n".join(
-        [
-            aligned(headers, rows),
-            f"{record['bits_per_byte']:.3f} bits per byte over {record['num_bytes']:,} bytes, in contexts of "
-            f"{shown(record['context'])}; peak resident {record['peak_resident_bytes'] / 1e6:,.0f} MB",
-        ]
+    return (
+        f"{aligned(headers, rows)}\n{record['bits_per_byte']:.3f} bits per byte over {record['num_bytes']:,} bytes, in "
+        f"contexts of {shown(record['context'])}; peak resident {record['peak_resident_bytes'] / 1e6:,.0f} MB"
     )

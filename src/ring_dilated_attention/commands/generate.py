@@ -2,12 +2,14 @@
 
 import argparse
 import codecs
+import io
 import json
 import os
 import re
 import shlex
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -42,9 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="what comes before")
     prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file of any length")
     parser.add_argument("--tokens", type=count, default=400, metavar="N", help="bytes to write (default 400)")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest byte (default 1)"
-    )
+    likeliest = "0 takes the likeliest byte (default 1)"
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help=likeliest)
     parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest bytes alone")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest bytes of that probability")
     parser.add_argument("--seed", type=int, metavar="N", help="to write the same again (default: anew each time)")
@@ -75,16 +76,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 130 if record["interrupted"] else 0
 
 
-def check_run(folder: Path) -> None:
-    """What can be said before torch is imported."""
+def check_run(folder: Path) -> Path:
+    """The newest checkpoint of a run; a ValueError, before torch is imported, if there is none."""
     if find_spec("safetensors") is None:
         raise ValueError("needs safetensors: pip install safetensors")
-    if find_checkpoint(folder) is None:
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
         raise ValueError(f"{folder}: there is no checkpoint in this folder; pass the folder of a run of rda train")
+    return checkpoint
 
 
 def prompt_of(arguments: argparse.Namespace) -> bytes:
-    """The bytes as they were given, of a file as training reads it (FASTA without headers)."""
+    """The bytes of --prompt, or those of a file as training reads it (FASTA without headers)."""
     if arguments.prompt_file is not None:
         return load_document([arguments.prompt_file], 1, 0).content
     if not arguments.prompt:
@@ -93,30 +96,19 @@ def prompt_of(arguments: argparse.Namespace) -> bytes:
 
 
 def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> dict:
-    """Stream to stdout, or under --json keep it; Ctrl-C ends it in good order. What was written, and how fast."""
+    """Stream to stdout, or write nothing under --json. The record says what was written, also after Ctrl-C."""
     caches = model.make_caches(1, max_len=len(prompt) + arguments.tokens)
-    steps = model.generate(
-        [list(prompt)],
-        arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        caches=caches,
-    )
-    out = Text(sys.stdout) if not arguments.json else None
-    written, interrupted = bytearray(), False
+    drawn_by = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    steps = model.generate([list(prompt)], arguments.tokens, caches=caches, **drawn_by)
+    out = Text(io.StringIO() if arguments.json else sys.stdout)
+    written = bytearray()
     began = first = time.perf_counter()
-    try:
+    with suppress(KeyboardInterrupt):
         for tokens in steps:
             first = first if written else time.perf_counter()
             written.append(int(tokens[0]))
-            if out is not None:
-                out.write(bytes(written[-1:]))
-    except KeyboardInterrupt:
-        interrupted = True
-    if out is not None:
-        out.close()
+            out.write(bytes(written[-1:]))
+    out.close()
     seconds = time.perf_counter() - first
     return {
         "prompt_bytes": len(prompt),
@@ -126,14 +118,14 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
         "tokens_per_second": (len(written) - 1) / seconds if len(written) > 1 else None,
         "cache_bytes": sum(cache.num_bytes for cache in caches),
         "cached_positions": int(caches[0].position[0]),
-        "interrupted": interrupted,
+        "interrupted": len(written) < arguments.tokens,
     }
 
 
 class Text:
-    """UTF-8 as it comes, for a person: a character is shown when its last byte is there, and what is none as U+FFFD.
+    """UTF-8 as it comes. A character is shown when its last byte is there; bytes that are no character become U+FFFD.
 
-    On a terminal control characters but newlines and tabs are shown as U+FFFD too.
+    On a terminal so do control characters, except newlines and tabs.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -168,7 +160,7 @@ def summary(record: dict) -> str:
 
 
 def sample(folder: Path, document: Document) -> str:
-    """For the end of training: a little of what the model writes, and the line that makes it write more."""
+    """A little of what the model writes, and the command that makes it write more. Shown at the end of training."""
     from ..models.longnet import LongNetLM
 
     prompt = opening(bytes(document.held_out_window(0)))

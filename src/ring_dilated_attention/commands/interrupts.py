@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command with a line and exit code 130, whenever it comes. No torch."""
+"""Ctrl-C ends a command with a line and exit code 130 at any moment. No torch."""
 
 import os
 import signal
@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-EXIT_CODE = 130  # as a shell reports SIGINT
+INTERRUPTED_EXIT_CODE = 130  # as a shell reports SIGINT
 STDERR = 2  # written to directly: a signal may come while sys.stderr is in use
 
 
 @contextmanager
 def leaving_at_once(command: str) -> Iterator[None]:
-    """For imports, and for nothing that would have to be cleaned up.
+    """Ctrl-C ends the process without any clean-up: for imports alone.
 
-    Raised in the midst of an import, KeyboardInterrupt may come out as something else: numpy makes a RecursionError of
-    it, and others leave a module half made.
+    A KeyboardInterrupt inside an import may become another error (numpy makes a RecursionError of it), or leave a
+    module half made.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
         os.write(STDERR, f"\n{command}: interrupted\n".encode())
-        os._exit(EXIT_CODE)
+        os._exit(INTERRUPTED_EXIT_CODE)
 
     with _handled(leave):
         yield
@@ -29,7 +29,7 @@ def leaving_at_once(command: str) -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Ctrl-C is raised at the end of the block, and processes that are started in it never hear it."""
+    """Ctrl-C is raised at the end of the block. Processes that are started in the block never get it."""
     came: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by whatever is started
     with _handled(lambda number, frame: came.append(number)):
@@ -42,13 +42,13 @@ def held_back() -> Iterator[None]:
 
 
 def ignore_from_now_on() -> None:
-    """The work is done: what comes while Python takes itself down is not worth a traceback."""
+    """For the end of a command: Ctrl-C while Python shuts down is not worth a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
 def _handled(handler: "signal._HANDLER") -> Iterator[None]:
-    """Another handler while a block lasts; none but the main thread may set one, and what is ignored stays so."""
+    """Another handler during a block. Only the main thread may set one, and an ignored signal stays ignored."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
         yield

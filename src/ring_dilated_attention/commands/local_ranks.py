@@ -10,7 +10,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -35,29 +34,23 @@ class Worker(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How to start ranks.
-
-    num_threads: torch's threads of each rank.
-    is_pinned: rank k runs on the k-th core that this process may use, and nowhere else (Linux).
-    backend: of torch.distributed. "cpu:gloo,cuda:nccl" gives rank k the k-th GPU.
-    seconds: after which every rank is ended.
-    join_seconds: within which all must have met, where that has a limit of its own; `seconds` count from then on.
-    """
+    """How to start ranks."""
 
     world_size: int
-    num_threads: int = 1
-    is_pinned: bool = False
-    backend: str = "gloo"
-    seconds: float = 60
-    join_seconds: float | None = None
+    num_threads: int = 1  # torch's, of each rank
+    is_pinned: bool = False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
+    backend: str = "gloo"  # of torch.distributed; "cpu:gloo,cuda:nccl" gives rank k the k-th GPU
+    seconds: float = 60  # after which every rank is ended; they count from when all have met if join_seconds is given
+    join_seconds: float | None = None  # within which all must have met
 
 
 def run_ranks(
     launch: Launch, function: Callable[..., Any], *args: Any, on_report: Callable[[int, Any], object] | None = None
 ) -> list[Any]:
-    """function(worker, *args) on every rank; its results in the order of ranks.
+    """Call function(worker, *args) on every rank. Returns the results in the order of ranks.
 
-    `function` must be a module's own. Ends every process, also when a rank fails, when time is up, or on Ctrl-C.
+    `function` stands at the top level of a module. Every process is ended, also when a rank fails, when time is up, or
+    on Ctrl-C.
 
     Raises:
         RankFailedError: if a rank raised, died or ran out of time.
@@ -94,8 +87,9 @@ def _collect(pipes: list[Connection], launch: Launch, on_report: Callable[[int, 
     while open_pipes:
         ready = wait(list(open_pipes), timeout=max(0, deadline - time.monotonic()))
         if not ready:
-            for rank in joining or open_pipes.values():
-                failures.setdefault(rank, _too_late(launch, is_joining=bool(joining)))
+            late = f"no answer within {launch.seconds:.0f} s" + " of joining" * (launch.join_seconds is not None)
+            late = f"did not join within {launch.join_seconds:g} s" if joining else late
+            failures = dict.fromkeys(joining or open_pipes.values(), late) | failures
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -118,12 +112,6 @@ def _collect(pipes: list[Connection], launch: Launch, on_report: Callable[[int, 
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _too_late(launch: Launch, *, is_joining: bool) -> str:
-    if is_joining:
-        return f"did not join within {launch.join_seconds:g} s"
-    return f"no answer within {launch.seconds:.0f} s" + " of joining" * (launch.join_seconds is not None)
-
-
 def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Callable[..., Any], args: tuple) -> None:
     import torch
     import torch.distributed as dist
@@ -138,14 +126,8 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
         os.environ |= loopback_only()  # all ranks are on this host
         if "nccl" in launch.backend:
             torch.cuda.set_device(rank)
-        store = dist.FileStore(str(Path(folder) / "store"), launch.world_size)
-        dist.init_process_group(
-            launch.backend,
-            store=store,
-            rank=rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=launch.seconds),
-        )
+        store, timeout = dist.FileStore(f"{folder}/store", launch.world_size), timedelta(seconds=launch.seconds)
+        dist.init_process_group(launch.backend, timeout=timeout, world_size=launch.world_size, rank=rank, store=store)
         pipe.send(("joined", None))
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
         pipe.send(("result", function(worker, *args)))
@@ -154,7 +136,7 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
 
 
 def _end_with_the_starter() -> None:
-    """Should it be killed, nobody else would end this process."""
+    """End this process with the one that started it: nobody else would, if that one is killed."""
     starter = multiprocessing.parent_process()
     if starter is not None:
         wait([starter.sentinel])

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from ..training.files import in_words
-from .interrupts import EXIT_CODE, ignore_from_now_on
+from .interrupts import INTERRUPTED_EXIT_CODE, ignore_from_now_on
 
 UNREAD_EXIT_CODE = 141  # as a shell reports SIGPIPE
 NO_MEMORY = "there is not enough memory"
@@ -29,7 +29,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
         return UNREAD_EXIT_CODE
     except KeyboardInterrupt:
         say(f"\n{command}: interrupted")
-        return EXIT_CODE
+        return INTERRUPTED_EXIT_CODE
     except OSError as error:
         drop_unwritten()
         say(f"{command}: {in_words(error)}")

@@ -1,6 +1,6 @@
-"""`rda train`: from options to a finished run, in one process, as the launcher of several, or as one of them.
+"""`rda train`: trains in this process, starts several ranks, or is one of them.
 
-What can be refused is refused before any rank starts and before torch is imported.
+A request that cannot be is refused before any rank starts, and before torch is imported.
 """
 
 import argparse
@@ -11,8 +11,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -20,30 +19,29 @@ from pathlib import Path
 from typing import Any
 
 from ..models.saved_run import find_checkpoint
+from ..plan.dealing import check_dealing
 from ..plan.exchange import EXCHANGES
 from ..training.files import in_words
-from ..training.metrics import check_tensorboard
-from ..training.options import Hyperparameters, add_hyperparameters
+from ..training.options import add_hyperparameters, flag
 from ..training.ownership import join_folder, own_folder
-from ..training.rank_launcher import (
-    LOST_ANOTHER,
-    Ended,
-    check_meeting,
-    launch,
-    leave_reason,
-    num_ranks_started,
-    rank_started,
-)
+from ..training.rank_launcher import LOST_ANOTHER, Ended, check_meeting, launch, leave_reason, started
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
-from ..training.stop_request import INTERRUPTED_EXIT_CODE, StopRequest
+from ..training.stop_request import StopRequest
 from .generate import sample
-from .interrupts import leaving_at_once
+from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
 from .limits import check_memory, check_ranks_fit
 from .numbers import count
 from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
-DEFAULTS = {"exchange": "auto", "save_every": 30}
+# The options that a checkpoint does not hold, and without which a resumed run would go on otherwise than it began.
+DEFAULTS = {
+    "ranks": None,
+    "activation_checkpointing": False,
+    "tensorboard": False,
+    "exchange": "auto",
+    "save_every": 30,
+}
 MEMORY = "use a smaller --embed-dim or fewer --num-layers"
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
 # What gloo says in a gradient's sum, which goes through torch's own group, when another rank has ended.
@@ -73,23 +71,14 @@ those that gloo picks).
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
+    parser.set_defaults(**DEFAULTS)
     parser.add_argument("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
-    parser.add_argument(
-        "--exchange",
-        choices=("auto", *EXCHANGES),
-        default=DEFAULTS["exchange"],
-        help="how chunks travel (default auto)",
-    )
+    parser.add_argument("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
     parser.add_argument("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
-    parser.add_argument(
-        "--save-every",
-        type=count,
-        default=DEFAULTS["save_every"],
-        metavar="N",
-        help="steps between checkpoints; older ones are deleted (default 30)",
-    )
+    steps = "steps between checkpoints; older ones are deleted (default 30)"
+    parser.add_argument("--save-every", type=count, metavar="N", help=steps)
     parser.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
     parser.add_argument("--json", action="store_true", help="print the record on stdout, all else on stderr")
     parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)  # by `launch`: where the ranks meet
@@ -98,12 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        if num_ranks_started() > 1:
+        if started().num_ranks > 1:
             return run_rank(arguments)
-        run = prepare_checked(arguments)
-        num_ranks = arguments.ranks or 1
-        is_unnamed = arguments.resume is None and arguments.run_folder is None
-        with own_folder(run.folder, must_be_new=is_unnamed, shares=num_ranks > 1) as folder:
+        run, num_ranks = prepare_checked(arguments), arguments.ranks or 1
+        with own(arguments, run, shares=num_ranks > 1) as folder:
             run = replace(run, folder=folder)
             return launch_ranks(arguments, run) if num_ranks > 1 else train_alone(arguments, run)
     except ValueError as error:  # the library's word to its user; anything else keeps its traceback
@@ -111,50 +98,32 @@ def run(arguments: argparse.Namespace) -> int:
         return USER_ERROR_EXIT_CODE
 
 
+def own(arguments: argparse.Namespace, run: Run, *, shares: bool = False) -> AbstractContextManager[Path]:
+    """Own the run's folder. If its name was not chosen by the user and is taken, another folder is made."""
+    is_unnamed = arguments.resume is None and arguments.run_folder is None
+    return own_folder(run.folder, must_be_new=is_unnamed, shares=shares)
+
+
 def prepare_checked(arguments: argparse.Namespace) -> Run:
-    """The run that is asked for, once everything that can be refused without torch was not.
-
-    Raises:
-        ValueError: with the message for the user.
-    """
-    check_packages()
-    if arguments.tensorboard:
-        check_tensorboard()
-    check_ranks(arguments.ranks)
-    run = replace(prepare(arguments), tensorboard=arguments.tensorboard)
-    num_ranks = num_ranks_started() if num_ranks_started() > 1 else arguments.ranks or 1
-    check_ranks_fit(num_ranks, run.hyperparameters.seq_len)
-    check_exchange(arguments.exchange, run.hyperparameters, num_ranks)
-    num_bytes = run.hyperparameters.num_training_bytes() * (num_ranks if num_ranks_started() == 1 else 1)
-    check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, MEMORY)
-    return run
-
-
-def check_packages() -> None:
+    """The run that is asked for; a ValueError, with the message for the user, for all that needs no torch to refuse."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[train]' in a clone of the repository")
-
-
-def check_ranks(num_ranks: int | None) -> None:
-    if num_ranks is None:
-        return
-    if num_ranks < 1:
-        raise ValueError(f"--ranks {num_ranks} must be at least 1")
-    if num_ranks_started() > 1 and num_ranks != num_ranks_started():
-        raise ValueError(f"--ranks {num_ranks}, but a launcher started {num_ranks_started()} ranks: leave --ranks out")
-
-
-def check_exchange(exchange: str, options: Hyperparameters, num_ranks: int) -> None:
-    """What every rank would refuse when it attends for the first time."""
-    config = options.model_config()
-    num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
-    if exchange == "all_to_all" and num_kv_heads % num_ranks:
-        raise ValueError(
-            f"--exchange all_to_all deals heads to ranks, and {num_kv_heads} key/value heads do not divide among "
-            f"{num_ranks} ranks: {num_kv_heads} mod {num_ranks} = {num_kv_heads % num_ranks}. Choose --exchange ring, "
-            "which takes any number"
-        )
+    if arguments.tensorboard and find_spec("tensorboard") is None:
+        raise ValueError("--tensorboard needs its package: pip install tensorboard. Without it there is metrics.jsonl")
+    num_started, num_asked = started().num_ranks, arguments.ranks
+    if num_asked is not None and num_asked < 1:
+        raise ValueError(f"--ranks {num_asked} must be at least 1")
+    if num_started > 1 and num_asked not in (None, num_started):
+        raise ValueError(f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out")
+    run, num_ranks = prepare(arguments), num_started if num_started > 1 else num_asked or 1
+    options = run.hyperparameters
+    check_ranks_fit(num_ranks, options.seq_len)
+    if arguments.exchange == "all_to_all":  # what every rank would refuse when it attends for the first time
+        check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
+    num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1)
+    check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, MEMORY)
+    return run
 
 
 def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
@@ -179,80 +148,74 @@ def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
-    """What goes on with a run as it was started: a checkpoint holds its hyperparameters, and nothing else."""
-    words = ["--resume", str(folder), *(["--ranks", str(arguments.ranks)] if arguments.ranks else [])]
-    for name in ("activation_checkpointing", "tensorboard"):
-        words += [f"--{name.replace('_', '-')}"] if getattr(arguments, name) else []
+    words = ["--resume", str(folder)]
     for name, default in DEFAULTS.items():
         value = getattr(arguments, name)
-        words += [f"--{name.replace('_', '-')}", str(value)] if value != default else []
-    is_launched = num_ranks_started() > 1 and arguments.launched is None
+        if value != default:
+            words += [flag(name)] if value is True else [flag(name), str(value)]
+    is_launched = started().num_ranks > 1 and arguments.launched is None
     launcher = "torchrun ..." if "WORLD_SIZE" in os.environ else "srun python"
     start = f"{launcher} -m ring_dilated_attention.commands.cli train" if is_launched else "rda train"
     return f"{start} {shlex.join(words)}"
 
 
 def causes(ended: Ended) -> list[str]:
-    """How ranks failed, those first that were killed; of those that lost another only if there is nothing else."""
+    """How ranks failed, first those that were killed. Ranks that only lost another are left out if there are others."""
     failed = sorted((k for k, code in enumerate(ended.codes) if code), key=lambda k: ended.codes[k] > 0)
     first = [k for k in failed if ended.reasons[k] != LOST_ANOTHER]
-    return [how_it_ended(k, ended.codes[k], ended.reasons[k]) for k in first or failed]
-
-
-def how_it_ended(rank: int, code: int, reason: str) -> str:
-    if reason:
-        return f"rank {rank}: {reason}"
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return f"rank {rank} {how}"
+    said = []
+    for rank in first or failed:
+        code, reason = ended.codes[rank], ended.reasons[rank]
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        said.append(f"rank {rank}: {reason}" if reason else f"rank {rank} {how}")
+    return said
 
 
 def train_alone(arguments: argparse.Namespace, run: Run) -> int:
-    """Train in this process, which is all there is."""
+    """Train in this process alone."""
     with leaving_at_once("rda train"):
         from ..ranks.context import ContextParallel
         from ..training.loop import train
 
-    was_complete = run.is_complete
     try:
-        with StopRequest() as stop:
+        with StopRequest(second_aborts=True) as stop:
             record = train(run, ContextParallel(exchange=arguments.exchange), stop)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         say(f"\nrda train: {NO_MEMORY}; {what_is_left(arguments, run.folder)}")
         return FAILED_EXIT_CODE
-    report(arguments, run, record, was_complete=was_complete)
+    report(arguments, run, record)
     return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
-    """Train in this process, which is one of several. What one of them refuses, all learn."""
+    """Train in this process, which is one of several. If one of them refuses, all do."""
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
         from ..ranks.context import ContextParallel
-        from ..training.agreement import Refusal, agree, together, told_by_first
+        from ..training.agreement import Refusal, agree, together, values_of_all
         from ..training.loop import TrainingDiverged, train
 
-    rank, folder = rank_started(), Path()
+    rank, folder = started().rank, Path()
     try:
-        prepared = attempt(partial(prepare_checked, arguments))
         try:
             join_ranks(arguments)
             parallel = ContextParallel(exchange=arguments.exchange)
         except (ValueError, RuntimeError):
-            prepared()  # nobody to be told: what this rank refuses comes before what keeps it from the others
+            prepare_checked(arguments)  # what this rank refuses comes before what keeps it from the others
             raise
-        run = together(parallel, prepared)
+        run = together(parallel, partial(prepare_checked, arguments))
         agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
             run = together(parallel, partial(claim_folder, arguments, run, stack))
-            # Of a folder without a name each rank would have made one of its own.
-            was_complete, folder = run.is_complete, Path(told_by_first(parallel, str(run.folder)))
-            with StopRequest(watch_stdin=arguments.launched is not None, second_aborts=False) as stop:
+            # The first rank's folder: if the user named none, each rank has made up another name.
+            folder = Path(min(values_of_all(parallel, (rank, str(run.folder))))[1])
+            with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
             if rank == 0:
-                report(arguments, run, record, was_complete=was_complete)
+                report(arguments, run, record)
         dist.destroy_process_group()
     except Refusal as refusal:
         if str(refusal):
@@ -263,7 +226,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
             say(f"rda train: {error}")
         return USER_ERROR_EXIT_CODE
     except BrokenPipeError:
-        raise  # whoever reads has enough of it
+        raise  # the reader of stdout has gone
     except Exception as error:  # noqa: BLE001  raised again if nobody foresaw it
         return failed(error, arguments, folder)
     # The launcher reads the record; from any other code torchrun would make a traceback.
@@ -271,47 +234,30 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
-    """Say what ended this rank, to the reader and to the launcher. What nobody foresaw keeps its traceback.
-
-    folder: of the run.
-    """
+    """Tell the user and the launcher what ended this rank. An error that nobody foresaw keeps its traceback."""
     from ..ranks.context import ExchangeError
 
-    who = f"rda train: rank {rank_started()} on host {socket.gethostname()}"
-    is_expected, code = True, FAILED_EXIT_CODE
+    who = f"rda train: rank {started().rank} on host {socket.gethostname()}"
+    first_line = next(iter(str(error).splitlines()), type(error).__name__)
+    is_lost = isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error)) is not None
+    code, said = FAILED_EXIT_CODE, ""
     if isinstance(error, (ValueError, OSError)):
-        code, reason, said = USER_ERROR_EXIT_CODE, in_words(error), f"{who}: {in_words(error)}"
-    elif isinstance(error, ExchangeError) or (
-        isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error)) is not None
-    ):
-        reason, said = LOST_ANOTHER, f"{who} lost another: {first_line(error)}"
+        code, reason = USER_ERROR_EXIT_CODE, in_words(error)
+        said = f"{who}: {reason}"
+    elif isinstance(error, ExchangeError) or is_lost:
+        reason, said = LOST_ANOTHER, f"{who} lost another: {first_line}"
     elif is_out_of_memory(error):
         reason, said = NO_MEMORY, f"\n{who}: {NO_MEMORY}"  # another rank's progress bar may stand there
     else:
-        is_expected, reason, said = False, f"{type(error).__name__}: {first_line(error)}", ""
+        reason = f"{type(error).__name__}: {first_line}"
     if arguments.launched is not None:
         leave_reason(arguments.launched, reason)
-    if not is_expected:
+    if not said:
         raise error
     # Any rank may be the lost one, so each says it: at once, since a launcher ends them soon.
     goes_on = code == FAILED_EXIT_CODE and arguments.launched is None and find_checkpoint(folder) is not None
     say(said + f"\nrda train: go on with: {resume_command(arguments, folder)}" * goes_on)
     return code
-
-
-def attempt(action: Callable[[], Run]) -> Callable[[], Run]:
-    """What raises or returns what `action` does now."""
-    try:
-        result = action()
-    except (ValueError, OSError) as error:
-        refusal = error
-    else:
-        return lambda: result
-
-    def refuse() -> Run:
-        raise refusal
-
-    return refuse
 
 
 def join_ranks(arguments: argparse.Namespace) -> None:
@@ -320,32 +266,31 @@ def join_ranks(arguments: argparse.Namespace) -> None:
 
     if dist.is_initialized():
         return
+    rank, num_ranks = started()
+    store = None
     if arguments.launched is None:
         check_meeting()
-        dist.init_process_group("gloo", rank=rank_started(), world_size=num_ranks_started())
     else:
-        store = dist.FileStore(str(arguments.launched / "store"), num_ranks_started())
-        dist.init_process_group("gloo", store=store, rank=rank_started(), world_size=num_ranks_started())
+        store = dist.FileStore(str(arguments.launched / "store"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
 
 
 def claim_folder(arguments: argparse.Namespace, run: Run, stack: ExitStack) -> Run:
-    """The run with the folder that it owns until `stack` is left. Only the first rank writes."""
-    if rank_started() != 0:
-        return run
-    if arguments.launched is not None:
+    """The run, whose folder the first rank owns until `stack` is left. Only that rank writes."""
+    if started().rank == 0 and arguments.launched is None:
+        return replace(run, folder=stack.enter_context(own(arguments, run)))
+    if started().rank == 0:
         stack.enter_context(join_folder(run.folder))
-        return run
-    is_unnamed = arguments.resume is None and arguments.run_folder is None
-    return replace(run, folder=stack.enter_context(own_folder(run.folder, must_be_new=is_unnamed)))
+    return run
 
 
-def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any], *, was_complete: bool) -> None:
+def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
     """What a run leaves behind, in its folder and on the terminal."""
     from ..training.run_report import summary, write_report
 
     write_report(record)
     folder, steps = record["run_folder"], record["steps_done"]
-    if was_complete:
+    if run.is_complete:
         say(f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again")
     print(summary(record), file=sys.stderr if arguments.json else sys.stdout)
     if record["status"] == "complete":
@@ -354,7 +299,3 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any], *, w
         print(json.dumps(record))
     if record["status"] == "interrupted":
         say(f"saved at step {steps}; go on with: {resume_command(arguments, Path(folder))}")
-
-
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

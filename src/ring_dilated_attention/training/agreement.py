@@ -1,46 +1,37 @@
-"""All ranks go on, or none does: what one refuses, or has otherwise than the others, all learn before they go on.
+"""All ranks go on, or none does: before they go on, they tell each other what they refuse and what they have.
 
-Every rank that refuses says why, once for all ranks of its machine that refuse for the same reason, with rank and host;
-the others say which rank refused.
+A reason is said once on each machine, with the ranks that refuse and their host. The other ranks say who refused.
 """
 
 import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..ranks.context import ContextParallel
-from ..ranks.reduce import all_reduce
+from ..ranks.handshake import all_or_none
 from .files import in_words
 
 T = TypeVar("T")
 
 
 class Refusal(ValueError):
-    """What some rank refuses, raised on all of them. Empty where another rank on this machine says it."""
+    """Raised on every rank if one refuses. It is empty if another rank on this machine says it."""
 
 
-@dataclass(frozen=True)
-class Account:
-    """What one rank tells the others.
-
-    Args:
-        machine: the same for ranks whose output a reader sees in one place.
-        refusal: why it cannot go on; "" if it can.
-        fields: what must be alike on all ranks, by name.
-    """
+class Account(NamedTuple):
+    """What one rank tells the others."""
 
     rank: int
     host: str
-    machine: str
-    refusal: str = ""
-    fields: Mapping[str, str] = field(default_factory=dict)
+    machine: str  # the same for ranks whose output a reader sees in one place
+    refusal: str  # why it cannot go on; "" if it can
+    fields: Mapping[str, str]  # what must be alike on all ranks, by name
 
 
 def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
@@ -67,14 +58,18 @@ def agree(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
         raise Refusal(words_of_difference(table, parallel.rank))
 
 
-def told_by_first(parallel: ContextParallel, text: str) -> str:
-    """The first rank's text, on every rank."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    return str(json.loads(max(_all_texts(parallel, json.dumps(text) if is_first else ""))))
+def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
+    """Every rank's value, which JSON can hold, in the order of the ring."""
+    moment = "the exchange of what ranks are doing"
+    content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = parallel.ranks.agree(len(content), {"call": moment}, None)
+    with all_or_none(parallel.ranks):
+        rows = parallel.ranks.gather(content, lengths, 0, moment)
+    return [json.loads(bytes(row.tolist())) for row in rows]
 
 
 def words_of_refusal(table: Sequence[Account], me: int) -> str:
-    """What a rank says of those that refuse; "" where another says it."""
+    """What rank `me` says about the ranks that refuse; "" if another rank says it."""
     mine = table[me]
     refusing = [account for account in table if account.refusal]
     if mine.refusal:
@@ -89,7 +84,7 @@ def words_of_refusal(table: Sequence[Account], me: int) -> str:
 
 
 def words_of_difference(table: Sequence[Account], me: int) -> str:
-    """What the ranks have otherwise than each other; "" where another rank on this machine says it."""
+    """What rank `me` says about the fields that differ; "" if another rank on its machine says it."""
     if any(account.machine == table[me].machine for account in table[:me]):
         return ""
     names = dict.fromkeys(name for account in table for name in account.fields)
@@ -107,35 +102,19 @@ def words_of_difference(table: Sequence[Account], me: int) -> str:
 def _named(accounts: Sequence[Account]) -> str:
     """Ranks and their hosts: "ranks 0-3 on host a and rank 4 on host b"."""
     hosts = groupby(accounts, key=lambda account: account.host)
-    return " and ".join(f"{_numbers([account.rank for account in some])} on host {host}" for host, some in hosts)
+    return " and ".join(f"{_numbers(sorted(x.rank for x in some))} on host {host}" for host, some in hosts)
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    stretches: list[list[int]] = []
-    for rank in sorted(ranks):
-        if stretches and stretches[-1][-1] == rank - 1:
-            stretches[-1] = [stretches[-1][0], rank]
-        else:
-            stretches.append([rank])
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, x)) for x in stretches)}"
+    """Sorted ranks: "ranks 0-3, 5"."""
+    ranges = [[rank for _, rank in some] for _, some in groupby(enumerate(ranks), key=lambda x: x[1] - x[0])]
+    shown = [f"{first}-{rest[-1]}" if rest else str(first) for first, *rest in ranges]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}"
 
 
 def _exchange(parallel: ContextParallel, refusal: str, fields: Mapping[str, str]) -> list[Account]:
-    """Every rank's account, in the order of places."""
+    """Every rank's account."""
     host, rank = socket.gethostname(), dist.get_rank() if dist.is_initialized() else 0
     # torchrun numbers its machines. Processes that somebody started one by one may be anywhere.
     machine = f"{host} {os.environ.get('GROUP_RANK', '')}" if "LOCAL_RANK" in os.environ else f"rank {rank}"
-    texts = _all_texts(parallel, json.dumps(asdict(Account(rank, host, machine, refusal, fields))))
-    return [Account(**json.loads(text)) for text in texts]
-
-
-def _all_texts(parallel: ContextParallel, text: str) -> list[str]:
-    """Every rank's text (ASCII), by sums of tensors in which each has a row."""
-    content = torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
-    lengths = torch.zeros(parallel.world_size, dtype=torch.int64)
-    lengths[parallel.rank] = len(content)
-    lengths = all_reduce(parallel.ranks, lengths)
-    table = torch.zeros(parallel.world_size, int(lengths.max()), dtype=torch.uint8)
-    table[parallel.rank, : len(content)] = content
-    rows = all_reduce(parallel.ranks, table)
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
+    return [Account(*x) for x in values_of_all(parallel, Account(rank, host, machine, refusal, fields))]

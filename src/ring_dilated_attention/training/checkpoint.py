@@ -1,14 +1,21 @@
-"""Checkpoints of a run are written, either whole or not at all, and a run goes on from them (`models/saved_run.py`).
+"""Checkpoints of a run, written whole or not at all and loaded again (`models/saved_run.py` describes the files).
 
-A checkpoint is written under another name, flushed to the disk, and renamed. The newest two of a run stay, so that one
-that is damaged has one before it; older ones go, file by file, where their state says that this run made them.
+A checkpoint is written under another name, flushed to the disk, and renamed. The newest two of a run stay, so that
+there is another if the newest is damaged. Older ones are removed, file by file, if their state says that this run made
+them.
 """
 
 import json
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..models.saved_run import (
     MAKER,
@@ -24,26 +31,16 @@ from ..models.saved_run import (
 )
 from .files import flush, replaced
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
 MARK_FILE = "made-by-rda-train"  # in what is unfinished, and says by which run
 _UNFINISHED = "unfinished-"
 
 
-def save_checkpoint(run_folder: Path, state: dict[str, Any], model: "nn.Module", optimizer: "Optimizer") -> Path:
-    """Write RUN/checkpoint-<state["step"]>, then remove what it makes superfluous.
-
-    Args:
-        state: says by its "run" which run this is.
+def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> Path:
+    """Write RUN/checkpoint-<state["step"]> of the run state["run"], then remove what it makes superfluous.
 
     Raises:
-        ValueError: if it cannot be written. What there was before is there still.
+        ValueError: if it cannot be written. The older checkpoints are there still.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     target = run_folder / f"checkpoint-{state['step']:06d}"
     if target.exists():
         if not _is_of_run(target, state["run"]):
@@ -54,7 +51,12 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: "nn.Module",
         unfinished.mkdir(parents=True)
         (unfinished / MARK_FILE).write_text(state["run"])
         parameters = {name: x.detach() for name, x in model.named_parameters()}
-        for name, tensors in ((MODEL_FILE, parameters), (OPTIMIZER_FILE, _optimizer_tensors(model, optimizer))):
+        moments = {
+            f"{field}/{name}": x
+            for name, parameter in model.named_parameters()
+            for field, x in optimizer.state.get(parameter, {}).items()
+        }
+        for name, tensors in ((MODEL_FILE, parameters), (OPTIMIZER_FILE, moments)):
             with replaced(unfinished / name) as path:
                 save_file(tensors, path)
         (unfinished / STATE_FILE).write_text(_signed(unfinished, state))
@@ -73,21 +75,17 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: "nn.Module",
     return target
 
 
-def load_checkpoint(checkpoint: Path, model: "nn.Module", optimizer: "Optimizer") -> None:
+def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Put the saved parameters and optimiser state in place, once all of them turn out to fit.
 
     Raises:
         ValueError: if a file is damaged or does not fit the model. Nothing was changed then.
     """
-    import torch
-
     check_whole(checkpoint)
-    by_name = dict(model.named_parameters())
-    parameters = _load(checkpoint / MODEL_FILE, dict(by_name))
-    expected: dict[str, Tensor] = {}
-    for name, parameter in by_name.items():
-        expected |= {f"{field}/{name}": parameter for field in ("exp_avg", "exp_avg_sq")}
-        expected[f"step/{name}"] = torch.zeros((), dtype=torch.float32)
+    by_name: dict[str, Tensor] = dict(model.named_parameters())
+    parameters = _load(checkpoint / MODEL_FILE, by_name)
+    expected = {f"{field}/{name}": x for name, x in by_name.items() for field in ("exp_avg", "exp_avg_sq")}
+    expected |= {f"step/{name}": torch.zeros((), dtype=torch.float32) for name in by_name}
     moments = _load(checkpoint / OPTIMIZER_FILE, expected)
     for key, x in moments.items():
         if key.startswith("step/") and x.item() != step_of(checkpoint):
@@ -102,11 +100,8 @@ def load_checkpoint(checkpoint: Path, model: "nn.Module", optimizer: "Optimizer"
             optimizer.state[by_name[name]][field] = x
 
 
-def _load(path: Path, expected: "dict[str, Tensor]") -> "dict[str, Tensor]":
+def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a file, whose names, shapes and dtypes must be the expected ones."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
         found: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError, KeyError) as error:
@@ -126,29 +121,17 @@ def _load(path: Path, expected: "dict[str, Tensor]") -> "dict[str, Tensor]":
     return found
 
 
-def _optimizer_tensors(model: "nn.Module", optimizer: "Optimizer") -> "dict[str, Tensor]":
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for field, x in optimizer.state.get(parameter, {}).items():
-            tensors[f"{field}/{name}"] = x
-    return tensors
-
-
 def _signed(folder: Path, state: dict[str, Any]) -> str:
     """What state.json holds."""
-    content = {
-        "made_by": MAKER,
-        "state": state,
-        "files": {name: identity(folder / name) for name in (MODEL_FILE, OPTIMIZER_FILE)},
-    }
+    files = {name: identity(folder / name) for name in (MODEL_FILE, OPTIMIZER_FILE)}
+    content = {"made_by": MAKER, "state": state, "files": files}
     return json.dumps(content | {"sha256": digest(content)})
 
 
 def _is_of_run(checkpoint: Path, run: str) -> bool:
-    try:
+    with suppress(ValueError):
         return read_state(checkpoint).get("run") == run
-    except ValueError:
-        return False
+    return False
 
 
 def _remove_superfluous(target: Path, run: str) -> None:

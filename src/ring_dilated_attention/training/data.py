@@ -1,13 +1,16 @@
 """The document: bytes, a part to train on and a part held out, and which window a step reads. No torch."""
 
+import gzip
 import hashlib
-import re
+import math
 import stat
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 FASTA_SUFFIXES = (".fa", ".fasta")
 BLOCK = 2**16  # bytes of a file at a time
@@ -40,8 +43,10 @@ class Document:
     def num_train(self) -> int:
         return len(self.content) - self.num_held_out * self.seq_len
 
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
+    def identity(self) -> dict[str, Any]:
+        """What a run compares when it goes on."""
+        digest = hashlib.sha256(self.content).hexdigest()
+        return {"name": self.name, "num_bytes": len(self.content), "sha256": digest}
 
     def train_window(self, seed: int, step: int) -> bytearray:
         """The sequence of a step: a function of (seed, step) alone, so that a resumed run reads what it would have."""
@@ -63,73 +68,79 @@ def load_document(data: Sequence[str], seq_len: int, num_held_out: int) -> Docum
         ValueError: if a file cannot be read, or the document is empty or too short.
     """
     if data:
-        return Document(b"".join(map(_read_file, map(Path, data))), ", ".join(data), seq_len, num_held_out)
+        return Document(b"".join(_read(Path(name)) for name in data), ", ".join(data), seq_len, num_held_out)
     root = Path(sysconfig.get_path("stdlib"))
-    content = b"".join(
-        _read(root / path) for path in source_files(path.relative_to(root) for path in root.rglob("*.py"))
-    )
+    paths = source_files(path.relative_to(root) for path in root.rglob("*.py"))
+    content = b"".join(_read(root / path) for path in paths)
     return Document(content, f"Python's standard library ({root})", seq_len, num_held_out)
 
 
 def source_files(paths: Iterable[Path]) -> list[Path]:
-    """Those outside the skipped folders, in an order that no file system decides."""
+    """The paths outside the skipped folders, in an order that does not depend on the file system."""
     kept = [path for path in paths if not SKIPPED_FOLDERS & set(path.parts)]
     return sorted(kept, key=lambda path: path.as_posix())
-
-
-def strip_fasta(content: bytes) -> bytes:
-    """The sequence letters of a FASTA file: no header lines, no line ends."""
-    return re.sub(rb"\s+", b"", re.sub(rb"^[>;].*$", b"", content, flags=re.MULTILINE))
-
-
-def _read_file(path: Path) -> bytes:
-    content = _read(path)
-    return strip_fasta(content) if path.suffix.lower() in FASTA_SUFFIXES else content
 
 
 def _read(path: Path) -> bytes:
     try:
         if stat.S_ISCHR(path.stat().st_mode):
             raise ValueError(f"cannot read {path}: it is a device, which may have no end")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return b"".join(letters(path.name, file))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
 
 
-# The same a piece at a time, in constant memory, of a file of any size.
-
-
-def blocks_of(file: BinaryIO) -> Iterator[bytes]:
-    while block := file.read(BLOCK):
-        yield block
+def letters(name: str, file: BinaryIO) -> Iterator[bytes]:
+    """The bytes to read of a file, a block at a time. If its name is that of FASTA, these are the sequence letters."""
+    blocks = iter(partial(file.read, BLOCK), b"")
+    return without_headers(blocks) if name.lower().endswith(FASTA_SUFFIXES) else blocks
 
 
 def without_headers(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The sequence letters of a FASTA file, as `strip_fasta`, also of one without line ends."""
+    """The sequence letters of a FASTA file: no header lines, no line ends."""
     at_start, in_header = True, False
     for block in blocks:
-        letters = []
+        found = []
         for line in block.splitlines(keepends=True):
             in_header = in_header or (at_start and line[:1] in (b">", b";"))
             at_start = line.endswith(b"\n")
             if not in_header:
-                letters.append(b"".join(line.split()))
+                found.append(b"".join(line.split()))
             in_header = in_header and not at_start
-        yield b"".join(letters)
+        yield b"".join(found)
 
 
-def pieces(blocks: Iterable[bytes], chunk: int, context: int | None) -> Iterator[tuple[int, bytes]]:
-    """Up to `chunk` bytes at a time, each with its position in its context: the bytes are cut into contexts of so many,
-    or are one."""
-    position, held = 0, bytearray()
+def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -> Iterator[tuple[int, bytes]]:
+    """Up to `size` bytes at a time, each with its position in its context.
+
+    Args:
+        context: the length of a context in bytes; None if the whole text is one.
+    """
+    position, held, length = 0, bytearray(), context or sys.maxsize
     for block in blocks:
         held += block
-        while held:
-            size = chunk if context is None else min(chunk, context - position)
-            if len(held) < size:
-                break
-            yield position, bytes(held[:size])
-            del held[:size]
-            position = (position + size) if context is None else (position + size) % context
+        while len(held) >= (wanted := min(size, length - position)):
+            yield position, bytes(held[:wanted])
+            del held[:wanted]
+            position = (position + wanted) % length
     if held:
         yield position, bytes(held)
+
+
+def baselines(document: Document) -> dict[str, float]:
+    """What simple models reach on the held-out bytes, in bits per byte by name, so that a loss means something.
+
+    gzip sees one window at a time, as the model does, and looks back 32 KiB at most. The unigram model knows how often
+    each byte stands in the training part (each counted once more than it is there), and nothing else.
+    """
+    import numpy
+
+    windows = [bytes(document.held_out_window(i)) for i in range(document.num_held_out)]
+    num_bytes, num_train = document.num_held_out * document.seq_len, document.num_train
+    counts = numpy.bincount(numpy.frombuffer(document.content, numpy.uint8, num_train), minlength=256) + 1
+    bits = [math.log2(num_train + 256) - math.log2(int(x)) for x in counts]
+    return {
+        "gzip": 8 * sum(len(gzip.compress(window, 9, mtime=0)) for window in windows) / num_bytes,
+        "unigram": sum(bits[byte] for window in windows for byte in window) / num_bytes,
+    }

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and that never take the place of somebody else's. No torch."""
+"""Files are written whole or not at all, and never over a file that somebody else made. No torch."""
 
 import json
 import os
@@ -15,28 +15,36 @@ MOST_BYTES = 2**28  # that are read of a file to know whose it is
 
 
 def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
-    """Write a file, which is whole or as it was.
+    """Write a file; if that fails, the file is as it was.
 
     Args:
-        is_mine: whether a file, open at its start, was made by `maker`, so that it may be replaced.
+        is_mine: tells whether a file, open at its start, was made by `maker` and may be replaced.
 
     Raises:
-        ValueError: if a file of this name is somebody else's.
-        OSError: if it cannot be written, with its path. Nothing is left of it then.
+        ValueError: if somebody else made the file that has this name.
+        OSError: if it cannot be written, with its path.
     """
     check_mine(path, is_mine, maker)
+    with named_in_errors(path), replaced(path) as unfinished:
+        unfinished.write_bytes(content)
+
+
+@contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """An OSError of the block names this path."""
     try:
-        with replaced(path) as unfinished:
-            unfinished.write_bytes(content)
+        yield
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        error.filename = str(path)
+        raise
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """The name under which to write a file: at the end of the block it is flushed to the disk, and takes its place.
+    """A name under which to write. At the end of the block the file is flushed to the disk and takes its place.
 
-    That is where a link leads. The mode stays that of the file that was there; a new one has that of the umask.
+    A link stays, and the file that it leads to is replaced. A file that was there keeps its mode; a new one gets that
+    of the umask.
     """
     place = Path(os.path.realpath(path))
     unfinished = place.with_name(f"unfinished-{secrets.token_hex(8)}-{place.name}")
@@ -54,7 +62,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def folder_made(folder: Path) -> Iterator[Path]:
-    """Make a folder with its parents. Those that are made, and empty at the end of the block, are removed."""
+    """Make a folder with its parents. At the end of the block those that were made and are empty are removed."""
     made: list[Path] = []
     try:
         for path in (*reversed(folder.parents), folder):
@@ -91,7 +99,7 @@ def check_mine(path: Path, is_mine: Callable[[BinaryIO], bool], maker: str) -> N
 
 
 def in_words(error: Exception) -> str:
-    """What an error says; one of the system's with its file."""
+    """The message of an error, with the file if it is the system's."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__
@@ -102,7 +110,9 @@ class LossyStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.encoding = stream.encoding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -113,15 +123,9 @@ class LossyStream:
         with suppress(OSError):
             self._stream.flush()
 
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
 
 def is_our_picture(file: BinaryIO, source: str | None = None) -> bool:
-    """Whether it is a PNG that says it was made here, and from this source, in texts before its pixels."""
+    """Whether a file is a PNG whose texts, before its pixels, say that it was made here, and from this source."""
     head, texts = BytesIO(file.read(4096)), list[bytes]()
     if head.read(8) != b"\x89PNG\r\n\x1a\n":
         return False
@@ -133,7 +137,7 @@ def is_our_picture(file: BinaryIO, source: str | None = None) -> bool:
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
-    """The object that it is as JSON; empty where it is none."""
+    """The JSON object of a text; empty if the text is anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -3,7 +3,6 @@
 import math
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -13,17 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..ranks.context import ContextParallel
 from ..ranks.processes import recorded_waits
-from ..ranks.reduce import all_reduce
-from .agreement import together
-from .baselines import baselines
+from .agreement import together, values_of_all
 from .checkpoint import load_checkpoint, save_checkpoint
-from .data import Document
-from .metrics import Metrics, Step
+from .data import Document, baselines
+from .machine import hardware, peak_resident_bytes, resident_bytes, versions
+from .metrics import Metrics, Step, beside_the_bar, progress_bar
 from .options import Hyperparameters
-from .progress import Progress
-from .resident_memory import peak_resident_bytes, resident_bytes
 from .run import Run, initial_state, with_offer
-from .run_report import hardware, make_record, planned_attention_bytes, versions
+from .run_report import make_record, planned_attention_bytes
 
 NATS_PER_BIT = math.log(2)
 
@@ -46,60 +42,63 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     loss_of = average_gradients(NextTokenLoss(model), parallel)
     state = together(parallel, partial(initial_state, run))
     together(parallel, partial(load, run, model, optimizer))
-    measured, stopping = partial(trained_on, options, parallel, resident_bytes()), False
+    planned = planned_attention_bytes(options, parallel)
+    measured, stopping = partial(trained_on, options, parallel, planned, resident_bytes()), False
     state = measured() | state
     writes = partial(Metrics, run.folder, state["run"], state["step"], parallel.rank, tensorboard=run.tensorboard)
     with (
         together(parallel, writes) as metrics,
         recorded_waits(parallel.ranks) as waits,
-        Progress(options, state["step"], parallel.rank, planned_attention_bytes(options, parallel)) as progress,
+        progress_bar(options.steps, state["step"], parallel.rank) as bar,
     ):
         while state["step"] < options.steps and not stopping:
             began = time.perf_counter()
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(options, state["step"])
             loss = loss_of(shard(run.document.train_window(options.seed, state["step"]), parallel))
-            check_finite(loss.item(), state["step"])
+            nats = loss.item()
+            check_finite(math.isfinite(nats), f"the loss is {nats}", state["step"])
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
 
-            status, stopping = exchange_status(parallel, stop.requested, sum(wait.end - wait.start for wait in waits))
+            waited = round(sum(wait.end - wait.start for wait in waits), 6)
+            status = values_of_all(parallel, (waited, resident_bytes(), stop.requested))
+            all_waited, all_resident, requests = map(list, zip(*status, strict=True))
+            stopping = any(requests)  # so that all stop at the same step
             waits.clear()
+            seconds = time.perf_counter() - began
             state["step"] += 1
-            state["bits_per_byte"].append(loss.item() / NATS_PER_BIT)
-            state["step_seconds"].append(time.perf_counter() - began)
-            step = Step(state["step"], state["bits_per_byte"][-1], state["step_seconds"][-1], options.seq_len, *status)
+            state["bits_per_byte"].append(nats / NATS_PER_BIT)
+            state["step_seconds"].append(seconds)
+            speed = options.seq_len / seconds
+            step = Step(state["step"], nats, nats / NATS_PER_BIT, seconds, speed, all_waited, all_resident)
             metrics.add(step)
-            progress.update(step)
-            due = state["step"] % run.save_every == 0 or state["step"] == options.steps
-            if due or stopping:
-                check_parameters(model, state["step"])
+            bar.set_postfix_str(beside_the_bar(step, planned), refresh=False)
+            bar.update()
+            if state["step"] % run.save_every == 0 or state["step"] == options.steps or stopping:
+                # A checkpoint with NaN would replace one from which the run could go on.
+                is_finite = all(bool(x.isfinite().all()) for x in model.parameters())
+                check_finite(is_finite, "a parameter is not finite", state["step"])
                 state |= measured()
-                together(parallel, partial(save_on_first_rank, run.folder, state, model, optimizer, parallel))
-    complete = state["step"] == options.steps
-    held_out = held_out_bits_per_byte(model, run.document, parallel) if complete else None
-    if held_out is not None:
-        check_finite(held_out, state["step"])
-    record = make_record(run.folder, state, held_out, sum(x.numel() for x in model.parameters()))
-    return record | {"baselines": baselines(run.document) if complete and parallel.rank == 0 else None}
+                save = partial(save_checkpoint, run.folder, state, model, optimizer)
+                together(parallel, save if parallel.rank == 0 else lambda: None)
+    record = make_record(run.folder, state, sum(x.numel() for x in model.parameters()))
+    if state["step"] == options.steps:
+        held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document, parallel)
+        check_finite(math.isfinite(held_out), f"the loss is {held_out}", state["step"])
+        record["baselines"] = baselines(run.document) if parallel.rank == 0 else None
+    return record
 
 
 def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What the run goes on from, if it goes on from something."""
+    """Load the checkpoint that the run goes on from, if there is one."""
     if run.checkpoint is not None:
         try:
             load_checkpoint(run.checkpoint, model, optimizer)
         except ValueError as error:
             raise with_offer(error, run.checkpoint) from error
-
-
-def save_on_first_rank(
-    folder: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, parallel: ContextParallel
-) -> None:
-    if parallel.rank == 0:
-        save_checkpoint(folder, state, model, optimizer)
 
 
 def make_optimizer(model: nn.Module, options: Hyperparameters) -> torch.optim.AdamW:
@@ -122,40 +121,21 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
     wrapped: nn.Module = loss_of
     if parallel.world_size > 1:
         wrapped = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
-    # A rehearsal on a few bytes. DDP orders its buckets anew after the first backward, and that decides in which order
-    # gloo adds more than two ranks' gradients: with it behind, a resumed run adds as the uninterrupted one did.
+    # A rehearsal on a few bytes. DDP orders its buckets anew after the first backward, which decides the order in which
+    # gloo adds the gradients of more than two ranks. After it a resumed run adds as the uninterrupted one did.
     wrapped(shard(bytearray(2 * parallel.world_size), parallel)).backward()
     wrapped.zero_grad()
     return wrapped
 
 
 def shard(window: bytearray, parallel: ContextParallel) -> Tensor:
-    """This rank's part of a sequence of bytes, (1, N_local) int64."""
+    """This rank's shard of a sequence of bytes, (1, N_local) int64."""
     return parallel.shard(torch.frombuffer(window, dtype=torch.uint8)[None]).long()
 
 
-def check_finite(loss: float, step: int) -> None:
-    if not math.isfinite(loss):
-        raise TrainingDiverged(f"the loss is {loss} at step {step}: start again with a smaller --learning-rate")
-
-
-def check_parameters(model: nn.Module, step: int) -> None:
-    """A checkpoint of these would replace one from which the run could go on."""
-    if not all(bool(x.isfinite().all()) for x in model.parameters()):
-        raise TrainingDiverged(f"a parameter is not finite at step {step}: start again with a smaller --learning-rate")
-
-
-def exchange_status(
-    parallel: ContextParallel, stop_requested: bool, waited: float
-) -> tuple[tuple[list[float], list[int]], bool]:
-    """Every rank's seconds of waiting and resident bytes, and whether any was asked to stop, so that all stop at the
-    same step."""
-    p = parallel.world_size
-    status = torch.zeros(2 * p + 1, dtype=torch.int64)
-    status[parallel.rank], status[p + parallel.rank] = round(1e6 * waited), resident_bytes()
-    status[-1] = int(stop_requested)
-    *found, num_requests = all_reduce(parallel.ranks, status).tolist()
-    return ([micro / 1e6 for micro in found[:p]], found[p:]), num_requests > 0
+def check_finite(is_finite: bool, what: str, step: int) -> None:
+    if not is_finite:
+        raise TrainingDiverged(f"{what} at step {step}: start again with a smaller --learning-rate")
 
 
 @torch.no_grad()
@@ -166,14 +146,16 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document, parallel: Conte
     return sum(losses) / len(losses) / NATS_PER_BIT
 
 
-def trained_on(options: Hyperparameters, parallel: ContextParallel, resident_before: int) -> dict[str, Any]:
-    """What a record says of the machine and, in one row per rank, of the ranks; the same on every rank."""
-    names = ("positions", "resident_before", "resident_peak", "planned_attention")
-    num_positions = len(parallel.positions(options.seq_len))
-    table = torch.zeros(parallel.world_size, len(names), dtype=torch.int64)
-    planned = planned_attention_bytes(options, parallel)
-    table[parallel.rank] = torch.tensor((num_positions, resident_before, peak_resident_bytes(), planned))
-    rows = all_reduce(parallel.ranks, table).tolist()
-    ranks = [{"rank": rank, **dict(zip(names, row, strict=True))} for rank, row in enumerate(rows)]
+def trained_on(
+    options: Hyperparameters, parallel: ContextParallel, planned_attention: int, resident_before: int
+) -> dict[str, Any]:
+    """What a record says about the machine and, in a row for each rank, the ranks. It is the same on every rank."""
+    own = {
+        "rank": parallel.rank,
+        "positions": len(parallel.positions(options.seq_len)),
+        "resident_before": resident_before,
+        "resident_peak": peak_resident_bytes(),
+        "planned_attention": planned_attention,
+    }
     machine = hardware() | {"threads_per_rank": torch.get_num_threads()}
-    return {"hardware": machine, "versions": versions(), "ranks": ranks}
+    return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, own)}

@@ -1,51 +1,36 @@
-"""metrics.jsonl: a line for each step, written as the run goes; and for TensorBoard, if it is asked for.
+"""A run as it goes: a line of metrics.jsonl for each step, the progress bar, and TensorBoard if it is asked for.
 
-    {"run": "<its name>"}
-    {"step": 1, "loss": 5.54, "bits_per_byte": 8.0, "seconds": 0.9, "tokens_per_second": 36408.9,
-     "waited_seconds": [0.01, 0.02], "resident_bytes": [412000000, 411000000]}
-
-The two lists have an entry for each rank. Waited is the time in which a rank did nothing but wait for messages of the
-attention and its handshakes; the sum of gradients, which torch does by itself, is not in it.
+The first line of metrics.jsonl is {"run": "<its name>"}; each other one is a `Step`.
 """
 
 import json
-import math
-from contextlib import nullcontext, suppress
+import shutil
+import sys
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
-from .files import MOST_BYTES, check_mine, json_object, write_whole
+from .files import MOST_BYTES, LossyStream, check_mine, json_object, write_whole
 
 METRICS_FILE, TENSORBOARD_FOLDER = "metrics.jsonl", "tensorboard"
+BAR_COLUMNS = 45  # percentage, steps, time and speed, and a bar that can be seen
 
 
 class Step(NamedTuple):
-    """One step, as all ranks saw it."""
+    """One step. The two lists have an entry for each rank."""
 
-    step: int
+    step: int  # from 1
+    loss: float  # nats per byte
     bits_per_byte: float
     seconds: float
-    tokens: int
-    waited_seconds: list[float]
+    tokens_per_second: float
+    waited_seconds: list[float]  # for messages of the attention and its handshakes, not for torch's sum of gradients
     resident_bytes: list[int]
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "loss": self.bits_per_byte * math.log(2),
-            "bits_per_byte": self.bits_per_byte,
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens / self.seconds,
-            "waited_seconds": self.waited_seconds,
-            "resident_bytes": self.resident_bytes,
-        }
 
-
-class Metrics:
-    """Of one run; nothing on other ranks than the first.
+class Metrics(AbstractContextManager["Metrics"]):
+    """The metrics of one run, written by the first rank alone.
 
     Raises:
         ValueError: if a file of another run, or of somebody else, is in the way.
@@ -66,14 +51,9 @@ class Metrics:
 
             self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=step + 1)
 
-    def __enter__(self) -> "Metrics":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._file is not None:
-            with suppress(OSError) if error is not None else nullcontext():  # a full disk has been said already
+            with suppress(OSError) if error is not None else nullcontext():  # the user knows of a full disk already
                 self._file.close()
             # A run that is refused (a full disk, say) leaves no trace; one that fails leaves what it had come to.
             is_trace = isinstance(error, (ValueError, OSError)) or not self._has_steps
@@ -85,13 +65,12 @@ class Metrics:
     def add(self, step: Step) -> None:
         if self._file is None:
             return
-        row = step.as_json()
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps(step._asdict()) + "\n")
         self._file.flush()
         self._has_steps = True
         if self._writer is not None:
             for name in ("bits_per_byte", "loss", "tokens_per_second"):
-                self._writer.add_scalar(name, row[name], step.step)
+                self._writer.add_scalar(name, getattr(step, name), step.step)
             self._writer.add_scalar("waited_seconds/most", max(step.waited_seconds), step.step)
             self._writer.add_scalar("resident_bytes/most", max(step.resident_bytes), step.step)
 
@@ -102,12 +81,30 @@ def is_of(file: BinaryIO, run: str) -> bool:
 
 
 def lines_before(path: Path, run: str, step: int) -> list[str]:
-    """The lines of a run up to a step, from which it goes on; a line that was cut off by the end of a run is none."""
+    """The lines of a run up to the step from which it goes on. A line that the end of a run cut off is left out."""
     check_mine(path, partial(is_of, run=run), "this run")
     lines = path.read_text(errors="replace").splitlines()
     return lines[:1] + [line for line in lines[1:] if 1 <= json_object(line).get("step", 0) <= step]
 
 
-def check_tensorboard() -> None:
-    if find_spec("tensorboard") is None:
-        raise ValueError("--tensorboard needs its package: pip install tensorboard. Without it there is metrics.jsonl")
+def progress_bar(num_steps: int, first_step: int, rank: int) -> Any:
+    """The bar of the first rank, on stderr, while a context lasts."""
+    from tqdm import tqdm
+
+    file = LossyStream(sys.stderr)
+    return tqdm(total=num_steps, initial=first_step, unit="step", file=file, disable=rank != 0, dynamic_ncols=True)
+
+
+def beside_the_bar(step: Step, planned_attention: int) -> str:
+    """Bits per byte, tokens per second, resident memory of every rank and the plan's attention figure."""
+    each = [f"{x / 1e6:.0f}" for x in step.resident_bytes]
+    resident = "+".join(each) if len(each) <= 4 else f"at most {max(step.resident_bytes) / 1e6:.0f}"
+    parts = [f"{step.bits_per_byte:.3f} bits/byte", f"{step.tokens_per_second:,.0f} tokens/s", f"{resident} MB"]
+    return fitting([*parts, f"one attention: {planned_attention / 1e6:,.0f} MB"], shutil.get_terminal_size().columns)
+
+
+def fitting(parts: list[str], columns: int) -> str:
+    """As many of the parts as fit beside the bar itself, the first ones first."""
+    while len(parts) > 1 and len(", ".join(parts)) > columns - BAR_COLUMNS:
+        parts = parts[:-1]
+    return ", ".join(parts)

@@ -1,7 +1,7 @@
-"""A run owns its folder: whoever comes second is told who has it. No torch.
+"""A run owns its folder: a second run is told who has it. No torch.
 
-The lock is the system's (flock) on a file that says who holds it, and goes with its holder however that one ends. Where
-a file system has no such locks, the file itself is the lock, and a holder that was killed leaves it behind.
+The lock is the system's (flock), on a file that says who holds it. It ends with its holder, however that process ends.
+On a file system without such locks the file itself is the lock, and a holder that was killed leaves it behind.
 """
 
 import fcntl
@@ -11,25 +11,22 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from ..models.saved_run import MAKER
-from .files import folder_made
+from .files import folder_made, json_object, named_in_errors
 
 LOCK_FILE = ".rda-train.lock"
 
 
 @contextmanager
 def own_folder(folder: Path, *, must_be_new: bool = False, shares: bool = False) -> Iterator[Path]:
-    """Make a folder, if it is not there, and keep every other run out of it. What stays empty is removed at the end.
+    """Make a folder, if it is not there, and keep every other run out of it. It is removed at the end if it is empty.
 
     Args:
-        must_be_new: where the folder is there already, one with a number after its name is made instead.
+        must_be_new: if the folder is there already, make one with a number after its name instead.
         shares: a process that this one starts writes, too, and says so with `join_folder`.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: if another run has it.
@@ -60,38 +57,35 @@ def join_folder(folder: Path) -> Iterator[None]:
 @contextmanager
 def _new_folder_made(folder: Path) -> Iterator[Path]:
     with folder_made(folder.parent):
-        for number in count(1):
-            path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-            try:
+        for path in chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in count(2))):
+            with suppress(FileExistsError):
                 path.mkdir()
-            except FileExistsError:
-                continue
-            try:
-                yield path
-            finally:
-                with suppress(OSError):
-                    path.rmdir()
-            return
+                break
+        try:
+            yield path
+        finally:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _lock(path: Path, kind: int) -> int:
-    """The descriptor of the locked file; its end is the end of the lock."""
+    """The descriptor of the locked file. The lock ends when it is closed."""
     while True:
         try:
             descriptor, is_made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
         except FileExistsError:
             descriptor, is_made = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
         try:
-            is_locked = _flock(descriptor, path, kind)
-            if kind == fcntl.LOCK_EX:
-                if not is_locked and not is_made:
-                    raise ValueError(_in_use(path))
-                _sign(descriptor, path)
-            if _is_there(descriptor, path):
-                return descriptor
-        except BaseException as error:
-            if isinstance(error, OSError):
-                error.filename = error.filename or str(path)
+            with named_in_errors(path):
+                is_locked = _flock(descriptor, path, kind)
+                if kind == fcntl.LOCK_EX:
+                    if not is_locked and not is_made:
+                        raise ValueError(_in_use(path))
+                    _sign(descriptor, path)
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(descriptor), path.stat()):
+                        return descriptor
+        except BaseException:
             if is_made and kind == fcntl.LOCK_EX:  # on a full disk, say: nobody's, and not signed
                 with suppress(OSError):
                     path.unlink()
@@ -119,12 +113,6 @@ def _sign(descriptor: int, path: Path) -> None:
     os.write(descriptor, json.dumps(owner | {"since": time.strftime("%Y-%m-%d %H:%M:%S")}).encode())
 
 
-def _is_there(descriptor: int, path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    return False
-
-
 def _in_use(path: Path) -> str:
     owner = _owner(path)
     who = "another run" if owner is None else "process {pid} on host {host} since {since}".format(**owner)
@@ -135,9 +123,9 @@ def _in_use(path: Path) -> str:
 
 
 def _owner(path: Path) -> dict[str, object] | None:
-    """What the file says of its owner; None if it is none of ours."""
-    with suppress(OSError, ValueError, RecursionError):
-        owner = json.loads(path.read_bytes())
-        if isinstance(owner, dict) and owner.get("made_by") == MAKER and {"pid", "host", "since"} <= owner.keys():
+    """What the file says about its owner; None if `rda train` did not write it."""
+    with suppress(OSError):
+        owner = json_object(path.read_bytes())
+        if owner.get("made_by") == MAKER and {"pid", "host", "since"} <= owner.keys():
             return owner
     return None

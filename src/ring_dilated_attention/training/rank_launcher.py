@@ -1,24 +1,23 @@
 """`rda train --ranks P`: the ranks are processes of this machine, and nobody beyond it can reach them. No torch.
 
-Not torchrun: it opens its stores on every interface whatever address it is given, and unpickles what it finds there.
-Here ranks find each other by a file in a folder of this user's, and talk over the loopback interface.
+torchrun would open its stores on every interface, whatever address it is given, and unpickle what it finds there. Here
+the ranks find each other by a file in a folder of this user, and talk over the loopback interface.
 """
 
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
+from .files import named_in_errors
 from .options import in_short
-from .stop_request import NOTICE, SIGNALS, STDERR
+from .stop_request import StopRequest
 
 # Ranks learn from their connections that one of them failed, and say so, before they are ended.
 GRACE_SECONDS, POLL_SECONDS = 10, 0.05
@@ -29,50 +28,43 @@ LOST_ANOTHER = "lost another"  # the reason of a rank that only followed one tha
 
 
 class Ended(NamedTuple):
-    """How the ranks ended: their exit codes (negative: the signal that killed one), or on a second request.
+    """How the ranks ended."""
 
-    reasons: what each left with `leave_reason`, or "".
-    """
-
-    codes: tuple[int, ...]
-    was_aborted: bool
-    reasons: tuple[str, ...]
+    codes: tuple[int, ...]  # negative: the signal that killed the rank
+    was_aborted: bool  # by a second request to stop
+    reasons: tuple[str, ...]  # what each left with `leave_reason`, or ""
 
 
-def started() -> tuple[int, int]:
-    """(rank, number of ranks) as torchrun says, or srun of a task of its step; (0, 1) where neither started several.
+class Place(NamedTuple):
+    """The place of this process among those that a launcher started."""
 
-    Outside of a step, in a batch script say, Slurm's variables are of the job, of which this is the one process.
+    rank: int
+    num_ranks: int
 
-    Raises:
-        ValueError: for numbers that are none.
+
+def started() -> Place:
+    """The place that torchrun gives, or srun to a task of its step; rank 0 of 1 if neither started several.
+
+    Outside of a step (in a batch script) Slurm's variables tell of the job, of which this is the one process. A
+    ValueError refuses variables that hold no such numbers.
     """
     rank, size = "RANK", "WORLD_SIZE"
-    if not is_under_torchrun() and "SLURM_STEP_ID" in os.environ:
+    if not _is_under_torchrun() and "SLURM_STEP_ID" in os.environ:
         rank = "SLURM_PROCID"
         size = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in os.environ), "")
     if rank in os.environ and size in os.environ and (num_ranks := _number_in(size, 1)) > 1:
-        return _number_in(rank, 0, num_ranks - 1), num_ranks
-    return 0, 1
+        return Place(_number_in(rank, 0, num_ranks - 1), num_ranks)
+    return Place(0, 1)
 
 
-def is_under_torchrun() -> bool:
+def _is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def num_ranks_started() -> int:
-    """How many processes a launcher started, of which this is one; 1 without one."""
-    return started()[1]
-
-
-def rank_started() -> int:
-    return started()[0]
-
-
 def unjoined(*, joins: bool) -> str:
-    """What to say where processes that a launcher started do not work together, else "". joins: if the command can."""
+    """What to say if processes of a launcher do not work together, else "". joins: whether the command joins them."""
     (rank, num_ranks), tasks = started(), os.environ.get("SLURM_NTASKS", "1")
-    if joins and num_ranks == 1 and tasks != "1" and not is_under_torchrun():
+    if joins and num_ranks == 1 and tasks != "1" and not _is_under_torchrun():
         return f"SLURM_NTASKS={in_short(tasks)} is ignored outside of a step of several tasks: srun starts them"
     is_repeated = not joins and num_ranks > 1 and rank == 0
     return f"a launcher started {num_ranks} of these, and each does all of the work: start one" if is_repeated else ""
@@ -83,14 +75,14 @@ def check_meeting() -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"{num_ranks_started()} ranks need {' and '.join(missing)} to meet: export "
+            f"{started().num_ranks} ranks need {' and '.join(missing)} to meet: export "
             "MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500"
         )
     _number_in("MASTER_PORT", 1, 65_535)
 
 
 def _number_in(name: str, least: int, most: int = MOST_STARTED) -> int:
-    """A number of the environment, which a launcher sets and somebody may have set by hand."""
+    """A number of the environment. A launcher sets it, or somebody by hand."""
     text = os.environ[name]
     is_number = text.isascii() and text.isdigit() and len(text) <= 20
     if not (is_number and least <= int(text) <= most):
@@ -99,93 +91,67 @@ def _number_in(name: str, least: int, most: int = MOST_STARTED) -> int:
 
 
 def loopback_only() -> dict[str, str]:
-    """What keeps gloo's connections on this machine, as environment variables."""
+    """The environment variables that keep gloo's connections on this machine."""
     return {"GLOO_SOCKET_IFNAME": LOOPBACK[sys.platform]} if sys.platform in LOOPBACK else {}
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
     """Run `rda train <arguments> --launched FOLDER` on every rank, until all have ended.
 
-    Each has a session of its own, so that Ctrl-C reaches only this process, which passes it on as the end of the ranks'
-    stdin. A second time they are killed, and so they are 10 seconds after one of them failed.
+    Each has a session of its own, so that Ctrl-C reaches only this process. It passes the request on by closing the
+    ranks' stdin. The ranks are killed by a second Ctrl-C, or 10 seconds after one of them failed.
     """
     environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
-    asked, asking = os.pipe()
-    num_requests = 0
-
-    def request(number: int, frame: FrameType | None) -> None:
-        nonlocal num_requests
-        num_requests += 1
-        if num_requests == 1:
-            os.write(STDERR, NOTICE)
-            os.close(asking)
-
+    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", *arguments, "--launched"]
     processes: list[subprocess.Popen[bytes]] = []
-    previous = {number: signal.signal(number, request) for number in SIGNALS}
-    try:
-        with tempfile.TemporaryDirectory(prefix="rda-train-") as folder:
-            _check_room(Path(folder))
-            command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", *arguments]
-            try:
-                for rank in range(num_ranks):
-                    processes.append(_start([*command, "--launched", folder], rank, environment, asked))
-                _wait(processes, lambda: num_requests > 1)
-                # One that is ended here waited for another: it did not fail.
-                default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]
-                reasons = tuple(_reason(Path(folder), rank) or text for rank, text in enumerate(default))
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        for descriptor in [asked] if num_requests else [asked, asking]:
-            os.close(descriptor)
-    return Ended(tuple(process.returncode for process in processes), num_requests > 1, reasons)
+    read_end, write_end = os.pipe()
+    with (
+        StopRequest() as stop,
+        tempfile.TemporaryDirectory(prefix="rda-train-") as folder,
+        open(read_end, "rb") as asked,
+        open(write_end, "wb") as asking,
+    ):
+        with named_in_errors(Path(folder)):
+            (Path(folder) / "room").write_bytes(bytes(STORE_BYTES))  # on a full disk torch's store waits for ever
+        try:
+            for rank in range(num_ranks):
+                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = subprocess.Popen([*command, folder], stdin=asked, env=own, start_new_session=True)
+                processes.append(process)
+            wait_for_ranks(processes, stop, asking)
+            # A rank that is ended here waited for another one: it did not fail.
+            default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]
+            reasons = tuple(_reason(Path(folder), rank) or text for rank, text in enumerate(default))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    return Ended(tuple(process.returncode for process in processes), stop.number > 1, reasons)
 
 
-def leave_reason(folder: Path, reason: str) -> None:
-    """For the launcher, which has only an exit code otherwise: why this rank fails, in one line."""
-    with suppress(OSError):  # without room for it the exit code has to do
-        _reason_file(folder, rank_started()).write_text(reason, errors="backslashreplace")
-
-
-def _reason(folder: Path, rank: int) -> str:
-    with suppress(OSError, ValueError):  # none, or one that was cut short
-        return _reason_file(folder, rank).read_text()
-    return ""
-
-
-def _reason_file(folder: Path, rank: int) -> Path:
-    return folder / f"failed-{rank}"
-
-
-def _check_room(folder: Path) -> None:
-    """torch's store waits for ever on a disk that is full."""
-    try:
-        (folder / "room").write_bytes(bytes(STORE_BYTES))
-    except OSError as error:
-        error.filename = error.filename or str(folder)
-        raise
-
-
-def _start(command: Sequence[str], rank: int, environment: Mapping[str, str], asked: int) -> subprocess.Popen[bytes]:
-    own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    return subprocess.Popen(command, stdin=asked, env=own, start_new_session=True)
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], is_aborted: Callable[[], bool]) -> None:
-    """Until all have ended, or one has failed and the others had their time."""
+def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
+    """Return once all have ended, a second request to stop came, or GRACE_SECONDS after a rank failed."""
     deadline = math.inf
-    while any(process.poll() is None for process in processes) and not is_aborted() and time.monotonic() < deadline:
+    while any(process.poll() is None for process in processes) and stop.number < 2 and time.monotonic() < deadline:
+        if stop.requested:
+            asking.close()
         if deadline == math.inf and any(process.returncode for process in processes):
             deadline = time.monotonic() + GRACE_SECONDS
         time.sleep(POLL_SECONDS)
 
 
+def leave_reason(folder: Path, reason: str) -> None:
+    """Tell the launcher in one line why this rank fails. Otherwise it has only an exit code."""
+    with suppress(OSError):  # on a full disk the exit code has to do
+        (folder / f"failed-{started().rank}").write_text(reason, errors="backslashreplace")
+
+
+def _reason(folder: Path, rank: int) -> str:
+    with suppress(OSError, ValueError):  # none, or one that was cut short
+        return (folder / f"failed-{rank}").read_text()
+    return ""
+
+
 def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,10 +1,12 @@
-"""A run: what to train, on what, and where. What can be wrong with a request is found here, without torch."""
+"""A run: what to train, on what, and where. A request that cannot be is refused here, before torch is imported."""
 
 import argparse
 import hashlib
 import math
+import reprlib
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .. import __version__
-from ..models.saved_run import STATE_FILE, check_whole, find_checkpoints, read_state, step_of
+from ..models.saved_run import STATE_FILE, check_whole, find_checkpoint, find_checkpoints, read_state, step_of
 from .data import Document, load_document
 from .files import MOST_BYTES, check_mine, is_our_picture, json_object
 from .options import Hyperparameters, flag, resolve
@@ -34,20 +36,16 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is left to train."""
-        return self.checkpoint is not None and read_state(self.checkpoint)["step"] == self.hyperparameters.steps
+        """Whether all steps were done when the run began."""
+        return self.checkpoint is not None and step_of(self.checkpoint) == self.hyperparameters.steps
 
 
 def prepare(arguments: argparse.Namespace) -> Run:
-    """The run that the command line asks for.
-
-    Raises:
-        ValueError: if it cannot be, with the message for the user.
-    """
+    """The run that the command line asks for; a ValueError, with the message for the user, if it cannot be."""
     if arguments.save_every < 1:
         raise ValueError(f"--save-every {arguments.save_every} must be at least 1")
     if arguments.resume is None:
-        folder, checkpoint = _new_folder(arguments.run_folder), None
+        folder, checkpoint, state = _new_folder(arguments.run_folder), None, None
         hyperparameters = resolve(arguments, None)
     else:
         if arguments.run_folder is not None:
@@ -57,37 +55,34 @@ def prepare(arguments: argparse.Namespace) -> Run:
         check_mine(folder / RECORD_FILE, partial(is_record_of, state["run"]), "this run")
         check_mine(folder / PICTURE_FILE, partial(is_our_picture, source=f"run {state['run']}"), "this run")
     document = load_document(hyperparameters.data, hyperparameters.seq_len, hyperparameters.held_out_windows)
-    if checkpoint is not None:
+    if state is not None:
         _check_same_document(document, state["document"])
-    return Run(hyperparameters, document, folder, checkpoint, arguments.save_every, arguments.activation_checkpointing)
+    choices = {name: getattr(arguments, name) for name in ("save_every", "activation_checkpointing", "tensorboard")}
+    return Run(hyperparameters, document, folder, checkpoint, **choices)
 
 
 def initial_state(run: Run) -> dict[str, Any]:
-    """Everything a checkpoint holds but tensors: where the run is, what it computes and how it went."""
+    """What a checkpoint holds beside tensors: where the run is, what it computes and how it went."""
     if run.checkpoint is not None:
         return read_state(run.checkpoint)
     return {
         "run": secrets.token_hex(16),
         "step": 0,
         "hyperparameters": run.hyperparameters.to_dict(),
-        "document": document_identity(run.document),
+        "document": run.document.identity(),
         "bits_per_byte": [],
         "step_seconds": [],
     }
 
 
 def fingerprint(run: Run) -> dict[str, str]:
-    """What must be alike on all ranks, by name, in words: the content of the data and not its path."""
+    """What must be the same on all ranks, by name, in words. Data are compared by content, not by path."""
     options = {flag(name): str(value) for name, value in run.hyperparameters.to_dict().items() if name != "data"}
-    document = document_identity(run.document)
-    checkpoint = "none"
-    if run.checkpoint is not None:
-        state = read_state(run.checkpoint)
-        checkpoint = f"step {state['step']} of run {state['run']}"
+    document, state = run.document.identity(), run.checkpoint and read_state(run.checkpoint)
     return {
         "the document": f"{document['num_bytes']:,} bytes with sha256 {document['sha256'][:16]}...",
         "the code": code_version(),
-        "the checkpoint": checkpoint,
+        "the checkpoint": f"step {state['step']} of run {state['run']}" if state else "none",
         **options,
         "--save-every": str(run.save_every),
         "--activation-checkpointing": str(run.activation_checkpointing),
@@ -95,16 +90,11 @@ def fingerprint(run: Run) -> dict[str, str]:
 
 
 def code_version() -> str:
-    """Of torch, and of this package by what is in it: two clones may have one number."""
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    """The version of torch, and the number and digest of this package: two clones may have the same number."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
+        digest.update(name.encode() + b"\0" + (root / name).read_bytes())
     return f"ring_dilated_attention {__version__} with sha256 {digest.hexdigest()[:16]}..., torch {version('torch')}"
-
-
-def document_identity(document: Document) -> dict[str, Any]:
-    return {"name": document.name, "num_bytes": len(document.content), "sha256": document.fingerprint()}
 
 
 def is_record_of(run: str, file: BinaryIO) -> bool:
@@ -116,7 +106,7 @@ def is_record_of(run: str, file: BinaryIO) -> bool:
 def _new_folder(folder: Path | None) -> Path:
     if folder is None:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # how Python holds other bytes
+    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # Python's letters for bytes that are not UTF-8
         raise ValueError(f"--run-folder {str(folder)!r} is not UTF-8, and safetensors opens no such file: rename it")
     if find_checkpoints(folder) or (folder / RECORD_FILE).exists():
         raise ValueError(f"--run-folder {folder} holds a run already: --resume it, or choose another folder")
@@ -127,38 +117,31 @@ def _new_folder(folder: Path | None) -> Path:
 
 def _newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint of a run and its state; if it is damaged, a ValueError that offers the one before it."""
-    checkpoints = find_checkpoints(folder)
-    if not checkpoints:
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
         raise ValueError(f"--resume {folder}: there is no checkpoint in this folder; pass a run folder")
     try:
-        return checkpoints[0], _checked_state(checkpoints[0])
+        return checkpoint, _checked_state(checkpoint)
     except ValueError as error:
-        raise with_offer(error, checkpoints[0]) from error
+        raise with_offer(error, checkpoint) from error
 
 
 def with_offer(error: ValueError, damaged: Path) -> ValueError:
-    """What is wrong with a checkpoint, and the newest whole one before it."""
+    """The error of a damaged checkpoint, with the newest whole checkpoint before it."""
     newest_first = find_checkpoints(damaged.parent)
-    older = newest_first[newest_first.index(damaged) + 1 :]
-    whole = next(filter(_is_whole, older), None)
-    if whole is None:
-        return ValueError(f"{error}, and no whole checkpoint is before it: start a new run")
-    newer = " and ".join(path.name for path in newest_first[: newest_first.index(whole)])
-    return ValueError(
-        f"{error}; the newest whole checkpoint before it is {whole}: move {newer} away, and --resume goes on from there"
-    )
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        _checked_state(checkpoint)
-    except ValueError:
-        return False
-    return True
+    for number, whole in enumerate(newest_first):
+        with suppress(ValueError):
+            if number > newest_first.index(damaged) and _checked_state(whole):
+                newer = " and ".join(path.name for path in newest_first[:number])
+                return ValueError(
+                    f"{error}; the newest whole checkpoint before it is {whole}: move {newer} away, and --resume goes "
+                    "on from there"
+                )
+    return ValueError(f"{error}, and no whole checkpoint is before it: start a new run")
 
 
 def _checked_state(checkpoint: Path) -> dict[str, Any]:
-    """The state of a whole checkpoint, all of it there and of its type."""
+    """The state of a checkpoint that is whole, once each of its fields is there and has its type."""
     state = check_whole(checkpoint)
     try:
         _check_state(state, step_of(checkpoint))
@@ -169,11 +152,11 @@ def _checked_state(checkpoint: Path) -> dict[str, Any]:
 
 def _check_state(state: dict[str, Any], step: int) -> None:
     for name, kind in _STATE.items():
-        if type(state.get(name)) is not kind:
-            raise ValueError(f"{name} is {_shortened(state.get(name))}, and should be {_KINDS[kind]}")
-    for name, kind in _DOCUMENT.items():
-        if type(state["document"].get(name)) is not kind:
-            raise ValueError(f"document.{name} is {_shortened(state['document'].get(name))}, not {_KINDS[kind]}")
+        parent, _, key = name.rpartition(".")
+        value = (state[parent] if parent else state).get(key)
+        if type(value) is not kind:
+            found = "missing" if value is None else reprlib.repr(value)
+            raise ValueError(f"{name} is {found}, and should be {_KINDS[kind]}")
     options = Hyperparameters.from_dict(state["hyperparameters"])
     if state["step"] != step or not 1 <= step <= options.steps:
         raise ValueError(f"step is {state['step']} of {options.steps}, and the folder's name says {step}")
@@ -183,26 +166,14 @@ def _check_state(state: dict[str, Any], step: int) -> None:
 
 
 MOST = 1e9  # bits per byte, or seconds of a step
-# Of every state, as JSON gives it back.
-_STATE = {
-    "run": str,
-    "step": int,
-    "hyperparameters": dict,
-    "document": dict,
-    "bits_per_byte": list,
-    "step_seconds": list,
-}
-_DOCUMENT = {"name": str, "num_bytes": int, "sha256": str}
+# What every state holds, as JSON gives it back.
+_STATE = {"run": str, "step": int, "hyperparameters": dict, "bits_per_byte": list, "step_seconds": list}
+_STATE |= {"document": dict, "document.name": str, "document.num_bytes": int, "document.sha256": str}
 _KINDS = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
 
 
-def _shortened(value: Any) -> str:
-    text = "missing" if value is None else repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:
-    found = document_identity(document)
+    found = document.identity()
     if found["sha256"] != saved["sha256"]:
         raise ValueError(
             f"the document changed since the run began: {found['name']} has {found['num_bytes']:,} bytes with sha256 "

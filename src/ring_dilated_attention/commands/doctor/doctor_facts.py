@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...kernels.choose import BACKENDS, reasons
-from ...training.run_report import hardware, versions
+from ...training.machine import hardware, versions
 from ..limits import physical_bytes
 
 # What runs are known to be slow, or to hang, by; and what no library reads any more.

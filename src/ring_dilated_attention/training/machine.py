@@ -1,0 +1,59 @@
+"""The machine, the versions of packages and the memory of this process, for records. No torch."""
+
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "ring-dilated-attention")
+
+
+def hardware() -> dict[str, Any]:
+    unnamed = platform.processor() or platform.machine()
+    return {
+        "processor": next(_values(Path("/proc/cpuinfo"), "model name"), unnamed),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def resident_bytes() -> int:
+    """Resident memory now. Outside Linux, where the system does not say, it is the peak."""
+    return _resident("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    return _resident("VmHWM")
+
+
+def _resident(field: str) -> int:
+    # getrusage comes second: its maximum survives exec, so that a child may show its parent's.
+    for value in _values(Path("/proc/self/status"), field):
+        return int(value.split()[0]) * 1024
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
+def _values(path: Path, field: str) -> Iterator[str]:
+    """What stands after "field:" in a file that Linux has. Other systems have none, which gives nothing."""
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == field:
+                yield value.strip()

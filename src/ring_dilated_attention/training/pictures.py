@@ -1,0 +1,66 @@
+"""The pictures of `rda train` and `rda evaluate`: bits per byte, as PNGs that `files.is_our_picture` knows again."""
+
+import statistics
+from collections.abc import Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from .files import MADE_BY
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from .bits_per_byte import Bucket
+
+
+def draw_losses(record: dict[str, Any]) -> bytes:
+    """The losses of a run, by step."""
+    figure, axes = _axes("step")
+    losses = record["bits_per_byte"]
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1)
+    axes.plot(steps, smoothed(losses), color="tab:blue", label="training, smoothed")
+    for (name, value), colour in zip((record.get("baselines") or {}).items(), ("tab:green", "tab:gray"), strict=False):
+        axes.axhline(value, color=colour, linestyle=":", label=f"{name} on the held-out bytes: {value:.3f}")
+    held_out, p = record["held_out_bits_per_byte"], record["num_ranks"]
+    if held_out is not None:
+        axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held out: {held_out:.3f}")
+    title = f"{record['hyperparameters']['seq_len']:,} tokens over {p} rank{'s' * (p > 1)}"
+    return _as_png(figure, axes, title, {"Source": f"run {record['run']}"})
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """The mean of the steps around each, a tenth of all and 51 at most; fewer at the ends."""
+    half, last = min(len(values) // 20, 25), len(values) - 1
+    reaches = [min(half, i, last - i) for i in range(len(values))]
+    return [statistics.fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]
+
+
+def draw_buckets(buckets: "Sequence[Bucket]", mean: float, title: str) -> bytes:
+    """Bits per byte by the number of bytes before, and their mean."""
+    figure, axes = _axes("bytes of the context before")
+    edges = [b.first for b in buckets] + [buckets[-1].last + 1]
+    axes.stairs([b.bits_per_byte for b in buckets], edges, baseline=None, linewidth=2)
+    axes.axhline(mean, color="tab:orange", linestyle="--", label=f"all bytes: {mean:.3f}")
+    axes.set_xscale("log", base=2)
+    return _as_png(figure, axes, title, {})
+
+
+def _axes(x_label: str) -> "tuple[Figure, Axes]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel("bits per byte")
+    return figure, axes
+
+
+def _as_png(figure: "Figure", axes: "Axes", title: str, texts: dict[str, str]) -> bytes:
+    axes.set_title(title)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=120, metadata={"Software": MADE_BY} | texts)
+    return content.getvalue()
