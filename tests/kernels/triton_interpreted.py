@@ -313,7 +313,7 @@ def test_both_sizes_of_the_fused_strip(block_m, monkeypatch):
     config_for = launch.config_for
     monkeypatch.setattr(launch, "config_for", lambda name, x: config_for(name, x)._replace(block_m=block_m))
     call = call_of(CASES[0])
-    out, lse = fused.forward(call.pattern, (0, 63), call.scale, *call.inputs)
+    out, lse = fused.FusedPass(call.pattern, (0, 63)).forward(call.scale, *call.inputs)
     for i, x in enumerate((out, lse)):
         torch.testing.assert_close(x.double(), call.exact[i], rtol=1e-5, atol=1e-5)
 

@@ -60,19 +60,21 @@ ChoosePass = Callable[[DilatedPattern, tuple[int, ...]], WholePasses]
 AppendOne = Callable[[CachePlan, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
+# The ops that may run a kernel, each with the reason why it cannot attend densely to (B, N, H, D), or None. The first
+# that can does.
+WhyNotOps = Callable[[Tensor], dict[str, str | None]]
+
+
 class _Backend(Protocol):
     NAME: str
     TRAITS: Traits
     ONLY_BY_NAME: str | None  # why "auto" passes it by although it could serve a tensor
     choose_pass: ChoosePass | None
     append_one: AppendOne | None  # None: a token is put together of tiles
+    ops: WhyNotOps | None  # None: it has one
 
     def why_not(self, query: Tensor) -> str | None:
         """The reason why this backend cannot serve the tensor, or None."""
-
-    def ops(self, query: Tensor) -> dict[str, str | None]:
-        """Which ops may run it, with the reason why one cannot attend densely to the tensor (B, N, H, D), or None. The
-        first that can does."""
 
 
 class PartialKernel(_Backend, Protocol):
