@@ -164,15 +164,15 @@ def test_the_name_decides(monkeypatch):
     """Catches kernels of the other backend, in forward or in backward."""
     launched = []
     for module, name in (
-        (fused, "forward"),
-        (fused, "backward"),
-        (launch, "launch_forward"),
-        (launch, "launch_gradient"),
+        (fused.FusedPass, "forward"),
+        (fused.FusedPass, "backward"),
+        (in_place, "forward_into"),
+        (in_place, "key_gradient_into"),
     ):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, n=name, **k: (launched.append(n), f(*a, **k))[1])
     for backend, expected in (
-        ("triton", {"launch_forward", "launch_gradient"}),
+        ("triton", {"forward_into", "key_gradient_into"}),
         ("triton-fused", {"forward", "backward"}),
     ):
         launched.clear()

@@ -15,12 +15,12 @@ class Dealing(NamedTuple):
 
     place: of this rank in the group that deals.
     lengths: the number of positions of every rank of the group.
-    pieces: (place, first row, number of rows) of stretches of the ranks' rows, in the order of the sequence.
+    runs: (place, first row, number of rows) of runs of the ranks' rows, in the order of the sequence.
     """
 
     place: int
     lengths: tuple[int, ...]
-    pieces: tuple[tuple[int, int, int], ...]
+    runs: tuple[tuple[int, int, int], ...]
 
     @property
     def size(self) -> int:

@@ -41,7 +41,7 @@ class Tile(NamedTuple):
         q, k = self.query.num_rows, self.key.num_rows
         return (q * (q + 1) // 2 if self.is_causal else q * k) * len(self.query.heads) * self.query.segments
 
-    def pieces(self, max_rows: int) -> Iterator["Tile"]:
+    def split(self, max_rows: int) -> Iterator["Tile"]:
         """The same pairs by several calls, each of at most so many query rows, or of one head of one segment (of all
         heads that share keys)."""
         query, key = self.query, self.key
@@ -197,7 +197,7 @@ def gathered(plan: Plan) -> Plan:
     return replace(plan, hops=(only,), received_size=places[-1], home_size=homes[-1])
 
 
-class Chunk(NamedTuple):
+class GlobalChunk(NamedTuple):
     """What a message carries: rows of a segment of a branch that one rank owns.
 
     origin: the first position of the segment.

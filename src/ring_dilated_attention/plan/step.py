@@ -86,7 +86,7 @@ class Free(NamedTuple):
     names: tuple[str, ...]
 
 
-class Part(NamedTuple):
+class BufferSlice(NamedTuple):
     """A message, and where it lies: from `start` on in a buffer."""
 
     name: str
@@ -103,8 +103,8 @@ class Post(NamedTuple):
 
     ticket: str
     moment: str
-    sends: tuple[Part, ...]
-    receives: tuple[Part, ...]
+    sends: tuple[BufferSlice, ...]
+    receives: tuple[BufferSlice, ...]
     is_apart: bool = False
 
 
@@ -117,9 +117,9 @@ class Wait(NamedTuple):
 
 
 class Zero(NamedTuple):
-    """Let sums in a part of a buffer start from zero."""
+    """Let sums in a slice of a buffer start from zero."""
 
-    part: Part
+    where: BufferSlice
 
 
 class Start(NamedTuple):
@@ -187,7 +187,7 @@ class Add(NamedTuple):
 class Home(NamedTuple):
     """Add the finished gradient of an own chunk, which lies in a buffer, to dk and dv where it was dilated from."""
 
-    part: Part
+    where: BufferSlice
 
 
 class Finish(NamedTuple):
@@ -219,7 +219,7 @@ def text_of(step: Step) -> str:
         case Free(names):
             text = ", ".join(names)
         case Post(ticket, _, sends, receives):
-            text = "; ".join([ticket, *(f"to {part}" for part in sends), *(f"from {part}" for part in receives)])
+            text = "; ".join([ticket, *(f"to {x}" for x in sends), *(f"from {x}" for x in receives)])
         case Wait(ticket, sent, received):
             text = ticket + ("" if sent and received else ": what is sent" if sent else ": what comes")
         case Compute(tile, _, what, keys, sums):
@@ -232,8 +232,8 @@ def text_of(step: Step) -> str:
             text = f"{name} of {tile.query if name == 'dq' else tile.key}{where}{of}: {how}"
         case Deal(name, to_heads):
             text = f"{name}: {'heads for positions' if to_heads else 'positions for heads'}"
-        case Zero(part) | Home(part):
-            text = f"{part.message.size} units at {part.start} of {part.name}"
+        case Zero(where) | Home(where):
+            text = f"{where.message.size} units at {where.start} of {where.name}"
         case _:
             text = ", ".join(str(value) for value in step if not isinstance(value, bool | None))
     return f"{type(step).__name__.lower():8}{text}".rstrip()

@@ -6,7 +6,7 @@ stays there, so that calls follow each other without waiting and can be captured
 B batch, H query heads, G key/value heads, D head dim.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -64,9 +64,9 @@ def _tables(plan: CachePlan, device: torch.device) -> Tables:
     most_rows = max(unit[4] for unit in units)
     block_m = max(FEWEST_HEADS, 1 << (most_shared - 1).bit_length())
     num_splits = min(MOST_SPLITS, 1 << (-(-most_rows // ROWS_OF_A_SPLIT) - 1).bit_length())
-    found = (units, plan.pattern.branches, phases, plan.lengths)
-    tables = (torch.tensor(x, dtype=torch.int64, device=device) for x in found)
-    return Tables(*tables, block_m=block_m, num_splits=num_splits)
+    table = partial(torch.tensor, dtype=torch.int64, device=device)
+    numbers = table(units), table(plan.pattern.branches), table(phases), table(plan.lengths)
+    return Tables(*numbers, block_m, num_splits)
 
 
 def append_one(
