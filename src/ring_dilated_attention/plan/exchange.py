@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .counts import Counter, JobCount, count_ranks
-from .dealing import Dealing, check_dealing, deal, dealt_bytes
+from .dealing import Dealing, check_dealing, deal
 from .job import Job
 from .plan import Plan, gathered
 from .planner import make_plan
@@ -34,12 +34,11 @@ class RankPlan(NamedTuple):
     def bytes_sent(self, sizes: Sizes, *, backward: bool = False, has_dlse: bool = False) -> int:
         """Bytes that this rank sends in one forward, or in one backward."""
         plan, dealing = self
-        sent = plan.bytes_sent(sizes.batch, sizes.head_dim, sizes.itemsize, backward=backward)
+        sent = plan.bytes_sent(*sizes[:3], backward=backward)
         if dealing is None:
             return sent
         heads = (plan.num_heads * dealing.size, plan.num_kv_heads * dealing.size)
-        shape = (*heads, sizes.batch, sizes.head_dim, sizes.itemsize)
-        return sent + dealt_bytes(dealing.lengths, dealing.place, *shape, backward=backward, has_dlse=has_dlse)
+        return sent + dealt_bytes(dealing.lengths, dealing.place, *heads, sizes, backward=backward, has_dlse=has_dlse)
 
 
 @lru_cache(maxsize=256)
@@ -130,10 +129,38 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     )
 
 
+def dealt_bytes(
+    lengths: Sequence[int],
+    rank: int,
+    num_heads: int,
+    num_kv_heads: int,
+    sizes: Sizes,
+    *,
+    backward: bool = False,
+    has_dlse: bool = False,
+) -> int:
+    """Bytes that a rank sends where heads are dealt for positions (all_to_all, or the inner axis of a 2-D mesh).
+
+    Forward: its rows of query, key and value for others' heads, and others' rows of out and lse for its own. Backward:
+    dout, query, key, value, out, lse (and dlse) there, and dq, dk, dv back.
+
+    Args:
+        lengths: the number of positions of every rank of the group that deals.
+    """
+    size, own = len(lengths), lengths[rank]
+    share, kv_share = num_heads // size, num_kv_heads // size
+    row, number = sizes.head_dim * sizes.itemsize, sizes.sum_itemsize
+    if backward:
+        there = (3 * share + 2 * kv_share) * row + share * number * (1 + has_dlse)
+        back = (share + 2 * kv_share) * row
+    else:
+        there, back = (share + 2 * kv_share) * row, share * (row + number)
+    return sizes.batch * (own * (size - 1) * there + (sum(lengths) - own) * back)
+
+
 def most_dealt(
     lengths: Sequence[int], num_heads: int, num_kv_heads: int, sizes: Sizes, *, backward: bool = False
 ) -> int:
     """Bytes that the rank of a group which deals most sends to deal: one with the most or the fewest positions."""
-    heads = (num_heads, num_kv_heads, *sizes[:3])
     ends = (lengths.index(max(lengths)), lengths.index(min(lengths)))
-    return max(dealt_bytes(lengths, rank, *heads, backward=backward) for rank in ends)
+    return max(dealt_bytes(lengths, rank, num_heads, num_kv_heads, sizes, backward=backward) for rank in ends)

@@ -1,12 +1,12 @@
 """Which rank owns which positions: global position <-> (rank, local index). Pure integers, no torch.
 
 A shard is a tuple of spans (start, stop) of global positions, in local order. Contiguous shards have one span. Zigzag
-shards have two: the sequence is cut into 2p near-equal parts and rank k holds parts k and 2p-1-k, so that under a
-causal pattern every rank has about the same work (the part that sees little and the part that sees much).
+shards have two: the sequence is cut into 2p near-equal parts, and rank k holds parts k and 2p-1-k. Under a causal
+pattern every rank then has about the same work: the part that sees little and the part that sees much.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -59,7 +59,7 @@ def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
 @lru_cache(maxsize=64)
 def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
     if sharding == "contiguous" or len(lengths) == 1:
-        return tuple(_joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
+        return tuple(joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
     world_size = len(lengths)
     expected = default_lengths(sharding, sum(lengths), world_size)
     if expected != lengths:
@@ -109,26 +109,32 @@ class Cut(NamedTuple):
             return make_shards(self.sharding, lengths)
         groups = [lengths[i : i + self.inner] for i in range(0, len(lengths), self.inner)]
         outer = make_shards(self.sharding, [sum(group) for group in groups])
-        return tuple(part for shard, group in zip(outer, groups, strict=True) for part in slice_shard(shard, group))
+        return tuple(x for shard, group in zip(outer, groups, strict=True) for x in slice_shard(shard, group))
 
 
 def slice_shard(shard: Shard, lengths: Sequence[int]) -> tuple[Shard, ...]:
     """Cut a shard, in its local order, into slices of the given lengths."""
     slices = []
     for a, b in pairwise(accumulate(lengths, initial=0)):
-        pieces, row = [], 0
-        for start, stop in shard:
-            lo, hi = max(a - row, 0), min(b - row, stop - start)
-            if lo < hi:
-                pieces.append(Span(start + lo, start + hi))
-            row += stop - start
-        slices.append(tuple(pieces))
+        clipped = (
+            Span(start + max(a - row, 0), min(start + b - row, stop))
+            for (start, stop), row in zip(shard, first_rows(shard), strict=False)
+        )
+        slices.append(tuple(span for span in clipped if span.start < span.stop))
     return tuple(slices)
 
 
-def join_shards(shards: Sequence[Shard]) -> Shard:
-    """One shard with the rows of several, one after the other."""
-    return _joined([span for shard in shards for span in shard])
+def joined(spans: Iterable[Span]) -> Shard:
+    """A shard of these spans. Neighbours are joined, so that a segment inside the shard lies inside one span."""
+    found: list[Span] = []
+    for span in spans:
+        if span.start == span.stop:
+            continue
+        if found and found[-1].stop == span.start:
+            found[-1] = Span(found[-1].start, span.stop)
+        else:
+            found.append(span)
+    return tuple(found)
 
 
 def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
@@ -187,16 +193,3 @@ def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:
             ranges.append(range(start - documents[i], end - documents[i]))
             start = end
     return ranges
-
-
-def _joined(spans: list[Span]) -> Shard:
-    """Drop empty spans and join neighbours, so that a segment inside a shard lies inside one span."""
-    joined: list[Span] = []
-    for span in spans:
-        if span.start == span.stop:
-            continue
-        if joined and joined[-1].stop == span.start:
-            joined[-1] = Span(joined[-1].start, span.stop)
-        else:
-            joined.append(span)
-    return tuple(joined)

@@ -22,7 +22,7 @@ class Packing(NamedTuple):
     """From when on a kernel reads the rows of a tile faster if they are copied side by side before.
 
     distance: bytes from one row to the next. num_bytes: of an element of each of a segment's rows.
-    max_rows: query rows that are copied at a time; a tile of more is computed in pieces.
+    max_rows: query rows that are copied at a time; a tile of more is split into several calls.
     """
 
     distance: int
@@ -41,7 +41,8 @@ class Terms(NamedTuple):
     has_dlse: of backward: lse has a gradient.
     packing: the kernel's, in forward. distances: bytes from one position to the next in query, and in key and value.
     itemsize: bytes of an element of them.
-    is_brief: of a tile's pieces and entries, which take the same steps, two are told. For who adds up no times.
+    is_brief: only two of a tile's calls and batch entries, which take the same steps, are listed. For who adds up no
+        times.
     """
 
     in_place: bool = False
@@ -87,7 +88,7 @@ class Free(NamedTuple):
 
 
 class BufferSlice(NamedTuple):
-    """A message, and where it lies: from `start` on in a buffer."""
+    """A message, and where it lies: from `start` on in the buffer `name`."""
 
     name: str
     start: int
@@ -98,8 +99,10 @@ class BufferSlice(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start to send and to receive; by `ticket` it is awaited, what is sent and what comes maybe apart. An error says
-    the moment."""
+    """Start to send and to receive.
+
+    ticket: a `Wait` names it. moment: an error names it. is_apart: what is sent and what comes are awaited apart.
+    """
 
     ticket: str
     moment: str
@@ -117,7 +120,7 @@ class Wait(NamedTuple):
 
 
 class Zero(NamedTuple):
-    """Let sums in a slice of a buffer start from zero."""
+    """Let the sums in a slice of a buffer start from zero."""
 
     where: BufferSlice
 
@@ -146,8 +149,8 @@ class Copy(NamedTuple):
 
 
 def packed(name: str) -> str:
-    """What the rows of one piece of a tile are called, copied side by side."""
-    return f"{name} rows of one piece"
+    """What the rows that a call reads of a tensor are called, copied side by side."""
+    return f"copied {name} rows"
 
 
 class Compute(NamedTuple):
