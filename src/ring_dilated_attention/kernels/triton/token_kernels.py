@@ -66,23 +66,21 @@ def token_kernel(
         slot_after = tl.maximum(slot - capacity, 0)
         p_own_k = k + i_b * stride_kb + i_g * stride_kg
         p_own_v = v + i_b * stride_vb + i_g * stride_vg
-        # fmt: off
         b_max, b_sum, b_out = attend(
             b_q, o_i * 0 + num_before - 1, Rows(p_keys + slot * D, 0, D), Rows(p_values + slot * D, 0, D),
             num_before // BN * BN, num_before,
             b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
-        )
+        )  # fmt: skip
         b_max, b_sum, b_out = attend(
             b_q, o_i * 0 + num_after - 1, Rows(p_keys + slot_after * D, 0, D), Rows(p_values + slot_after * D, 0, D),
             num_after // BN * BN, num_after,
             b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
-        )
+        )  # fmt: skip
         if i_s == 0:
             b_max, b_sum, b_out = attend(
                 b_q, o_i * 0, Rows(p_own_k, 0, D), Rows(p_own_v, 0, D), 0, 1,
                 b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
-            )
-        # fmt: on
+            )  # fmt: skip
         b_out, b_lse = normalized(b_max, b_sum, b_out, tl.float32)
         o_partial = ((i_b * num_heads + o_h) * num_branches + branch) * SPLITS + i_s
         store_rows(Rows(partial_out, 0, D), Places(o_partial, 0, m_i), b_out, False, D, BD)
