@@ -1,4 +1,4 @@
-"""What programs and memory depend on of each kernel. No torch, so that a laptop can plan with it."""
+"""What programs and memory need to know of each kernel. No torch, so that a laptop can plan with it."""
 
 from ..plan.sizes import Sizes, Traits
 from ..plan.step import Compute, Packing
@@ -12,8 +12,8 @@ def query_block(num_rows: int) -> int:
 
 
 def cpu_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
-    """Of torch's CPU flash attention: blocks of scores per thread, in backward of their gradients too; and there a copy
-    of dout, unless the tile is a whole stretch of rows with all heads."""
+    """Torch's CPU flash attention takes blocks of scores for each thread. Its backward takes blocks of their gradients
+    too, and a copy of dout unless the tile's rows lie side by side with all heads."""
     tile, is_forward = step.tile, step.what == "partial"
     queries = min(query_block(tile.query.num_rows), tile.query.num_rows)
     scores = queries * min(KEY_BLOCK, tile.key.num_rows)

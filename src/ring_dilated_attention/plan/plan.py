@@ -42,23 +42,25 @@ class Tile(NamedTuple):
         return (q * (q + 1) // 2 if self.is_causal else q * k) * len(self.query.heads) * self.query.segments
 
     def split(self, max_rows: int) -> Iterator["Tile"]:
-        """The same pairs by several calls, each of at most so many query rows, or of one head of one segment (of all
-        heads that share keys)."""
-        query, key = self.query, self.key
-        num_heads = len(query.heads)
-        heads = min(num_heads, max(1, max_rows // query.num_rows)) if len(key.heads) == num_heads else num_heads
+        """The same pairs by several calls of at most so many query rows, or of one head of one segment (of all heads
+        that share keys)."""
+        query, key, num_heads, num_kv_heads = self.query, self.key, len(self.query.heads), len(self.key.heads)
+        heads = max(1, max_rows // query.num_rows) if num_heads == num_kv_heads else num_kv_heads
         segments = max(1, max_rows // (num_heads * query.num_rows)) if isinstance(key, Rows) else query.segments
         for i in range(0, query.segments, segments):
             j = min(i + segments, query.segments)
             q = query.of_segments(i, j)
             k = key.of_segments(i, j) if isinstance(key, Rows) else key
-            for lo in range(0, num_heads, heads):
-                hi = min(lo + heads, num_heads)
-                if heads == num_heads:  # which may share keys
-                    yield self._replace(query=q, key=k)
-                    continue
-                own = None if self.packed is None else self.packed.of_heads(lo, hi)
-                yield self._replace(query=q.of_heads(lo, hi), key=k.of_heads(lo, hi), packed=own)
+            for lo in range(0, num_kv_heads, heads):
+                yield self._replace(query=q, key=k).of_heads(lo, min(lo + heads, num_kv_heads))
+
+    def of_heads(self, lo: int, hi: int) -> "Tile":
+        """Key/value heads lo..hi-1, with the query heads that share them."""
+        ratio = len(self.query.heads) // len(self.key.heads)
+        packed = self.packed and self.packed.of_heads(lo, hi)
+        return self._replace(
+            query=self.query.of_heads(lo * ratio, hi * ratio), key=self.key.of_heads(lo, hi), packed=packed
+        )
 
 
 class Message(NamedTuple):
@@ -163,10 +165,10 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def gathered(plan: Plan) -> Plan:
-    """The same work in one round (all_gather): every chunk goes straight to every rank that meets it, all at once, and
-    its gradients straight home.
+    """The same work in one round (all_gather): every chunk goes straight to the ranks that meet it, all at once, and its
+    gradients straight home.
 
-    As many bytes as the ring's, and waiting once instead of g - 1 times; but a rank holds all the chunks that it meets,
+    That sends as many bytes as the ring and waits once instead of g - 1 times. But a rank holds all chunks that it meets,
     and their gradients. Buffers are in the order of owners (or of ranks that send gradients home), then of hops.
     """
     if not plan.hops:

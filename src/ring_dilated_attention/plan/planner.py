@@ -214,11 +214,8 @@ class _Planner:
         if num_blocks == 1 or (tile.first_query and size == local_size):
             yield tile
             return
-        ratio = len(tile.query.heads) // num_kv
         for lo, hi in pairwise(num_kv * i // num_blocks for i in range(num_blocks + 1)):
-            query = tile.query.of_heads(lo * ratio, hi * ratio)
-            packed = tile.packed and tile.packed.of_heads(lo, hi)
-            yield tile._replace(query=query, key=tile.key.of_heads(lo, hi), packed=packed)
+            yield tile.of_heads(lo, hi)
 
     def hop(self, s: int, rank: int, rings: Sequence[Ring], offsets: Sequence[int]) -> Hop:
         """What the rank sends, receives and computes at hop s, over all its rings, in the order of the rings."""
