@@ -75,8 +75,7 @@ class Buffers(NamedTuple):
 class CachePlan:
     """All rolling buffers of a pattern, and what must be in them after so many positions.
 
-    num_heads, num_kv_heads: of the layer. held: the query heads of them that the tensors hold, if not all.
-    max_len: the most positions of a sequence; None for any number.
+    num_heads, num_kv_heads, held: as of `job.Job`. max_len: the most positions of a sequence; None for any number.
     keep: how many positions can be taken back across the borders of segments.
     """
 
@@ -113,7 +112,7 @@ class CachePlan:
         return sum(len(buffers.kv_heads) * buffers.capacity for buffers in self.buffers)
 
     def of_position(self, position: int) -> Iterator[tuple[int, Buffers]]:
-        """Those to which the row at a position belongs, with their branch: it attends there, and is written there."""
+        """The buffers to which the row at a position belongs, with their branch: it attends and is written there."""
         for branch, (length, rate) in enumerate(self.pattern.branches):
             for buffers in self.of_phase[branch].get(position % length % rate, ()):
                 yield branch, buffers
@@ -154,12 +153,8 @@ def plan_cache(
 ) -> CachePlan:
     """Plan the rolling buffers of a pattern.
 
-    A buffer holds the most rows that must be in it at any one time: those of a whole segment, or of a segment less its
-    last position and the `keep` positions from there on. (With keep = 0 and all heads their sum is
-    `pattern.cache_rows`.)
-
-    Args:
-        held: as of `pattern.head_groups`.
+    A buffer has room for the most rows that must be in it at any one time: those of a whole segment, or of a segment
+    less its last position and the `keep` positions from there on. For keep = 0 that is `pattern.cache_rows` in all.
 
     Raises:
         ValueError: if the pattern is not causal or cannot run on these heads, or for sizes that cannot be.
@@ -189,10 +184,9 @@ def plan_cache(
 
 
 def plan_chunk(plan: CachePlan, position: int, num_new: int) -> Plan:
-    """The work of so many new rows from a position on: that of the second of two ranks with shards (position, num_new).
+    """The work of new rows from a position on: that of the second of two ranks with shards (position, num_new).
 
-    Its own rows meet by the planner's tiles. What the first rank would send are the cached rows of the segments that
-    are open, read where they lie.
+    Its own rows meet by the planner's tiles. What the first rank would send are the cached rows of the open segments.
     """
     period = math.lcm(*plan.lengths)  # plans are kept, and depend on nothing else of the position
     shards = make_shards("contiguous", (position % period, num_new))

@@ -21,7 +21,7 @@ ALL_TO_ALL_SAVING = 3
 
 
 class RankPlan(NamedTuple):
-    """What a rank does under an exchange. dealing: of heads for positions; the plan is then of the dealt heads."""
+    """What a rank does under an exchange. dealing: how it deals heads; the plan is then that of the dealt heads."""
 
     plan: Plan
     dealing: Dealing | None
@@ -78,8 +78,6 @@ def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
 
 
 class Choice(NamedTuple):
-    """An exchange and the reason for it."""
-
     exchange: str
     reason: str
 
@@ -103,30 +101,26 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     shared = [segment for segment in counted.segments.values() if segment.received]
     hops, largest = max(x.sharers for x in shared) - 1, unit * max(max(x.largest) for x in shared)
     num_kv_held, lengths = job.num_kv_held, tuple(map(shard_length, job.shards))
-    local = 2 * num_kv_held * unit * max(lengths)
     num_hops = f"{hops} hop{'s' * (hops > 1)}"
     ring = f"by the ring a rank receives up to {received:,} bytes in {num_hops} and holds {two_chunks:,} (two chunks)"
-    if hops > 1 and largest <= SMALL_CHUNK_BYTES and received <= max(two_chunks, local):
-        return Choice(
-            "all_gather",
-            f"chunks of {largest:,} bytes are small, and all that a rank meets are {received:,}, "
-            f"no more than its own keys and values: one round instead of {hops} hops; {ring}",
+    if hops > 1 and largest <= SMALL_CHUNK_BYTES and received <= max(two_chunks, 2 * num_kv_held * unit * max(lengths)):
+        small = (
+            f"chunks of {largest:,} bytes are small, and all that a rank meets are {received:,}, no more than its own "
         )
+        return Choice("all_gather", f"{small}keys and values: one round instead of {hops} hops; {ring}")
     if num_kv_held % job.num_ranks:
         return Choice("ring", f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks")
     moved = most_dealt(lengths, len(job.held_heads), num_kv_held, sizes)
-    of_heads = plan_exchange("all_to_all", job, 0).plan
+    dealt_calls = plan_exchange("all_to_all", job, 0).plan.num_tiles
     calls = make_plan(job, counted.received.index(max(counted.received))).num_tiles
     ring += f", in {calls} kernel calls"
     if moved * ALL_TO_ALL_SAVING > received:
         return Choice("ring", f"{ring}, behind computation; dealing heads would send {moved:,}, hidden by nothing")
-    if of_heads.num_tiles > 2 * calls:
-        return Choice("ring", f"{ring}; dealing heads would send {moved:,}, but takes {of_heads.num_tiles} calls")
-    return Choice(
-        "all_to_all",
-        f"sends {moved:,} bytes, less than the ring by {ALL_TO_ALL_SAVING} times or more (its bytes hide behind "
-        f"computation, these do not), in {of_heads.num_tiles} kernel calls, and holds them beside the inputs; {ring}",
-    )
+    if dealt_calls > 2 * calls:
+        return Choice("ring", f"{ring}; dealing heads would send {moved:,}, but takes {dealt_calls} calls")
+    saving = f"sends {moved:,} bytes, less than the ring by {ALL_TO_ALL_SAVING} times or more (its bytes hide behind "
+    held = f"computation, these do not), in {dealt_calls} kernel calls, and holds them beside the inputs"
+    return Choice("all_to_all", f"{saving}{held}; {ring}")
 
 
 def dealt_bytes(

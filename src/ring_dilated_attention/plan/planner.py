@@ -32,7 +32,7 @@ def make_plan(job: Job, rank: int) -> Plan:
         hops.pop()
     places: dict[Rows | Block, Block] = dict(packs) if hops else {}  # without hops nothing is packed
     first_rates = pattern.dilation_rates[:1] if pattern.heads == "all" else pattern.dilation_rates
-    covered = all(rate == 1 for rate in first_rates)
+    covered = set(first_rates) == {1}
     return Plan(
         rank=rank,
         num_rows=shard_length(job.shards[rank]),

@@ -5,7 +5,7 @@ shards have two: the sequence is cut into 2p near-equal parts, and rank k holds 
 pattern every rank then has about the same work: the part that sees little and the part that sees much.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -27,9 +27,8 @@ Shard = tuple[Span, ...]
 @lru_cache(maxsize=64)
 def split_lengths(seq_len: int, num_parts: int, align: int = 1) -> tuple[int, ...]:
     """Cut seq_len positions into near-equal parts whose borders are multiples of `align` (the last may be ragged)."""
-    units, parts = -(-seq_len // align), range(num_parts + 1)
-    size, larger = divmod(units, num_parts)
-    borders = [min((i * size + min(i, larger)) * align, seq_len) for i in parts]
+    size, larger = divmod(-(-seq_len // align), num_parts)
+    borders = [min((i * size + min(i, larger)) * align, seq_len) for i in range(num_parts + 1)]
     return tuple(b - a for a, b in pairwise(borders))
 
 
@@ -39,12 +38,10 @@ def default_lengths(sharding: str, seq_len: int, world_size: int, align: int = 1
     Args:
         inner: groups of so many neighbouring ranks share one shard, in near-equal slices (a 2-D mesh).
     """
-    num_shards = world_size // inner
-    if sharding == "zigzag":
-        parts = split_lengths(seq_len, 2 * num_shards)
-        outer = tuple(parts[k] + parts[-1 - k] for k in range(num_shards))
-        return tuple(n for length in outer for n in split_lengths(length, inner))
-    return split_lengths(seq_len, world_size, align)
+    if sharding != "zigzag":
+        return split_lengths(seq_len, world_size, align)
+    parts = split_lengths(seq_len, 2 * (world_size // inner))
+    return tuple(n for k in range(len(parts) // 2) for n in split_lengths(parts[k] + parts[-1 - k], inner))
 
 
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
@@ -67,18 +64,17 @@ def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
             f"zigzag shards of {sum(lengths)} positions over {world_size} ranks have lengths {expected}, "
             f"got {lengths}. Cut the sequence with ContextParallel.shard."
         )
-    borders = list(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))
-    parts = [Span(a, b) for a, b in pairwise(borders)]
+    parts = [Span(a, b) for a, b in pairwise(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))]
     # The last rank's two parts are neighbours, yet two spans: they travel opposite ways, as everybody's do.
-    pairs = ((parts[k], parts[2 * world_size - 1 - k]) for k in range(world_size))
+    pairs = ((parts[k], parts[-1 - k]) for k in range(world_size))
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
 
 
 class Cut(NamedTuple):
     """How ranks cut a sequence.
 
-    num_shards: ranks that hold a shard. inner: groups of so many neighbours share one, in slices (a 2-D mesh).
-    align, lengths: as `ContextParallel` takes them.
+    num_shards: ranks that hold a shard. align, lengths: as `ContextParallel` takes them.
+    inner: groups of so many neighbours share one, in slices (a 2-D mesh).
     """
 
     sharding: str
@@ -187,9 +183,7 @@ def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:
     """
     ranges = []
     for start, stop in shard:
-        while start < stop:
-            i = bisect_right(documents, start) - 1
-            end = min(stop, documents[i + 1])
-            ranges.append(range(start - documents[i], end - documents[i]))
-            start = end
+        for i in range(bisect_right(documents, start) - 1, bisect_left(documents, stop)):
+            lo, hi = max(start, documents[i]), min(stop, documents[i + 1])
+            ranges.append(range(lo - documents[i], hi - documents[i]))
     return ranges

@@ -59,7 +59,7 @@ class Terms(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """Put in the place of a tensor its rows of all ranks that deal, of this rank's heads; or the other way around."""
+    """Replace a tensor by its rows of all ranks that deal, of this rank's heads; or the other way around."""
 
     name: str
     to_heads: bool
@@ -112,7 +112,7 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait for what a post sends and receives, or for one of both. Waiting again returns at once."""
+    """Wait for what a post sends or receives, or for both. Waiting again returns at once."""
 
     ticket: str
     sent: bool = True
@@ -137,19 +137,14 @@ class Prepare(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy the rows that a tile reads of "query", "key" or "value" side by side."""
+    """Copy the rows that a tile reads of "query", "key" or "value" side by side, as the tensor `packed(name)`."""
 
     name: str
     rows: Rows
     entry: int | None
 
-    @property
-    def copied(self) -> str:
-        return packed(self.name)
-
 
 def packed(name: str) -> str:
-    """What the rows that a call reads of a tensor are called, copied side by side."""
     return f"copied {name} rows"
 
 

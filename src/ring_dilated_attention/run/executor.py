@@ -171,7 +171,7 @@ class _Executor:
         alive["lse"] = alive["lse"].contiguous()  # with equal strides
 
     def copy(self, step: steps.Copy) -> None:
-        self.alive[step.copied] = self.rows(step.name, step.rows, step.entry).contiguous()
+        self.alive[packed(step.name)] = self.rows(step.name, step.rows, step.entry).contiguous()
 
     def compute(self, step: steps.Compute) -> None:
         tile, entry, scale = step.tile, step.entry, self.means.scale
