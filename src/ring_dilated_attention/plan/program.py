@@ -166,24 +166,20 @@ class _Maker:
         they are two batches. All ranks have them in this order, and each holds both sides of its messages: no batch
         waits for one that stands behind it in another rank's stream.
         """
-        hop, rank = self.plan.hops[s], self.plan.rank
-        sends, receives = hop.grad_sends, hop.grad_receives
-        moment = f"backward, hop {s + 1}, gradients"
-        leaving = []
-        for which, out, come in (
-            ("finished", [m for m in sends if m.peer == m.owner], [m for m in receives if m.owner == rank]),
-            ("onward", [m for m in sends if m.peer != m.owner], [m for m in receives if m.owner != rank]),
-        ):
-            if not out and not come:
+        hop, moment, leaving = self.plan.hops[s], f"backward, hop {s + 1}, gradients", []
+        for which in ("finished", "onward"):
+            is_finished = which == "finished"
+            sends = [m for m in hop.grad_sends if (m.peer == m.owner) == is_finished]
+            receives = [m for m in hop.grad_receives if (m.owner == self.plan.rank) == is_finished]
+            if not sends and not receives:
                 continue
-            leave, arrive = (
-                tuple(BufferSlice(name, m.offset, m) for m in found) for name, found in ((sums, out), (other, come))
-            )
-            post = steps.Post(f"{moment}, {which}", moment, leave, arrive, is_apart=True)
-            self.put(post)
-            leaving.append(steps.Wait(post.ticket, received=False))
-            arrival = steps.Wait(post.ticket, sent=False)
-            if which == "onward":
+            ticket = f"{moment}, {which}"
+            leave = tuple(BufferSlice(sums, m.offset, m) for m in sends)
+            arrive = tuple(BufferSlice(other, m.offset, m) for m in receives)
+            self.put(steps.Post(ticket, moment, leave, arrive, is_apart=True))
+            leaving.append(steps.Wait(ticket, received=False))
+            arrival = steps.Wait(ticket, sent=False)
+            if not is_finished:
                 self.arriving = [arrival]
             elif arrive:
                 self.put(arrival)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..pattern import DilatedPattern, is_integer
 from ..plan.cache_plan import Buffers, CachePlan, check_append, check_crop, plan_cache
-from ..plan.heads import held_heads
+from ..plan.job import held_heads
 from .append import held, packed, packed_size, place, unpack
 from .link_contract import Parallel
 
