@@ -155,6 +155,6 @@ def dealt_bytes(
 def most_dealt(
     lengths: Sequence[int], num_heads: int, num_kv_heads: int, sizes: Sizes, *, backward: bool = False
 ) -> int:
-    """Bytes that the rank of a group which deals most sends to deal: one with the most or the fewest positions."""
+    """The bytes of the rank that sends most to deal: one with the most or the fewest positions of its group."""
     ends = (lengths.index(max(lengths)), lengths.index(min(lengths)))
     return max(dealt_bytes(lengths, rank, num_heads, num_kv_heads, sizes, backward=backward) for rank in ends)

@@ -147,9 +147,8 @@ class _Planner:
 
         @cache
         def sharers(phase: int) -> tuple:
-            last = {
-                k: x for k, own in pieces.items() for x in own if x.start + (origin + phase - x.start) % rate < x.stop
-            }
+            there = ((k, x) for k, own in pieces.items() for x in own)
+            last = {k: x for k, x in there if x.start + (origin + phase - x.start) % rate < x.stop}
             return tuple(last.items() if self.pattern.is_causal else last)
 
         heads: dict[tuple, list[HeadGroup]] = {}
@@ -161,16 +160,11 @@ class _Planner:
         for key, groups in heads.items():
             ranks = [rank for rank, _ in key] if self.pattern.is_causal else key
             if len(ranks) > 1:
-                held = {
-                    rank: [x for x in pieces[rank] if any(make_bands(g, x, origin, rate) for g in groups)]
-                    for rank in ranks
-                }
-                yield held, groups
+                yield {k: [x for x in pieces[k] if make_chunk(groups, [x], origin, rate).size] for k in ranks}, groups
 
     def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
         """The ranks that may hold rows of a segment. Goes from row to row: few ranks have any where rates are high."""
-        rate = self.pattern.dilation_rates[branch]
-        groups = self.groups[branch]
+        rate, groups = self.pattern.dilation_rates[branch], self.groups[branch]
         lowest = min((group.phase for group in groups), default=0)
         highest = max((g.phase + (len(g.query_heads) - 1) * g.phase_step for g in groups), default=0)
         ranks: set[int] = set()

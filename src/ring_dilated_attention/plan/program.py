@@ -160,11 +160,11 @@ class _Maker:
         return {m: f"own chunk sent late at hop {s + 1}, {m.packed}" for m in own}
 
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
-        """Send the gradients of hop s off; the waits for their leaving.
+        """Send the gradients of hop s off. Returns the waits for their leaving.
 
-        Finished ones go to the owners of their chunks. They come in where those that go on to the next hop will, so
-        they are two batches. All ranks have them in this order, and each holds both sides of its messages: no batch
-        waits for one that stands behind it in another rank's stream.
+        Finished ones go to the owners of their chunks. They are received where those for the next hop will be, so there
+        are two batches. All ranks have them in this order, and each batch holds both sides of its messages: none waits
+        for one that stands behind it in another rank's stream.
         """
         hop, moment, leaving = self.plan.hops[s], f"backward, hop {s + 1}, gradients", []
         for which in ("finished", "onward"):

@@ -7,7 +7,7 @@ B batch, N positions, H query heads, G key/value heads, D head dim. Borders (0, 
 """
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -32,32 +32,6 @@ class _Tables(NamedTuple):
     crosses: bool
 
 
-@lru_cache(maxsize=64)
-def _tables(
-    pattern: DilatedPattern,
-    borders: tuple[int, ...],
-    num_heads: int,
-    num_kv_heads: int,
-    block_m: int,
-    block_n: int,
-    of_keys: bool,
-    device: torch.device,
-) -> _Tables:
-    bundles = bundles_of(pattern, num_heads, num_kv_heads, block_m)
-    positions = block_n if of_keys else block_m // bundles.size
-    heads = phases_of_heads(pattern, num_heads)
-    firsts = [heads_of_bundle(bundles, num_heads, num_kv_heads, i).start for i in range(num_heads // bundles.size)]
-    phases = [[heads[h][i] for h in firsts] for i in range(len(pattern.branches))]
-    longest = max(stop - start for start, stop in pairwise(borders))
-    # A longer segment ends with its document, and may not fit into 32 bits.
-    branches_here = [(min(width, longest), rate) for width, rate in pattern.branches]
-    strips, branches, phase = (
-        torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (fused_strips(borders, step_of(pattern), positions), branches_here, phases)
-    )
-    return _Tables(strips, branches, phase, bundles, crosses(pattern, borders, positions))
-
-
 class FusedPass(NamedTuple):
     """All branches of a pattern at once, as `contract.Pass`."""
 
@@ -69,12 +43,11 @@ class FusedPass(NamedTuple):
         from .forward import fused_forward_kernel
 
         launch.check(query, key, value)
-        # Half the rows: these reach R times as far as a tile's, and a causal strip computes what its last row sees.
-        blocks = launch.config_for("forward_half", query)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         tensors = (query, key, value, out, lse)
-        self._launch(fused_forward_kernel, blocks, tensors, launch.strides(*tensors), scale, of_keys=False)
+        # Half the rows: these reach R times as far as a tile's, and a causal strip computes what its last row sees.
+        self._launch(fused_forward_kernel, "forward_half", tensors, launch.strides(*tensors), scale)
         return out, lse
 
     def backward(self, scale: float, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,26 +63,18 @@ class FusedPass(NamedTuple):
             (fused_query_gradient_kernel, "query_gradient", (dq,)),
             (fused_key_gradient_kernel, "key_gradient", (dk, dv)),
         ):
-            blocks, strides = launch.config_for(name, rows.query), launch.strides(*inputs, *results)
-            tensors = (*inputs, delta_BNH, *results)
-            self._launch(kernel, blocks, tensors, strides, scale, of_keys=name == "key_gradient")
+            self._launch(kernel, name, (*inputs, delta_BNH, *results), launch.strides(*inputs, *results), scale)
         return dq, dk, dv
 
     def _launch(
-        self,
-        kernel: Any,
-        blocks: Config,
-        tensors: tuple[Tensor, ...],
-        strides: Iterable[int],
-        scale: float,
-        *,
-        of_keys: bool,
+        self, kernel: Any, name: str, tensors: tuple[Tensor, ...], strides: Iterable[int], scale: float
     ) -> None:
         """tensors: query, key and the rest in the kernel's order."""
         query, key = tensors[:2]
         (batch, _, num_heads, head_dim), num_kv_heads = query.shape, key.shape[2]
-        sizes = (num_heads, num_kv_heads, blocks.block_m, blocks.block_n, of_keys)
-        tables = launch.kept_for_graphs(_tables(*self, *sizes, query.device), query)
+        blocks, of_keys = launch.config_for(name, query), name == "key_gradient"
+        tables = _tables(self, num_heads, num_kv_heads, blocks, of_keys, query.device)
+        tables = launch.kept_for_graphs(tables, query)
         bundles, num_strips = tables.bundles, len(tables.strips)
         with launch.on_device(query):
             kernel[batch * num_strips * (num_kv_heads if of_keys else num_heads // bundles.size),](
@@ -121,6 +86,24 @@ class FusedPass(NamedTuple):
                 CROSSES=tables.crosses,
                 **launch.constants(blocks, head_dim, bundles.size),
             )
+
+
+@lru_cache(maxsize=64)
+def _tables(
+    whole: FusedPass, num_heads: int, num_kv_heads: int, blocks: Config, of_keys: bool, device: torch.device
+) -> _Tables:
+    pattern, borders = whole
+    bundles = bundles_of(pattern, num_heads, num_kv_heads, blocks.block_m)
+    positions = blocks.block_n if of_keys else blocks.block_m // bundles.size
+    heads = phases_of_heads(pattern, num_heads)
+    firsts = [heads_of_bundle(bundles, num_heads, num_kv_heads, i).start for i in range(num_heads // bundles.size)]
+    phases = [[heads[h][i] for h in firsts] for i in range(len(pattern.branches))]
+    longest = max(stop - start for start, stop in pairwise(borders))
+    # A longer segment ends with its document, and may not fit into 32 bits.
+    branches = [(min(width, longest), rate) for width, rate in pattern.branches]
+    table = partial(torch.tensor, dtype=torch.int32, device=device)
+    strips = table(fused_strips(borders, step_of(pattern), positions))
+    return _Tables(strips, table(branches), table(phases), bundles, crosses(pattern, borders, positions))
 
 
 def choose_pass(pattern: DilatedPattern, borders: tuple[int, ...]) -> WholePasses:

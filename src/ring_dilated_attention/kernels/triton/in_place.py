@@ -11,7 +11,7 @@ strides but a last one of 1.
 """
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -131,7 +131,7 @@ def _launch_gradient(
 def _launch(
     kernel: Any,
     name: str,
-    tensors: tuple[Tensor, ...],
+    tensors: Sequence[Tensor],
     strides: Iterable[int],
     is_causal: bool,
     scale: float,
