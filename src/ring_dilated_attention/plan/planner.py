@@ -160,7 +160,8 @@ class _Planner:
         for key, groups in heads.items():
             ranks = [rank for rank, _ in key] if self.pattern.is_causal else key
             if len(ranks) > 1:
-                yield {k: [x for x in pieces[k] if make_chunk(groups, [x], origin, rate).size] for k in ranks}, groups
+                held = {k: [x for x in pieces[k] if any(make_bands(g, x, origin, rate) for g in groups)] for k in ranks}
+                yield held, groups
 
     def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
         """The ranks that may hold rows of a segment. Goes from row to row: few ranks have any where rates are high."""

@@ -129,13 +129,7 @@ def _launch_gradient(
 
 
 def _launch(
-    kernel: Any,
-    name: str,
-    tensors: Sequence[Tensor],
-    strides: Iterable[int],
-    is_causal: bool,
-    scale: float,
-    first: bool,
+    kernel: Any, name: str, tensors: Sequence[Tensor], strides: Iterable[int], causal: bool, scale: float, first: bool
 ) -> None:
     """tensors: query, key and the rest in the kernel's order."""
     q, k = tensors[:2]
@@ -148,7 +142,7 @@ def _launch(
             *(*tensors, scale),
             *(num_strips, num_heads // num_kv_heads // heads, num_kv_heads, num_rows, num_keys),
             *strides,
-            IS_CAUSAL=is_causal,
+            IS_CAUSAL=causal,
             ACCUMULATE=not first,
             **launch.constants(blocks, head_dim, heads),
         )
