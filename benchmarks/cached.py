@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.commands.compare import measure_cached, worst
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.cache_plan import Buffers, CachePlan
+from ring_dilated_attention.plan.cache_plan import CachePlan
 from ring_dilated_attention.run.dilated_cache import DilatedCache
 
 from .gate import GateError, small_case
@@ -82,30 +82,9 @@ def rows_read(plan: CachePlan, position: int) -> int:
     return sum(len(buffers.kv_heads) * (len(buffers.seen(position)) + 1) for _, buffers in plan.of_position(position))
 
 
-def live(buffers: Buffers, position: int) -> range:
-    """The numbers of the rows that the last query before `position`, or one from there on, sees.
-
-    Fewer than are kept where no position is left in the segment that has the phase: the rows could only be seen again
-    by going back.
-    """
-    stop = buffers.before(position)
-    number = stop - 1 if position and buffers.has(position - 1) else stop  # of the first query to come that has it
-    return range(number - number % buffers.rows_per_segment, stop)
-
-
 def live_rows(plan: CachePlan, position: int) -> int:
-    """How many these are in all buffers. At no position more than num_rows."""
-    return sum(len(buffers.kv_heads) * len(live(buffers, position)) for buffers in plan.buffers)
-
-
-def distinct_rows(plan: CachePlan, position: int) -> int:
-    """The same, counting once what several branches hold: what a cache that stored each row once would hold."""
-    rows: dict[int, set[int]] = {}
-    for buffers in plan.buffers:
-        positions = set(map(buffers.position_of, live(buffers, position)))
-        for head in buffers.kv_heads:
-            rows.setdefault(head, set()).update(positions)
-    return sum(map(len, rows.values()))
+    """Rows in all buffers that the last query before a position, or one from there on, sees: at most num_rows."""
+    return sum(len(buffers.kv_heads) * len(plan.live(buffers, position)) for buffers in plan.buffers)
 
 
 def bytes_read(cache: DilatedCache, position: int) -> int:

@@ -19,18 +19,14 @@ def cpu_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
     scores = queries * min(KEY_BLOCK, tile.key.num_rows)
     copies = (1 if is_forward else 2) * sizes.sum_itemsize
     copies += sizes.itemsize if sizes.itemsize < sizes.sum_itemsize else 0
-    rows = queries * (sizes.head_dim + 2) * sizes.sum_itemsize if is_forward else 0
-    blocks = sizes.num_threads * (scores * copies + rows)
-    return blocks if is_forward else blocks + _dout_copy(step, sizes, num_heads)
-
-
-def _dout_copy(step: Compute, sizes: Sizes, num_heads: int) -> int:
-    rows = step.tile.query
-    in_one_piece = rows.step == 1 and rows.shift == 0 and len(rows.heads) == num_heads
-    if in_one_piece and (rows.segments == 1 or rows.segment_step == rows.num_rows):
-        return 0
-    entries = sizes.batch if step.entry is None else 1
-    return entries * rows.segments * len(rows.heads) * rows.num_rows * sizes.head_dim * sizes.itemsize
+    if is_forward:
+        return sizes.num_threads * (scores * copies + queries * (sizes.head_dim + 2) * sizes.sum_itemsize)
+    rows, entries = tile.query, sizes.batch if step.entry is None else 1
+    lie_together = rows.step == 1 and rows.shift == 0 and len(rows.heads) == num_heads
+    if lie_together and (rows.segments == 1 or rows.segment_step == rows.num_rows):
+        entries = 0
+    dout = entries * rows.segments * len(rows.heads) * rows.num_rows * sizes.head_dim * sizes.itemsize
+    return sizes.num_threads * scores * copies + dout
 
 
 def no_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:

@@ -1,7 +1,7 @@
 """What a cache keeps: the rows that the current or a later query can still see, and where they lie. No torch.
 
-A query at position t sees, of a branch (w, r), rows of its own segment alone. So once t rows were appended, all that a
-later query can see of a phase are the rows from the start of segment t // w on: those of earlier segments are dropped.
+In a branch (w, r) a query at position t sees rows of its own segment only. Once t rows were appended, a later query can
+see those from the start of segment t // w on. Rows of earlier segments are dropped.
 
     w = 8, r = 2, phase 1     position     8  9 10 11 12 13 14 15 | 16
                               row number      4     5     6    7  |
@@ -120,7 +120,7 @@ class CachePlan:
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that are kept after `position` positions, if nobody goes back to one below `floor`.
 
-        Those of the segment that is open, and of all that are opened again if up to `keep` positions are taken back.
+        Those of the open segment, and of segments that are open again if up to `keep` positions are taken back.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 
@@ -133,13 +133,33 @@ class CachePlan:
         return max(0, min(youngest, position - self.keep))
 
     def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Buffers, range, Span]]:
-        """Of these, the rows that lie in each span of a shard."""
+        """The kept rows that lie in each span of a shard."""
         for buffers in self.buffers:
             kept = self.kept(buffers, position)
             for span in shard:
                 numbers = range(max(kept.start, buffers.before(span.start)), buffers.before(span.stop))
                 if numbers:
                     yield buffers, numbers, span
+
+    def live(self, buffers: Buffers, position: int) -> range:
+        """The numbers of the rows that the last query before `position`, or one from there on, sees.
+
+        They are fewer than are kept where the rest of the segment has no position of the phase: only going back would
+        show the rows again.
+        """
+        stop = buffers.before(position)
+        number = stop - 1 if position and buffers.has(position - 1) else stop  # of the first query to come that has it
+        return range(number - number % buffers.rows_per_segment, stop)
+
+    def distinct_rows(self, position: int) -> int:
+        """How many live rows there are, counting once what several branches hold."""
+        held = {
+            (head, buffers.position_of(number))
+            for buffers in self.buffers
+            for number in self.live(buffers, position)
+            for head in buffers.kv_heads
+        }
+        return len(held)
 
 
 @lru_cache(maxsize=64)

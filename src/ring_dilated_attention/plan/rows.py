@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows of a received chunk: keys (B, num_heads, num_rows, D) at `offset`, values after; heads start to stop."""
+    """Heads start..stop-1 of a block of a chunk: keys (B, num_heads, num_rows, D) at `offset`, values after them."""
 
     offset: int
     num_heads: int

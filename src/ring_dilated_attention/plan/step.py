@@ -33,16 +33,13 @@ class Packing(NamedTuple):
 class Terms(NamedTuple):
     """What a program depends on beside the plan.
 
-    in_place: the kernel merges and adds by itself; else it gives the results of one tile, to be merged and added.
-    is_whole: the kernel makes the whole pass by itself (one device).
+    in_place, is_whole, packing: the kernel's, as of `sizes.Traits`.
     widens: accumulators are of a wider dtype than the inputs (float32 for 16-bit types).
     folds: batch and segments are one stride in every tensor; else a tile of several segments is a call per batch entry.
     dealing: heads are dealt for positions before, and positions for heads afterwards.
-    has_dlse: of backward: lse has a gradient.
-    packing: the kernel's, in forward. distances: bytes from one position to the next in query, and in key and value.
-    itemsize: bytes of an element of them.
-    is_brief: only two of a tile's calls and batch entries, which take the same steps, are listed. For who adds up no
-        times.
+    has_dlse: lse has a gradient (backward).
+    distances: bytes from one position to the next in query, and in key and value. itemsize: bytes of their elements.
+    is_brief: of a tile's calls and batch entries, which take the same steps, two are listed. Times need all of them.
     """
 
     in_place: bool = False
