@@ -33,8 +33,8 @@ def no_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
     return 0
 
 
-# Of torch's CPU flash attention, measured (`python -m benchmarks packing`): where each row lies on another page of
-# memory, and segments are so long that their keys are read for several blocks of queries.
+# Measured for torch's CPU flash attention (`python -m benchmarks packing`): a copy pays where rows lie on a page each
+# of memory, and segments are so long that their keys are read for several blocks of queries.
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {

@@ -98,12 +98,11 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One rank's work. Sizes are of buffers.
+    """One rank's work.
 
     packs: which rows of its own key/value go where in the buffer of its own chunks.
-    received_size: of received chunks. Over several hops this buffer and that of own chunks change places, and are of
-        one size.
-    home_size: of gradients of own chunks that come home.
+    chunk_size, received_size, home_size: of the buffers of own chunks, of received ones, and of gradients that come
+        home. Over several hops the first two change places, and are of one size.
     cached: own queries times rows of a cache, which a rank of one has in the place of chunks (forward only).
     """
 

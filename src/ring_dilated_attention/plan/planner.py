@@ -26,7 +26,7 @@ def make_plan(job: Job, rank: int) -> Plan:
         for ring, offset in zip(rings, offsets, strict=False)
         for _, rows, block in planner.rows_of(ring, ring.place_of(rank))
     ]
-    last_hop = max((ring.last_hop for ring in rings), default=0)
+    last_hop = max((hops[-1][1] for ring in rings for hops in ring.needed if hops), default=0)
     hops = [planner.hop(s, rank, rings, offsets) for s in range(1, last_hop + 1)]
     while hops and not any(hops[-1]):
         hops.pop()

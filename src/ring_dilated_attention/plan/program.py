@@ -74,7 +74,6 @@ class _Maker:
     def forward(self) -> None:
         """out and lse of this rank's queries: own tiles while the first chunks fly, then those of each hop's chunks."""
         plan = self.plan
-        self.dilate()
         self.start_hop(0)
         for tile in plan.local:
             self.partial(tile, OWN_CHUNKS if tile.packed else OWN_ROWS)
@@ -96,7 +95,6 @@ class _Maker:
         one hop behind and goes home at the end of the range. What its owner contributes is added at home.
         """
         plan = self.plan
-        self.dilate()
         self.start_hop(0)
         if self.terms.in_place and plan.num_rows:
             self.put(steps.Prepare())
@@ -124,19 +122,16 @@ class _Maker:
             self.start(name)
             self.put(steps.Finish(name))
 
-    def dilate(self) -> None:
-        """The own chunks, and where others will be received."""
-        if self.plan.hops:
-            self.put(steps.Pack(OWN_CHUNKS, self.plan.chunk_size, self.plan.packs))
-            self.put(steps.Take(RECEIVED, self.plan.received_size, is_sum=False))
-
     def start_hop(self, s: int) -> None:
-        """Start the exchange of hop s (from 0): send chunks on from one buffer, receive others into the other. After
-        the last hop nothing starts, and the buffer from which was sent can go."""
+        """Start the exchange of hop s (from 0): send chunks on from one buffer, receive others into the other. Own
+        chunks are dilated before the first hop. After the last hop, the buffer from which was sent can go."""
         if s == len(self.plan.hops):
             self.put(*([steps.Free((BUFFERS[(s + 1) % 2],))] if s else []))
             return
         hop, late = self.plan.hops[s], self.late_chunks(s)
+        if s == 0:
+            self.put(steps.Pack(OWN_CHUNKS, self.plan.chunk_size, self.plan.packs))
+            self.put(steps.Take(RECEIVED, self.plan.received_size, is_sum=False))
         self.put(*(steps.Pack(name, m.size, tuple(self.plan.packs_of(m))) for m, name in late.items()))
         sends = tuple(
             BufferSlice(late[m], 0, m) if m in late else BufferSlice(BUFFERS[s % 2], m.offset, m) for m in hop.sends
@@ -192,7 +187,7 @@ class _Maker:
         self.arriving = []
 
     def start(self, *names: str) -> None:
-        """The accumulators that there are not yet."""
+        """Make the accumulators that there are not yet."""
         for name in names:
             if name not in self.started:
                 self.started.add(name)

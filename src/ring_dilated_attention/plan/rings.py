@@ -59,10 +59,6 @@ class Ring(NamedTuple):
         """Whether the rank to which a chunk comes at hop s needs it."""
         return any(first <= s <= last for first, last in self.needed[chunk])
 
-    @property
-    def last_hop(self) -> int:
-        return max((hops[-1][1] for hops in self.needed if hops), default=0)
-
     def place_of(self, rank: int) -> int:
         return bisect_left(self.ranks, rank)
 

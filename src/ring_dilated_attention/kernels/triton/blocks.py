@@ -68,7 +68,7 @@ class Tables(NamedTuple):
 
 @device_function
 def program_of(num_strips: tl.int32, num_bundles: tl.int32, num_kv_heads: tl.int32) -> tuple:
-    """Of this program: strip, bundle of query heads, key/value head that these share, batch entry."""
+    """This program's strip, bundle of query heads, key/value head that these share, and batch entry."""
     i_r, i_h = tl.program_id(0) % num_strips, tl.program_id(0) // num_strips
     return i_r, i_h % num_bundles, i_h // num_bundles % num_kv_heads, (i_h // num_bundles // num_kv_heads).to(tl.int64)
 

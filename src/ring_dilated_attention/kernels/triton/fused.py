@@ -74,7 +74,7 @@ class FusedPass(NamedTuple):
         (batch, _, num_heads, head_dim), num_kv_heads = query.shape, key.shape[2]
         blocks, of_keys = launch.config_for(name, query), name == "key_gradient"
         tables = _tables(self, num_heads, num_kv_heads, blocks, of_keys, query.device)
-        tables = launch.kept_for_graphs(tables, query)
+        launch.keep_for_graphs(tables, query)
         bundles, num_strips = tables.bundles, len(tables.strips)
         with launch.on_device(query):
             kernel[batch * num_strips * (num_kv_heads if of_keys else num_heads // bundles.size),](

@@ -3,14 +3,12 @@
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .block_sizes import Config, architecture, config, padded
-
-_Tables = TypeVar("_Tables")
 
 
 def is_interpreted() -> bool:
@@ -52,8 +50,7 @@ def check(*rows: Tensor) -> None:
 _captured: list[object] = []
 
 
-def kept_for_graphs(tables: _Tables, query: Tensor) -> _Tables:
+def keep_for_graphs(tables: object, query: Tensor) -> None:
     """Keep for good what a CUDA graph that is being captured will read whenever it is replayed."""
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         _captured.append(tables)
-    return tables

@@ -88,7 +88,8 @@ def append_one(
 
     launch.check(query, key, value, memory)
     batch, _, num_heads, head_dim = query.shape
-    tables = launch.kept_for_graphs(_tables(plan, query.device), query)
+    tables = _tables(plan, query.device)
+    launch.keep_for_graphs(tables, query)
     num_branches, splits = len(plan.pattern.branches), tables.num_splits
     lengths = None if lengths is None else lengths.to(query.device, torch.int64).clamp(0, 1)
     is_too_long = None
