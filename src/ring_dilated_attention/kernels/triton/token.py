@@ -101,8 +101,7 @@ def append_one(
     partial_out = query.new_empty((*partial_lse.shape, head_dim), dtype=torch.float32)
     out = query.new_empty((batch, 1, num_heads, head_dim))
     lse = query.new_empty((batch, 1, num_heads), dtype=torch.float32)
-    counts = progress if lengths is None else lengths
-    has_lengths = lengths is not None
+    counts, has_lengths = (progress, False) if lengths is None else (lengths, True)
     with launch.on_device(query):
         token_kernel[len(tables.units) * splits * batch,](
             *(query, key, value, memory, progress, counts, tables.units, partial_out, partial_lse, scale),
