@@ -79,7 +79,12 @@ def token_call(cache: DilatedCache, seed: int = 0) -> Callable[[int], Tensor]:
 
 def rows_read(plan: CachePlan, position: int) -> int:
     """Rows of keys that the token at a position reads of one sequence, its own included."""
-    return sum(len(rings.kv_heads) * (len(rings.seen(position)) + 1) for _, rings in plan.of_position(position))
+    return sum(len(buffers.kv_heads) * (len(buffers.seen(position)) + 1) for _, buffers in plan.of_position(position))
+
+
+def live_rows(plan: CachePlan, position: int) -> int:
+    """Rows in all buffers that the last query before a position, or one from there on, sees: at most num_rows."""
+    return sum(len(buffers.kv_heads) * len(plan.live(buffers, position)) for buffers in plan.buffers)
 
 
 def bytes_read(cache: DilatedCache, position: int) -> int:

@@ -30,7 +30,8 @@ HEAD_DIMS = (64, 128)
 # Shared memory of one block, in bytes: CUDA's tables of compute capabilities; LDS of a gfx942 workgroup.
 SHARED_MEMORY = {"cuda:80": 166_912, "cuda:90": 232_448, "cuda:100": 232_448, "hip:gfx942": 65_536}
 TYPES = dict.fromkeys(("lse", "delta", "dlse"), "*fp32") | dict.fromkeys(("strips", "branches", "phases"), "*i32")
-TYPES |= dict.fromkeys(("progress", "lengths", "units"), "*i64") | dict.fromkeys(("part_out", "part_lse"), "*fp32")
+TYPES |= dict.fromkeys(("progress", "lengths", "units"), "*i64")
+TYPES |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32")
 _POINTERS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "memory")
 _SUMS = {"out": "*fp32", "lse": "*fp64"}
 _GRADIENT_SUMS = dict.fromkeys(("dq", "dk", "dv"), "*fp32")

@@ -16,7 +16,7 @@ from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.counts import Counter
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.plan import Chunk, Message, Plan
+from ring_dilated_attention.plan.plan import GlobalChunk, Message, Plan
 from ring_dilated_attention.plan.planner import chunk_finder, make_plan
 from ring_dilated_attention.plan.sharding import Shard, make_shards
 from ring_dilated_attention.simulate import OtherRanks, one_rank
@@ -57,7 +57,7 @@ class SlicedJob(NamedTuple):
     def plan(self, rank: int) -> Plan:
         return make_plan(self.call, rank)
 
-    def chunk_finder(self, rank: int) -> Callable[[Message], Chunk]:
+    def chunk_finder(self, rank: int) -> Callable[[Message], GlobalChunk]:
         return chunk_finder(self.call, rank)
 
 
@@ -122,18 +122,18 @@ class Others(OtherRanks):
 
     def __init__(self, tensors: CounterTensors, owner: int | None = None) -> None:
         self.tensors, self.owner = tensors, owner
-        self.taken: list[tuple[Chunk, Tensor]] = []
+        self.taken: list[tuple[GlobalChunk, Tensor]] = []
         self.home: dict[tuple[int, int, int], Tensor] = {}
 
     def keys_and_values(self, positions_GM: Tensor, heads_G1: Tensor) -> tuple[Tensor, Tensor]:
         key, value = (self.tensors.rows(name, positions_GM, heads_G1).unsqueeze(0) for name in ("key", "value"))
         return key, value
 
-    def take_gradient(self, chunk: Chunk, gradient: Tensor) -> None:
+    def take_gradient(self, chunk: GlobalChunk, gradient: Tensor) -> None:
         if self.owner in (None, chunk.owner):
             self.taken.append((chunk, gradient.clone()))
 
-    def gradient_home(self, chunk: Chunk) -> Tensor | None:
+    def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
         return self.home.get((chunk.branch, chunk.origin, chunk.lane))
 
 
@@ -151,7 +151,7 @@ class Share:
     dq: Tensor
     own: tuple[Tensor, Tensor]
     complete: tuple[Tensor, Tensor]
-    sent: list[tuple[Chunk, Tensor]]
+    sent: list[tuple[GlobalChunk, Tensor]]
     viewers: list[int]
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -45,7 +45,7 @@ def test_pieces_are_the_tile(segments, num_heads, num_rows, max_rows, shares_key
     rows = Rows(range(num_heads), 2, 1, 3, num_rows, segments, 50)
     keys = rows._replace(heads=range(1)) if shares_keys else rows
     tile = Tile(rows, keys, is_causal, True, True)
-    pieces = list(tile.pieces(max_rows))
+    pieces = list(tile.split(max_rows))
     assert sum((rows_of(piece) for piece in pieces), Counter()) == rows_of(tile)
     assert sum(piece.pairs for piece in pieces) == tile.pairs
     for piece in pieces:

@@ -164,15 +164,15 @@ def test_the_name_decides(monkeypatch):
     """Catches kernels of the other backend, in forward or in backward."""
     launched = []
     for module, name in (
-        (fused, "forward"),
-        (fused, "backward"),
-        (launch, "launch_forward"),
-        (launch, "launch_gradient"),
+        (fused.FusedPass, "forward"),
+        (fused.FusedPass, "backward"),
+        (in_place, "forward_into"),
+        (in_place, "key_gradient_into"),
     ):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, n=name, **k: (launched.append(n), f(*a, **k))[1])
     for backend, expected in (
-        ("triton", {"launch_forward", "launch_gradient"}),
+        ("triton", {"forward_into", "key_gradient_into"}),
         ("triton-fused", {"forward", "backward"}),
     ):
         launched.clear()
@@ -313,7 +313,7 @@ def test_both_sizes_of_the_fused_strip(block_m, monkeypatch):
     config_for = launch.config_for
     monkeypatch.setattr(launch, "config_for", lambda name, x: config_for(name, x)._replace(block_m=block_m))
     call = call_of(CASES[0])
-    out, lse = fused.forward(call.pattern, (0, 63), call.scale, *call.inputs)
+    out, lse = fused.FusedPass(call.pattern, (0, 63)).forward(call.scale, *call.inputs)
     for i, x in enumerate((out, lse)):
         torch.testing.assert_close(x.double(), call.exact[i], rtol=1e-5, atol=1e-5)
 

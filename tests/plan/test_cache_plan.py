@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.cached import live_rows
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.cache_plan import Rings, check_append, check_crop, plan_cache, plan_chunk
+from ring_dilated_attention.plan.cache_plan import Buffers, check_append, check_crop, plan_cache, plan_chunk
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
@@ -55,53 +56,53 @@ def rows_seen(pattern, branch, phase, first_query, num_positions):
     }
 
 
-def rings_of(plan):
-    """(branch, key/value head, phase) -> the rings that hold it; none twice."""
+def buffers_of(plan):
+    """(branch, key/value head, phase) -> the buffers that hold it; none twice."""
     found = {}
     for branch, of_phase in enumerate(plan.of_phase):
         for phase, several in of_phase.items():
-            for rings in several:
-                assert (rings.segment_length, rings.rate) == plan.pattern.branches[branch]
-                assert rings.phase == phase
-                for head in rings.kv_heads:
+            for buffers in several:
+                assert (buffers.segment_length, buffers.rate) == plan.pattern.branches[branch]
+                assert buffers.phase == phase
+                for head in buffers.kv_heads:
                     assert (branch, head, phase) not in found
-                    found[branch, head, phase] = rings
+                    found[branch, head, phase] = buffers
     return found
 
 
 @settings(max_examples=150, deadline=None)
 @given(calls(), st.integers(1, 30))
 def test_what_is_live_is_what_is_seen(call, num_positions):
-    """Catches a row that is dropped too early or counted too long: at every position, the rows of a ring that the last
-    or a later query sees, found by asking every query. The largest number of them is the ring's size, and the sum of
-    these the closed form."""
+    """Catches a row that is dropped too early or counted too long: at every position, the rows of a buffer that the
+    last or a later query sees, found by asking every query. The largest number of them is the buffer's size, and the
+    sum of these the closed form."""
     check_live(call, num_positions)
 
 
 def check_live(call, num_positions):
     pattern, num_heads, num_kv_heads = call
     plan, horizon = plan_cache(*call), num_positions + max(pattern.segment_lengths)
-    found = rings_of(plan)
+    found = buffers_of(plan)
     assert set(found) == phases_read(*call)
     for position in range(1, num_positions + 1):
         total, distinct = 0, set()
-        for (branch, head, phase), rings in found.items():
+        for (branch, head, phase), buffers in found.items():
             seen = rows_seen(pattern, branch, phase, position - 1, horizon)
-            assert [rings.position_of(c) for c in plan.live(rings, position)] == sorted(seen)
+            assert [buffers.position_of(c) for c in plan.live(buffers, position)] == sorted(seen)
             total += len(seen)
             distinct |= {(head, j) for j in seen}
-        assert plan.live_rows(position) == total
+        assert live_rows(plan, position) == total
         assert plan.distinct_rows(position) == len(distinct)
-    for rings in found.values():
+    for buffers in found.values():
         longest = range(1, 1 + math.lcm(*pattern.segment_lengths))
-        assert max(len(plan.live(rings, position)) for position in longest) == rings.capacity
+        assert max(len(plan.live(buffers, position)) for position in longest) == buffers.capacity
     assert plan.num_rows == pattern.cache_rows(num_heads, num_kv_heads)
 
 
 @settings(max_examples=100, deadline=None)
 @given(calls(), st.integers(1, 20))
-def test_a_longest_sequence_caps_every_ring(call, max_len):
-    """Catches a ring larger than what a query of a sequence of max_len positions ever sees, or smaller."""
+def test_a_longest_sequence_caps_every_buffer(call, max_len):
+    """Catches a buffer larger than what a query of a sequence of max_len positions ever sees, or smaller."""
     pattern, num_heads, num_kv_heads = call
     plan = plan_cache(*call, max_len)
     largest = defaultdict(int)
@@ -109,7 +110,9 @@ def test_a_longest_sequence_caps_every_ring(call, max_len):
         for t in range(max_len):
             seen = len(rows_seen(pattern, branch, phase, t, max_len))
             largest[branch, head, phase] = max(largest[branch, head, phase], seen)
-    assert {key: rings.capacity for key, rings in rings_of(plan).items()} == {k: n for k, n in largest.items() if n}
+    assert {key: buffers.capacity for key, buffers in buffers_of(plan).items()} == {
+        k: n for k, n in largest.items() if n
+    }
     assert plan.num_rows == pattern.cache_rows(num_heads, num_kv_heads, max_len) == sum(largest.values())
 
 
@@ -117,7 +120,7 @@ def test_a_longest_sequence_caps_every_ring(call, max_len):
 @given(calls(), st.integers(0, 30), st.sampled_from([None, 1, 7, 40]))
 def test_going_back(call, keep, max_len):
     """Catches rows that are written over although one can go back to where they are seen: from every position to each
-    of the `keep` before it, and to any in segments that are open; and rings that are larger than that needs."""
+    of the `keep` before it, and to any in segments that are open; and buffers that are larger than that needs."""
     pattern = call[0]
     plan = plan_cache(*call, max_len, keep)
     largest = defaultdict(int)
@@ -125,25 +128,27 @@ def test_going_back(call, keep, max_len):
         floor = plan.floor(position)
         assert floor <= max(0, position - keep)
         assert floor <= max((position // w * w for w in pattern.segment_lengths), default=0)
-        for key, rings in rings_of(plan).items():
-            kept = plan.kept(rings, position)
+        for key, buffers in buffers_of(plan).items():
+            kept = plan.kept(buffers, position)
             for back in range(floor, position + 1):
                 # The next query of this phase, after going back, sees rows from the start of its segment on.
-                numbers = range(rings.before(back) - rings.before(back) % rings.rows_per_segment, rings.before(back))
+                numbers = range(
+                    buffers.before(back) - buffers.before(back) % buffers.rows_per_segment, buffers.before(back)
+                )
                 assert not numbers or numbers.start >= kept.start
-            own = range(rings.seen(position - 1).start, kept.stop)  # what the last query saw, itself included
+            own = range(buffers.seen(position - 1).start, kept.stop)  # what the last query saw, itself included
             largest[key] = max(largest[key], len(kept), len(own))
-            assert len(kept) <= rings.capacity
+            assert len(kept) <= buffers.capacity
     if max_len is not None or keep + max(pattern.segment_lengths) <= 80:
-        capacities = {key: rings.capacity for key, rings in rings_of(plan).items()}
+        capacities = {key: buffers.capacity for key, buffers in buffers_of(plan).items()}
         assert capacities == {key: n for key, n in largest.items() if n}
 
 
 @settings(max_examples=100, deadline=None)
 @given(calls(), st.integers(0, 40), st.integers(1, 30))
 def test_a_chunk_is_the_second_of_two_shards(call, position, num_new):
-    """Catches a pair of rows that a chunk leaves out or counts twice, also over the end of a ring; or that it packs or
-    sends anything."""
+    """Catches a pair of rows that a chunk leaves out or counts twice, also over the end of a buffer; or that it packs
+    or sends anything."""
     plan = plan_cache(*call)
     chunk, whole = (
         plan_chunk(plan, position, num_new),
@@ -162,14 +167,14 @@ def test_a_chunk_is_the_second_of_two_shards(call, position, num_new):
 @settings(max_examples=100, deadline=None)
 @given(calls(), st.integers(0, 9))
 def test_rows_have_places_of_their_own(call, keep):
-    """Catches two rings that overlap, or memory that belongs to none; and another order by branches."""
+    """Catches two buffers that overlap, or memory that belongs to none; and another order by branches."""
     plan = plan_cache(*call, None, keep)
-    assert tuple(rings for _, rings in plan.by_branch) == plan.rings
+    assert tuple(buffers for _, buffers in plan.by_branch) == plan.buffers
     places = [
-        rings.offset + k * rings.capacity + slot
-        for rings in plan.rings
-        for k in range(len(rings.kv_heads))
-        for slot in range(rings.capacity)
+        buffers.offset + k * buffers.capacity + slot
+        for buffers in plan.buffers
+        for k in range(len(buffers.kv_heads))
+        for slot in range(buffers.capacity)
     ]
     assert sorted(places) == list(range(plan.num_rows))
 
@@ -179,17 +184,19 @@ def test_rows_have_places_of_their_own(call, keep):
 def test_numbers_of_rows(length, rate, data):
     """Catches an error in the arithmetic that numbers rows, in segments that the rate does not divide."""
     phase = data.draw(st.integers(0, min(rate, length) - 1))
-    rings = Rings(length, rate, phase, range(1), range(1), data.draw(st.integers(1, 12)), 0)
+    buffers = Buffers(length, rate, phase, range(1), range(1), data.draw(st.integers(1, 12)), 0)
     positions = [t for t in range(100) if t % length % rate == phase]
-    assert [t for t in range(100) if rings.has(t)] == positions
-    assert [rings.position_of(c) for c in range(len(positions))] == positions
+    assert [t for t in range(100) if buffers.has(t)] == positions
+    assert [buffers.position_of(c) for c in range(len(positions))] == positions
     for t in range(100):
-        assert rings.before(t) == sum(j < t for j in positions)
-        assert [rings.position_of(c) for c in rings.seen(t)] == [j for j in positions if t // length * length <= j < t]
+        assert buffers.before(t) == sum(j < t for j in positions)
+        assert [buffers.position_of(c) for c in buffers.seen(t)] == [
+            j for j in positions if t // length * length <= j < t
+        ]
     first = data.draw(st.integers(0, 40))
-    numbers = range(first, first + data.draw(st.integers(0, rings.capacity)))
-    slots = [slot for run in rings.slots(numbers) for slot in run]
-    assert slots == [c % rings.capacity for c in numbers]
+    numbers = range(first, first + data.draw(st.integers(0, buffers.capacity)))
+    slots = [slot for run in buffers.slots(numbers) for slot in run]
+    assert slots == [c % buffers.capacity for c in numbers]
 
 
 def test_the_papers_pattern():
@@ -203,15 +210,15 @@ def test_the_papers_pattern():
     assert PAPER.cache_rows(12, 12, max_len=2048) > 12 * 2048
     assert DilatedPattern((2**40,), (1,), is_causal=True).cache_rows(2, 2, max_len=100) == 200
     plan = plan_cache(PAPER, 12, 12)
-    assert plan.distinct_rows(32768) < plan.live_rows(32768) <= plan.num_rows
+    assert plan.distinct_rows(32768) < live_rows(plan, 32768) <= plan.num_rows
 
 
 def test_dropping_a_row_too_early_is_seen(monkeypatch):
     """Proof that the comparison with the definition can fail."""
     call = (DilatedPattern((4, 12), (1, 3), is_causal=True), 2, 2)
     check_live(call, 20)
-    before = Rings.before
-    monkeypatch.setattr(Rings, "before", lambda rings, t: before(rings, t) - (t == 7))
+    before = Buffers.before
+    monkeypatch.setattr(Buffers, "before", lambda buffers, t: before(buffers, t) - (t == 7))
     with pytest.raises(AssertionError):
         check_live(call, 20)
 

@@ -27,7 +27,7 @@ from ..plan.dealing import Dealing
 from ..plan.plan import Message, Plan
 from ..plan.program import make_program
 from ..plan.sizes import Sizes
-from ..plan.step import STAGES, Compute, Deal, Part, Post, Terms, Wait
+from ..plan.step import STAGES, BufferSlice, Compute, Deal, Post, Terms, Wait
 from .ledger import row_bytes
 
 
@@ -180,7 +180,7 @@ class _Rank:
         self.computing += seconds
 
     def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
-        def sides(parts: Sequence[Part]) -> list[Side]:
+        def sides(parts: Sequence[BufferSlice]) -> list[Side]:
             return [Side(self.address(x.message.peer), self.num_bytes(x.message), self.now) for x in parts]
 
         return self.network.post(self.number, sides(step.sends), sides(step.receives))

@@ -32,6 +32,7 @@ from ..plan.step import (
     Wait,
     Whole,
     Zero,
+    packed,
 )
 
 
@@ -192,7 +193,7 @@ class _Ledger:
     def copy(self, step: Copy) -> None:
         entries, rows = self.sizes.batch if step.entry is None else 1, step.rows
         num_rows = entries * rows.segments * len(rows.heads) * rows.num_rows
-        self.hold(step.copied, num_rows * self.sizes.head_dim * self.sizes.itemsize)
+        self.hold(packed(step.name), num_rows * self.sizes.head_dim * self.sizes.itemsize)
 
     def compute(self, step: Compute) -> None:
         if not self.terms.in_place:

@@ -3,19 +3,17 @@
 The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gradient of lse adds p * dlse to ds. One
 more column, in which q, k and v are 0, out is -dlse and dout is 1, changes nothing but delta: it becomes delta - dlse.
 
-dlse is a float32 (GradScaler begins with 65,536, beyond float16), and 16-bit inputs would round it: there it is the sum
-of three columns, each of them the rest that the ones before leave, of numbers below 2 that dout, a power of 2, scales.
+dlse is a float32 (GradScaler begins with 65,536, beyond float16), which 16-bit inputs would round. There it is the sum
+of three columns. Each holds what the ones before leave, as numbers below 2 that dout, a power of 2, scales.
 """
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from .contract import BackwardRows
 
 
 def num_columns(dtype: torch.dtype) -> int:
-    """How many columns carry dlse exactly enough."""
     return 1 if dtype.itemsize >= 4 else 3
 
 
@@ -24,18 +22,13 @@ def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
     assert rows.dlse is not None
     zeros, head_dim = (0, width), rows.query.shape[-1]
     out, dout = pad(rows.out, zeros), pad(rows.dout, zeros)
-    rest, factor = rows.dlse, _factor(rows.dlse, out.dtype)
-    for column in range(head_dim, head_dim + num_columns(out.dtype)):
+    rest, factor, count = rows.dlse, torch.ones_like(rows.dlse), num_columns(out.dtype)
+    if count > 1:
+        exponent = torch.frexp(rest).exponent.clamp(-14, 15)  # of float16's normal numbers
+        factor = torch.ldexp(factor, exponent)
+    for column in range(head_dim, head_dim + count):
         dout[..., column] = factor.to(out.dtype)
         out[..., column] = (-rest / factor).to(out.dtype)
         rest = rest + factor * out[..., column].to(rest.dtype)
     query, key, value = (pad(x, zeros) for x in (rows.query, rows.key, rows.value))
     return rows._replace(dout=dout, dlse=None, query=query, key=key, value=value, out=out)
-
-
-def _factor(dlse: Tensor, dtype: torch.dtype) -> Tensor:
-    """By which a 16-bit dlse is divided: a power of 2 of its own size, for each row."""
-    if num_columns(dtype) == 1:
-        return torch.ones_like(dlse)
-    exponent = torch.frexp(dlse).exponent.clamp(-14, 15)  # of float16's normal numbers
-    return torch.ldexp(torch.ones_like(dlse), exponent)

@@ -17,11 +17,9 @@ from ..plan.sizes import Traits
 class BackwardRows(NamedTuple):
     """What a backward knows of some query rows and some key rows.
 
-    `out` and `lse` are the merged ones, of all keys: p = exp(score - lse) is then the global weight, and the sum over
-    tiles is the exact gradient.
-
-    dlse: the gradient of lse, or None for zero.
-    delta: rowsum(dout * out) - dlse, for the kernels that make it once for all tiles (`InPlaceKernel.delta`).
+    out, lse: the merged ones, of all keys. p = exp(score - lse) is then the global weight, and the sum over tiles is
+        the exact gradient.
+    dlse: the gradient of lse, or None for zero. delta: that of `InPlaceKernel.delta`, for kernels that read it.
     """
 
     dout: Tensor
@@ -51,10 +49,6 @@ class WholePasses(NamedTuple):
     reason: str
 
 
-# (pattern, borders of documents (0, ..., N))
-ChoosePass = Callable[[DilatedPattern, tuple[int, ...]], WholePasses]
-
-
 # One new row for each batch entry of a cache, without asking the device where the sequences stand.
 # (plan, scale, query (B, 1, H, D), key, value (B, 1, G, D), memory, progress, lengths) -> out and lse, as `run.append`.
 AppendOne = Callable[[CachePlan, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -64,15 +58,14 @@ class _Backend(Protocol):
     NAME: str
     TRAITS: Traits
     ONLY_BY_NAME: str | None  # why "auto" passes it by although it could serve a tensor
-    choose_pass: ChoosePass | None
+    choose_pass: Callable[[DilatedPattern, tuple[int, ...]], WholePasses] | None  # given the borders (0, ..., N)
     append_one: AppendOne | None  # None: a token is put together of tiles
+    # The ops that may run it, each with the reason why it cannot attend densely to (B, N, H, D), or None. The first
+    # that can does. None: it has one.
+    ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:
         """The reason why this backend cannot serve the tensor, or None."""
-
-    def ops(self, query: Tensor) -> dict[str, str | None]:
-        """Which ops may run it, with the reason why one cannot attend densely to the tensor (B, N, H, D), or None. The
-        first that can does."""
 
 
 class PartialKernel(_Backend, Protocol):

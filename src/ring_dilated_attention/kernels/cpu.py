@@ -20,7 +20,7 @@ NAME = "cpu"
 IN_PLACE: Literal[False] = False
 TRAITS = ALL_TRAITS[NAME]
 ONLY_BY_NAME: str | None = None
-choose_pass = append_one = None
+choose_pass = append_one = ops = None
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,10 +32,6 @@ def why_not(query: Tensor) -> str | None:
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
     return None
-
-
-def ops(query: Tensor) -> dict[str, str | None]:
-    return {}
 
 
 def forward(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:

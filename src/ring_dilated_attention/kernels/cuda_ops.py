@@ -31,18 +31,21 @@ class TileFacts(NamedTuple):
         return torch.cuda.get_device_capability(self.device)
 
 
+_GRID = 65535  # the most blocks along the second and third dimension of a CUDA grid
+
+
 class Op(NamedTuple):
     """What `aten._scaled_dot_product_<name>_attention` and its backward take."""
 
     is_enabled: Callable[[], bool]  # torch's own switch
     capabilities: dict[torch.dtype, tuple[int, int]]  # the least compute capability for each dtype
     max_head_dim: float
-    max_batch: float
-    takes_groups: bool  # fewer key/value heads than query heads
-    takes_strides: bool  # of out and dout
-    refuses: Callable[[TileFacts], str | None]  # what else it asks
-    forward_arguments: tuple[Any, ...]  # between value and dropout
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]  # after value
+    forward_arguments: tuple[Any, ...] = (None, True)  # between value and dropout: no bias, with lse
+    refuses: Callable[[TileFacts], str | None] = lambda tile: None  # what else it asks
+    max_batch: float = _GRID
+    takes_groups: bool = False  # fewer key/value heads than query heads
+    takes_strides: bool = False  # of out and dout
 
     def why_not(self, tile: TileFacts) -> str | None:
         """The reason why it cannot compute the tile, or None."""
@@ -119,42 +122,33 @@ def _seeds(like: Tensor) -> list[Tensor]:
     return [like.new_empty((), dtype=torch.int64)] * 2  # of dropout: asked for, never read
 
 
-_GRID = 65535  # the most blocks along the second and third dimension of a CUDA grid
 _SM80 = dict.fromkeys((torch.bfloat16, torch.float16), (8, 0))
 
 # In the order of torch's own defaults: cuDNN runs where it is selected (docs/decisions.md says why).
 OPS = {
     "flash": Op(
-        is_enabled=torch.backends.cuda.flash_sdp_enabled,
-        capabilities=_SM80,
+        torch.backends.cuda.flash_sdp_enabled,
+        _SM80,
         max_head_dim=256,
-        max_batch=_GRID,
+        backward_arguments=_flash_arguments,
+        forward_arguments=(),
+        refuses=_flash_refuses,
         takes_groups=True,
         takes_strides=True,
-        refuses=_flash_refuses,
-        forward_arguments=(),
-        backward_arguments=_flash_arguments,
     ),
-    "efficient": Op(
-        is_enabled=torch.backends.cuda.mem_efficient_sdp_enabled,
-        capabilities={torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)},
+    "efficient": Op(  # its backward takes out's row stride for H * D, whatever it is
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)},
         max_head_dim=math.inf,
-        max_batch=math.inf,  # it splits larger ones itself
-        takes_groups=False,
-        takes_strides=False,  # backward takes out's row stride for H * D, whatever it is
-        refuses=lambda tile: None,
-        forward_arguments=(None, True),  # no bias, with lse
         backward_arguments=_efficient_arguments,
+        max_batch=math.inf,  # it splits larger ones itself
     ),
-    "cudnn": Op(
-        is_enabled=torch.backends.cuda.cudnn_sdp_enabled,
-        capabilities=_SM80,
+    "cudnn": Op(  # its backward asserts that the strides of out and dout are the same (pytorch#176915)
+        torch.backends.cuda.cudnn_sdp_enabled,
+        _SM80,
         max_head_dim=128,  # some versions take 256 on some GPUs, and not always backward
-        max_batch=_GRID,
-        takes_groups=True,
-        takes_strides=False,  # backward asserts that those of out and dout are the same (pytorch#176915)
-        refuses=_cudnn_refuses,
-        forward_arguments=(None, True),
         backward_arguments=_cudnn_arguments,
+        refuses=_cudnn_refuses,
+        takes_groups=True,
     ),
 }

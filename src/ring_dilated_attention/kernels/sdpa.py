@@ -58,8 +58,7 @@ def ops(query: Tensor) -> dict[str, str | None]:
 
 
 def _dense_tile(query: Tensor) -> TileFacts:
-    batch, length, num_heads, head_dim = query.shape
-    return TileFacts(query.dtype, query.device, batch, num_heads, length, length, head_dim)
+    return _tile(query.transpose(1, 2), query.transpose(1, 2))
 
 
 def _tile(q_BHMD: Tensor, k_BGLD: Tensor) -> TileFacts:
@@ -77,11 +76,12 @@ def _listed(against: dict[str, str | None]) -> str:
 
 def _choose(tile: TileFacts) -> str:
     """The first op that takes the tile. Those of one call may go to several."""
-    for name, op in OPS.items():
-        if op.why_not(tile) is None:
+    against = _against(tile)
+    for name, reason in against.items():
+        if reason is None:
             return name
     size = f"{tile.batch} x {tile.num_heads} x {tile.num_rows} queries and {tile.num_keys} keys of {tile.head_dim}"
-    raise ValueError(f"backend='sdpa' has no op for {size}: {_listed(_against(tile))}. Enable another.")
+    raise ValueError(f"backend='sdpa' has no op for {size}: {_listed(against)}. Enable another.")
 
 
 def _aligned(x_BHMD: Tensor) -> Tensor:
@@ -95,19 +95,8 @@ def _aligned(x_BHMD: Tensor) -> Tensor:
     return x_BHMD
 
 
-def _dense_rows(x_BHMD: Tensor) -> Tensor:
-    """The same, contiguous as (B, M, H, D)."""
-    return x_BHMD.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 def _expanded(x_BGLD: Tensor, num_heads: int) -> Tensor:
-    num_kv_heads = x_BGLD.shape[1]
-    return x_BGLD if num_heads == num_kv_heads else x_BGLD.repeat_interleave(num_heads // num_kv_heads, dim=1)
-
-
-def _summed(dx_BHLD: Tensor, num_kv_heads: int) -> Tensor:
-    """Gradients of expanded heads summed; those of grouped ones as they are."""
-    return dx_BHLD if dx_BHLD.shape[1] == num_kv_heads else dx_BHLD.unflatten(1, (num_kv_heads, -1)).sum(2)
+    return x_BGLD if num_heads == x_BGLD.shape[1] else x_BGLD.repeat_interleave(num_heads // x_BGLD.shape[1], dim=1)
 
 
 def forward(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -139,8 +128,10 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     if not OPS[name].takes_groups:
         k, v = _expanded(k, num_heads), _expanded(v, num_heads)
     if not OPS[name].takes_strides:
-        dout, out = _dense_rows(dout), _dense_rows(out)
+        dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))  # as (B, M, H, D)
     op = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
     arguments = OPS[name].backward_arguments(out, rows.lse.contiguous(), num_keys, is_causal)
     dq, dk, dv = (grad[..., :head_dim] for grad in op(dout, q, k, v, *arguments, scale=scale)[:3])
-    return dq, _summed(dk, num_kv_heads), _summed(dv, num_kv_heads)
+    if dk.shape[1] != num_kv_heads:  # of expanded heads
+        dk, dv = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (dk, dv))
+    return dq, dk, dv

@@ -1,4 +1,4 @@
-"""What programs and memory depend on of each kernel. No torch, so that a laptop can plan with it."""
+"""What programs and memory need to know of each kernel. No torch, so that a laptop can plan with it."""
 
 from ..plan.sizes import Sizes, Traits
 from ..plan.step import Compute, Packing
@@ -12,33 +12,29 @@ def query_block(num_rows: int) -> int:
 
 
 def cpu_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
-    """Of torch's CPU flash attention: blocks of scores per thread, in backward of their gradients too; and there a copy
-    of dout, unless the tile is a whole stretch of rows with all heads."""
+    """Torch's CPU flash attention takes blocks of scores for each thread. Its backward takes blocks of their gradients
+    too, and a copy of dout unless the tile's rows lie side by side with all heads."""
     tile, is_forward = step.tile, step.what == "partial"
     queries = min(query_block(tile.query.num_rows), tile.query.num_rows)
     scores = queries * min(KEY_BLOCK, tile.key.num_rows)
     copies = (1 if is_forward else 2) * sizes.sum_itemsize
     copies += sizes.itemsize if sizes.itemsize < sizes.sum_itemsize else 0
-    rows = queries * (sizes.head_dim + 2) * sizes.sum_itemsize if is_forward else 0
-    blocks = sizes.num_threads * (scores * copies + rows)
-    return blocks if is_forward else blocks + _dout_copy(step, sizes, num_heads)
-
-
-def _dout_copy(step: Compute, sizes: Sizes, num_heads: int) -> int:
-    rows = step.tile.query
-    in_one_piece = rows.step == 1 and rows.shift == 0 and len(rows.heads) == num_heads
-    if in_one_piece and (rows.segments == 1 or rows.segment_step == rows.num_rows):
-        return 0
-    entries = sizes.batch if step.entry is None else 1
-    return entries * rows.segments * len(rows.heads) * rows.num_rows * sizes.head_dim * sizes.itemsize
+    if is_forward:
+        return sizes.num_threads * (scores * copies + queries * (sizes.head_dim + 2) * sizes.sum_itemsize)
+    rows, entries = tile.query, sizes.batch if step.entry is None else 1
+    lie_together = rows.step == 1 and rows.shift == 0 and len(rows.heads) == num_heads
+    if lie_together and (rows.segments == 1 or rows.segment_step == rows.num_rows):
+        entries = 0
+    dout = entries * rows.segments * len(rows.heads) * rows.num_rows * sizes.head_dim * sizes.itemsize
+    return sizes.num_threads * scores * copies + dout
 
 
 def no_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
     return 0
 
 
-# Of torch's CPU flash attention, measured (`python -m benchmarks packing`): where each row lies on another page of
-# memory, and segments are so long that their keys are read for several blocks of queries.
+# Measured for torch's CPU flash attention (`python -m benchmarks packing`): a copy pays where rows lie on a page each
+# of memory, and segments are so long that their keys are read for several blocks of queries.
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attention import autocast, dilated_attention
 from ..pattern import DilatedPattern
-from ..plan.heads import held_heads
+from ..plan.job import held_heads
 from ..ranks.borders import validate_cu_seqlens
 from ..ranks.context import ContextParallel, refuse
 from ..ranks.handshake import RefusedError

@@ -1,13 +1,14 @@
 """What a cache keeps: the rows that the current or a later query can still see, and where they lie. No torch.
 
-A query at position t sees, of a branch (w, r), rows of its own segment alone. So once t rows were appended, all that a
-later query can see of a phase are the rows from the start of segment t // w on: those of earlier segments are dropped.
+In a branch (w, r) a query at position t sees rows of its own segment only. Once t rows were appended, a later query can
+see those from the start of segment t // w on. Rows of earlier segments are dropped.
 
     w = 8, r = 2, phase 1     position     8  9 10 11 12 13 14 15 | 16
                               row number      4     5     6    7  |
                               slot            0     1     2    3  |     capacity 4: row 8 will take slot 0 again
 
-The rows of a phase are numbered through, over all segments. Row number c lies in slot c mod capacity of its *ring*.
+The rows of a phase are numbered through, over all segments. Row number c lies in slot c mod capacity of its *rolling
+buffer*.
 """
 
 import math
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..pattern import DilatedPattern, HeadGroup, is_integer
+from ..pattern import DilatedPattern, is_integer
 from .job import Job
 from .plan import Plan, Tile
 from .planner import make_plan
@@ -24,10 +25,10 @@ from .rows import Rows
 from .sharding import Shard, Span, make_shards
 
 
-class Rings(NamedTuple):
-    """The rings of one branch and phase, of key/value heads that serve equally many of its query heads.
+class Buffers(NamedTuple):
+    """The rolling buffers of one branch and phase, of key/value heads that serve equally many of its query heads.
 
-    The ring of kv_heads[k] is `capacity` rows of the cache from `offset + k * capacity` on.
+    The buffer of kv_heads[k] is `capacity` rows of the cache from `offset + k * capacity` on.
     """
 
     segment_length: int
@@ -51,19 +52,16 @@ class Rings(NamedTuple):
         segment, rest = divmod(position, self.segment_length)
         return segment * self.rows_per_segment + max(0, -(-(rest - self.phase) // self.rate))
 
-    def start_of_segment(self, position: int) -> int:
-        return position - position % self.segment_length
-
     def position_of(self, number: int) -> int:
         segment, row = divmod(number, self.rows_per_segment)
         return segment * self.segment_length + self.phase + row * self.rate
 
     def seen(self, position: int) -> range:
         """The numbers of the rows before a position that a query there can see, if it has the phase."""
-        return range(self.before(self.start_of_segment(position)), self.before(position))
+        return range(self.before(position - position % self.segment_length), self.before(position))
 
     def slots(self, numbers: range) -> Iterator[range]:
-        """Where rows lie: one run of slots, or two where they go around the end of the ring."""
+        """Where rows lie: one run of slots, or two where they go around the end of the buffer."""
         assert len(numbers) <= self.capacity
         if numbers:
             first = numbers.start % self.capacity
@@ -73,12 +71,11 @@ class Rings(NamedTuple):
                 yield range(stop - self.capacity)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CachePlan:
-    """All rings of a pattern, and what must be in them after so many positions.
+    """All rolling buffers of a pattern, and what must be in them after so many positions.
 
-    num_heads, num_kv_heads: of the layer. held: the query heads of them that the tensors hold, if not all.
-    max_len: the most positions of a sequence; None for any number.
+    num_heads, num_kv_heads, held: as of `job.Job`. max_len: the most positions of a sequence; None for any number.
     keep: how many positions can be taken back across the borders of segments.
     """
 
@@ -88,9 +85,9 @@ class CachePlan:
     held: range | None
     max_len: int | None
     keep: int
-    rings: tuple[Rings, ...]
-    of_phase: tuple[dict[int, tuple[Rings, ...]], ...]  # the same by branch and phase
-    lengths: tuple[int, ...]  # of segments that have rings
+    buffers: tuple[Buffers, ...]
+    of_phase: tuple[dict[int, tuple[Buffers, ...]], ...]  # the same by branch and phase
+    lengths: tuple[int, ...]  # of segments that have buffers
 
     @property
     def heads(self) -> range:
@@ -100,72 +97,69 @@ class CachePlan:
     @property
     def num_kv_held(self) -> int:
         """Key/value heads that the tensors hold."""
-        heads = self.heads
+        heads = self.heads  # torch.compile knows no len of a range that is not constant
         return (heads.stop - heads.start) * self.num_kv_heads // self.num_heads
 
     @property
-    def by_branch(self) -> Iterator[tuple[int, Rings]]:
-        """All rings in their order, with their branch."""
+    def by_branch(self) -> Iterator[tuple[int, Buffers]]:
+        """All buffers in their order, with their branch."""
         for branch, of_phase in enumerate(self.of_phase):
-            yield from ((branch, rings) for several in of_phase.values() for rings in several)
+            yield from ((branch, buffers) for several in of_phase.values() for buffers in several)
 
     @property
     def num_rows(self) -> int:
         """Rows that are allocated for one sequence."""
-        return sum(len(rings.kv_heads) * rings.capacity for rings in self.rings)
+        return sum(len(buffers.kv_heads) * buffers.capacity for buffers in self.buffers)
 
-    def of_position(self, position: int) -> Iterator[tuple[int, Rings]]:
-        """Those to which the row at a position belongs, with their branch: it attends there, and is written there."""
+    def of_position(self, position: int) -> Iterator[tuple[int, Buffers]]:
+        """The buffers to which the row at a position belongs, with their branch: it attends and is written there."""
         for branch, (length, rate) in enumerate(self.pattern.branches):
-            for rings in self.of_phase[branch].get(position % length % rate, ()):
-                yield branch, rings
+            for buffers in self.of_phase[branch].get(position % length % rate, ()):
+                yield branch, buffers
 
-    def kept(self, rings: Rings, position: int, floor: int = 0) -> range:
+    def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that are kept after `position` positions, if nobody goes back to one below `floor`.
 
-        Those of the segment that is open, and of all that are opened again if up to `keep` positions are taken back.
+        Those of the open segment, and of segments that are open again if up to `keep` positions are taken back.
         """
-        return range(rings.seen(max(position - self.keep, floor)).start, rings.before(position))
+        return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 
     def floor(self, position: int) -> int:
         """The lowest position to which one can go back from `position`.
 
         Back to the start of the youngest open segment every branch has all of its rows; beyond it to the last `keep`.
         """
-        youngest = max((position - position % length for length in self.lengths), default=0)  # of no rings all is there
+        youngest = max((position - position % length for length in self.lengths), default=0)  # 0 without buffers
         return max(0, min(youngest, position - self.keep))
 
-    def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Rings, range, Span]]:
-        """Of these, the rows that lie in each span of a shard."""
-        for rings in self.rings:
-            kept = self.kept(rings, position)
+    def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Buffers, range, Span]]:
+        """The kept rows that lie in each span of a shard."""
+        for buffers in self.buffers:
+            kept = self.kept(buffers, position)
             for span in shard:
-                numbers = range(max(kept.start, rings.before(span.start)), rings.before(span.stop))
+                numbers = range(max(kept.start, buffers.before(span.start)), buffers.before(span.stop))
                 if numbers:
-                    yield rings, numbers, span
+                    yield buffers, numbers, span
 
-    def live(self, rings: Rings, position: int) -> range:
+    def live(self, buffers: Buffers, position: int) -> range:
         """The numbers of the rows that the last query before `position`, or one from there on, sees.
 
-        Fewer than are kept where no position is left in the segment that has the phase: the rows could only be seen
-        again by going back.
+        They are fewer than are kept where the rest of the segment has no position of the phase: only going back would
+        show the rows again.
         """
-        stop = rings.before(position)
-        number = stop - 1 if position and rings.has(position - 1) else stop  # of the first query to come that has it
-        return range(number - number % rings.rows_per_segment, stop)
-
-    def live_rows(self, position: int) -> int:
-        """How many these are in all rings. At no position more than num_rows."""
-        return sum(len(rings.kv_heads) * len(self.live(rings, position)) for rings in self.rings)
+        stop = buffers.before(position)
+        number = stop - 1 if position and buffers.has(position - 1) else stop  # of the first query to come that has it
+        return range(number - number % buffers.rows_per_segment, stop)
 
     def distinct_rows(self, position: int) -> int:
-        """The same, counting once what several branches hold: what a cache that stored each row once would hold."""
-        rows: dict[int, set[int]] = {}
-        for rings in self.rings:
-            positions = set(map(rings.position_of, self.live(rings, position)))
-            for head in rings.kv_heads:
-                rows.setdefault(head, set()).update(positions)
-        return sum(map(len, rows.values()))
+        """How many live rows there are, counting once what several branches hold."""
+        held = {
+            (head, buffers.position_of(number))
+            for buffers in self.buffers
+            for number in self.live(buffers, position)
+            for head in buffers.kv_heads
+        }
+        return len(held)
 
 
 @lru_cache(maxsize=64)
@@ -177,14 +171,10 @@ def plan_cache(
     keep: int = 0,
     held: range | None = None,
 ) -> CachePlan:
-    """Lay out the rings of a pattern.
+    """Plan the rolling buffers of a pattern.
 
-    A ring holds the most rows that must be in it at any one time: those of a whole segment, or of a segment less its
-    last position and the `keep` positions from there on. (With keep = 0 and all heads their sum is
-    `pattern.cache_rows`.)
-
-    Args:
-        held: as of `pattern.head_groups`.
+    A buffer has room for the most rows that must be in it at any one time: those of a whole segment, or of a segment
+    less its last position and the `keep` positions from there on. For keep = 0 that is `pattern.cache_rows` in all.
 
     Raises:
         ValueError: if the pattern is not causal or cannot run on these heads, or for sizes that cannot be.
@@ -194,56 +184,48 @@ def plan_cache(
     if not is_integer(keep) or keep < 0:
         raise ValueError(f"keep={keep!r} must be an integer of at least 0, the positions that can be taken back.")
     pattern.cache_rows(num_heads, num_kv_heads)  # refuses what no cache can serve
-    found: list[Rings] = []
-    of_phase: list[dict[int, tuple[Rings, ...]]] = []
+    found: list[Buffers] = []
+    of_phase: list[dict[int, tuple[Buffers, ...]]] = []
     offset = 0
-    for branch in range(len(pattern.branches)):
+    for branch, (length, rate) in enumerate(pattern.branches):
         of_phase.append({})
+        longest = length + max(keep, 1) - 1
+        num_positions = longest if max_len is None else min(longest, max_len)
         for group in pattern.phase_groups(branch, num_heads, num_kv_heads, held):
-            rings = _rings(pattern, branch, group, max_len, keep, offset)
-            if rings.capacity > 0:
-                found.append(rings)
-                of_phase[branch][group.phase] = (*of_phase[branch].get(group.phase, ()), rings)
-                offset += len(rings.kv_heads) * rings.capacity
-    lengths = tuple(sorted({rings.segment_length for rings in found}))
+            heads = (group.query_heads, group.kv_heads)
+            capacity = Buffers(length, rate, group.phase, *heads, 0, 0).before(num_positions)
+            if group.phase < length and capacity:  # a phase from the length on is that of no position
+                buffers = Buffers(length, rate, group.phase, *heads, capacity, offset)
+                found.append(buffers)
+                of_phase[branch][group.phase] = (*of_phase[branch].get(group.phase, ()), buffers)
+                offset += len(group.kv_heads) * capacity
+    lengths = tuple(sorted({buffers.segment_length for buffers in found}))
     return CachePlan(pattern, num_heads, num_kv_heads, held, max_len, keep, tuple(found), tuple(of_phase), lengths)
 
 
-def _rings(
-    pattern: DilatedPattern, branch: int, group: HeadGroup, max_len: int | None, keep: int, offset: int
-) -> Rings:
-    length, rate = pattern.branches[branch]
-    rings = Rings(length, rate, group.phase, group.query_heads, group.kv_heads, 0, offset)
-    if group.phase >= length:  # no position of a segment has it
-        return rings
-    longest = length + max(keep, 1) - 1
-    return rings._replace(capacity=rings.before(longest if max_len is None else min(longest, max_len)))
-
-
 def plan_chunk(plan: CachePlan, position: int, num_new: int) -> Plan:
-    """The work of so many new rows from a position on: that of the second of two ranks with shards (position, num_new).
+    """The work of new rows from a position on: that of the second of two ranks with shards (position, num_new).
 
-    Its own rows meet by the planner's tiles. What the first rank would send are the cached rows of the segments that
-    are open, read where they lie.
+    Its own rows meet by the planner's tiles. What the first rank would send are the cached rows of the open segments.
     """
     period = math.lcm(*plan.lengths)  # plans are kept, and depend on nothing else of the position
     shards = make_shards("contiguous", (position % period, num_new))
     whole = make_plan(Job(plan.pattern, shards, plan.num_heads, plan.num_kv_heads, None, plan.held), 1)
     local = tuple(tile._replace(packed=None) for tile in whole.local)
-    cached = tuple(tile for rings in plan.rings for tile in _cached_tiles(rings, position, num_new))
+    cached = tuple(tile for buffers in plan.buffers for tile in _cached_tiles(buffers, position, num_new))
     return replace(whole, local=local, packs=(), hops=(), chunk_size=0, received_size=0, home_size=0, cached=cached)
 
 
-def _cached_tiles(rings: Rings, position: int, num_new: int) -> Iterator[Tile]:
+def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
     """The new rows of the segment that is open at a position, times the rows of it that are cached: all before them."""
-    seen = rings.seen(position)
-    stop = min(rings.start_of_segment(position) + rings.segment_length, position + num_new)
-    num_queries = rings.before(stop) - seen.stop
+    seen = buffers.seen(position)
+    stop = position + min(buffers.segment_length - position % buffers.segment_length, num_new)
+    num_queries = buffers.before(stop) - seen.stop
     if seen and num_queries:
-        queries = Rows(rings.query_heads, rings.position_of(seen.stop) - position, 0, rings.rate, num_queries)
-        for slots in rings.slots(seen):
-            # The ring of the next key/value head lies `capacity` rows further.
-            keys = Rows(range(len(rings.kv_heads)), rings.offset + slots.start, rings.capacity, 1, len(slots))
+        queries = Rows(buffers.query_heads, buffers.position_of(seen.stop) - position, 0, buffers.rate, num_queries)
+        for slots in buffers.slots(seen):
+            # The buffer of the next key/value head lies `capacity` rows further.
+            keys = Rows(range(len(buffers.kv_heads)), buffers.offset + slots.start, buffers.capacity, 1, len(slots))
             yield Tile(queries, keys, is_causal=False, first_query=False, first_key=False)
 
 

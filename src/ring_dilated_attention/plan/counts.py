@@ -23,12 +23,11 @@ Pieces = Sequence[tuple[int, int]]  # where they start and stop, counted from th
 
 
 class Share(NamedTuple):
-    """What a rank has to do with a segment of a branch that it does not own as a whole piece.
+    """What a rank computes and receives of a segment that it does not own as a whole.
 
     place: the branch, and the position at which the segment starts.
-    pairs: that it computes.
-    rows, received: of keys and values, its own, by the chunks in which they may travel, and those of others; in units
-        of B * D elements.
+    rows: its own rows of keys and values, by the chunks in which they may travel, in units of B * D elements.
+    received: those of others, in the same units.
     """
 
     place: tuple[int, int]
@@ -69,7 +68,7 @@ class Phases:
         return self.num * a * b + a * more_b + b * more_a + min(more_a, more_b)
 
     def pairs(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
-        """Of queries in pieces of a segment with all keys that they see."""
+        """(query, key) pairs of the queries in pieces of a segment."""
         if is_causal:
             return sum(self.triangles(stop) - self.triangles(start) for start, stop in pieces)
         return sum(self.products(stop, length) - self.products(start, length) for start, stop in pieces)
@@ -116,38 +115,36 @@ class Counter:
             self.keys.append(Phases([group.phase for group in groups for _ in group.kv_heads], rate))
 
     def of(self, rank: int) -> RankCount:
-        pairs, shares = 0, []
+        pairs, shares, is_causal = 0, [], self.pattern.is_causal
         for branch, length in enumerate(self.pattern.segment_lengths):
-            parted: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            cut: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for span in sorted(self.job.shards[rank]):
                 for piece, segments in own_pieces(span, 0, self.borders, length):
                     if segments:
                         size = piece.stop - piece.start
-                        pairs += segments * self._pairs(branch, [(0, size)], size)
+                        pairs += segments * self.queries[branch].pairs([(0, size)], size, is_causal=is_causal)
                     else:
                         origin, stop = segment_of(piece.start, self.borders, length)
-                        parted.setdefault((origin, stop), []).append((piece.start - origin, piece.stop - origin))
-            shares += [self._share(branch, *ends, pieces) for ends, pieces in parted.items()]
+                        cut.setdefault((origin, stop), []).append((piece.start - origin, piece.stop - origin))
+            shares += [self._share(branch, *ends, pieces) for ends, pieces in cut.items()]
         return RankCount(pairs + sum(x.pairs for x in shares), sum(x.received for x in shares), tuple(shares))
-
-    def _pairs(self, branch: int, pieces: Pieces, length: int) -> int:
-        return self.queries[branch].pairs(pieces, length, is_causal=self.pattern.is_causal)
 
     def _share(self, branch: int, origin: int, stop: int, pieces: Pieces) -> Share:
         length, keys, is_causal = stop - origin, self.keys[branch], self.pattern.is_causal
+        pairs = self.queries[branch].pairs(pieces, length, is_causal=is_causal)
         own = [2 * rows for rows in keys.own(pieces)]
-        return Share(
-            (branch, origin),
-            self._pairs(branch, pieces, length),
-            # If causal, others need a later piece at other hops, so that it is a chunk by itself.
-            tuple(own) if is_causal else (sum(own),),
-            2 * keys.foreign(pieces, length, is_causal=is_causal),
-        )
+        # If causal, others need a later piece at other hops, so that it is a chunk by itself.
+        rows = tuple(own) if is_causal else (sum(own),)
+        return Share((branch, origin), pairs, rows, 2 * keys.foreign(pieces, length, is_causal=is_causal))
 
 
 class Segment(NamedTuple):
-    """A segment that ranks share. sharers: those that hold rows of it that some head reads. largest: rows of their
-    largest chunks, first and second ones apart. received: by all of them; 0 if each needs only its own."""
+    """A segment that ranks share.
+
+    sharers: the number of ranks that hold rows of it that some head reads.
+    largest: rows of the ranks' largest chunks, first and second ones apart.
+    received: rows, by all of them; 0 if each needs only its own.
+    """
 
     sharers: int
     largest: tuple[int, ...]
@@ -155,8 +152,10 @@ class Segment(NamedTuple):
 
 
 class JobCount(NamedTuple):
-    """Of every rank pairs and rows that it computes and receives, and the rows of one chunk of each segment that it
-    shares, which a buffer has room for; and the segments, by branch and start."""
+    """Lists by rank; segments by branch and start.
+
+    buffers: rows of one chunk of each segment that the rank shares, for which its buffer has room.
+    """
 
     pairs: list[int]
     received: list[int]
@@ -180,21 +179,13 @@ def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> 
     for rank in range(counter.job.num_ranks):
         ranks.append(counter.of(rank))
         for place, _, rows, received in ranks[-1].shares:
-            sharers, largest, total = segments.get(place, _NOBODY)
-            segments[place] = Segment(sharers + any(rows), _largest(largest, rows), total + received)
+            sharers, largest, total = segments.get(place, Segment(0, (), 0))
+            largest = tuple(map(max, zip_longest(largest, rows, fillvalue=0)))
+            segments[place] = Segment(sharers + any(rows), largest, total + received)
         step()
     chunks = {place: sum(x.largest) for place, x in segments.items() if x.received}
     buffers = [sum(chunks.get(share.place, 0) for share in rank.shares if any(share.rows)) for rank in ranks]
     return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments)
-
-
-_NOBODY = Segment(0, (), 0)
-
-
-def _largest(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    if len(first) == len(second) == 1:
-        return first if first > second else second
-    return tuple(map(max, zip_longest(first, second, fillvalue=0)))
 
 
 def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:

@@ -7,7 +7,7 @@ the sequence, and afterwards its own positions of all heads again.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .sharding import Shard, Span, first_rows, join_shards, shard_length
+from .sharding import Shard, first_rows, joined, shard_length
 
 
 class Dealing(NamedTuple):
@@ -15,12 +15,12 @@ class Dealing(NamedTuple):
 
     place: of this rank in the group that deals.
     lengths: the number of positions of every rank of the group.
-    pieces: (place, first row, number of rows) of stretches of the ranks' rows, in the order of the sequence.
+    runs: (place, first row, number of rows) of runs of the ranks' rows, in the order of the sequence.
     """
 
     place: int
     lengths: tuple[int, ...]
-    pieces: tuple[tuple[int, int, int], ...]
+    runs: tuple[tuple[int, int, int], ...]
 
     @property
     def size(self) -> int:
@@ -29,15 +29,11 @@ class Dealing(NamedTuple):
 
 def deal(shards: Sequence[Shard], place: int) -> tuple[Dealing, Shard]:
     """How the rank at `place` deals with those that hold these shards, and the shard of all their rows in order."""
-    pieces = [
+    found = sorted(
         (span, k, row) for k, shard in enumerate(shards) for span, row in zip(shard, first_rows(shard), strict=False)
-    ]
-    pieces.sort()
-    in_order = tuple((k, row, span.stop - span.start) for span, k, row in pieces)
-    return (
-        Dealing(place, tuple(map(shard_length, shards)), in_order),
-        join_shards([(Span(*span),) for span, _, _ in pieces]),
     )
+    runs = tuple((k, row, span.stop - span.start) for span, k, row in found)
+    return Dealing(place, tuple(map(shard_length, shards)), runs), joined(span for span, _, _ in found)
 
 
 def check_dealing(num_kv_heads: int, world_size: int) -> None:
@@ -48,34 +44,3 @@ def check_dealing(num_kv_heads: int, world_size: int) -> None:
             f"ranks: {num_kv_heads} mod {world_size} = {num_kv_heads % world_size}. The exchange ring "
             "takes any number."
         )
-
-
-def dealt_bytes(
-    lengths: Sequence[int],
-    rank: int,
-    num_heads: int,
-    num_kv_heads: int,
-    batch: int,
-    head_dim: int,
-    itemsize: int,
-    *,
-    backward: bool = False,
-    has_dlse: bool = False,
-) -> int:
-    """Bytes that a rank sends where heads are dealt for positions (all_to_all, or the inner axis of a 2-D mesh).
-
-    Forward: its rows of query, key and value for others' heads, and others' rows of out and lse for its own. Backward:
-    dout, query, key, value, out, lse (and dlse) there, and dq, dk, dv back.
-
-    Args:
-        lengths: the number of positions of every rank of the group that deals.
-    """
-    size, own = len(lengths), lengths[rank]
-    share, kv_share = num_heads // size, num_kv_heads // size
-    row, number = head_dim * itemsize, max(itemsize, 4)
-    if backward:
-        there = (3 * share + 2 * kv_share) * row + share * number * (1 + has_dlse)
-        back = (share + 2 * kv_share) * row
-    else:
-        there, back = (share + 2 * kv_share) * row, share * (row + number)
-    return batch * (own * (size - 1) * there + (sum(lengths) - own) * back)

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .counts import Counter, JobCount, count_ranks
-from .dealing import Dealing, check_dealing, deal, dealt_bytes
+from .dealing import Dealing, check_dealing, deal
 from .job import Job
 from .plan import Plan, gathered
 from .planner import make_plan
@@ -21,7 +21,7 @@ ALL_TO_ALL_SAVING = 3
 
 
 class RankPlan(NamedTuple):
-    """What a rank does under an exchange. dealing: of heads for positions; the plan is then of the dealt heads."""
+    """What a rank does under an exchange. dealing: how it deals heads; the plan is then that of the dealt heads."""
 
     plan: Plan
     dealing: Dealing | None
@@ -34,12 +34,11 @@ class RankPlan(NamedTuple):
     def bytes_sent(self, sizes: Sizes, *, backward: bool = False, has_dlse: bool = False) -> int:
         """Bytes that this rank sends in one forward, or in one backward."""
         plan, dealing = self
-        sent = plan.bytes_sent(sizes.batch, sizes.head_dim, sizes.itemsize, backward=backward)
+        sent = plan.bytes_sent(*sizes[:3], backward=backward)
         if dealing is None:
             return sent
         heads = (plan.num_heads * dealing.size, plan.num_kv_heads * dealing.size)
-        shape = (*heads, sizes.batch, sizes.head_dim, sizes.itemsize)
-        return sent + dealt_bytes(dealing.lengths, dealing.place, *shape, backward=backward, has_dlse=has_dlse)
+        return sent + dealt_bytes(dealing.lengths, dealing.place, *heads, sizes, backward=backward, has_dlse=has_dlse)
 
 
 @lru_cache(maxsize=256)
@@ -79,8 +78,6 @@ def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
 
 
 class Choice(NamedTuple):
-    """An exchange and the reason for it."""
-
     exchange: str
     reason: str
 
@@ -104,36 +101,58 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     shared = [segment for segment in counted.segments.values() if segment.received]
     hops, largest = max(x.sharers for x in shared) - 1, unit * max(max(x.largest) for x in shared)
     num_kv_held, lengths = job.num_kv_held, tuple(map(shard_length, job.shards))
-    local = 2 * num_kv_held * unit * max(lengths)
     num_hops = f"{hops} hop{'s' * (hops > 1)}"
     ring = f"by the ring a rank receives up to {received:,} bytes in {num_hops} and holds {two_chunks:,} (two chunks)"
-    if hops > 1 and largest <= SMALL_CHUNK_BYTES and received <= max(two_chunks, local):
-        return Choice(
-            "all_gather",
-            f"chunks of {largest:,} bytes are small, and all that a rank meets are {received:,}, "
-            f"no more than its own keys and values: one round instead of {hops} hops; {ring}",
-        )
+    if hops > 1 and largest <= SMALL_CHUNK_BYTES and received <= max(two_chunks, 2 * num_kv_held * unit * max(lengths)):
+        small = f"chunks of {largest:,} bytes are small, and all that a rank meets are {received:,}, no more than"
+        return Choice("all_gather", f"{small} its own keys and values: one round instead of {hops} hops; {ring}")
     if num_kv_held % job.num_ranks:
         return Choice("ring", f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks")
     moved = most_dealt(lengths, len(job.held_heads), num_kv_held, sizes)
-    of_heads = plan_exchange("all_to_all", job, 0).plan
+    dealt_calls = plan_exchange("all_to_all", job, 0).plan.num_tiles
     calls = make_plan(job, counted.received.index(max(counted.received))).num_tiles
     ring += f", in {calls} kernel calls"
     if moved * ALL_TO_ALL_SAVING > received:
         return Choice("ring", f"{ring}, behind computation; dealing heads would send {moved:,}, hidden by nothing")
-    if of_heads.num_tiles > 2 * calls:
-        return Choice("ring", f"{ring}; dealing heads would send {moved:,}, but takes {of_heads.num_tiles} calls")
-    return Choice(
-        "all_to_all",
-        f"sends {moved:,} bytes, less than the ring by {ALL_TO_ALL_SAVING} times or more (its bytes hide behind "
-        f"computation, these do not), in {of_heads.num_tiles} kernel calls, and holds them beside the inputs; {ring}",
-    )
+    if dealt_calls > 2 * calls:
+        return Choice("ring", f"{ring}; dealing heads would send {moved:,}, but takes {dealt_calls} calls")
+    saving = f"sends {moved:,} bytes, less than the ring by {ALL_TO_ALL_SAVING} times or more (its bytes hide behind "
+    held = f"computation, these do not), in {dealt_calls} kernel calls, and holds them beside the inputs"
+    return Choice("all_to_all", f"{saving}{held}; {ring}")
+
+
+def dealt_bytes(
+    lengths: Sequence[int],
+    rank: int,
+    num_heads: int,
+    num_kv_heads: int,
+    sizes: Sizes,
+    *,
+    backward: bool = False,
+    has_dlse: bool = False,
+) -> int:
+    """Bytes that a rank sends where heads are dealt for positions (all_to_all, or the inner axis of a 2-D mesh).
+
+    Forward: its rows of query, key and value for others' heads, and others' rows of out and lse for its own. Backward:
+    dout, query, key, value, out, lse (and dlse) there, and dq, dk, dv back.
+
+    Args:
+        lengths: the number of positions of every rank of the group that deals.
+    """
+    size, own = len(lengths), lengths[rank]
+    share, kv_share = num_heads // size, num_kv_heads // size
+    row, number = sizes.head_dim * sizes.itemsize, sizes.sum_itemsize
+    if backward:
+        there = (3 * share + 2 * kv_share) * row + share * number * (1 + has_dlse)
+        back = (share + 2 * kv_share) * row
+    else:
+        there, back = (share + 2 * kv_share) * row, share * (row + number)
+    return sizes.batch * (own * (size - 1) * there + (sum(lengths) - own) * back)
 
 
 def most_dealt(
     lengths: Sequence[int], num_heads: int, num_kv_heads: int, sizes: Sizes, *, backward: bool = False
 ) -> int:
-    """Bytes that the rank of a group which deals most sends to deal: one with the most or the fewest positions."""
-    heads = (num_heads, num_kv_heads, *sizes[:3])
+    """The bytes of the rank that sends most to deal: one with the most or the fewest positions of its group."""
     ends = (lengths.index(max(lengths)), lengths.index(min(lengths)))
-    return max(dealt_bytes(lengths, rank, *heads, backward=backward) for rank in ends)
+    return max(dealt_bytes(lengths, rank, num_heads, num_kv_heads, sizes, backward=backward) for rank in ends)

@@ -41,31 +41,30 @@ class Tile(NamedTuple):
         q, k = self.query.num_rows, self.key.num_rows
         return (q * (q + 1) // 2 if self.is_causal else q * k) * len(self.query.heads) * self.query.segments
 
-    def pieces(self, max_rows: int) -> Iterator["Tile"]:
-        """The same pairs by several calls, each of at most so many query rows, or of one head of one segment (of all
-        heads that share keys)."""
-        query, key = self.query, self.key
-        num_heads = len(query.heads)
-        heads = min(num_heads, max(1, max_rows // query.num_rows)) if len(key.heads) == num_heads else num_heads
+    def split(self, max_rows: int) -> Iterator["Tile"]:
+        """The same pairs by several calls of at most so many query rows, or of one head of one segment (of all heads
+        that share keys)."""
+        query, key, num_heads, num_kv_heads = self.query, self.key, len(self.query.heads), len(self.key.heads)
+        heads = max(1, max_rows // query.num_rows) if num_heads == num_kv_heads else num_kv_heads
         segments = max(1, max_rows // (num_heads * query.num_rows)) if isinstance(key, Rows) else query.segments
         for i in range(0, query.segments, segments):
             j = min(i + segments, query.segments)
             q = query.of_segments(i, j)
             k = key.of_segments(i, j) if isinstance(key, Rows) else key
-            for lo in range(0, num_heads, heads):
-                hi = min(lo + heads, num_heads)
-                if heads == num_heads:  # which may share keys
-                    yield self._replace(query=q, key=k)
-                    continue
-                own = None if self.packed is None else self.packed.of_heads(lo, hi)
-                yield self._replace(query=q.of_heads(lo, hi), key=k.of_heads(lo, hi), packed=own)
+            for lo in range(0, num_kv_heads, heads):
+                yield self._replace(query=q, key=k).of_heads(lo, min(lo + heads, num_kv_heads))
+
+    def of_heads(self, lo: int, hi: int) -> "Tile":
+        """Key/value heads lo..hi-1, with the query heads that share them."""
+        ratio = len(self.query.heads) // len(self.key.heads)
+        query, packed = self.query.of_heads(lo * ratio, hi * ratio), self.packed and self.packed.of_heads(lo, hi)
+        return self._replace(query=query, key=self.key.of_heads(lo, hi), packed=packed)
 
 
 class Message(NamedTuple):
     """A slice of a flat buffer that is sent to, or received from, `peer`.
 
-    owner: the rank whose chunk, or whose chunk's gradient, it is.
-    packed: where an own chunk lies among the rank's own ones.
+    owner: the rank whose chunk, or whose chunk's gradient, it is. packed: where an own chunk lies among the own ones.
     """
 
     peer: int
@@ -102,9 +101,8 @@ class Plan:
     """One rank's work.
 
     packs: which rows of its own key/value go where in the buffer of its own chunks.
-    chunk_size: of that buffer.
-    received_size: of the buffer of received chunks. Over several hops the two change places, and are of one size.
-    home_size: of the buffer in which gradients of own chunks come home.
+    chunk_size, received_size, home_size: of the buffers of own chunks, of received ones, and of gradients that come
+        home. Over several hops the first two change places, and are of one size.
     cached: own queries times rows of a cache, which a rank of one has in the place of chunks (forward only).
     """
 
@@ -163,23 +161,22 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def gathered(plan: Plan) -> Plan:
-    """The same work in one round (all_gather): every chunk goes straight to every rank that meets it, all at once, and
-    its gradients straight home.
+    """The same work in one round (all_gather): every chunk goes straight to the ranks that meet it, its gradients home.
 
-    As many bytes as the ring's, and waiting once instead of g - 1 times; but a rank holds all the chunks that it meets,
-    and their gradients. Buffers are in the order of owners (or of ranks that send gradients home), then of hops.
+    That sends as many bytes as the ring and waits once instead of g - 1 times. But a rank holds all chunks that it
+    meets, and their gradients. Buffers are in the order of owners (or of ranks that send gradients home), then of hops.
     """
     if not plan.hops:
         return plan
     received = sorted(((m, i) for i, hop in enumerate(plan.hops) for m in hop.receives), key=lambda x: x[0].owner)
     targets = sorted((m for hop in plan.hops for m in hop.targets), key=lambda m: m.peer)
-    places = list(accumulate((m.size for m, _ in received), initial=0))
-    homes = list(accumulate((m.size for m in targets), initial=0))
-    chunks = [Message(m.owner, place, m.size, m.owner) for (m, _), place in zip(received, places, strict=False)]
+    *places, received_size = accumulate((m.size for m, _ in received), initial=0)
+    *homes, home_size = accumulate((m.size for m in targets), initial=0)
+    chunks, tiles = [], []
     at_hop: list[list[tuple[Message, int]]] = [[] for _ in plan.hops]
-    for (message, i), place in zip(received, places, strict=False):
+    for (message, i), place in zip(received, places, strict=True):
+        chunks.append(Message(message.owner, place, message.size, message.owner))
         at_hop[i].append((message, place))
-    tiles = []
     for hop, here in zip(plan.hops, at_hop, strict=True):
         for tile in hop.tiles:
             assert isinstance(tile.key, Block)
@@ -192,18 +189,15 @@ def gathered(plan: Plan) -> Plan:
         tiles=tuple(tiles),
         grad_starts=tuple(chunks),
         grad_sends=tuple(m._replace(is_gradient=True) for m in chunks),
-        grad_receives=tuple(m._replace(offset=home, is_gradient=True) for m, home in zip(targets, homes, strict=False)),
+        grad_receives=tuple(m._replace(offset=home, is_gradient=True) for m, home in zip(targets, homes, strict=True)),
     )
-    return replace(plan, hops=(only,), received_size=places[-1], home_size=homes[-1])
+    return replace(plan, hops=(only,), received_size=received_size, home_size=home_size)
 
 
-class Chunk(NamedTuple):
-    """What a message carries: rows of a segment of a branch that one rank owns.
+class GlobalChunk(NamedTuple):
+    """What a message carries: rows of a segment of a branch that one rank owns, as rows of the whole sequence.
 
-    origin: the first position of the segment.
-    lane: which of the segment's rings: chunks of others are needed by other ranks or at other hops.
-    rows: where the key/value rows lie in the message. Unlike elsewhere, they are rows of the whole sequence: global
-        positions take the place of local ones.
+    origin, lane: as of the `rings.Ring`. rows: global positions in the place of local ones, and where they lie.
     """
 
     owner: int

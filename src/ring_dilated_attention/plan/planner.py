@@ -3,25 +3,13 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
-from itertools import accumulate, count, groupby, pairwise, product
+from itertools import accumulate, groupby, pairwise, product
 
 from ..pattern import HeadGroup
 from .job import Job
-from .plan import Chunk, Hop, Message, Plan, Tile
-from .rings import Hops, Layout, Ring, causal_hops, lay_out
-from .rows import (
-    Block,
-    Piece,
-    Rows,
-    heads_between,
-    kv_heads,
-    kv_rows,
-    make_bands,
-    matches,
-    own_pieces,
-    query_rows,
-    segment_of,
-)
+from .plan import GlobalChunk, Hop, Message, Plan, Tile
+from .rings import Hops, Ring, causal_hops, make_chunk
+from .rows import Block, Piece, Rows, heads_between, make_bands, matches, own_pieces, segment_of
 from .sharding import first_rows, shard_length
 
 
@@ -33,20 +21,24 @@ def make_plan(job: Job, rank: int) -> Plan:
     planner = _planner(job)
     local, rings = planner.local_and_rings(rank)
     offsets = _offsets(rings)
-    packs = [pack for ring, offset in zip(rings, offsets, strict=False) for pack in planner.packs(ring, rank, offset)]
-    last_hop = max((ring.last_hop for ring in rings), default=0)
+    packs = [
+        (rows, block._replace(offset=offset + block.offset))
+        for ring, offset in zip(rings, offsets, strict=False)
+        for _, rows, block in planner.rows_of(ring, ring.place_of(rank))
+    ]
+    last_hop = max((hops[-1][1] for ring in rings for hops in ring.needed if hops), default=0)
     hops = [planner.hop(s, rank, rings, offsets) for s in range(1, last_hop + 1)]
     while hops and not any(hops[-1]):
         hops.pop()
     places: dict[Rows | Block, Block] = dict(packs) if hops else {}  # without hops nothing is packed
     first_rates = pattern.dilation_rates[:1] if pattern.heads == "all" else pattern.dilation_rates
-    covered = all(rate == 1 for rate in first_rates)
+    covered = set(first_rates) == {1}
     return Plan(
         rank=rank,
         num_rows=shard_length(job.shards[rank]),
         num_heads=planner.num_heads,
         num_kv_heads=job.num_kv_held,
-        local=tuple(part for tile in local for part in planner.cut(tile._replace(packed=places.get(tile.key)), rank)),
+        local=tuple(x for tile in local for x in planner.cut(tile._replace(packed=places.get(tile.key)), rank)),
         packs=tuple(packs),
         hops=tuple(hops),
         chunk_size=offsets[-1],
@@ -57,24 +49,21 @@ def make_plan(job: Job, rank: int) -> Plan:
     )
 
 
-def chunk_finder(job: Job, rank: int) -> Callable[[Message], Chunk]:
+def chunk_finder(job: Job, rank: int) -> Callable[[Message], GlobalChunk]:
     """What the messages of a rank's plan carry."""
     planner = _planner(job)
     _, rings = planner.local_and_rings(rank)
     ring_at = dict(zip(_offsets(rings), rings, strict=False))
 
-    def find(message: Message) -> Chunk:
+    def find(message: Message) -> GlobalChunk:
         ring = ring_at[message.offset]
-        chunk = ring.chunks[ring.place_of(message.owner)]
-        rows = tuple(planner.global_rows(ring, chunk))
-        return Chunk(message.owner, ring.branch, ring.origin, ring.lane, chunk.size, rows)
+        rows = tuple(
+            (rows._replace(first=rows.first + piece.start - piece.row), block)
+            for piece, rows, block in planner.rows_of(ring, ring.place_of(message.owner))
+        )
+        return GlobalChunk(message.owner, ring.branch, ring.origin, ring.lane, message.size, rows)
 
     return find
-
-
-@lru_cache(maxsize=4)
-def _planner(job: Job) -> "_Planner":
-    return _Planner(job)
 
 
 class _Planner:
@@ -89,7 +78,7 @@ class _Planner:
         self.owners = sorted((span, rank) for rank, shard in enumerate(job.shards) for span in shard)
         self.starts = [span.start for span, _ in self.owners]
         self.row_of = {s: row for shard in job.shards for s, row in zip(shard, first_rows(shard), strict=False)}
-        self.rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # made so far; all their ranks share them
+        self.rings_of = cache(self.make_rings)  # their ranks share them
 
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
         """Tiles of all branches with own rows on both sides, and the rings of this rank."""
@@ -117,10 +106,10 @@ class _Planner:
         if is_causal and key.start > query.start:
             return
         for group in self.groups[branch]:
-            for q, k in matches(group, make_bands(group, query, origin, rate), make_bands(group, key, origin, rate)):
+            for q, k in matches(make_bands(group, query, origin, rate), make_bands(group, key, origin, rate)):
                 yield Tile(
-                    query_rows(group, q, rate)._replace(segments=segments, segment_step=segment_step),
-                    kv_rows(group, k, rate)._replace(segments=segments, segment_step=segment_step),
+                    q.query_rows(rate)._replace(segments=segments, segment_step=segment_step),
+                    k.kv_rows(rate)._replace(segments=segments, segment_step=segment_step),
                     is_causal=is_causal and same,
                     first_query=same and (branch == 0 or split),
                     first_key=same and (branch == 0 or (split and not self.shares_kv)),
@@ -131,32 +120,22 @@ class _Planner:
         clipped = ((span, max(span.start, start), min(span.stop, stop)) for span in sorted(self.shards[rank]))
         return [Piece(a, b, self.row_of[span] + a - span.start) for span, a, b in clipped if a < b]
 
-    def rings_of(self, branch: int, origin: int, stop: int) -> tuple[Ring, ...]:
+    def make_rings(self, branch: int, origin: int, stop: int) -> tuple[Ring, ...]:
         """The rings of segment origin..stop-1."""
-        if (branch, origin) not in self.rings:
-            self.rings[branch, origin] = tuple(self.make_rings(branch, origin, stop))
-        return self.rings[branch, origin]
-
-    def make_rings(self, branch: int, origin: int, stop: int) -> Iterator[Ring]:
-        lanes, rate = count(), self.pattern.dilation_rates[branch]
+        rings: list[Ring] = []
         for members, groups in self.members(branch, origin, stop):
-            starts = [[piece.start for piece in pieces] for pieces in members.values()]
             everywhere: Hops = ((1, len(members) - 1),)
+            starts = [[piece.start for piece in pieces] for pieces in members.values()]
             needed = causal_hops(starts) if self.pattern.is_causal else [[everywhere] * len(place) for place in starts]
             alike = all(len(set(place)) == 1 for place in needed)
             for i in range(1 if alike else max(map(len, needed))):
-                parts = [pieces if alike else pieces[i : i + 1] for pieces in members.values()]
-                hops = [found[i] if i < len(found) else () for found in needed]
+                hops = tuple(found[i] if i < len(found) else () for found in needed)
+                carried = [pieces if alike else pieces[i : i + 1] for pieces in members.values()]
                 if any(hops):
-                    yield Ring(
-                        branch=branch,
-                        origin=origin,
-                        lane=next(lanes),
-                        ranks=tuple(members),
-                        pieces=tuple(map(tuple, members.values())),
-                        chunks=tuple(lay_out(groups, part, origin, rate) for part in parts),
-                        needed=tuple(hops),
-                    )
+                    chunks = (make_chunk(groups, x, origin, self.pattern.dilation_rates[branch]) for x in carried)
+                    pieces = tuple(map(tuple, members.values()))
+                    rings.append(Ring(branch, origin, len(rings), tuple(members), pieces, tuple(chunks), hops))
+        return tuple(rings)
 
     def members(self, branch: int, origin: int, stop: int) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
         """The ranks that share a segment, with their pieces: once for all heads whose rows the same ranks need.
@@ -168,9 +147,8 @@ class _Planner:
 
         @cache
         def sharers(phase: int) -> tuple:
-            last = {
-                k: x for k, own in pieces.items() for x in own if x.start + (origin + phase - x.start) % rate < x.stop
-            }
+            there = ((k, x) for k, own in pieces.items() for x in own)
+            last = {k: x for k, x in there if x.start + (origin + phase - x.start) % rate < x.stop}
             return tuple(last.items() if self.pattern.is_causal else last)
 
         heads: dict[tuple, list[HeadGroup]] = {}
@@ -182,16 +160,12 @@ class _Planner:
         for key, groups in heads.items():
             ranks = [rank for rank, _ in key] if self.pattern.is_causal else key
             if len(ranks) > 1:
-                held = {
-                    rank: [x for x in pieces[rank] if any(make_bands(g, x, origin, rate) for g in groups)]
-                    for rank in ranks
-                }
+                held = {k: [x for x in pieces[k] if any(make_bands(g, x, origin, rate) for g in groups)] for k in ranks}
                 yield held, groups
 
     def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
         """The ranks that may hold rows of a segment. Goes from row to row: few ranks have any where rates are high."""
-        rate = self.pattern.dilation_rates[branch]
-        groups = self.groups[branch]
+        rate, groups = self.pattern.dilation_rates[branch], self.groups[branch]
         lowest = min((group.phase for group in groups), default=0)
         highest = max((g.phase + (len(g.query_heads) - 1) * g.phase_step for g in groups), default=0)
         ranks: set[int] = set()
@@ -203,19 +177,10 @@ class _Planner:
             position = span.stop + (max(lowest - phase, 0) if phase <= highest else rate - phase + lowest)
         return sorted(ranks)
 
-    def packs(self, ring: Ring, rank: int, offset: int) -> Iterator[tuple[Rows, Block]]:
-        """Which of the rank's own key/value rows go where in the buffer."""
-        rate = self.pattern.dilation_rates[ring.branch]
-        for entry in ring.chunks[ring.place_of(rank)].entries:
-            rows = kv_rows(entry.group, entry.band, rate)
-            yield rows, entry.block._replace(offset=offset + entry.block.offset)
-
-    def global_rows(self, ring: Ring, chunk: Layout) -> Iterator[tuple[Rows, Block]]:
-        """Which key/value rows of the whole sequence go where in a chunk."""
-        rate = self.pattern.dilation_rates[ring.branch]
-        for group, piece, band, block in chunk.entries:
-            rows = kv_rows(group, band, rate)
-            yield rows._replace(first=rows.first + piece.start - piece.row), block
+    def rows_of(self, ring: Ring, place: int) -> Iterator[tuple[Piece, Rows, Block]]:
+        """Which own key/value rows of the rank at a place go where in its chunk."""
+        for piece, band, block in ring.chunks[place].entries:
+            yield piece, band.kv_rows(self.pattern.dilation_rates[ring.branch]), block
 
     def remote_tiles(self, ring: Ring, i: int, chunk: int, offset: int) -> Iterator[Tile]:
         """Queries of the ring's i-th rank times another's chunk, which lies in the buffer from `offset` on."""
@@ -224,13 +189,12 @@ class _Planner:
             for entry in ring.chunks[chunk].entries:
                 if self.pattern.is_causal and entry.piece.start > query.start:
                     continue
-                group = entry.group
-                for q, k in matches(group, make_bands(group, query, ring.origin, rate), [entry.band]):
-                    start = k.lo - entry.band.lo if group.phase_step else 0
-                    block = entry.block._replace(
-                        offset=offset + entry.block.offset, start=start, stop=start + len(kv_heads(group, k))
-                    )
-                    yield Tile(query_rows(group, q, rate), block, is_causal=False, first_query=False, first_key=False)
+                queries = make_bands(entry.band.group, query, ring.origin, rate)
+                for q, k in matches(queries, [entry.band]):
+                    start = k.lo - entry.band.lo if k.group.phase_step else 0
+                    stop = start + len(k.kv_heads)
+                    block = entry.block._replace(offset=offset + entry.block.offset, start=start, stop=stop)
+                    yield Tile(q.query_rows(rate), block, is_causal=False, first_query=False, first_key=False)
 
     def cut(self, tile: Tile, rank: int) -> Iterator[Tile]:
         """Cut a tile into head blocks, so that a kernel's results stay small beside the tensors they are added to.
@@ -245,11 +209,8 @@ class _Planner:
         if num_blocks == 1 or (tile.first_query and size == local_size):
             yield tile
             return
-        ratio = len(tile.query.heads) // num_kv
         for lo, hi in pairwise(num_kv * i // num_blocks for i in range(num_blocks + 1)):
-            query = tile.query.of_heads(lo * ratio, hi * ratio)
-            packed = tile.packed and tile.packed.of_heads(lo, hi)
-            yield tile._replace(query=query, key=tile.key.of_heads(lo, hi), packed=packed)
+            yield tile.of_heads(lo, hi)
 
     def hop(self, s: int, rank: int, rings: Sequence[Ring], offsets: Sequence[int]) -> Hop:
         """What the rank sends, receives and computes at hop s, over all its rings, in the order of the rings."""
@@ -260,33 +221,36 @@ class _Planner:
             leaving, here, coming = (i + 1 - s) % g, (i - s) % g, (i - s - 1) % g  # chunks
             target = ring.ranks[(i + s) % g]  # meets this rank's chunk
 
-            def message(
-                peer: int, chunk: int, ring: Ring = ring, offset: int = offset, is_gradient: bool = False
-            ) -> Message:
-                return Message(peer, offset, ring.chunks[chunk].size, ring.ranks[chunk], is_gradient, packed=offset)
+            def add(
+                field: str, peer: int, chunk: int, ring: Ring = ring, offset: int = offset, is_gradient: bool = False
+            ) -> None:
+                size, owner = ring.chunks[chunk].size, ring.ranks[chunk]
+                hop[field].append(Message(peer, offset, size, owner, is_gradient, packed=offset))
 
-            gradient = partial(message, is_gradient=True)
+            add_gradient = partial(add, is_gradient=True)
             if meets(leaving, s) and (s == 1 or meets(leaving, s - 1)):
-                hop["sends"].append(message(onward, leaving))
+                add("sends", onward, leaving)
             if meets(i, s):
-                hop["targets"].append(message(target, i))
+                add("targets", target, i)
                 if s > 1 and not meets(i, s - 1):
-                    hop["sends"].append(message(target, i))
+                    add("sends", target, i)
                 if not meets(i, s + 1):
-                    hop["grad_receives"].append(gradient(target, i))
+                    add_gradient("grad_receives", target, i)
             if meets(here, s):
                 is_first = s == 1 or not meets(here, s - 1)
-                hop["receives"].append(message(ring.ranks[here] if is_first else back, here))
+                add("receives", ring.ranks[here] if is_first else back, here)
                 if is_first:
-                    hop["grad_starts"].append(gradient(rank, here))
-                for tile in self.remote_tiles(ring, i, here, offset):
-                    hop["tiles"].extend(self.cut(tile, rank))
-                hop["grad_sends"].append(gradient(onward if meets(here, s + 1) else ring.ranks[here], here))
+                    add_gradient("grad_starts", rank, here)
+                hop["tiles"] += (x for tile in self.remote_tiles(ring, i, here, offset) for x in self.cut(tile, rank))
+                add_gradient("grad_sends", onward if meets(here, s + 1) else ring.ranks[here], here)
             if meets(coming, s) and meets(coming, s + 1):
-                hop["grad_receives"].append(gradient(back, coming))
+                add_gradient("grad_receives", back, coming)
         return Hop(**{field: tuple(entries) for field, entries in hop.items()})
 
 
 def _offsets(rings: Sequence[Ring]) -> list[int]:
     """Where each ring's chunks lie in a rank's buffer, and the size of the buffer."""
     return list(accumulate((max(chunk.size for chunk in ring.chunks) for ring in rings), initial=0))
+
+
+_planner = lru_cache(maxsize=4)(_Planner)

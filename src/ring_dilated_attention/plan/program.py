@@ -9,14 +9,14 @@ A program is made before it is carried out. `print(program)` shows it, a step to
 A rank holds its shards, two K‖V buffers and, in backward, two dK‖dV buffers; nothing else that it receives is kept.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import islice
 
 from . import step as steps
-from .plan import Plan, Tile
+from .plan import Message, Plan, Tile
 from .rows import Rows
-from .step import BUFFERS, CACHED_ROWS, GRADIENTS, OWN_CHUNKS, OWN_ROWS, RECEIVED, Part, Step, Terms, packed, text_of
+from .step import BUFFERS, GRADIENTS, OWN_CHUNKS, OWN_ROWS, RECEIVED, BufferSlice, Step, Terms, packed
 
 _GIVEN = {"forward": ("query", "key", "value"), "backward": ("dout", "query", "key", "value", "out", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
@@ -32,7 +32,7 @@ class Program(tuple[Step, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return "\n".join(map(text_of, self))
+        return "\n".join(map(steps.text_of, self))
 
 
 def program_of(plan: Plan, stage: str, terms: Terms) -> Program:
@@ -74,15 +74,14 @@ class _Maker:
     def forward(self) -> None:
         """out and lse of this rank's queries: own tiles while the first chunks fly, then those of each hop's chunks."""
         plan = self.plan
-        self.dilate()
-        moving = self.start_hop(0)
+        self.start_hop(0)
         for tile in plan.local:
             self.partial(tile, OWN_CHUNKS if tile.packed else OWN_ROWS)
         for tile in plan.cached:
-            self.partial(tile, CACHED_ROWS)
+            self.partial(tile, steps.CACHED_ROWS)
         for s, hop in enumerate(plan.hops):
-            self.arrive(moving)
-            moving = self.start_hop(s + 1)
+            self.arrive(s)
+            self.start_hop(s + 1)
             for tile in hop.tiles:
                 self.partial(tile, _received_at(s))
         self.put(steps.Free(BUFFERS))
@@ -92,24 +91,23 @@ class _Maker:
     def backward(self) -> None:
         """dq, dk, dv of this rank's rows. `out` and `lse` are the merged ones, so every tile's p is the global weight.
 
-        The chunks make their way again. The gradient of a chunk starts where a stretch of ranks that meet it does,
-        follows one hop behind and goes home at the end of the stretch; the own part is added at home.
+        The chunks make their way again, in ranges of hops. The gradient of a chunk starts where a range does, follows
+        one hop behind and goes home at the end of the range. What its owner contributes is added at home.
         """
         plan = self.plan
-        self.dilate()
-        moving = self.start_hop(0)
+        self.start_hop(0)
         if self.terms.in_place and plan.num_rows:
             self.put(steps.Prepare())
         for tile in plan.local:
             self.gradients(tile, OWN_CHUNKS if tile.packed else OWN_ROWS)
         leaving: list[steps.Wait] = []
         for s, hop in enumerate(plan.hops):
-            self.arrive(moving)
-            moving = self.start_hop(s + 1)
+            self.arrive(s)
+            self.start_hop(s + 1)
             sums, other = GRADIENTS[s % 2], GRADIENTS[(s + 1) % 2]
             if s == 0:
                 self.put(steps.Take(sums, plan.received_size, is_sum=True))
-            self.put(*(steps.Zero(Part(sums, m.offset, m)) for m in hop.grad_starts))
+            self.put(*(steps.Zero(BufferSlice(sums, m.offset, m)) for m in hop.grad_starts))
             for tile in hop.tiles:
                 self.gradients(tile, _received_at(s), sums)
             self.await_gradients()
@@ -124,70 +122,59 @@ class _Maker:
             self.start(name)
             self.put(steps.Finish(name))
 
-    def dilate(self) -> None:
-        """The own chunks, and where others will be received."""
-        if self.plan.hops:
+    def start_hop(self, s: int) -> None:
+        """Start the exchange of hop s (from 0): send chunks on from one buffer, receive others into the other. Own
+        chunks are dilated before the first hop. After the last hop, the buffer from which was sent can go."""
+        if s == len(self.plan.hops):
+            self.put(*([steps.Free((BUFFERS[(s + 1) % 2],))] if s else []))
+            return
+        hop, late = self.plan.hops[s], self.late_chunks(s)
+        if s == 0:
             self.put(steps.Pack(OWN_CHUNKS, self.plan.chunk_size, self.plan.packs))
             self.put(steps.Take(RECEIVED, self.plan.received_size, is_sum=False))
+        self.put(*(steps.Pack(name, m.size, tuple(self.plan.packs_of(m))) for m, name in late.items()))
+        sends = tuple(
+            BufferSlice(late[m], 0, m) if m in late else BufferSlice(BUFFERS[s % 2], m.offset, m) for m in hop.sends
+        )
+        receives = tuple(BufferSlice(_received_at(s), m.offset, m) for m in hop.receives)
+        if sends or receives:
+            self.put(steps.Post(self.moment(s), self.moment(s), sends, receives))
 
-    def start_hop(self, s: int) -> list[Step]:
-        """Start the exchange of hop s (from 0): send chunks on from one buffer, receive others into the other. After
-        the last hop nothing does: what was sent from can go. Returns these steps."""
-        plan = self.plan
-        found: list[Step] = []
-        if s == len(plan.hops):
-            self.put(*([steps.Free((BUFFERS[(s + 1) % 2],))] if s else []))
-            return found
-        hop, here, free = plan.hops[s], BUFFERS[s % 2], _received_at(s)
-        sends = []
-        for m in hop.sends:
-            if s and m.owner == plan.rank:  # the buffer holds others' by now: it is dilated once more
-                late = f"own chunk sent late at hop {s + 1}, {m.packed}"
-                found.append(steps.Pack(late, m.size, tuple(plan.packs_of(m))))
-                sends.append(Part(late, 0, m))
-            else:
-                sends.append(Part(here, m.offset, m))
-        if sends or hop.receives:
-            moment = f"{self.stage}, hop {s + 1}, keys and values"
-            receives = tuple([Part(free, m.offset, m) for m in hop.receives])
-            found.append(steps.Post(moment, moment, tuple(sends), receives))
-        self.put(*found)
-        return found
+    def arrive(self, s: int) -> None:
+        """Wait for the chunks of hop s, and for those that it sends."""
+        hop, late = self.plan.hops[s], tuple(self.late_chunks(s).values())
+        self.put(*([steps.Wait(self.moment(s))] if hop.sends or hop.receives else []))
+        self.put(*([steps.Free(late)] if late else []))
 
-    def arrive(self, moving: Sequence[Step]) -> None:
-        """Wait for the chunks of a hop, given the steps that started its exchange."""
-        if moving:
-            *packs, post = moving
-            assert isinstance(post, steps.Post)
-            self.put(steps.Wait(post.ticket))
-            if packs:
-                self.put(steps.Free(tuple(pack.name for pack in packs if isinstance(pack, steps.Pack))))
+    def moment(self, s: int) -> str:
+        return f"{self.stage}, hop {s + 1}, keys and values"
+
+    def late_chunks(self, s: int) -> dict[Message, str]:
+        """Own chunks that are sent after the first hop, dilated once more, since the buffer holds others' by then."""
+        own = (m for m in self.plan.hops[s].sends if s and m.owner == self.plan.rank)
+        return {m: f"own chunk sent late at hop {s + 1}, {m.packed}" for m in own}
 
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
-        """Send the gradients of hop s off; the waits for their leaving.
+        """Send the gradients of hop s off. Returns the waits for their leaving.
 
-        Finished ones go to the owners of their chunks. They come in where those that go on to the next hop will, so
-        they are two batches. All ranks have them in this order, and each holds both sides of its messages: no batch
-        waits for one that stands behind it in another rank's stream.
+        Finished ones go to the owners of their chunks. They are received where those for the next hop will be, so there
+        are two batches. All ranks have them in this order, and each batch holds both sides of its messages: none waits
+        for one that stands behind it in another rank's stream.
         """
-        hop, rank = self.plan.hops[s], self.plan.rank
-        sends, receives = hop.grad_sends, hop.grad_receives
-        moment = f"backward, hop {s + 1}, gradients"
-        leaving = []
-        for which, out, come in (
-            ("finished", [m for m in sends if m.peer == m.owner], [m for m in receives if m.owner == rank]),
-            ("onward", [m for m in sends if m.peer != m.owner], [m for m in receives if m.owner != rank]),
-        ):
-            if not out and not come:
+        hop, moment, leaving = self.plan.hops[s], f"backward, hop {s + 1}, gradients", []
+        for which in ("finished", "onward"):
+            is_finished = which == "finished"
+            sends = [m for m in hop.grad_sends if (m.peer == m.owner) == is_finished]
+            receives = [m for m in hop.grad_receives if (m.owner == self.plan.rank) == is_finished]
+            if not sends and not receives:
                 continue
-            leave, arrive = (
-                tuple(Part(name, m.offset, m) for m in found) for name, found in ((sums, out), (other, come))
-            )
-            post = steps.Post(f"{moment}, {which}", moment, leave, arrive, is_apart=True)
-            self.put(post)
-            leaving.append(steps.Wait(post.ticket, received=False))
-            arrival = steps.Wait(post.ticket, sent=False)
-            if which == "onward":
+            ticket = f"{moment}, {which}"
+            leave = tuple(BufferSlice(sums, m.offset, m) for m in sends)
+            arrive = tuple(BufferSlice(other, m.offset, m) for m in receives)
+            self.put(steps.Post(ticket, moment, leave, arrive, is_apart=True))
+            leaving.append(steps.Wait(ticket, received=False))
+            arrival = steps.Wait(ticket, sent=False)
+            if not is_finished:
                 self.arriving = [arrival]
             elif arrive:
                 self.put(arrival)
@@ -200,7 +187,7 @@ class _Maker:
         self.arriving = []
 
     def start(self, *names: str) -> None:
-        """The accumulators that there are not yet."""
+        """Make the accumulators that there are not yet."""
         for name in names:
             if name not in self.started:
                 self.started.add(name)
@@ -210,22 +197,21 @@ class _Maker:
     def partial(self, tile: Tile, keys: str) -> None:
         names = self.names_to_copy(tile, keys)
         packing = self.terms.packing
-        pieces = tile.pieces(packing.max_rows // self.terms.batch) if packing and names else (tile,)
-        for piece in islice(pieces, 2) if self.terms.is_brief else pieces:
-            for entry in self.entries(piece):
+        calls = tile.split(packing.max_rows // self.terms.batch) if packing and names else (tile,)
+        for call in islice(calls, 2) if self.terms.is_brief else calls:
+            for entry in self.entries(call):
                 if self.terms.in_place:
                     self.start("out")
-                    self.made.append(steps.Compute(piece, entry, "partial", keys))
-                    continue
                 for name in names:
-                    rows = piece.query if name == "query" else piece.key
+                    rows = call.query if name == "query" else call.key
                     assert isinstance(rows, Rows)
-                    self.made.append(steps.Copy(name, rows, entry))
-                self.made.append(steps.Compute(piece, entry, "partial", keys))
+                    self.put(steps.Copy(name, rows, entry))
+                self.put(steps.Compute(call, entry, "partial", keys))
                 if names:
-                    self.made.append(steps.Free(tuple(map(packed, names))))
-                how = self.how("out", piece.query, piece.first_query, entry, "merge")
-                self.made.append(steps.Merge(piece, entry, how))
+                    self.put(steps.Free(tuple(map(packed, names))))
+                if not self.terms.in_place:
+                    how = self.how("out", call.query, call.first_query, entry, "merge")
+                    self.put(steps.Merge(call, entry, how))
 
     def names_to_copy(self, tile: Tile, keys: str) -> list[str]:
         """Which rows pay for a copy: all are read once for each block of queries."""
@@ -245,19 +231,19 @@ class _Maker:
         for entry in self.entries(tile):
             if self.terms.in_place:
                 self.start("dq")
-                self.made.append(steps.Compute(tile, entry, "dq", keys))
+                self.put(steps.Compute(tile, entry, "dq", keys))
                 self.await_gradients()
                 if sums == OWN_ROWS:
                     self.start("dk", "dv")
-                self.made.append(steps.Compute(tile, entry, "dk and dv", keys, sums))
+                self.put(steps.Compute(tile, entry, "dk and dv", keys, sums))
                 continue
-            self.made.append(steps.Compute(tile, entry, "gradients", keys))
+            self.put(steps.Compute(tile, entry, "gradients", keys))
             how = self.how("dq", tile.query, tile.first_query, entry, "add")
-            self.made.append(steps.Add("dq", tile, entry, how))
+            self.put(steps.Add("dq", tile, entry, how))
             self.await_gradients()
             for name in ("dk", "dv"):
                 how = self.how(name, tile.key, tile.first_key, entry, "add") if isinstance(tile.key, Rows) else "add"
-                self.made.append(steps.Add(name, tile, entry, how, OWN_ROWS if isinstance(tile.key, Rows) else sums))
+                self.put(steps.Add(name, tile, entry, how, OWN_ROWS if isinstance(tile.key, Rows) else sums))
 
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
         """How a result goes into its accumulator, which is there then."""

@@ -1,12 +1,13 @@
 """Where rows lie: the rows that heads read in a piece of a segment, as strided views. Pure integers, no torch.
 
-A *piece* is the part of a segment that one span of a shard holds. The rows that one head reads in it have the stride of
-the dilation rate. A *band* is a stretch of a head group's heads whose rows form one view, also from head to head.
+A *piece* is what one span of a shard holds of a segment. The rows that one head reads in it have the stride of the
+dilation rate. A *band* is a range of a head group's heads whose rows form one view, also from head to head.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from ..pattern import HeadGroup
@@ -43,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows of a received chunk: keys (B, num_heads, num_rows, D) at `offset`, values after; heads start to stop."""
+    """Heads start..stop-1 of a block of a chunk: keys (B, num_heads, num_rows, D) at `offset`, values after them."""
 
     offset: int
     num_heads: int
@@ -71,12 +72,27 @@ class Piece(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Heads lo..hi-1 of a head group whose rows in a piece form one strided view."""
+    """Heads lo..hi-1 of a head group whose rows in a piece form one strided view, from local row `first` on."""
 
+    group: HeadGroup
     lo: int
     hi: int
     first: int
     num_rows: int
+
+    @property
+    def kv_heads(self) -> range:
+        """A diagonal has a key/value head for each query head; heads of one phase may share them, and are never cut."""
+        return self.group.kv_heads[self.lo : self.hi] if self.group.phase_step else self.group.kv_heads
+
+    def query_rows(self, rate: int) -> Rows:
+        return Rows(self.group.query_heads[self.lo : self.hi], self.first, self.group.phase_step, rate, self.num_rows)
+
+    def kv_rows(self, rate: int) -> Rows:
+        return Rows(self.kv_heads, self.first, self.group.phase_step, rate, self.num_rows)
+
+    def of_heads(self, lo: int, hi: int) -> "Band":
+        return self._replace(lo=lo, hi=hi, first=self.first + (lo - self.lo) * self.group.phase_step)
 
 
 def segment_of(position: int, borders: Sequence[int], length: int) -> tuple[int, int]:
@@ -115,18 +131,17 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
     """Cut the heads of a group where their rows in a piece stop being one strided view. Heads without rows drop out."""
     start, stop = piece.start - origin, piece.stop - origin
     bands: list[Band] = []
-    lo = hi = first = count = 0  # of the band that grows
     for j in range(len(group.query_heads) if group.phase_step else 1):
         ahead = (group.phase + j * group.phase_step - start) % rate
-        num_rows = max(0, -(-(stop - start - ahead) // rate))
-        row = piece.row + ahead
-        if count and hi == j and num_rows == count and row == first + (j - lo):
-            hi = j + 1
+        num_rows, row = -(-(stop - start - ahead) // rate), piece.row + ahead
+        if num_rows <= 0:
             continue
-        if count:
-            bands.append(Band(lo, hi, first, count))
-        lo, hi, first, count = j, j + 1 if group.phase_step else len(group.query_heads), row, num_rows
-    return (*bands, Band(lo, hi, first, count)) if count else tuple(bands)
+        last = bands[-1] if bands else None
+        if last and (last.hi, last.num_rows, last.first + j - last.lo) == (j, num_rows, row):
+            bands[-1] = last._replace(hi=j + 1)
+        else:
+            bands.append(Band(group, j, j + 1 if group.phase_step else len(group.query_heads), row, num_rows))
+    return tuple(bands)
 
 
 def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
@@ -136,30 +151,12 @@ def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
     return HeadGroup(group.query_heads[lo:hi], group.kv_heads[lo:hi], group.phase + lo * group.phase_step, 1)
 
 
-def matches(group: HeadGroup, queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Band, Band]]:
-    """The common heads of each band of queries and each band of keys."""
-    for q in queries:
-        for k in keys:
-            lo, hi = max(q.lo, k.lo), min(q.hi, k.hi)
-            if lo < hi:
-                step = group.phase_step
-                yield (
-                    Band(lo, hi, q.first + (lo - q.lo) * step, q.num_rows),
-                    Band(lo, hi, k.first + (lo - k.lo) * step, k.num_rows),
-                )
-
-
-def query_rows(group: HeadGroup, band: Band, rate: int) -> Rows:
-    return Rows(group.query_heads[band.lo : band.hi], band.first, group.phase_step, rate, band.num_rows)
-
-
-def kv_rows(group: HeadGroup, band: Band, rate: int) -> Rows:
-    return Rows(kv_heads(group, band), band.first, group.phase_step, rate, band.num_rows)
-
-
-def kv_heads(group: HeadGroup, band: Band) -> range:
-    """A diagonal has a key/value head for each query head; heads of one phase may share them, and are never cut."""
-    return group.kv_heads[band.lo : band.hi] if group.phase_step else group.kv_heads
+def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Band, Band]]:
+    """The common heads of each band of queries and each band of keys, all of one head group."""
+    for q, k in product(queries, keys):
+        lo, hi = max(q.lo, k.lo), min(q.hi, k.hi)
+        if lo < hi:
+            yield q.of_heads(lo, hi), k.of_heads(lo, hi)
 
 
 def _few(entries: Sequence[object], between: str = " ") -> str:

@@ -1,12 +1,12 @@
 """Which rank owns which positions: global position <-> (rank, local index). Pure integers, no torch.
 
 A shard is a tuple of spans (start, stop) of global positions, in local order. Contiguous shards have one span. Zigzag
-shards have two: the sequence is cut into 2p near-equal parts and rank k holds parts k and 2p-1-k, so that under a
-causal pattern every rank has about the same work (the part that sees little and the part that sees much).
+shards have two: the sequence is cut into 2p near-equal parts, and rank k holds parts k and 2p-1-k. Under a causal
+pattern every rank then has about the same work: the part that sees little and the part that sees much.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -27,9 +27,8 @@ Shard = tuple[Span, ...]
 @lru_cache(maxsize=64)
 def split_lengths(seq_len: int, num_parts: int, align: int = 1) -> tuple[int, ...]:
     """Cut seq_len positions into near-equal parts whose borders are multiples of `align` (the last may be ragged)."""
-    units, parts = -(-seq_len // align), range(num_parts + 1)
-    size, larger = divmod(units, num_parts)
-    borders = [min((i * size + min(i, larger)) * align, seq_len) for i in parts]
+    size, larger = divmod(-(-seq_len // align), num_parts)
+    borders = [min((i * size + min(i, larger)) * align, seq_len) for i in range(num_parts + 1)]
     return tuple(b - a for a, b in pairwise(borders))
 
 
@@ -39,12 +38,10 @@ def default_lengths(sharding: str, seq_len: int, world_size: int, align: int = 1
     Args:
         inner: groups of so many neighbouring ranks share one shard, in near-equal slices (a 2-D mesh).
     """
-    num_shards = world_size // inner
-    if sharding == "zigzag":
-        parts = split_lengths(seq_len, 2 * num_shards)
-        outer = tuple(parts[k] + parts[-1 - k] for k in range(num_shards))
-        return tuple(n for length in outer for n in split_lengths(length, inner))
-    return split_lengths(seq_len, world_size, align)
+    if sharding != "zigzag":
+        return split_lengths(seq_len, world_size, align)
+    parts = split_lengths(seq_len, 2 * (world_size // inner))
+    return tuple(n for k in range(len(parts) // 2) for n in split_lengths(parts[k] + parts[-1 - k], inner))
 
 
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
@@ -59,7 +56,7 @@ def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
 @lru_cache(maxsize=64)
 def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
     if sharding == "contiguous" or len(lengths) == 1:
-        return tuple(_joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
+        return tuple(joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
     world_size = len(lengths)
     expected = default_lengths(sharding, sum(lengths), world_size)
     if expected != lengths:
@@ -67,18 +64,17 @@ def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
             f"zigzag shards of {sum(lengths)} positions over {world_size} ranks have lengths {expected}, "
             f"got {lengths}. Cut the sequence with ContextParallel.shard."
         )
-    borders = list(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))
-    parts = [Span(a, b) for a, b in pairwise(borders)]
+    parts = [Span(a, b) for a, b in pairwise(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))]
     # The last rank's two parts are neighbours, yet two spans: they travel opposite ways, as everybody's do.
-    pairs = ((parts[k], parts[2 * world_size - 1 - k]) for k in range(world_size))
+    pairs = ((parts[k], parts[-1 - k]) for k in range(world_size))
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
 
 
 class Cut(NamedTuple):
     """How ranks cut a sequence.
 
-    num_shards: ranks that hold a shard. inner: groups of so many neighbours share one, in slices (a 2-D mesh).
-    align, lengths: as `ContextParallel` takes them.
+    num_shards: ranks that hold a shard. align, lengths: as `ContextParallel` takes them.
+    inner: groups of so many neighbours share one, in slices (a 2-D mesh).
     """
 
     sharding: str
@@ -109,26 +105,32 @@ class Cut(NamedTuple):
             return make_shards(self.sharding, lengths)
         groups = [lengths[i : i + self.inner] for i in range(0, len(lengths), self.inner)]
         outer = make_shards(self.sharding, [sum(group) for group in groups])
-        return tuple(part for shard, group in zip(outer, groups, strict=True) for part in slice_shard(shard, group))
+        return tuple(x for shard, group in zip(outer, groups, strict=True) for x in slice_shard(shard, group))
 
 
 def slice_shard(shard: Shard, lengths: Sequence[int]) -> tuple[Shard, ...]:
     """Cut a shard, in its local order, into slices of the given lengths."""
     slices = []
     for a, b in pairwise(accumulate(lengths, initial=0)):
-        pieces, row = [], 0
-        for start, stop in shard:
-            lo, hi = max(a - row, 0), min(b - row, stop - start)
-            if lo < hi:
-                pieces.append(Span(start + lo, start + hi))
-            row += stop - start
-        slices.append(tuple(pieces))
+        clipped = (
+            Span(start + max(a - row, 0), min(start + b - row, stop))
+            for (start, stop), row in zip(shard, first_rows(shard), strict=False)
+        )
+        slices.append(tuple(span for span in clipped if span.start < span.stop))
     return tuple(slices)
 
 
-def join_shards(shards: Sequence[Shard]) -> Shard:
-    """One shard with the rows of several, one after the other."""
-    return _joined([span for shard in shards for span in shard])
+def joined(spans: Iterable[Span]) -> Shard:
+    """A shard of these spans. Neighbours are joined, so that a segment inside the shard lies inside one span."""
+    found: list[Span] = []
+    for span in spans:
+        if span.start == span.stop:
+            continue
+        if found and found[-1].stop == span.start:
+            found[-1] = Span(found[-1].start, span.stop)
+        else:
+            found.append(span)
+    return tuple(found)
 
 
 def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
@@ -181,22 +183,7 @@ def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:
     """
     ranges = []
     for start, stop in shard:
-        while start < stop:
-            i = bisect_right(documents, start) - 1
-            end = min(stop, documents[i + 1])
-            ranges.append(range(start - documents[i], end - documents[i]))
-            start = end
+        for i in range(bisect_right(documents, start) - 1, bisect_left(documents, stop)):
+            lo, hi = max(start, documents[i]), min(stop, documents[i + 1])
+            ranges.append(range(lo - documents[i], hi - documents[i]))
     return ranges
-
-
-def _joined(spans: list[Span]) -> Shard:
-    """Drop empty spans and join neighbours, so that a segment inside a shard lies inside one span."""
-    joined: list[Span] = []
-    for span in spans:
-        if span.start == span.stop:
-            continue
-        if joined and joined[-1].stop == span.start:
-            joined[-1] = Span(joined[-1].start, span.stop)
-        else:
-            joined.append(span)
-    return tuple(joined)

@@ -1,4 +1,4 @@
-"""Of a call: how large its tensors are, and what its program depends on of a kernel. No torch."""
+"""How large the tensors of a call are, and what its program needs to know of a kernel. No torch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from .step import Compute, Packing
 
 
 class Sizes(NamedTuple):
-    """Of a call's tensors.
+    """The sizes of a call's tensors.
 
     itemsize: bytes of an element of query, key and value. Accumulators have at least 4.
     num_threads: of the CPU kernel; each has scratch of a fixed size.
@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What programs and memory depend on of a kernel.
+    """What programs and memory need to know of a kernel.
 
     in_place: it merges and adds by itself, instead of giving the results of one tile.
     is_whole: it makes the whole pass by itself on one device.

@@ -22,7 +22,7 @@ class Packing(NamedTuple):
     """From when on a kernel reads the rows of a tile faster if they are copied side by side before.
 
     distance: bytes from one row to the next. num_bytes: of an element of each of a segment's rows.
-    max_rows: query rows that are copied at a time; a tile of more is computed in pieces.
+    max_rows: query rows that are copied at a time; a tile of more is split into several calls.
     """
 
     distance: int
@@ -33,15 +33,13 @@ class Packing(NamedTuple):
 class Terms(NamedTuple):
     """What a program depends on beside the plan.
 
-    in_place: the kernel merges and adds by itself; else it gives the results of one tile, to be merged and added.
-    is_whole: the kernel makes the whole pass by itself (one device).
+    in_place, is_whole, packing: the kernel's, as of `sizes.Traits`.
     widens: accumulators are of a wider dtype than the inputs (float32 for 16-bit types).
     folds: batch and segments are one stride in every tensor; else a tile of several segments is a call per batch entry.
     dealing: heads are dealt for positions before, and positions for heads afterwards.
-    has_dlse: of backward: lse has a gradient.
-    packing: the kernel's, in forward. distances: bytes from one position to the next in query, and in key and value.
-    itemsize: bytes of an element of them.
-    is_brief: of a tile's pieces and entries, which take the same steps, two are told. For who adds up no times.
+    has_dlse: lse has a gradient (backward).
+    distances: bytes from one position to the next in query, and in key and value. itemsize: bytes of their elements.
+    is_brief: of a tile's calls and batch entries, which take the same steps, two are listed. Times need all of them.
     """
 
     in_place: bool = False
@@ -58,7 +56,7 @@ class Terms(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """Put in the place of a tensor its rows of all ranks that deal, of this rank's heads; or the other way around."""
+    """Replace a tensor by its rows of all ranks that deal, of this rank's heads; or the other way around."""
 
     name: str
     to_heads: bool
@@ -86,8 +84,8 @@ class Free(NamedTuple):
     names: tuple[str, ...]
 
 
-class Part(NamedTuple):
-    """A message, and where it lies: from `start` on in a buffer."""
+class BufferSlice(NamedTuple):
+    """A message, and where it lies: from `start` on in the buffer `name`."""
 
     name: str
     start: int
@@ -98,18 +96,20 @@ class Part(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start to send and to receive; by `ticket` it is awaited, what is sent and what comes maybe apart. An error says
-    the moment."""
+    """Start to send and to receive.
+
+    ticket: a `Wait` names it. moment: an error names it. is_apart: what is sent and what comes are awaited apart.
+    """
 
     ticket: str
     moment: str
-    sends: tuple[Part, ...]
-    receives: tuple[Part, ...]
+    sends: tuple[BufferSlice, ...]
+    receives: tuple[BufferSlice, ...]
     is_apart: bool = False
 
 
 class Wait(NamedTuple):
-    """Wait for what a post sends and receives, or for one of both. Waiting again returns at once."""
+    """Wait for what a post sends or receives, or for both. Waiting again returns at once."""
 
     ticket: str
     sent: bool = True
@@ -117,9 +117,9 @@ class Wait(NamedTuple):
 
 
 class Zero(NamedTuple):
-    """Let sums in a part of a buffer start from zero."""
+    """Let the sums in a slice of a buffer start from zero."""
 
-    part: Part
+    where: BufferSlice
 
 
 class Start(NamedTuple):
@@ -134,20 +134,15 @@ class Prepare(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy the rows that a tile reads of "query", "key" or "value" side by side."""
+    """Copy the rows that a tile reads of "query", "key" or "value" side by side, as the tensor `packed(name)`."""
 
     name: str
     rows: Rows
     entry: int | None
 
-    @property
-    def copied(self) -> str:
-        return packed(self.name)
-
 
 def packed(name: str) -> str:
-    """What the rows of one piece of a tile are called, copied side by side."""
-    return f"{name} rows of one piece"
+    return f"copied {name} rows"
 
 
 class Compute(NamedTuple):
@@ -187,7 +182,7 @@ class Add(NamedTuple):
 class Home(NamedTuple):
     """Add the finished gradient of an own chunk, which lies in a buffer, to dk and dv where it was dilated from."""
 
-    part: Part
+    where: BufferSlice
 
 
 class Finish(NamedTuple):
@@ -219,7 +214,7 @@ def text_of(step: Step) -> str:
         case Free(names):
             text = ", ".join(names)
         case Post(ticket, _, sends, receives):
-            text = "; ".join([ticket, *(f"to {part}" for part in sends), *(f"from {part}" for part in receives)])
+            text = "; ".join([ticket, *(f"to {x}" for x in sends), *(f"from {x}" for x in receives)])
         case Wait(ticket, sent, received):
             text = ticket + ("" if sent and received else ": what is sent" if sent else ": what comes")
         case Compute(tile, _, what, keys, sums):
@@ -232,8 +227,8 @@ def text_of(step: Step) -> str:
             text = f"{name} of {tile.query if name == 'dq' else tile.key}{where}{of}: {how}"
         case Deal(name, to_heads):
             text = f"{name}: {'heads for positions' if to_heads else 'positions for heads'}"
-        case Zero(part) | Home(part):
-            text = f"{part.message.size} units at {part.start} of {part.name}"
+        case Zero(where) | Home(where):
+            text = f"{where.message.size} units at {where.start} of {where.name}"
         case _:
             text = ", ".join(str(value) for value in step if not isinstance(value, bool | None))
     return f"{type(step).__name__.lower():8}{text}".rstrip()

@@ -53,7 +53,7 @@ def explain(
     against = {name: reason or BACKENDS[name].ONLY_BY_NAME for name, reason in reasons(query).items()}
     first = "the first that can serve these tensors"
     found = _why(against, kernel.NAME, first if backend == "auto" else "asked for")
-    ops = kernel.ops(query)
+    ops = kernel.ops(query) if kernel.ops else {}
     op = next((name for name, reason in ops.items() if reason is None), None)
     if ops and op is None:
         listed = "; ".join(f"{name} {reason}" for name, reason in ops.items())

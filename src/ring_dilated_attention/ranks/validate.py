@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.choose import check_backend, choose
 from ..pattern import DilatedPattern
-from ..plan.heads import held_heads
+from ..plan.job import held_heads
 from .borders import validate_cu_seqlens
 from .context import ContextParallel
 from .origin import origin_of, why_foreign

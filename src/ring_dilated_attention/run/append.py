@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.choose import choose
 from ..kernels.contract import Kernel
-from ..plan.cache_plan import CachePlan, Rings, check_append, plan_chunk
+from ..plan.cache_plan import Buffers, CachePlan, check_append, plan_chunk
 from ..plan.exchange import RankPlan
 from ..plan.sharding import Shard, first_rows
 from . import executor
@@ -92,7 +92,7 @@ def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[sl
         start = stop
 
 
-def ring_view(memory: Tensor, rings: Rings) -> Tensor:
+def ring_view(memory: Tensor, rings: Buffers) -> Tensor:
     """Keys and values of rings, (2, B, G, C, D)."""
     num_rings, (_, batch, _, head_dim) = len(rings.kv_heads), memory.shape
     rows = memory[:, :, rings.offset : rings.offset + num_rings * rings.capacity]
@@ -160,13 +160,13 @@ def _add(
 def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
     """Write those rows of a chunk from position t on that can be seen after it."""
     end = t + key.shape[1]
-    for rings in plan.rings:
+    for rings in plan.buffers:
         kept = plan.kept(rings, end)
         numbers = range(max(kept.start, rings.before(t)), kept.stop)
         place(rings, numbers, memory, torch.stack([rows_at(x, rings, numbers, t) for x in (key, value)]))
 
 
-def rows_at(x_BNHD: Tensor, rings: Rings, numbers: range, first: int) -> Tensor:
+def rows_at(x_BNHD: Tensor, rings: Buffers, numbers: range, first: int) -> Tensor:
     """The rows with these numbers, (B, G, L, D), of a tensor whose rows are the positions from `first` on."""
     number = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
     per_segment = rings.rows_per_segment
@@ -174,7 +174,7 @@ def rows_at(x_BNHD: Tensor, rings: Rings, numbers: range, first: int) -> Tensor:
     return x_BNHD[:, :, _slice(rings.kv_heads)].index_select(1, position - first).transpose(1, 2)
 
 
-def place(rings: Rings, numbers: range, memory: Tensor, both_2BGLD: Tensor) -> None:
+def place(rings: Buffers, numbers: range, memory: Tensor, both_2BGLD: Tensor) -> None:
     """Write keys and values of the rows with these numbers into their slots."""
     start = 0
     for slots in rings.slots(numbers):
@@ -182,7 +182,7 @@ def place(rings: Rings, numbers: range, memory: Tensor, both_2BGLD: Tensor) -> N
         start += len(slots)
 
 
-def held(rings: Rings, numbers: range, memory: Tensor) -> Tensor:
+def held(rings: Buffers, numbers: range, memory: Tensor) -> Tensor:
     """Keys and values of the rows with these numbers, from their slots: (2, B, G, L, D)."""
     both = ring_view(memory, rings)
     return torch.cat([both[:, :, :, _slice(slots)] for slots in rings.slots(numbers)] or [both[:, :, :, :0]], dim=3)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..pattern import DilatedPattern, is_integer
-from ..plan.cache_plan import CachePlan, Rings, check_append, check_crop, plan_cache
-from ..plan.heads import held_heads
+from ..plan.cache_plan import Buffers, CachePlan, check_append, check_crop, plan_cache
+from ..plan.job import held_heads
 from .append import held, packed, packed_size, place, unpack
 from .link_contract import Parallel
 
@@ -243,7 +243,7 @@ class DilatedCache:
                     f"with max_len={position} or more."
                 )
         for b, (position, floor) in enumerate(zip(positions[: len(saved)], floors, strict=False)):
-            size = sum(len(rings.kv_heads) * len(source.kept(rings, position, floor)) for rings in source.rings)
+            size = sum(len(rings.kv_heads) * len(source.kept(rings, position, floor)) for rings in source.buffers)
             if tuple(saved[b].shape) != (2, size, self.head_dim) or saved[b].dtype != self.dtype:
                 raise ValueError(
                     f"the state is damaged: {position} positions have rows {(2, size, self.head_dim)}, and sequence "
@@ -258,7 +258,7 @@ class DilatedCache:
         """The kept rows of a batch entry, (2, rows, D), ring by ring."""
         entry = self.memory[:, b : b + 1]
         parts = [entry[:, 0, :0].cpu()]
-        for rings in self.plan.rings:
+        for rings in self.plan.buffers:
             both = held(rings, self.plan.kept(rings, position, floor), entry)
             parts.append(both[:, 0].flatten(1, 2).cpu())
         return torch.cat(parts, dim=1)
@@ -280,7 +280,7 @@ class DilatedCache:
             start += size
 
     @staticmethod
-    def _named(branch: int, rings: Rings) -> tuple[int, int, range]:
+    def _named(branch: int, rings: Buffers) -> tuple[int, int, range]:
         """What tells rings of a pattern apart, whatever their size."""
         return branch, rings.phase, rings.kv_heads
 

@@ -15,7 +15,7 @@ from ..plan.dealing import Dealing
 from ..plan.exchange import RankPlan
 from ..plan.program import program_of
 from ..plan.rows import Block, Rows
-from ..plan.step import CACHED_ROWS, OWN_ROWS, Part, Terms, packed
+from ..plan.step import CACHED_ROWS, OWN_ROWS, BufferSlice, Terms, packed
 from .link_contract import Dealer, Link, Pending
 from .merge import merge_
 from .views import accumulator_dtype, block_views, folds, row_numbers, rows_view
@@ -146,12 +146,12 @@ class _Executor:
         if step.received:
             received.wait()
 
-    def part(self, part: Part) -> Tensor:
+    def part(self, part: BufferSlice) -> Tensor:
         unit = self.batch * self.head_dim
         return self.alive[part.name][part.start * unit : (part.start + part.message.size) * unit]
 
     def zero(self, step: steps.Zero) -> None:
-        self.part(step.part).zero_()
+        self.part(step.where).zero_()
 
     def start(self, step: steps.Start) -> None:
         """Rows that no first tile writes must hold the identity: 0, and (0, -inf) of out and lse."""
@@ -171,7 +171,7 @@ class _Executor:
         alive["lse"] = alive["lse"].contiguous()  # with equal strides
 
     def copy(self, step: steps.Copy) -> None:
-        self.alive[step.copied] = self.rows(step.name, step.rows, step.entry).contiguous()
+        self.alive[packed(step.name)] = self.rows(step.name, step.rows, step.entry).contiguous()
 
     def compute(self, step: steps.Compute) -> None:
         tile, entry, scale = step.tile, step.entry, self.means.scale
@@ -265,8 +265,8 @@ class _Executor:
         (total.copy_ if step.how == "write" else total.add_)(part)
 
     def home(self, step: steps.Home) -> None:
-        arrived = self.part(step.part)
-        for rows, block in self.plan.packs_of(step.part.message):
+        arrived = self.part(step.where)
+        for rows, block in self.plan.packs_of(step.where.message):
             views = block_views(arrived, block, self.batch, self.head_dim)
             for name, gradient in zip(("dk", "dv"), views, strict=True):
                 self.rows(name, rows, None).add_(gradient)
@@ -307,7 +307,7 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
     received = dealer.all_to_all_single(parts, sizes, x_BNHD, moment)
     del parts
     rows = [part.view(batch, n, share, head_dim) for part, n in zip(received, dealing.lengths, strict=True)]
-    pieces = [rows[k][:, first : first + length] for k, first, length in dealing.pieces]
+    pieces = [rows[k][:, first : first + length] for k, first, length in dealing.runs]
     return torch.cat(pieces or [rows[0]], dim=1)
 
 
@@ -317,7 +317,7 @@ def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) 
     own = dealing.lengths[dealing.place]
     pieces: list[list[tuple[int, Tensor]]] = [[] for _ in dealing.lengths]
     row = 0
-    for k, first, length in dealing.pieces:
+    for k, first, length in dealing.runs:
         pieces[k].append((first, x_BThD[:, row : row + length]))
         row += length
     parts = [

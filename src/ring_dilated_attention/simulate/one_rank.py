@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..plan.exchange import Choice
 from ..plan.job import Job
-from ..plan.plan import Chunk, Message
+from ..plan.plan import GlobalChunk, Message
 from ..plan.planner import chunk_finder
 from ..plan.rows import Rows
 from ..plan.sharding import Cut
@@ -32,10 +32,10 @@ class OtherRanks:
         """Keys and values (B, G, M, D) at these global positions of these key/value heads."""
         raise NotImplementedError
 
-    def take_gradient(self, chunk: Chunk, gradient: Tensor) -> None:
+    def take_gradient(self, chunk: GlobalChunk, gradient: Tensor) -> None:
         """This rank's contribution to the gradient of another's chunk, laid out as the chunk is. It must be copied."""
 
-    def gradient_home(self, chunk: Chunk) -> Tensor | None:
+    def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
         """The sum of all others' contributions to the gradient of a chunk of this rank, or None for zero."""
         return None
 
@@ -77,7 +77,7 @@ class Delivered:
 class OneRankLink:
     """Delivers what `others` make, at once."""
 
-    def __init__(self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], Chunk]) -> None:
+    def __init__(self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], GlobalChunk]) -> None:
         self.rank, self.others, self.chunk_of = rank, others, chunk_of
 
     def carry(
@@ -102,7 +102,7 @@ class OneRankLink:
         both = self.carry(sends, receives, moment)
         return both, both
 
-    def _make_chunk(self, buffer: Tensor, chunk: Chunk) -> None:
+    def _make_chunk(self, buffer: Tensor, chunk: GlobalChunk) -> None:
         for rows, block in chunk.rows:
             made = self.others.keys_and_values(*grid(rows))
             batch, head_dim = made[0].shape[0], made[0].shape[-1]

@@ -85,11 +85,9 @@ def query_gradient_kernel(
     b_lse, b_delta = load_sums(p_lse, p_delta, at)
     _, end, b_last = keys_in_place(first, o_x, num_keys, IS_CAUSAL, HEADS, BM, BN)
     b_dq = tl.zeros([BM, BD], tl.float32)
-    # fmt: off
     b_dq = query_gradient(
         b_q, b_do, b_lse, b_delta, b_last, p_k, p_v, end, b_dq, scale * LOG2_E, False, PRECISION, D, BD, BN,
-    )
-    # fmt: on
+    )  # fmt: skip
     p_dq = rows_at(dq, stride_gb, stride_gh, stride_gm, i_b, i_h, 0)
     store_rows(p_dq, at, b_dq * scale, ACCUMULATE, D, BD)
 
@@ -129,12 +127,10 @@ def key_gradient_kernel(
         p_do = rows_at(dout, stride_db, stride_dh, stride_dm, i_b, i_h, 0)
         p_lse = rows_at(lse, stride_lb, stride_lh, stride_lm, i_b, i_h, 0)
         p_delta = rows_at(delta, stride_lb, stride_lh, stride_lm, i_b, i_h, 0)
-        # fmt: off
         b_dk, b_dv = key_gradient(
             b_k, b_v, o_x, p_q, p_do, p_lse, p_delta, begin, num_rows * HEADS, b_dk, b_dv, scale * LOG2_E,
             IS_CAUSAL, False, PRECISION, D, BD, HEADS, BM,
-        )
-        # fmt: on
+        )  # fmt: skip
     store_rows(rows_at(dk, stride_xb, stride_xg, stride_xl, i_b, i_g, 0), at, b_dk * scale, ACCUMULATE, D, BD)
     store_rows(rows_at(dv, stride_yb, stride_yg, stride_yl, i_b, i_g, 0), at, b_dv, ACCUMULATE, D, BD)
 
@@ -174,12 +170,10 @@ def fused_query_gradient_kernel(
             p_k_seen, p_v_seen, _, end, b_last = keys_of_segment(
                 p_k, p_v, strip, step, o_t, i_s, width, rate, phase, IS_CAUSAL, CROSSES, BN
             )
-            # fmt: off
             b_dq = query_gradient(
                 b_q, b_do, b_lse, b_delta, b_last, p_k_seen, p_v_seen, end, b_dq, scale * LOG2_E,
                 CROSSES, PRECISION, D, BD, BN,
-            )
-            # fmt: on
+            )  # fmt: skip
     p_dq = rows_at(dq, stride_gb, stride_gh, stride_gn, i_b, i_h, 0)
     store_rows(p_dq, at, b_dq * scale, False, D, BD)
 
@@ -231,12 +225,10 @@ def fused_key_gradient_kernel(
             p_do = rows_at(dout, stride_db, stride_dh, stride_dn, i_b, i_h, o_q)
             p_lse = spaced(rows_at(lse, stride_lb, stride_lh, stride_ln, i_b, i_h, o_q), 0, rate, head_step)
             p_delta = spaced(rows_at(delta, stride_lb, stride_lh, stride_ln, i_b, i_h, o_q), 0, rate, head_step)
-            # fmt: off
             b_dk, b_dv = key_gradient(
                 b_k, b_v, b_first, spaced(p_q, 0, rate, head_step), spaced(p_do, 0, rate, head_step), p_lse, p_delta,
                 begin, end, b_dk, b_dv, scale * LOG2_E,
                 IS_CAUSAL or CROSSES, CROSSES, PRECISION, D, BD, HEADS, BM,
-            )
-            # fmt: on
+            )  # fmt: skip
     store_rows(rows_at(dk, stride_xb, stride_xg, stride_xn, i_b, i_kg, 0), at, b_dk * scale, False, D, BD)
     store_rows(rows_at(dv, stride_yb, stride_yg, stride_yn, i_b, i_kg, 0), at, b_dv, False, D, BD)

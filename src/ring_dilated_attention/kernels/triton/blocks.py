@@ -24,13 +24,13 @@ SIZES = (
 )
 
 
-def part_of_kernels(function: Callable) -> Any:
+def device_function(function: Callable) -> Any:
     """A function for use in kernels. The interpreter calls it as it is: it prepares each call of a jitted one anew."""
     return function if IS_INTERPRETED else triton.jit(function)
 
 
-keys_seen = part_of_kernels(strips.keys_seen)
-queries_seeing = part_of_kernels(strips.queries_seeing)
+keys_seen = device_function(strips.keys_seen)
+queries_seeing = device_function(strips.queries_seeing)
 Strip = strips.Strip
 
 
@@ -66,14 +66,14 @@ class Tables(NamedTuple):
 # What a program holds.
 
 
-@part_of_kernels
+@device_function
 def program_of(num_strips: tl.int32, num_bundles: tl.int32, num_kv_heads: tl.int32) -> tuple:
-    """Of this program: strip, bundle of query heads, key/value head that these share, batch entry."""
+    """This program's strip, bundle of query heads, key/value head that these share, and batch entry."""
     i_r, i_h = tl.program_id(0) % num_strips, tl.program_id(0) // num_strips
     return i_r, i_h % num_bundles, i_h // num_bundles % num_kv_heads, (i_h // num_bundles // num_kv_heads).to(tl.int64)
 
 
-@part_of_kernels
+@device_function
 def queries_in_place(
     num_strips: tl.int32, num_bundles: tl.int32, num_kv_heads: tl.int32, num_rows: tl.int32,
     HEADS: tl.constexpr, BM: tl.constexpr,
@@ -88,7 +88,7 @@ def queries_in_place(
     return i_b, i_g.to(tl.int64), i_h, first, o_x, Places(o_x.to(tl.int64), (o_i % HEADS).to(tl.int64), m_x)
 
 
-@part_of_kernels
+@device_function
 def keys_in_place(
     first: tl.int32, o_x: tl.tensor, num_keys: tl.int32,
     IS_CAUSAL: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -104,14 +104,14 @@ def keys_in_place(
     return num_full // BN * BN, end, b_last
 
 
-@part_of_kernels
+@device_function
 def load_strip(tables: Tables, i_r: tl.int32) -> Strip:
     document = tl.load(tables.strips + i_r * 4).to(tl.int64)
     length = tl.load(tables.strips + i_r * 4 + 1)
     return Strip(document, length, tl.load(tables.strips + i_r * 4 + 2), tl.load(tables.strips + i_r * 4 + 3))
 
 
-@part_of_kernels
+@device_function
 def queries_of_strip(
     tables: Tables, num_strips: tl.int32, num_bundles: tl.int32, num_kv_heads: tl.int32,
     step: tl.int32, bundle_stride: tl.int32, head_step: tl.int32, HEADS: tl.constexpr, BM: tl.constexpr,
@@ -126,7 +126,7 @@ def queries_of_strip(
     return i_b, i_g, i_c, i_h, strip, o_t, at
 
 
-@part_of_kernels
+@device_function
 def load_branch(
     tables: Tables, strip: Strip, step: tl.int32,
     i_w: tl.int32, i_g: tl.int32, i_c: tl.int32, num_kv_heads: tl.int32, num_bundles: tl.int32,
@@ -140,7 +140,7 @@ def load_branch(
 # Memory.
 
 
-@part_of_kernels
+@device_function
 def rows_at(
     p_x: tl.tensor, stride_b: tl.int64, stride_h: tl.int64, stride_m: tl.int64,
     i_b: tl.int64, i_h: tl.int64, first: tl.int64,
@@ -149,13 +149,13 @@ def rows_at(
     return Rows(p_x + i_b * stride_b + i_h * stride_h + first * stride_m, stride_h, stride_m)
 
 
-@part_of_kernels
+@device_function
 def spaced(x: Rows, first: tl.int64, step: tl.int32, head_step: tl.int32) -> Rows:
     """Every step-th row from `first` on, and every head_step-th head."""
     return Rows(x.start + first * x.row, head_step * x.head, step * x.row)
 
 
-@part_of_kernels
+@device_function
 def keys_of_segment(
     p_k: Rows, p_v: Rows, strip: Strip, step: tl.int32, o_t: tl.tensor,
     i_s: tl.int32, width: tl.int32, rate: tl.int32, phase: tl.int32,
@@ -174,12 +174,12 @@ def keys_of_segment(
     return spaced(p_k, first, rate, 1), spaced(p_v, first, rate, 1), num_full, num_keys, b_last
 
 
-@part_of_kernels
+@device_function
 def offsets(x: Rows, at: Places) -> tl.tensor:
     return at.row * x.row + at.head * x.head
 
 
-@part_of_kernels
+@device_function
 def load_rows(x: Rows, at: Places, MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr) -> tl.tensor:
     """[rows, BD]: 0 where there is no row, and in the columns from D on."""
     o_d = tl.arange(0, BD)
@@ -195,7 +195,7 @@ def load_rows(x: Rows, at: Places, MASKED: tl.constexpr, D: tl.constexpr, BD: tl
     return b_x
 
 
-@part_of_kernels
+@device_function
 def store_rows(x: Rows, at: Places, b_x: tl.tensor, ADD: tl.constexpr, D: tl.constexpr, BD: tl.constexpr) -> None:
     """Write [rows, BD], or add it to what is there."""
     o_d = tl.arange(0, BD)
@@ -206,7 +206,7 @@ def store_rows(x: Rows, at: Places, b_x: tl.tensor, ADD: tl.constexpr, D: tl.con
     tl.store(p_rows, b_x.to(x.start.dtype.element_ty), mask=m_rows)
 
 
-@part_of_kernels
+@device_function
 def load_sums(lse: Rows, delta: Rows, at: Places) -> tuple:
     """[rows] of lse, in base 2, and of delta; where there is no row, p = exp(s - inf) = 0."""
     b_lse = tl.load(lse.start + offsets(lse, at), mask=at.mask, other=float("inf")) * LOG2_E
@@ -216,7 +216,7 @@ def load_sums(lse: Rows, delta: Rows, at: Places) -> tuple:
 # Blocks that stream past.
 
 
-@part_of_kernels
+@device_function
 def attend_block(
     b_q: tl.tensor, b_last: tl.tensor, p_k: Rows, p_v: Rows, i_k: tl.int32, num_keys: tl.int32,
     b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, scale: tl.float32,
@@ -245,7 +245,7 @@ def attend_block(
     return b_new_max, b_new_sum, b_new_out
 
 
-@part_of_kernels
+@device_function
 def attend(
     b_q: tl.tensor, b_last: tl.tensor, p_k: Rows, p_v: Rows, num_full: tl.int32, num_keys: tl.int32,
     b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, scale: tl.float32,
@@ -263,7 +263,7 @@ def attend(
     return b_max, b_sum, b_out
 
 
-@part_of_kernels
+@device_function
 def normalized(b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, LSE_TYPE: tl.constexpr) -> tuple:
     """out and lse of an online softmax; 0 and -inf for a row that saw no key."""
     b_total = tl.where(b_sum == 0.0, 1.0, b_sum)
@@ -272,7 +272,7 @@ def normalized(b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, LSE_TYPE: t
     return b_out / b_total[:, None], b_lse
 
 
-@part_of_kernels
+@device_function
 def query_gradient(
     b_q: tl.tensor, b_do: tl.tensor, b_lse: tl.tensor, b_delta: tl.tensor, b_last: tl.tensor,
     p_k: Rows, p_v: Rows, num_keys: tl.int32, b_dq: tl.tensor, scale: tl.float32,
@@ -300,7 +300,7 @@ def query_gradient(
     return b_dq
 
 
-@part_of_kernels
+@device_function
 def key_gradient(
     b_k: tl.tensor, b_v: tl.tensor, b_first: tl.tensor, p_q: Rows, p_do: Rows, p_lse: Rows, p_delta: Rows,
     begin: tl.int32, end: tl.int32, b_dk: tl.tensor, b_dv: tl.tensor, scale: tl.float32,

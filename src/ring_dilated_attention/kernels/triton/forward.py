@@ -100,12 +100,10 @@ def fused_forward_kernel(
             p_k_seen, p_v_seen, full, end, b_last = keys_of_segment(
                 p_k, p_v, strip, step, o_t, i_s, width, rate, phase, IS_CAUSAL, CROSSES, BN
             )
-            # fmt: off
             b_max, b_sum, b_out = attend(
                 b_q, b_last, p_k_seen, p_v_seen, full, end, b_max, b_sum, b_out, scale * LOG2_E,
                 CROSSES, PRECISION, D, BD, BN,
-            )
-            # fmt: on
+            )  # fmt: skip
     b_out, b_lse = normalized(b_max, b_sum, b_out, lse.dtype.element_ty)
     store_rows(rows_at(out, stride_ob, stride_oh, stride_on, i_b, i_h, 0), at, b_out, False, D, BD)
     p_lse = rows_at(lse, stride_lb, stride_lh, stride_ln, i_b, i_h, 0)

@@ -1,11 +1,13 @@
 """All branches of a pattern at once, on one device: no partials, no merges, no copies, no float32 accumulators.
 
-Unverified: no GPU was at hand (see `in_place.py`). Rows of a strip lie R = lcm(rates) positions apart.
+Unverified: no GPU was at hand (see `in_place.py`). Rows of a strip lie R = lcm(rates) positions apart. Launching
+imports triton, and nothing else here does.
 
 B batch, N positions, H query heads, G key/value heads, D head dim. Borders (0, ..., N) are those of packed documents.
 """
 
-from functools import lru_cache
+from collections.abc import Iterable
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,7 +16,9 @@ from torch import Tensor
 
 from ...pattern import DilatedPattern
 from ..contract import BackwardRows, WholePasses
+from . import launch
 from .block_sizes import Config
+from .in_place import delta
 from .strips import Bundles, bundles_of, crosses, fused_strips, heads_of_bundle, phases_of_heads, step_of
 
 
@@ -28,53 +32,78 @@ class _Tables(NamedTuple):
     crosses: bool
 
 
-@lru_cache(maxsize=64)
-def _tables(
-    pattern: DilatedPattern,
-    borders: tuple[int, ...],
-    num_heads: int,
-    num_kv_heads: int,
-    block_m: int,
-    block_n: int,
-    of_keys: bool,
-    device: torch.device,
-) -> _Tables:
-    bundles = bundles_of(pattern, num_heads, num_kv_heads, block_m)
-    positions = block_n if of_keys else block_m // bundles.size
-    heads = phases_of_heads(pattern, num_heads)
-    firsts = [heads_of_bundle(bundles, num_heads, num_kv_heads, i).start for i in range(num_heads // bundles.size)]
-    phases = [[heads[h][i] for h in firsts] for i in range(len(pattern.branches))]
-    longest = max(stop - start for start, stop in pairwise(borders))
-    # A longer segment ends with its document, and may not fit into 32 bits.
-    branches_here = [(min(width, longest), rate) for width, rate in pattern.branches]
-    strips, branches, phase = (
-        torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (fused_strips(borders, step_of(pattern), positions), branches_here, phases)
-    )
-    return _Tables(strips, branches, phase, bundles, crosses(pattern, borders, positions))
-
-
-_captured: list[_Tables] = []  # what CUDA graphs read whenever they are replayed: kept for good
-
-
-def _kept_tables(pattern: DilatedPattern, borders: tuple[int, ...], query: Tensor, *others: Any) -> _Tables:
-    tables = _tables(pattern, borders, query.shape[2], *others, query.device)
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        _captured.append(tables)
-    return tables
-
-
 class FusedPass(NamedTuple):
-    """All branches of a pattern at once."""
+    """All branches of a pattern at once, as `contract.Pass`."""
 
     pattern: DilatedPattern
     borders: tuple[int, ...]
 
     def forward(self, scale: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return forward(self.pattern, self.borders, scale, query, key, value)
+        """out (B, N, H, D) in the input's dtype and lse (B, N, H) in float32."""
+        from .forward import fused_forward_kernel
+
+        launch.check(query, key, value)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        tensors = (query, key, value, out, lse)
+        # Half the rows: these reach R times as far as a tile's, and a causal strip computes what its last row sees.
+        self._launch(fused_forward_kernel, "forward_half", tensors, launch.strides(*tensors), scale)
+        return out, lse
 
     def backward(self, scale: float, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(self.pattern, self.borders, scale, rows)
+        """dq (B, N, H, D), dk and dv (B, N, G, D), in the input's dtype."""
+        from .backward import fused_key_gradient_kernel, fused_query_gradient_kernel
+
+        given = (rows.query, rows.key, rows.value)
+        launch.check(rows.dout, *given, rows.out)
+        delta_BNH = delta(rows.dout, rows.dlse, rows.out)
+        inputs = (*given, rows.dout, rows.lse.contiguous())
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given)
+        for kernel, name, results in (
+            (fused_query_gradient_kernel, "query_gradient", (dq,)),
+            (fused_key_gradient_kernel, "key_gradient", (dk, dv)),
+        ):
+            self._launch(kernel, name, (*inputs, delta_BNH, *results), launch.strides(*inputs, *results), scale)
+        return dq, dk, dv
+
+    def _launch(
+        self, kernel: Any, name: str, tensors: tuple[Tensor, ...], strides: Iterable[int], scale: float
+    ) -> None:
+        """tensors: query, key and the rest in the kernel's order."""
+        query, key = tensors[:2]
+        (batch, _, num_heads, head_dim), num_kv_heads = query.shape, key.shape[2]
+        blocks, of_keys = launch.config_for(name, query), name == "key_gradient"
+        tables = _tables(self, num_heads, num_kv_heads, blocks, of_keys, query.device)
+        launch.keep_for_graphs(tables, query)
+        bundles, num_strips = tables.bundles, len(tables.strips)
+        with launch.on_device(query):
+            kernel[batch * num_strips * (num_kv_heads if of_keys else num_heads // bundles.size),](
+                *(*tensors, tables.strips, tables.branches, tables.phases, scale),
+                *(num_strips, num_heads // num_kv_heads // bundles.size, num_kv_heads, len(self.pattern.branches)),
+                *(step_of(self.pattern), bundles.stride, bundles.head_step),
+                *strides,
+                IS_CAUSAL=self.pattern.is_causal,
+                CROSSES=tables.crosses,
+                **launch.constants(blocks, head_dim, bundles.size),
+            )
+
+
+@lru_cache(maxsize=64)
+def _tables(
+    whole: FusedPass, num_heads: int, num_kv_heads: int, blocks: Config, of_keys: bool, device: torch.device
+) -> _Tables:
+    pattern, borders = whole
+    bundles = bundles_of(pattern, num_heads, num_kv_heads, blocks.block_m)
+    positions = blocks.block_n if of_keys else blocks.block_m // bundles.size
+    heads = phases_of_heads(pattern, num_heads)
+    firsts = [heads_of_bundle(bundles, num_heads, num_kv_heads, i).start for i in range(num_heads // bundles.size)]
+    phases = [[heads[h][i] for h in firsts] for i in range(len(pattern.branches))]
+    longest = max(stop - start for start, stop in pairwise(borders))
+    # A longer segment ends with its document, and may not fit into 32 bits.
+    branches = [(min(width, longest), rate) for width, rate in pattern.branches]
+    table = partial(torch.tensor, dtype=torch.int32, device=device)
+    strips = table(fused_strips(borders, step_of(pattern), positions))
+    return _Tables(strips, table(branches), table(phases), bundles, crosses(pattern, borders, positions))
 
 
 def choose_pass(pattern: DilatedPattern, borders: tuple[int, ...]) -> WholePasses:
@@ -85,78 +114,3 @@ def choose_pass(pattern: DilatedPattern, borders: tuple[int, ...]) -> WholePasse
         reason = f"branch by branch: rows of all branches lie {step} apart, and the longest segment has {longest}"
         return WholePasses(None, reason)
     return WholePasses(FusedPass(pattern, borders), f"all branches at once, with rows {step} apart")
-
-
-def forward(
-    pattern: DilatedPattern,
-    borders: tuple[int, ...],
-    scale: float,
-    query_BNHD: Tensor,
-    key_BNGD: Tensor,
-    value_BNGD: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """out (B, N, H, D) in the input's dtype and lse (B, N, H) in float32."""
-    from .forward import fused_forward_kernel
-    from .launch import check, config_for
-
-    check(query_BNHD, key_BNGD, value_BNGD)
-    # Half the rows of a tile's strips: these reach R times as far, and a causal one computes what its last row sees.
-    blocks = config_for("forward_half", query_BNHD)
-    out = torch.empty_like(query_BNHD, memory_format=torch.contiguous_format)
-    lse = torch.empty(query_BNHD.shape[:3], dtype=torch.float32, device=query_BNHD.device)
-    tensors = (query_BNHD, key_BNGD, value_BNGD, out, lse)
-    _launch(fused_forward_kernel, pattern, borders, scale, blocks, tensors, tensors, of_keys=False)
-    return out, lse
-
-
-def backward(
-    pattern: DilatedPattern, borders: tuple[int, ...], scale: float, rows: BackwardRows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, N, H, D), dk and dv (B, N, G, D), in the input's dtype."""
-    from .backward import fused_key_gradient_kernel, fused_query_gradient_kernel
-    from .launch import check, config_for, launch_delta
-
-    query_BNHD, key_BNGD, value_BNGD = rows.query, rows.key, rows.value
-    check(rows.dout, query_BNHD, key_BNGD, value_BNGD, rows.out)
-    lse = rows.lse.contiguous()
-    delta = torch.empty_like(lse)
-    launch_delta(rows.dout, rows.dlse, rows.out, delta)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query_BNHD, key_BNGD, value_BNGD))
-    inputs = (query_BNHD, key_BNGD, value_BNGD, rows.dout, lse)
-    for kernel, name, results in (
-        (fused_query_gradient_kernel, "query_gradient", (dq,)),
-        (fused_key_gradient_kernel, "key_gradient", (dk, dv)),
-    ):
-        blocks, tensors, strided = config_for(name, query_BNHD), (*inputs, delta, *results), (*inputs, *results)
-        _launch(kernel, pattern, borders, scale, blocks, tensors, strided, of_keys=name == "key_gradient")
-    return dq, dk, dv
-
-
-def _launch(
-    kernel: Any,
-    pattern: DilatedPattern,
-    borders: tuple[int, ...],
-    scale: float,
-    blocks: Config,
-    tensors: tuple[Tensor, ...],
-    strided: tuple[Tensor, ...],
-    *,
-    of_keys: bool,
-) -> None:
-    """tensors: query, key and the rest in the kernel's order. strided: those whose strides it takes."""
-    from .launch import constants, on_device, strides
-
-    query, key = tensors[:2]
-    (batch, _, num_heads, head_dim), num_kv_heads = query.shape, key.shape[2]
-    tables = _kept_tables(pattern, borders, query, num_kv_heads, blocks.block_m, blocks.block_n, of_keys)
-    bundles, num_strips = tables.bundles, len(tables.strips)
-    with on_device(query):
-        kernel[batch * num_strips * (num_kv_heads if of_keys else num_heads // bundles.size),](
-            *(*tensors, tables.strips, tables.branches, tables.phases, scale),
-            *(num_strips, num_heads // num_kv_heads // bundles.size, num_kv_heads, len(pattern.branches)),
-            *(step_of(pattern), bundles.stride, bundles.head_step),
-            *strides(*strided),
-            IS_CAUSAL=pattern.is_causal,
-            CROSSES=tables.crosses,
-            **constants(blocks, head_dim, bundles.size),
-        )

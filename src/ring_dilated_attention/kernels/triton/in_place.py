@@ -11,22 +11,25 @@ strides but a last one of 1.
 """
 
 import importlib.util
-import os
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ...pattern import DilatedPattern
-from ...plan.cache_plan import CachePlan
 from ..contract import BackwardRows, WholePasses
 from ..traits import TRAITS as ALL_TRAITS
-from .block_sizes import PATH, architecture, has_config
+from . import launch
+from .block_sizes import PATH, architecture, has_config, padded
+from .strips import bundle_size
+from .token import append_one as append_one
 
 NAME = "triton"
 IN_PLACE: Literal[True] = True
 TRAITS = ALL_TRAITS[NAME]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ops = None
 # Why "auto" passes it by, although it could serve a tensor. To be removed with the first verified run on a GPU.
 ONLY_BY_NAME: str | None = "has not run on a GPU yet, so it is used only when asked for by name"
 
@@ -35,7 +38,7 @@ def why_not(query: Tensor) -> str | None:
     """The reason why this backend cannot serve the tensor, or None."""
     if importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed; pip install triton"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = launch.is_interpreted()
     if query.device.type != "cuda" and not (interpreted and query.device.type == "cpu"):
         return f"serves CUDA tensors (others only in Triton's interpreter, TRITON_INTERPRET=1), got {query.device}"
     if query.dtype not in DTYPES:
@@ -50,10 +53,6 @@ def why_not(query: Tensor) -> str | None:
     elif not has_config(architecture(query.device)):
         return f"has no block sizes for {architecture(query.device)} in {PATH.name}"
     return None
-
-
-def ops(query: Tensor) -> dict[str, str | None]:
-    return {}
 
 
 def choose_pass(pattern: DilatedPattern, borders: tuple[int, ...]) -> WholePasses:
@@ -75,47 +74,75 @@ def forward_into(
 
     Causal is for M == L only. A float64 lse keeps what many merges would round away.
     """
-    from .launch import launch_forward
+    from .forward import forward_kernel
 
-    launch_forward(q_BHMD, k_BGLD, v_BGLD, out_BHMD, lse_BHM, is_causal, scale, accumulate=not first)
-
-
-def append_one(
-    plan: CachePlan,
-    scale: float,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    memory: Tensor,
-    progress: Tensor,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """One token with a cache (`token.py`)."""
-    from .token import append_one
-
-    return append_one(plan, scale, query, key, value, memory, progress, lengths)
+    launch.check(q_BHMD, k_BGLD, v_BGLD, out_BHMD)
+    tensors = (q_BHMD, k_BGLD, v_BGLD, out_BHMD, lse_BHM)
+    _launch(forward_kernel, "forward", tensors, launch.strides(*tensors), is_causal, scale, first)
 
 
 def delta(dout_BNHD: Tensor, dlse_BNH: Tensor | None, out_BNHD: Tensor) -> Tensor:
     """rowsum(dout * out) - dlse, (B, N, H) in float32, contiguous. One for all tiles of a call."""
-    from .launch import launch_delta
+    from .backward import delta_kernel
 
+    launch.check(dout_BNHD, out_BNHD)
+    batch, num_rows, num_heads, head_dim = out_BNHD.shape
     delta_BNH = torch.empty(out_BNHD.shape[:3], dtype=torch.float32, device=out_BNHD.device)
-    launch_delta(dout_BNHD, dlse_BNH, out_BNHD, delta_BNH)
+    block_m = 16 if launch.is_interpreted() else 64
+    tensors = (dout_BNHD, out_BNHD, delta_BNH if dlse_BNH is None else dlse_BNH, delta_BNH)
+    with launch.on_device(out_BNHD):
+        delta_kernel[batch * num_heads * -(-num_rows // block_m),](
+            *(*tensors, num_heads, num_rows, *launch.strides(*tensors)),
+            HAS_DLSE=dlse_BNH is not None,
+            D=head_dim,
+            BD=padded(head_dim),
+            BM=block_m,
+        )
     return delta_BNH
 
 
 def query_gradient_into(rows: BackwardRows, dq_BHMD: Tensor, is_causal: bool, scale: float, *, first: bool) -> None:
     """Add dq of these rows to a view of an accumulator, or write it if it is the first."""
-    from .launch import launch_gradient
+    from .backward import query_gradient_kernel
 
-    launch_gradient(rows, (dq_BHMD,), is_causal, scale, accumulate=not first)
+    _launch_gradient(query_gradient_kernel, "query_gradient", rows, (dq_BHMD,), is_causal, scale, first)
 
 
 def key_gradient_into(
     rows: BackwardRows, dk_BGLD: Tensor, dv_BGLD: Tensor, is_causal: bool, scale: float, *, first: bool
 ) -> None:
     """Add dk and dv of these rows to views of accumulators, or write them."""
-    from .launch import launch_gradient
+    from .backward import key_gradient_kernel
 
-    launch_gradient(rows, (dk_BGLD, dv_BGLD), is_causal, scale, accumulate=not first)
+    _launch_gradient(key_gradient_kernel, "key_gradient", rows, (dk_BGLD, dv_BGLD), is_causal, scale, first)
+
+
+def _launch_gradient(
+    kernel: Any, name: str, rows: BackwardRows, results: tuple[Tensor, ...], is_causal: bool, scale: float, first: bool
+) -> None:
+    inputs, lse, delta = (rows.query, rows.key, rows.value, rows.dout), rows.lse, rows.delta
+    launch.check(*inputs, *results)
+    assert delta is not None
+    assert lse.stride() == delta.stride()
+    strides = launch.strides(*inputs, lse, *results)
+    _launch(kernel, name, (*inputs, lse, delta, *results), strides, is_causal, scale, first)
+
+
+def _launch(
+    kernel: Any, name: str, tensors: Sequence[Tensor], strides: Iterable[int], causal: bool, scale: float, first: bool
+) -> None:
+    """tensors: query, key and the rest in the kernel's order."""
+    q, k = tensors[:2]
+    (batch, num_heads, num_rows, head_dim), (num_kv_heads, num_keys) = q.shape, k.shape[1:3]
+    blocks, of_keys = launch.config_for(name, q), name == "key_gradient"
+    heads = bundle_size(num_heads // num_kv_heads, blocks.block_m)
+    num_strips = -(-num_keys // blocks.block_n) if of_keys else -(-num_rows // (blocks.block_m // heads))
+    with launch.on_device(q):
+        kernel[batch * num_strips * (num_kv_heads if of_keys else num_heads // heads),](
+            *(*tensors, scale),
+            *(num_strips, num_heads // num_kv_heads // heads, num_kv_heads, num_rows, num_keys),
+            *strides,
+            IS_CAUSAL=causal,
+            ACCUMULATE=not first,
+            **launch.constants(blocks, head_dim, heads),
+        )

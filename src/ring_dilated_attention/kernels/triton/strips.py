@@ -111,21 +111,18 @@ def heads_of_bundle(bundles: Bundles, num_heads: int, num_kv_heads: int, i: int)
 
 def phases_of_heads(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, ...]]:
     """For each head the phase that it reads in each branch; -1 if it does not run the branch."""
-    found = []
-    for h in range(num_heads):
-        phases = (pattern.phase_of(i, h, num_heads) for i in range(len(pattern.branches)))
-        found.append(tuple(-1 if s is None else s for s in phases))
-    return found
+    read = ((pattern.phase_of(i, h, num_heads) for i in range(len(pattern.branches))) for h in range(num_heads))
+    return [tuple(-1 if s is None else s for s in phases) for phases in read]
 
 
 def fused_strips(borders: tuple[int, ...], step: int, positions: int) -> list[Strip]:
     """Strips of `positions` rows over all documents, every position once. The last first: if causal, it sees most."""
-    strips = []
-    for document, stop in pairwise(borders):
-        length = stop - document
-        for row in range(0, -(-length // step), positions):
-            for first in range(step * row, min(step * (row + 1), length)):
-                strips.append(Strip(document, length, first, min(positions, -(-(length - first) // step))))
+    strips = [
+        Strip(document, stop - document, first, min(positions, -(-(stop - document - first) // step)))
+        for document, stop in pairwise(borders)
+        for row in range(0, -(-(stop - document) // step), positions)
+        for first in range(step * row, min(step * (row + 1), stop - document))
+    ]
     return strips[::-1]
 
 

@@ -6,23 +6,20 @@ stays there, so that calls follow each other without waiting and can be captured
 B batch, H query heads, G key/value heads, D head dim.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...pattern import DilatedPattern
-from ...plan.cache_plan import CachePlan, plan_cache
+from ...plan.cache_plan import CachePlan
+from . import launch
 from .block_sizes import padded
-from .blocks import IS_INTERPRETED
-from .launch import check, on_device, precision
-from .token_kernels import merge_kernel, token_kernel
 
 # Query heads that share keys fill the rows of a tile, of which a matrix product needs 16.
 FEWEST_HEADS, MOST_HEADS = 16, 32
-# Parts of the cached rows of one token, each with a program of its own; and the fewest rows that are worth one.
-MOST_SPLITS, ROWS_OF_A_SPLIT = 16, 32 if IS_INTERPRETED else 128
+# Programs among which the cached rows of one token are split, and the fewest rows that are worth one.
+MOST_SPLITS, ROWS_OF_A_SPLIT = 16, 32 if launch.is_interpreted() else 128
 
 
 class Tables(NamedTuple):
@@ -38,49 +35,38 @@ class Tables(NamedTuple):
 
 def block_n(head_dim: int, itemsize: int) -> int:
     """Rows of a block: fewer where a row has many bytes, so that blocks of keys and values fit into shared memory."""
-    return 16 if IS_INTERPRETED else max(16, min(64, 16_384 // (padded(head_dim) * itemsize)))
+    return 16 if launch.is_interpreted() else max(16, min(64, 16_384 // (padded(head_dim) * itemsize)))
 
 
 def units_of(plan: CachePlan) -> list[tuple[int, ...]]:
-    """The rows of the table of units: rings, those with many query heads once for every MOST_HEADS of them."""
+    """The rows of the table of units: rolling buffers, each once for every MOST_HEADS of the heads that share it."""
     units: list[tuple[int, ...]] = []
-    for branch, rings in plan.by_branch:
-        shared = len(rings.query_heads) // len(rings.kv_heads)
-        for k, kv_head in enumerate(rings.kv_heads):
+    for branch, buffers in plan.by_branch:
+        shared = len(buffers.query_heads) // len(buffers.kv_heads)
+        segment = (buffers.segment_length, buffers.rate, buffers.phase, buffers.rows_per_segment)
+        for k, kv_head in enumerate(buffers.kv_heads):
+            rolling = (buffers.capacity, buffers.offset + k * buffers.capacity)
             for start in range(0, shared, MOST_HEADS):
-                heads = rings.query_heads[k * shared :][start : min(start + MOST_HEADS, shared)]
-                ring = (rings.capacity, rings.offset + k * rings.capacity)
+                heads = buffers.query_heads[k * shared :][start : min(start + MOST_HEADS, shared)]
                 own = (heads.start, heads.step, len(heads), kv_head, branch, int(start == 0))
-                segment = (rings.segment_length, rings.rate, rings.phase, rings.rows_per_segment)
-                units.append((*segment, *ring, *own))
+                units.append((*segment, *rolling, *own))
     return units
 
 
 @lru_cache(maxsize=64)
-def _tables(
-    pattern: DilatedPattern,
-    num_heads: int,
-    num_kv_heads: int,
-    max_len: int | None,
-    keep: int,
-    held: range | None,
-    device: torch.device,
-) -> Tables:
-    plan = plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, held)
+def _tables(plan: CachePlan, device: torch.device) -> Tables:
     units = units_of(plan)
-    phases = [[-1] * len(plan.heads) for _ in pattern.branches]
+    phases = [[-1] * len(plan.heads) for _ in plan.pattern.branches]
     for *segment, _, _, first, step, count, _, branch, _ in units:
         for head in range(first, first + count * step, step):
             phases[branch][head] = segment[2]
-    found = [torch.tensor(x, dtype=torch.int64, device=device) for x in (units, pattern.branches, phases, plan.lengths)]
     most_shared = max(unit[8] for unit in units)
     most_rows = max(unit[4] for unit in units)
     block_m = max(FEWEST_HEADS, 1 << (most_shared - 1).bit_length())
     num_splits = min(MOST_SPLITS, 1 << (-(-most_rows // ROWS_OF_A_SPLIT) - 1).bit_length())
-    return Tables(found[0], found[1], found[2], found[3], block_m, num_splits)
-
-
-_captured: list[Tables] = []  # what CUDA graphs read whenever they are replayed: kept for good
+    table = partial(torch.tensor, dtype=torch.int64, device=device)
+    numbers = table(units), table(plan.pattern.branches), table(phases), table(plan.lengths)
+    return Tables(*numbers, block_m, num_splits)
 
 
 def append_one(
@@ -96,43 +82,42 @@ def append_one(
     """out (B, 1, H, D) and lse (B, 1, H) of one new row for each batch entry, or none where `lengths` is 0.
 
     Nothing is raised for a sequence that would become too long, since nobody asks where it stands: its out and lse are
-    NaN, and its part of the cache stays as it was.
+    NaN, and its rows of the cache stay as they were.
     """
-    check(query, key, value, memory)
+    from .token_kernels import merge_kernel, token_kernel
+
+    launch.check(query, key, value, memory)
     batch, _, num_heads, head_dim = query.shape
-    sizes = (plan.num_heads, plan.num_kv_heads, plan.max_len, plan.keep, plan.held)
-    tables = _tables(plan.pattern, *sizes, query.device)
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        _captured.append(tables)
-    num_branches, splits = len(plan.of_phase), tables.num_splits
+    tables = _tables(plan, query.device)
+    launch.keep_for_graphs(tables, query)
+    num_branches, splits = len(plan.pattern.branches), tables.num_splits
     lengths = None if lengths is None else lengths.to(query.device, torch.int64).clamp(0, 1)
     is_too_long = None
     if plan.max_len is not None:
         lengths = progress.new_ones(batch) if lengths is None else lengths
         is_too_long = progress[0] + lengths > plan.max_len
         lengths = lengths.masked_fill(is_too_long, 0)
-    part_lse = query.new_empty((batch, num_heads, num_branches, splits), dtype=torch.float32)
-    part_out = query.new_empty((*part_lse.shape, head_dim), dtype=torch.float32)
+    partial_lse = query.new_empty((batch, num_heads, num_branches, splits), dtype=torch.float32)
+    partial_out = query.new_empty((*partial_lse.shape, head_dim), dtype=torch.float32)
     out = query.new_empty((batch, 1, num_heads, head_dim))
     lse = query.new_empty((batch, 1, num_heads), dtype=torch.float32)
-    counts = progress if lengths is None else lengths
-    has_lengths = lengths is not None
-    with on_device(query):
+    counts, has_lengths = (progress, False) if lengths is None else (lengths, True)
+    with launch.on_device(query):
         token_kernel[len(tables.units) * splits * batch,](
-            *(query, key, value, memory, progress, counts, tables.units, part_out, part_lse, scale),
+            *(query, key, value, memory, progress, counts, tables.units, partial_out, partial_lse, scale),
             *(len(tables.units), num_heads, num_branches),
             *(query.stride(0), query.stride(2), key.stride(0), key.stride(2), value.stride(0), value.stride(2)),
             *memory.stride()[:2],
             HAS_LENGTHS=has_lengths,
             SPLITS=splits,
-            PRECISION=precision(),
+            PRECISION=launch.precision(),
             D=head_dim,
             BD=padded(head_dim),
             BM=tables.block_m,
             BN=block_n(head_dim, query.element_size()),
         )
         merge_kernel[batch * num_heads,](
-            *(part_out, part_lse, progress, counts, tables.branches, tables.phases, out, lse),
+            *(partial_out, partial_lse, progress, counts, tables.branches, tables.phases, out, lse),
             *(num_heads, num_branches),
             HAS_LENGTHS=has_lengths,
             SPLITS=splits,

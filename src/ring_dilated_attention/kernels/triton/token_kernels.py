@@ -1,7 +1,7 @@
 """One token with a cache: `token_kernel` attends, split over the cached rows, and writes; `merge_kernel` merges.
 
 Where a sequence stands is read on the device, and so are the bounds of loops: grids are the same for every token. A
-*unit* is a ring with query heads that read it; only units of the token's phase have work.
+*unit* is a rolling buffer with query heads that read it; only units of the token's phase have work.
 """
 
 import triton
@@ -14,40 +14,20 @@ NUM_COLUMNS = tl.constexpr(12)  # of the table of units
 
 @triton.jit(do_not_specialize=[*SIZES, "num_units"])
 def token_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    memory: tl.tensor,
-    progress: tl.tensor,
-    lengths: tl.tensor,
-    units: tl.tensor,
-    part_out: tl.tensor,
-    part_lse: tl.tensor,
-    scale: tl.float32,
-    num_units: tl.int32,
-    num_heads: tl.int32,
-    num_branches: tl.int32,
-    stride_qb: tl.int64,
-    stride_qh: tl.int64,
-    stride_kb: tl.int64,
-    stride_kg: tl.int64,
-    stride_vb: tl.int64,
-    stride_vg: tl.int64,
-    stride_mp: tl.int64,
-    stride_mb: tl.int64,
-    HAS_LENGTHS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, memory: tl.tensor, progress: tl.tensor, lengths: tl.tensor,
+    units: tl.tensor, partial_out: tl.tensor, partial_lse: tl.tensor, scale: tl.float32,
+    num_units: tl.int32, num_heads: tl.int32, num_branches: tl.int32,
+    stride_qb: tl.int64, stride_qh: tl.int64, stride_kb: tl.int64, stride_kg: tl.int64,
+    stride_vb: tl.int64, stride_vg: tl.int64, stride_mp: tl.int64, stride_mb: tl.int64,
+    HAS_LENGTHS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+) -> None:  # fmt: skip
     """The partial of split i_s of the rows of a unit that the query sees, and of its own row in the first split.
 
-    units: (num_units, 12) segment length, rate, phase, rows of a segment, capacity and first row of the ring, first
-        query head, step to the next, their number, key/value head, branch, whether the unit writes the row.
-    part_out, part_lse: (B, H, num_branches, SPLITS, D) and (B, H, num_branches, SPLITS); written where there is work.
+    units: (num_units, 12) segment length, rate, phase, rows of a segment, capacity and first row of the buffer,
+        first query head, step to the next, their number, key/value head, branch, whether the unit writes the row.
+    partial_out, partial_lse: (B, H, num_branches, SPLITS, D) and (B, H, num_branches, SPLITS), written where
+        there is work.
     """
     i_s = tl.program_id(0) % SPLITS
     i_u = tl.program_id(0) // SPLITS % num_units
@@ -59,7 +39,7 @@ def token_kernel(
     if HAS_LENGTHS:
         has_work = has_work & (tl.load(lengths + i_b) > 0)
     if has_work:
-        capacity, ring = tl.load(p_unit + 4), tl.load(p_unit + 5)
+        capacity, buffer = tl.load(p_unit + 4), tl.load(p_unit + 5)
         first_head, head_step, num_own = tl.load(p_unit + 6), tl.load(p_unit + 7), tl.load(p_unit + 8)
         i_g, branch, writes = tl.load(p_unit + 9), tl.load(p_unit + 10), tl.load(p_unit + 11)
         first_slot = position // width * tl.load(p_unit + 3) % capacity
@@ -77,36 +57,34 @@ def token_kernel(
         b_max = tl.full([BM], float("-inf"), tl.float32)
         b_sum = tl.zeros([BM], tl.float32)
         b_out = tl.zeros([BM, BD], tl.float32)
-        p_keys = memory + i_b * stride_mb + ring * D
+        p_keys = memory + i_b * stride_mb + buffer * D
         p_values = p_keys + stride_mp
-        # The rows that lie before the end of the ring, and those that have gone around it.
+        # The rows that lie before the end of the buffer, and those that have gone around it.
         slot = first_slot + begin
         num_before = tl.minimum(tl.maximum(capacity - slot, 0), end - begin).to(tl.int32)
         num_after = (end - begin).to(tl.int32) - num_before
         slot_after = tl.maximum(slot - capacity, 0)
         p_own_k = k + i_b * stride_kb + i_g * stride_kg
         p_own_v = v + i_b * stride_vb + i_g * stride_vg
-        # fmt: off
         b_max, b_sum, b_out = attend(
             b_q, o_i * 0 + num_before - 1, Rows(p_keys + slot * D, 0, D), Rows(p_values + slot * D, 0, D),
             num_before // BN * BN, num_before,
             b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
-        )
+        )  # fmt: skip
         b_max, b_sum, b_out = attend(
             b_q, o_i * 0 + num_after - 1, Rows(p_keys + slot_after * D, 0, D), Rows(p_values + slot_after * D, 0, D),
             num_after // BN * BN, num_after,
             b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
-        )
+        )  # fmt: skip
         if i_s == 0:
             b_max, b_sum, b_out = attend(
                 b_q, o_i * 0, Rows(p_own_k, 0, D), Rows(p_own_v, 0, D), 0, 1,
                 b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
-            )
-        # fmt: on
+            )  # fmt: skip
         b_out, b_lse = normalized(b_max, b_sum, b_out, tl.float32)
-        o_part = ((i_b * num_heads + o_h) * num_branches + branch) * SPLITS + i_s
-        store_rows(Rows(part_out, 0, D), Places(o_part, 0, m_i), b_out, False, D, BD)
-        tl.store(part_lse + o_part, b_lse, mask=m_i)
+        o_partial = ((i_b * num_heads + o_h) * num_branches + branch) * SPLITS + i_s
+        store_rows(Rows(partial_out, 0, D), Places(o_partial, 0, m_i), b_out, False, D, BD)
+        tl.store(partial_lse + o_partial, b_lse, mask=m_i)
         if (i_s == 0) & (writes > 0):  # nobody reads this slot now: it is that of the row after those cached
             o_d = tl.arange(0, BD)
             o_slot = (first_slot + num_cached) % capacity * D + o_d
@@ -116,21 +94,10 @@ def token_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def merge_kernel(
-    part_out: tl.tensor,
-    part_lse: tl.tensor,
-    progress: tl.tensor,
-    lengths: tl.tensor,
-    branches: tl.tensor,
-    phases: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    num_heads: tl.int32,
-    num_branches: tl.int32,
-    HAS_LENGTHS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-) -> None:
+    partial_out: tl.tensor, partial_lse: tl.tensor, progress: tl.tensor, lengths: tl.tensor,
+    branches: tl.tensor, phases: tl.tensor, out: tl.tensor, lse: tl.tensor, num_heads: tl.int32, num_branches: tl.int32,
+    HAS_LENGTHS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+) -> None:  # fmt: skip
     """out (B, H, D) and lse (B, H) of a head, from its partials in the branches that it reads at this position.
 
     branches: (num_branches, 2) segment length and rate.
@@ -150,17 +117,17 @@ def merge_kernel(
     for i_p in range(num_branches):
         width, rate = tl.load(branches + i_p * 2), tl.load(branches + i_p * 2 + 1)
         if is_new & (position % width % rate == tl.load(phases + i_p * num_heads + i_h)):
-            o_part = (row * num_branches + i_p) * SPLITS + o_s
-            b_lse = tl.load(part_lse + o_part)
-            p_part = part_out + o_part[:, None] * D + o_d[None, :]
+            o_partial = (row * num_branches + i_p) * SPLITS + o_s
+            b_lse = tl.load(partial_lse + o_partial)
+            p_partial = partial_out + o_partial[:, None] * D + o_d[None, :]
             # [SPLITS, BD]
-            b_part = tl.load(p_part, mask=(b_lse > float("-inf"))[:, None] & (o_d < D)[None, :], other=0.0)
+            b_partial = tl.load(p_partial, mask=(b_lse > float("-inf"))[:, None] & (o_d < D)[None, :], other=0.0)
             new_largest = tl.maximum(largest, tl.max(b_lse, 0))
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # (-inf) - (-inf) is NaN
             b_p = tl.exp(b_lse - shift)
             fade = tl.exp(largest - shift)
             total = total * fade + tl.sum(b_p, 0)
-            b_out = b_out * fade + tl.sum(b_p[:, None] * b_part, 0)
+            b_out = b_out * fade + tl.sum(b_p[:, None] * b_partial, 0)
             largest = new_largest
     covered = total != 0.0
     divisor = tl.where(covered, total, 1.0)
