@@ -200,10 +200,10 @@ def test_one_rank_has_measured_no_link(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(processes, "run_ranks", lambda *arguments: [[alone]])
     assert cli.main(["doctor", "--save", str(file), "--json"]) == 0
     assert "bytes_per_second" not in json.loads(capsys.readouterr().out)["hardware"]
-    assert "# one rank: bytes_per_second and latency_seconds of a link are left out" in file.read_text()
+    assert "# one rank: no bytes_per_second and no latency_seconds" in file.read_text()
     argv = ["plan", "--seq-len", "4Ki", "--segment-lengths", "4Ki", "--dilation-rates", "1", "--hardware", str(file)]
     assert cli.main([*argv, "--ranks", "8"]) == 2
-    assert "has no bytes_per_second, which several ranks need: measure" in capsys.readouterr().err
+    assert "has no bytes_per_second, which several ranks need: measure it with" in capsys.readouterr().err
     model = ["plan", "model", *argv[1:], "--layers", "2", "--embed-dim", "64", "--heads", "4", "--vocab", "256"]
     assert cli.main([*model, "--mesh", "1x8"]) == 2
     assert "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency" in capsys.readouterr().err
@@ -211,7 +211,7 @@ def test_one_rank_has_measured_no_link(tmp_path, monkeypatch, capsys):
     assert "1.00 GB/s one way, latency 10" in " ".join(capsys.readouterr().out.split())
     assert cli.main([*model, "--mesh", "1x1"]) == 0
     assert cli.main(argv) == 0
-    assert "no link" in " ".join(capsys.readouterr().out.split())
+    assert "no network" in " ".join(capsys.readouterr().out.split())
 
 
 def test_obsolete_variables_are_named():

@@ -72,7 +72,7 @@ def test_processes_that_die(weights, slides, tmp_path, capsys, monkeypatch):
     """What was embedded before is saved, and no traceback of the command's own is shown."""
 
     def killed(options, num_ranks, take):
-        take(embedder.Result("a", [1.0], 40, 256.0, fingerprint(slides[0], Keys())))
+        take(embedder.Result("a", Entry(fingerprint(slides[0], Keys()), 40, 256.0), [1.0]))
         raise RankFailedError("rank 1: died without a word")
 
     out = tmp_path / "out.safetensors"

@@ -6,6 +6,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,12 @@ HARMFUL = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is a call of the driver; unset it",
     "TRITON_INTERPRET": "Triton's kernels run in Python; unset it",
 }
-MATTER: tuple[str, ...] = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_P2P_LEVEL", "NCCL_ALGO")
-MATTER += (
-    "NCCL_DEBUG",
-    "OMP_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_DISTRIBUTED_DEBUG",
+OBSOLETE = ("NCCL_TREE_THRESHOLD", "NCCL_LL_THRESHOLD")  # whatever their values
+MATTER = (
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_P2P_LEVEL", "NCCL_ALGO", "NCCL_DEBUG"),
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISTRIBUTED_DEBUG"),
 )
-NONE = "none"
 WORTH_16_BITS = 1.1  # times as fast; less is within what measurements differ by, and float32 is more exact
 OFF = ("", "0", "false", "False")
 WRITTEN_BYTES = 32 * 2**20
@@ -47,6 +44,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 def facts(rank: int, device: str, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """All that can be said without another rank. environment: as the user set it."""
+    card = gpu(device)
     return {
         "rank": rank,
         "host": socket.gethostname(),
@@ -54,14 +52,12 @@ def facts(rank: int, device: str, folder: Path, environment: Mapping[str, str]) 
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
         "device": device,
-        "gpu": gpu(device),
-        "memory_bytes": memory_of(device),
+        "gpu": card,
+        "memory_bytes": float(card["memory_bytes"]) if card else physical_bytes(),
         "backends": against(device),
         "harmful": harmful(environment),
         "matter": {name: environment[name] for name in MATTER if name in environment},
-        "interfaces": interfaces(),
         "folder": storage(folder),
-        "clock": time.time(),
     }
 
 
@@ -73,24 +69,14 @@ def gpu(device: str) -> dict[str, Any] | None:
 
 
 def gpu_versions() -> dict[str, str]:
-    """Of CUDA and NCCL as torch has them, and of the driver's kernel module; `NONE` where there is none."""
-    return {"CUDA": torch.version.cuda or NONE, "NCCL": _nccl_version(), "GPU driver": _driver_version()}
-
-
-def _nccl_version() -> str:
-    try:
-        found = torch.cuda.nccl.version()
-    except (AttributeError, ImportError, RuntimeError):  # torch is built without it
-        return NONE
-    return ".".join(map(str, found))
-
-
-def _driver_version() -> str:
-    try:
-        lines = NVIDIA_DRIVER.read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return NONE
-    return " ".join(lines[0].removeprefix("NVRM version:").split()) if lines else NONE
+    """The versions of torch's CUDA and NCCL, and of the driver's kernel module; "none" where there is none."""
+    found = {"CUDA": torch.version.cuda or "none", "NCCL": "none", "GPU driver": "none"}
+    with suppress(AttributeError, ImportError, RuntimeError):  # torch is built without NCCL
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    with suppress(OSError, UnicodeDecodeError, IndexError):
+        first = NVIDIA_DRIVER.read_text().splitlines()[0]
+        found["GPU driver"] = " ".join(first.removeprefix("NVRM version:").split())
+    return found
 
 
 def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
@@ -106,12 +92,6 @@ def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
     return "float32: Pascal and older have no matrix units, and compute 16-bit types no faster"
 
 
-def memory_of(device: str) -> float:
-    return (
-        float(torch.cuda.get_device_properties(device).total_memory) if device.startswith("cuda") else physical_bytes()
-    )
-
-
 def against(device: str) -> dict[str, str | None]:
     """Why each backend cannot serve a 16-bit tensor on a GPU, or float32 on a CPU; None if it can."""
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
@@ -120,12 +100,8 @@ def against(device: str) -> dict[str, str | None]:
 
 
 def harmful(environment: Mapping[str, str]) -> dict[str, str]:
-    found = {name: why for name, why in HARMFUL.items() if environment.get(name, "0") not in OFF}
-    return found | {name: why for name, why in HARMFUL.items() if "reads it no more" in why and name in environment}
-
-
-def interfaces() -> list[str]:
-    return sorted(name for _, name in socket.if_nameindex())
+    is_set = {name: name in environment and environment[name] not in OFF for name in HARMFUL}
+    return {name: why for name, why in HARMFUL.items() if is_set[name] or (name in environment and name in OBSOLETE)}
 
 
 def storage(folder: Path) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from ...forecast.clock import Hardware
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel
 from ...ranks.link import GroupLink
-from ..compare import DTYPES, QUANTITIES, Case, measure, relative, tolerances
-from ..hardware import NO_LINK
+from ..compare import Case, measure, worst
+from ..hardware import NO_NETWORK
 
 # Small ones say what a message takes whatever its size, large ones how many bytes a second.
 SMALL, LARGE = 256, 16 * 2**20
@@ -26,33 +26,31 @@ ROUNDS, SECONDS_APART = 3, 0.5
 MOST_PAIRS = 16
 # Forward and backward of attention over so many rows are a kernel at work; over the second, hardly more than its call.
 ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
+CALL: dict[str, object] = {"call": "rda doctor"}
 MORE = 8  # tiles, to see what one takes whatever its size
 CASE = Case("doctor", DilatedPattern((16, 96), (1, 3), is_causal=True), 96, 1, 4, 2, 16)
 
 
-def told(parallel: ContextParallel, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Everybody's facts."""
+def meet(parallel: ContextParallel) -> None:
+    """Returns on all ranks at about the same time."""
+    parallel.handshake(1, CALL)
+
+
+def gathered(parallel: ContextParallel, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank gives, in the order of ranks."""
     encoded = torch.tensor(list(json.dumps(own).encode()), dtype=torch.uint8)
-    sizes = parallel.ranks.records(torch.tensor([len(encoded)]), "the exchange of facts")
-    record = torch.zeros(max(int(x) for x in sizes), dtype=torch.uint8)
-    record[: len(encoded)] = encoded
-    records = parallel.ranks.records(record, "the exchange of facts")
-    return [json.loads(bytes(r[: int(n)].tolist())) for r, n in zip(records, sizes, strict=True)]
+    lengths = parallel.ranks.agree(len(encoded), CALL, None)
+    everyone = parallel.ranks.gather(encoded, lengths, 0, "the exchange of facts")
+    return [json.loads(bytes(one.tolist())) for one in everyone]
 
 
 def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
     """A forward and backward of all ranks against the definition: the result nearest to its tolerance."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    assert dtype in DTYPES
-    squares = measure(CASE, dtype, "auto", device, parallel)
-    own = torch.tensor([squares[name] for name in QUANTITIES], dtype=torch.float64)
-    total = torch.stack(parallel.ranks.records(own, "the comparison with the definition")).sum(0)
-    allowed = tolerances(CASE, dtype, device.partition(":")[0])
-    found = [
-        (relative((float(d), float(s))), allowed[name], name) for name, (d, s) in zip(QUANTITIES, total, strict=True)
-    ]
-    error, tolerance, name = max(found, key=lambda x: x[0] / x[1])
-    return {"quantity": name, "error": error, "tolerance": tolerance, "passed": error <= tolerance}
+    everyone = gathered(parallel, measure(CASE, dtype, "auto", device, parallel))
+    found = worst([CASE], dtype, [[one] for one in everyone], device.partition(":")[0])
+    quantity = found.where.partition(" ")[0]
+    return {"quantity": quantity, "error": found.error, "tolerance": found.tolerance, "passed": found.passed}
 
 
 def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
@@ -109,7 +107,7 @@ def _times(
     query, key, value = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     forward, backward = [], []
     for _ in range(REPEATS):
-        parallel.handshake(1, {"call": "rda doctor"})
+        meet(parallel)
         began = time.perf_counter()
         out = dilated_attention(query, key, value, pattern)
         _finish(device)
@@ -130,7 +128,7 @@ def links(parallel: ContextParallel, device: str) -> dict[str, Any]:
     times = []
     for _ in range(3 * REPEATS):
         began = time.perf_counter()
-        parallel.handshake(1, {"call": "rda doctor"})
+        meet(parallel)
         times.append(time.perf_counter() - began)
     found: dict[str, Any] = {"handshake_seconds": statistics.median(times), "small": {}, "large": {}}
     distances = range(1, p) if p <= MOST_PAIRS else [2**k for k in range(p.bit_length()) if 2**k < p]
@@ -142,7 +140,7 @@ def links(parallel: ContextParallel, device: str) -> dict[str, Any]:
             onward, back = (link.rank + distance) % p, (link.rank - distance) % p
             seconds = []
             for _ in range(REPEATS):
-                parallel.handshake(1, {"call": "rda doctor"})
+                meet(parallel)
                 began = time.perf_counter()
                 link.exchange([(leaves, onward)], [(comes, back)], "rda doctor").wait()
                 _finish(on)
@@ -157,22 +155,19 @@ def _finish(device: str) -> None:
 
 
 def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
-    """What a plan assumes of each rank: the slowest one's rates, and the slowest neighbours' link, if there is one."""
-    slowest = {
-        name: min(x["rates"][name] for x in everyone) for name in ("flops_per_second", "backward_flops_per_second")
-    }
-    call = max(x["rates"]["call_seconds"] for x in everyone)
+    """What a plan assumes of each rank: the rates of the slowest, and the slowest network between two neighbours."""
+    rates = [one["rates"] for one in everyone]
+    forward, backward = (min(x[name] for x in rates) for name in ("flops_per_second", "backward_flops_per_second"))
+    call = max(x["call_seconds"] for x in rates)
     if "links" not in everyone[0]:
-        return Hardware(slowest["flops_per_second"], NO_LINK, 0.0, slowest["backward_flops_per_second"], call)
-    small = max(x["links"]["small"]["1"] for x in everyone)
-    large = max(x["links"]["large"]["1"] for x in everyone)
+        return Hardware(forward, NO_NETWORK, 0.0, backward, call)
+    links = [one["links"] for one in everyone]
+    small, large = (max(x[size]["1"] for x in links) for size in ("small", "large"))
     # What surrounds the tiles of a call is paid once a stage, as the handshake is.
-    handshake = max(x["links"]["handshake_seconds"] + x["rates"]["around_seconds"] for x in everyone)
-    # On a machine that others use the small one may have taken as long: then only the whole is known.
+    handshake = max(x["handshake_seconds"] + y["around_seconds"] for x, y in zip(links, rates, strict=True))
+    # On a machine that others use the small message may have taken as long: then only the whole is known.
     bandwidth = LARGE / (large - small) if large > 2 * small else LARGE / large
-    return Hardware(
-        slowest["flops_per_second"], bandwidth, small, slowest["backward_flops_per_second"], call, handshake
-    )
+    return Hardware(forward, bandwidth, small, backward, call, handshake)
 
 
 def pairs_of(everyone: list[dict[str, Any]]) -> list[tuple[int, int, float]]:

@@ -1,7 +1,6 @@
 """`rda embed`: slide embeddings from files of tile features, by GigaPath's published weights or others of its kind."""
 
 import argparse
-import hashlib
 import json
 import math
 import sys
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...models.torchscale.architecture import PADDINGS
+from ..limits import check_at_least
 from ..local_ranks import RankFailedError
 from ..numbers import count
 from ..output import check_writable, progress_bar
-from .embeddings import EmbeddingFile, Entry
+from .embeddings import EmbeddingFile, digest_of
 
 if TYPE_CHECKING:
     from .slides import Keys
@@ -144,12 +144,11 @@ def embed(
         with progress_bar(len(todo), "slide") as bar:
 
             def take(result: Result) -> None:
-                if result.embedding is None:
-                    failures[result.name] = result.failure or "no embedding"
+                if result.entry is None or result.embedding is None:
+                    failures[result.name] = result.failure
                 else:
-                    entry = Entry(result.fingerprint, result.num_tiles, result.tile_size)
-                    file.add(result.name, result.embedding, entry)
-                bar.set_postfix_str(f"{result.name}, {result.num_tiles:,} tiles")
+                    file.add(result.name, result.embedding, result.entry)
+                bar.set_postfix_str(f"{result.name}, {result.entry.num_tiles if result.entry else 0:,} tiles")
                 bar.update()
 
             if todo:
@@ -161,19 +160,17 @@ def embed(
 
 def check(arguments: argparse.Namespace) -> None:
     """Raise ValueError for what can be refused before anything is read."""
-    needed = ["safetensors"]
-    if any(path.suffix in (".h5", ".hdf5") for given in arguments.slides for path in files_of(given)):
-        needed.append("h5py")
-    if any(path.suffix == ".npz" for given in arguments.slides for path in files_of(given)):
-        needed.append("numpy")
+    files = [path for given in arguments.slides for path in (given.iterdir() if given.is_dir() else [given])]
+    packages = {".h5": "h5py", ".hdf5": "h5py", ".npz": "numpy"}
+    needed = dict.fromkeys(["safetensors", *(packages[x.suffix] for x in files if x.suffix in packages)])
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ValueError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if arguments.layer not in LAYERS and not arguments.layer.isdecimal():
         raise ValueError(f"--layer {arguments.layer} is none of {', '.join(LAYERS)}, nor a number from 0 on")
     for name in ("ranks", "batch", "heads", "depth", "max_wsi_size"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
+        if getattr(arguments, name) is not None:
+            check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
     if arguments.ranks > 1 and arguments.batch > 1:
         raise ValueError(
             f"--batch {arguments.batch} with --ranks {arguments.ranks}: ranks share one slide at a time. Leave one out"
@@ -187,10 +184,6 @@ def check(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--tile-size {arguments.tile_size} is neither a positive number of pixels nor 'file'")
 
 
-def files_of(path: Path) -> list[Path]:
-    return list(path.iterdir()) if path.is_dir() else [path]
-
-
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """All that decides what an embedding is, for the file's metadata, in one way of writing.
 
@@ -200,7 +193,12 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     from ...models.weights import read_weights, slide_encoder_size
     from .embedder import DEFAULT_TILE_SIZE, check_device
 
-    digest = digest_of(arguments.weights)
+    try:
+        digest = digest_of(arguments.weights)
+    except ValueError as error:
+        raise ValueError(f"--weights {arguments.weights} {error}") from error
+    except OSError as error:
+        raise ValueError(f"--weights {arguments.weights} cannot be read: {error.strerror}") from error
     check_device(arguments.device, arguments.ranks)
     size = slide_encoder_size(arguments.weights, read_weights(arguments.weights), arguments.depth, arguments.heads)
     layer = arguments.layer
@@ -223,13 +221,3 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "dtype": arguments.dtype,
         "weights_sha256": digest,
     }
-
-
-def digest_of(weights: Path) -> str:
-    if weights.exists() and not weights.is_file():
-        raise ValueError(f"--weights {weights} is no regular file: a device may have no end")
-    try:
-        with weights.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ValueError(f"--weights {weights} cannot be read: {error.strerror}") from error

@@ -30,11 +30,8 @@ class Entry(NamedTuple):
     tile_size: float
 
 
-def fingerprint(path: Path, keys: Sequence[Sequence[str]]) -> str:
-    """Of a file's content, all of it: to read it takes little beside what its embedding takes.
-
-    Args:
-        keys: the names of the arrays that are read, which decide what a slide is too.
+def digest_of(path: Path) -> str:
+    """The SHA-256 of all of a file: to read it takes little beside what its embedding takes.
 
     Raises:
         OSError: if it cannot be read.
@@ -43,8 +40,12 @@ def fingerprint(path: Path, keys: Sequence[Sequence[str]]) -> str:
     if path.exists() and not path.is_file():
         raise ValueError("is no regular file: a pipe or a device may have no end")
     with path.open("rb") as file:
-        content = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(json.dumps([content, *keys]).encode()).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(path: Path, keys: Sequence[Sequence[str]]) -> str:
+    """By which a slide's file is known again. keys: the names of its arrays, which decide what the slide is too."""
+    return hashlib.sha256(json.dumps([digest_of(path), *keys]).encode()).hexdigest()
 
 
 class EmbeddingFile:
@@ -74,13 +75,16 @@ class EmbeddingFile:
             return None
         return found.st_mtime_ns, found.st_size
 
+    def _refusal(self, why: str, *remedies: str) -> ValueError:
+        return ValueError(f"--out {self.path} {why}. {', '.join(('Choose another name', *remedies))}.")
+
     def _read(self) -> None:
         """Take in what the file holds, if it is not as this process knows it."""
         if self._stat() in (None, self._seen):
             return
         self._seen = self._stat()
         if not self.path.is_file():
-            raise ValueError(f"--out {self.path} is there, and is no regular file. Choose another name.")
+            raise self._refusal("is there, and is no regular file")
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -89,22 +93,18 @@ class EmbeddingFile:
                 names = file.keys() if metadata.get("made_by") == MADE_BY else []
                 self.embeddings |= {name: file.get_tensor(name) for name in names if name not in self.embeddings}
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"--out {self.path} is there and cannot be read: {error}. Choose another name.") from error
+            raise self._refusal(f"is there and cannot be read: {error}") from error
         if metadata.get("made_by") != MADE_BY:
-            raise ValueError(f"--out {self.path} is there, and `{MADE_BY}` did not make it. Choose another name.")
+            raise self._refusal(f"is there, and `{MADE_BY}` did not make it")
         try:
             settings = dict(json.loads(metadata["settings"]).items())
             found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"--out {self.path} is there, and what it says of itself cannot be read. Choose another name."
-            ) from error
+            raise self._refusal("is there, and what it says of itself cannot be read") from error
         for name in sorted(self.settings.keys() | settings.keys()):
             if settings.get(name) != self.settings.get(name):
-                raise ValueError(
-                    f"--out {self.path} holds embeddings made with {name}={settings.get(name)!r}, not "
-                    f"{self.settings.get(name)!r}. Choose another name, or the settings that it was made with."
-                )
+                made = f"{name}={settings.get(name)!r}, not {self.settings.get(name)!r}"
+                raise self._refusal(f"holds embeddings made with {made}", "or the settings that it was made with")
         self.entries = {name: entry for name, entry in found.items() if name in self.embeddings} | self.entries
 
     def has(self, name: str, path: Path, keys: Sequence[Sequence[str]]) -> bool:
@@ -131,16 +131,12 @@ class EmbeddingFile:
         """embedding: numbers, (E,) or (depth + 1, E)."""
         import torch
 
-        self.embeddings[name] = torch.tensor(embedding, dtype=self._dtype())
+        dtype = torch.float64 if self.settings["dtype"] == "float64" else torch.float32
+        self.embeddings[name] = torch.tensor(embedding, dtype=dtype)
         self.entries[name] = entry
         self._is_new = True
         if time.monotonic() - self._written >= SECONDS_BETWEEN_WRITES:
             self.write()
-
-    def _dtype(self) -> Any:
-        import torch
-
-        return torch.float64 if self.settings["dtype"] == "float64" else torch.float32
 
     def write(self) -> None:
         """Put what there is in the file's place, if there is anything new."""
