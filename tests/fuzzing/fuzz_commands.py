@@ -248,7 +248,8 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
         output = captured(lambda: run_command(arguments))
     output = output._replace(error=output.error.replace("a\nb", "a b"))  # a name of two lines
     complaint = judge(arguments, output, before, listing(Path()))
-    name = cli.asked_for(arguments) if cli.asked_for(arguments) in COMMANDS else "rda"
+    asked = cli.split_off(arguments)[1]
+    name = asked if asked in COMMANDS else "rda"
     last = output.error.strip().rsplit("\n", 1)[-1][-200:]
     return Trial(f"{name} {output.code}", f"{shown(arguments)}: {last}", complaint)
 

@@ -24,7 +24,7 @@ from .compare import DTYPES, Case, Squares, measure, measure_cached, worst
 from .limits import check_at_least, check_ranks_fit
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
 from .numbers import count
-from .output import progress_bar
+from .output import aligned, progress_bar
 
 SECONDS_PER_LAUNCH, MOST_SECONDS = 60, 86_400
 
@@ -79,7 +79,9 @@ class Trial(NamedTuple):
         return [case for case in CASES if not deals or case.num_kv_heads % self.num_ranks == 0]
 
     def row(self, verdict: str, **others: Any) -> Row:
-        return Row(self.backend, self.exchange, _name(self.dtype), self.num_ranks, verdict, **others)
+        return Row(
+            self.backend, self.exchange, str(self.dtype).removeprefix("torch."), self.num_ranks, verdict, **others
+        )
 
 
 def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
@@ -128,35 +130,30 @@ def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: 
 
 
 def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> list[list[Squares]]:
-    contexts: dict[tuple[str, int], ContextParallel] = {}
+    contexts = _contexts(trials, seconds)
     results: list[list[Squares]] = []
     for trial in trials:
         device = f"cuda:{worker.rank}" if trial.device == "cuda" else trial.device
         results.append([])
         for case in trial.cases:
-            parallel = None
-            if trial.num_ranks > 1:
-                how = (case.sharding, trial.num_ranks)
-                if how not in contexts:
-                    if trial.exchange == SIMULATED:
-                        contexts[how] = all_ranks(trial.num_ranks, sharding=case.sharding)
-                    else:
-                        timeout = timedelta(seconds=seconds)
-                        contexts[how] = ContextParallel(
-                            sharding=case.sharding, exchange=trial.exchange, timeout=timeout
-                        )
-                parallel = contexts[how]
             if trial.exchange == CACHE:
-                results[-1].append(measure_cached(case, trial.dtype, trial.backend, device))
+                found = measure_cached(case, trial.dtype, trial.backend, device)
             else:
-                results[-1].append(measure(case, trial.dtype, trial.backend, device, parallel))
+                found = measure(case, trial.dtype, trial.backend, device, contexts.get(case.sharding))
+            results[-1].append(found)
             if worker.rank == 0:
                 worker.report(case.name)
     return results
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _contexts(trials: Sequence[Trial], seconds: float) -> dict[str, ContextParallel]:
+    """What the cases of several ranks run on, by their sharding; nothing for one rank."""
+    exchange, num_ranks = trials[0].exchange, trials[0].num_ranks
+    shardings = dict.fromkeys(case.sharding for trial in trials for case in trial.cases if num_ranks > 1)
+    if exchange == SIMULATED:
+        return {sharding: all_ranks(num_ranks, sharding=sharding) for sharding in shardings}
+    timeout = timedelta(seconds=seconds)
+    return {x: ContextParallel(sharding=x, exchange=exchange, timeout=timeout) for x in shardings}
 
 
 EXAMPLES = """examples:
@@ -173,22 +170,21 @@ float64, 4 in float32 on a GPU). Exit codes: 0 all rows passed or cannot run her
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument(
-        "--ranks", type=count, nargs="+", default=[1, 2, 3], metavar="P", help="numbers of ranks (default 1 2 3)"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=SECONDS_PER_LAUNCH,
-        metavar="S",
-        help="seconds for each backend, exchange, ranks",
-    )
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    add = parser.add_argument
+    add("--ranks", type=count, nargs="+", default=[1, 2, 3], metavar="P", help="numbers of ranks (default 1 2 3)")
+    seconds = f"for one backend, exchange and number of ranks (default {SECONDS_PER_LAUNCH} s)"
+    add("--timeout", type=float, default=SECONDS_PER_LAUNCH, metavar="S", help=seconds)
+    add("--json", action="store_true", help="print the rows as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        check_numbers(arguments)
+        check_at_least("--ranks", min(arguments.ranks))
+        check_ranks_fit(max(arguments.ranks), min(case.seq_len for case in CASES), "the shortest case")
+        if not 0 < arguments.timeout < math.inf:
+            raise ValueError(f"--timeout must be a positive number of seconds, got {arguments.timeout:g}")
+        if arguments.timeout > MOST_SECONDS:
+            raise ValueError(f"--timeout must be at most {MOST_SECONDS:,} seconds, a day, got {arguments.timeout:g}")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -198,15 +194,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(table(rows))
     return 1 if any(row.verdict == "failed" for row in rows) else 0
-
-
-def check_numbers(arguments: argparse.Namespace) -> None:
-    check_at_least("--ranks", min(arguments.ranks))
-    check_ranks_fit(max(arguments.ranks), min(case.seq_len for case in CASES), "the shortest case")
-    if not 0 < arguments.timeout < math.inf:
-        raise ValueError(f"--timeout must be a positive number of seconds, got {arguments.timeout:g}")
-    if arguments.timeout > MOST_SECONDS:
-        raise ValueError(f"--timeout must be at most {MOST_SECONDS:,} seconds, a day, got {arguments.timeout:g}")
 
 
 def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row]:
@@ -227,30 +214,21 @@ def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row
 
 def table(rows: Sequence[Row]) -> str:
     """The rows, aligned. What cannot run is said once per backend and reason."""
-    lines: list[tuple[str, ...]] = [
-        ("backend", "exchange", "ranks", "dtype", "cases", "worst error", "tolerance", "verdict", "where")
-    ]
+    headers = ("backend", "exchange", "ranks", "dtype", "cases", "worst error", "tolerance", "verdict", "where")
+    lines: list[tuple[str, ...]] = []
     for row in rows:
         if row.verdict != "cannot run":
             numbers = ("" if x is None else f"{x:.1e}" for x in (row.error, row.tolerance))
-            where = row.where or row.reason
             names = (row.backend, row.exchange, str(row.num_ranks), row.dtype, f"{row.num_cases} of {len(CASES)}")
-            lines.append((*names, *numbers, row.verdict, where))
+            lines.append((*names, *numbers, row.verdict, row.where or row.reason))
     for backend, reason in dict.fromkeys((row.backend, row.reason) for row in rows if row.verdict == "cannot run"):
-        alike = [row for row in rows if (row.backend, row.reason, row.verdict) == (backend, reason, "cannot run")]
-        columns = (
-            _values([getattr(row, name) for row in alike], [getattr(row, name) for row in rows])
-            for name in ("exchange", "num_ranks", "dtype")
-        )
+        columns = []
+        for name in ("exchange", "num_ranks", "dtype"):
+            alike = dict.fromkeys(getattr(row, name) for row in rows if (row.backend, row.reason) == (backend, reason))
+            is_any = alike.keys() == {getattr(row, name) for row in rows}
+            columns.append("any" if is_any else ", ".join(map(str, alike)))
         lines.append((backend, *columns, "", "", "", "cannot run", reason))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(x, widths, strict=True)).rstrip() for x in lines
-    )
-
-
-def _values(some: Sequence[object], every: Sequence[object]) -> str:
-    return "any" if set(some) == set(every) else ", ".join(map(str, dict.fromkeys(some)))
+    return aligned(headers, lines, num_left=len(headers))
 
 
 def _as_json(row: Row) -> dict[str, Any]:

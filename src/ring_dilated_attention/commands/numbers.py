@@ -67,3 +67,7 @@ def scaled(value: float, unit: str, *, digits: int = 3) -> str:
 
 def size_text(num_bytes: float) -> str:
     return scaled(num_bytes, "B")
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
