@@ -1,5 +1,6 @@
 """`rda embed`: every kind of file, batches and ranks, and bad slides beside others."""
 
+import argparse
 import gc
 import json
 import os
@@ -17,9 +18,10 @@ from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, 
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands.embed import embed as embed_command
 from ring_dilated_attention.commands.embed import embedder
 from ring_dilated_attention.commands.embed import slides as slide_files
-from ring_dilated_attention.commands.embed.slides import Keys
+from ring_dilated_attention.commands.embed.embeddings import Keys
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
 
@@ -86,7 +88,7 @@ def test_several_processes(weights, slides, tmp_path):
         torch.testing.assert_close(shared[name], embedding, rtol=1e-5, atol=1e-6)
 
 
-def rank_reads(rank, world_size, options):
+def rank_reads(rank, world_size, options, slides):
     """The second slide cannot be read on rank 1, as where a disk is missing on one host."""
     results = []
     can_open = embedder.open_slide
@@ -97,14 +99,16 @@ def rank_reads(rank, world_size, options):
         return can_open(path, keys)
 
     with mock.patch.object(embedder, "open_slide", open_slide):
-        assert embedder._embed_here(options, ContextParallel(), "cpu", results.append) is None
+        assert embedder._embed_here(options, slides, ContextParallel(), "cpu", results.append) is None
     return [(result.name, result.failure) for result in results]
 
 
 def test_a_slide_that_one_rank_cannot_read(weights, slides):
-    given = ("pooled", "last", "torchscale", 262_144, None, 16, None, "float32", "cpu", 1, Keys())
-    options = embedder.Options([(path.stem, path) for path in slides], weights, *given)
-    first, second = run(2, rank_reads, options)
+    parser = argparse.ArgumentParser()
+    embed_command.add_arguments(parser)
+    options = parser.parse_args(["slides", "--weights", str(weights), "--out", "out.st", "--heads", "16"])
+    options.keys = Keys()
+    first, second = run(2, rank_reads, options, [(path.stem, path) for path in slides])
     assert first == [("a", ""), ("b", "rank 1 refused the call: the disk is gone"), ("c", "")]
     assert second == [("a", ""), ("b", "the disk is gone"), ("c", "")]
 

@@ -6,17 +6,15 @@ import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...models.torchscale.architecture import PADDINGS
 from ..limits import check_at_least
 from ..local_ranks import RankFailedError
 from ..numbers import count
 from ..output import check_writable, progress_bar
-from .embeddings import EmbeddingFile, digest_of
-
-if TYPE_CHECKING:
-    from .slides import Keys
+from ..terminal import say
+from .embeddings import EmbeddingFile, Keys, digest_of
 
 USER_ERROR_EXIT_CODE = 2
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -80,27 +78,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         check(arguments)
-        from .slides import Keys, find_slides  # imports torch
+        from .slides import find_slides  # imports torch
 
-        keys = Keys(*((name,) for name in arguments.keys)) if arguments.keys else Keys()
         slides = find_slides(arguments.slides)
         file = EmbeddingFile(arguments.out, settings_of(arguments))
-        todo, failures = sort_out(slides, file, keys)
         check_writable("--out", file.place.parent, file.place.name)
-        num_known = len(slides) - len(todo) - len(failures)
-        failures |= embed(arguments, keys, todo, file)
+        num_known, failures = embed(arguments, slides, file)
     except (ValueError, OSError) as error:
-        print(f"rda embed: {error}", file=sys.stderr)
+        say(f"rda embed: {error}")
         return USER_ERROR_EXIT_CODE
     except RankFailedError as error:
-        print(
-            "rda embed: the processes failed. What was embedded before is saved: run the same command again to go on.\n"
-            f"{error}",
-            file=sys.stderr,
-        )
+        go_on = "What was embedded before is saved: run the same command again to go on."
+        say(f"rda embed: the processes failed. {go_on}\n{error}")
         return 1
     for name, failure in failures.items():
-        print(f"rda embed: {slides[name]}: {failure}", file=sys.stderr)
+        say(f"rda embed: {slides[name]}: {failure}")
     before = f", {num_known} were there already" if num_known else ""
     out = str(file.path) if file.place.exists() else None  # where no slide could be embedded, there may be none
     print(
@@ -114,32 +106,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def sort_out(
-    slides: dict[str, Path], file: EmbeddingFile, keys: "Keys"
-) -> tuple[list[tuple[str, Path]], dict[str, str]]:
-    """The slides that the file does not hold, and why others cannot be added to it, by name."""
-    todo, failures = [], {}
+def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: EmbeddingFile) -> tuple[int, dict[str, str]]:
+    """Add to the file the slides that it does not hold. It is written also when this ends early.
+
+    Returns:
+        the number of slides that it held already, and why some cannot be added, by name.
+    """
+    from .embedder import Result, embed_all
+
+    todo, failures = [], dict[str, str]()
     for name, path in slides.items():
         try:
-            if not file.has(name, path, keys):
+            if not file.has(name, path, arguments.keys):
                 todo.append((name, path))
         except ValueError as error:
             failures[name] = str(error)
-    return todo, failures
-
-
-def embed(
-    arguments: argparse.Namespace, keys: "Keys", todo: list[tuple[str, Path]], file: EmbeddingFile
-) -> dict[str, str]:
-    """Add the slides' embeddings to the file, which is written also when this ends early.
-
-    Returns:
-        why some have none, by name.
-    """
-    from .embedder import Options, Result, embed_all
-
-    failures: dict[str, str] = {}
-    given = {name: getattr(arguments, name) for name in Options._fields if name not in ("slides", "keys")}
+    num_known = len(slides) - len(todo) - len(failures)
     try:
         with progress_bar(len(todo), "slide") as bar:
 
@@ -152,14 +134,14 @@ def embed(
                 bar.update()
 
             if todo:
-                embed_all(Options(slides=todo, keys=keys, **given), arguments.ranks, take)
+                embed_all(arguments, todo, take)
     finally:
         file.write()
-    return failures
+    return num_known, failures
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for what can be refused before anything is read."""
+    """Raise ValueError for what can be refused before anything is read, and complete the names of arrays."""
     files = [path for given in arguments.slides for path in (given.iterdir() if given.is_dir() else [given])]
     packages = {".h5": "h5py", ".hdf5": "h5py", ".npz": "numpy"}
     needed = dict.fromkeys(["safetensors", *(packages[x.suffix] for x in files if x.suffix in packages)])
@@ -182,6 +164,7 @@ def check(arguments: argparse.Namespace) -> None:
             is_positive = False
         if not is_positive:
             raise ValueError(f"--tile-size {arguments.tile_size} is neither a positive number of pixels nor 'file'")
+    arguments.keys = Keys(*((name,) for name in arguments.keys)) if arguments.keys else Keys()
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:

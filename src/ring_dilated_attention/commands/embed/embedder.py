@@ -1,7 +1,8 @@
 """What `rda embed` does once all is checked: slides through the model, in batches, on one process or many."""
 
 import os
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,29 +17,14 @@ from ...ranks.context import ContextParallel, refuse
 from ..local_ranks import Launch, Worker, run_ranks
 from ..terminal import is_out_of_memory
 from .embeddings import Entry, fingerprint
-from .slides import Keys, Slide, open_slide
+from .slides import Slide, open_slide
 
 DEFAULT_TILE_SIZE = 256.0
 SECONDS = 20 * 24 * 3600.0  # after which ranks are ended; poll takes no more than 24 days
 RANK_TIMEOUT = timedelta(hours=1)  # one may read a file long after another
 
 
-class Options(NamedTuple):
-    """All that the processes need to know. Names as on the command line."""
-
-    slides: list[tuple[str, Path]]
-    weights: Path
-    embedding: str
-    layer: str
-    padding: str
-    max_wsi_size: int
-    tile_size: str | None
-    heads: int | None
-    depth: int | None
-    dtype: str
-    device: str
-    batch: int
-    keys: Keys
+Slides = Sequence[tuple[str, Path]]
 
 
 class Result(NamedTuple):
@@ -74,14 +60,18 @@ def check_device(device: str, num_ranks: int) -> None:
         raise ValueError(f"--device {device} cannot be used: {first_line(error)}") from error
 
 
-def embed_all(options: Options, num_ranks: int, take: Callable[[Result], None]) -> None:
+def embed_all(options: Namespace, slides: Slides, take: Callable[[Result], None]) -> None:
     """Calls `take` with each slide's result, as they come.
+
+    Args:
+        options: those of the command.
 
     Raises:
         ValueError: if the weights cannot be used.
     """
+    num_ranks = options.ranks
     if num_ranks == 1:
-        refusals = [_embed_here(options, None, options.device, take)]
+        refusals = [_embed_here(options, slides, None, options.device, take)]
     else:
         is_cuda = options.device.startswith("cuda")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -91,20 +81,24 @@ def embed_all(options: Options, num_ranks: int, take: Callable[[Result], None]) 
             backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
             seconds=SECONDS,
         )
-        refusals = run_ranks(launch, _embed_rank, options, on_report=lambda rank, result: take(result))
+        refusals = run_ranks(launch, _embed_rank, options, slides, on_report=lambda rank, result: take(result))
     for refusal in refusals:
         if refusal:
             raise ValueError(refusal)
 
 
-def _embed_rank(worker: Worker, options: Options) -> str | None:
+def _embed_rank(worker: Worker, options: Namespace, slides: Slides) -> str | None:
     device = f"cuda:{worker.rank}" if options.device == "cuda" else options.device
     report = worker.report if worker.rank == 0 else (lambda result: None)
-    return _embed_here(options, ContextParallel(timeout=RANK_TIMEOUT), device, report)
+    return _embed_here(options, slides, ContextParallel(timeout=RANK_TIMEOUT), device, report)
 
 
 def _embed_here(
-    options: Options, parallel: ContextParallel | None, device: str, report: Callable[[Result], Any]
+    options: Namespace,
+    slides: Slides,
+    parallel: ContextParallel | None,
+    device: str,
+    report: Callable[[Result], Any],
 ) -> str | None:
     """Why nothing can be embedded, or None when all slides have been reported."""
     try:
@@ -120,10 +114,10 @@ def _embed_here(
         )[0].to(device)
     except (ValueError, MemoryError, RuntimeError) as error:  # the last is torch's of a device
         return first_line(error)
-    for start in range(0, len(options.slides), options.batch):
+    for start in range(0, len(slides), options.batch):
         # Slides that can be embedded at once are of one tile size, one width and one dtype.
         groups: dict[tuple[float, int, torch.dtype], list[Tiles]] = {}
-        for name, path in options.slides[start : start + options.batch]:
+        for name, path in slides[start : start + options.batch]:
             try:
                 tiles = _tiles(options, name, path, parallel)
             except (ValueError, OSError) as error:
@@ -137,7 +131,7 @@ def _embed_here(
     return None
 
 
-def _tiles(options: Options, name: str, path: Path, parallel: ContextParallel | None) -> Tiles:
+def _tiles(options: Namespace, name: str, path: Path, parallel: ContextParallel | None) -> Tiles:
     try:
         found = fingerprint(path, options.keys)
         with open_slide(path, options.keys) as slide:
@@ -171,7 +165,7 @@ def _tile_size(given: str | None, slide: Slide) -> float:
     return DEFAULT_TILE_SIZE
 
 
-def _embed(model: LongNetViT, options: Options, group: list[Tiles], device: str) -> Iterator[Result]:
+def _embed(model: LongNetViT, options: Namespace, group: list[Tiles], device: str) -> Iterator[Result]:
     failure = ""
     try:
         embeddings = _forward(model, options, group, device)
@@ -193,7 +187,7 @@ def _embed(model: LongNetViT, options: Options, group: list[Tiles], device: str)
             yield Result(tiles.name, tiles.entry, *result)
 
 
-def _forward(model: LongNetViT, options: Options, group: list[Tiles], device: str) -> Tensor:
+def _forward(model: LongNetViT, options: Namespace, group: list[Tiles], device: str) -> Tensor:
     """(B, E), or (B, depth + 1, E) for all layers."""
     model.tile_size = group[0].entry.tile_size
     lengths = None

@@ -22,6 +22,13 @@ MADE_BY = "rda embed"
 SECONDS_BETWEEN_WRITES = 5.0
 
 
+class Keys(NamedTuple):
+    """Names under which the arrays of a slide's file are looked for, in this order."""
+
+    features: tuple[str, ...] = ("features", "tile_embeds", "feats")
+    coords: tuple[str, ...] = ("coords", "coordinates")
+
+
 class Entry(NamedTuple):
     """What a file says of a slide."""
 
@@ -43,8 +50,8 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprint(path: Path, keys: Sequence[Sequence[str]]) -> str:
-    """By which a slide's file is known again. keys: the names of its arrays, which decide what the slide is too."""
+def fingerprint(path: Path, keys: Keys) -> str:
+    """By which a slide's file is known again. The names of its arrays decide what the slide is too."""
     return hashlib.sha256(json.dumps([digest_of(path), *keys]).encode()).hexdigest()
 
 
@@ -107,7 +114,7 @@ class EmbeddingFile:
                 raise self._refusal(f"holds embeddings made with {made}", "or the settings that it was made with")
         self.entries = {name: entry for name, entry in found.items() if name in self.embeddings} | self.entries
 
-    def has(self, name: str, path: Path, keys: Sequence[Sequence[str]]) -> bool:
+    def has(self, name: str, path: Path, keys: Keys) -> bool:
         """Whether the embedding of this file's slide is there.
 
         Raises:

@@ -10,25 +10,17 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...models.weights import check_sums, first_line
+from .embeddings import Keys
 
-FEATURES = ("features", "tile_embeds", "feats")
-COORDS = ("coords", "coordinates")
 # What TRIDENT calls the step from one tile to the next, in the units of the coordinates.
 TILE_SIZE = "patch_size_level0"
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
-
-
-class Keys(NamedTuple):
-    """Names under which a file's arrays are looked for, in this order."""
-
-    features: tuple[str, ...] = FEATURES
-    coords: tuple[str, ...] = COORDS
 
 
 class Slide:
