@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import torch
@@ -79,25 +79,22 @@ class Trial(NamedTuple):
         return [case for case in CASES if not deals or case.num_kv_heads % self.num_ranks == 0]
 
     def row(self, verdict: str, **others: Any) -> Row:
-        return Row(
-            self.backend, self.exchange, str(self.dtype).removeprefix("torch."), self.num_ranks, verdict, **others
-        )
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Row(self.backend, self.exchange, dtype, self.num_ranks, verdict, **others)
 
 
 def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
     """What can run on this machine on so many ranks, and the rows of what cannot, with the reason."""
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    exchanges = (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE)
     trials, rows = [], []
-    for backend in BACKENDS:
-        for exchange in (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE):
-            for dtype in DTYPES:
-                options = [Trial(backend, device, exchange, dtype, num_ranks) for device in devices]
-                against = [_why_not(option) for option in options]
-                usable = [option for option, reason in zip(options, against, strict=True) if reason is None]
-                if usable:
-                    trials.append(usable[0])
-                else:
-                    rows.append(options[0].row("cannot run", reason="; ".join(map(str, against))))
+    for backend, exchange, dtype in product(BACKENDS, exchanges, DTYPES):
+        against = {x: _why_not(x) for x in (Trial(backend, device, exchange, dtype, num_ranks) for device in devices)}
+        trial, reason = next((x for x in against.items() if x[1] is None), next(iter(against.items())))
+        if reason is None:
+            trials.append(trial)
+        else:
+            rows.append(trial.row("cannot run", reason="; ".join(map(str, against.values()))))
     return trials, rows
 
 
@@ -112,8 +109,7 @@ def _why_not(trial: Trial) -> str | None:
 
 def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: float) -> list[Row]:
     """Rows of trials that share backend and exchange, in processes of their own: a crash or a hang fails only these."""
-    has_gpu = any(trial.device == "cuda" for trial in trials)
-    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if any(trial.device == "cuda" for trial in trials) else "gloo"
     launch = Launch(trials[0].num_processes, backend=backend, seconds=seconds)
     try:
         ranks = run_ranks(launch, _measure_all, trials, seconds, on_report=lambda rank, message: on_step())
@@ -190,7 +186,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     rows = check(arguments.ranks, arguments.timeout)
     if arguments.json:
-        print(json.dumps([_as_json(row) for row in rows], indent=1))
+        known = [{name: x for name, x in row._asdict().items() if x not in (None, "")} for row in rows]
+        shown = [{name: "inf" if x == math.inf else x for name, x in row.items()} for row in known]
+        print(json.dumps(shown, indent=1))
     else:
         print(table(rows))
     return 1 if any(row.verdict == "failed" for row in rows) else 0
@@ -229,8 +227,3 @@ def table(rows: Sequence[Row]) -> str:
             columns.append("any" if is_any else ", ".join(map(str, alike)))
         lines.append((backend, *columns, "", "", "", "cannot run", reason))
     return aligned(headers, lines, num_left=len(headers))
-
-
-def _as_json(row: Row) -> dict[str, Any]:
-    numbers = {name: value for name, value in row._asdict().items() if value not in (None, "")}
-    return {name: "inf" if value == math.inf else value for name, value in numbers.items()}

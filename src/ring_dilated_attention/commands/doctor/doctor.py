@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...forecast.clock import Hardware, time_text
 from ...training.files import check_mine, write_whole
@@ -21,9 +21,6 @@ from ..interrupts import leaving_at_once
 from ..limits import check_at_least, check_memory
 from ..numbers import amount, count, scaled, size_text
 from ..output import aligned, check_writable
-
-if TYPE_CHECKING:
-    from ..local_ranks import Worker
 
 LEAST_FREE = 10**9
 BYTES_OF_A_RANK = 10**8  # at least
@@ -99,6 +96,7 @@ def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         import torch
 
         from ..local_ranks import Launch, run_ranks
+        from .examination import examine_on
 
     num_ranks = arguments.ranks or 1
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
@@ -122,12 +120,14 @@ def examined_with(rank: int, num_ranks: int, arguments: argparse.Namespace) -> l
         RuntimeError: if not all ranks join, or one of them fails.
     """
     # Checked before torch is imported, whose log `join` has to silence first.
-    if said := unmet(os.environ, interfaces(), socket.gethostname()):
+    if said := unmet(os.environ, sorted(name for _, name in socket.if_nameindex()), socket.gethostname()):
         raise ValueError("; ".join(said))
     join(rank, num_ranks, arguments.timeout)
-    everyone = examine(arguments.run_folder, MEASURING_SECONDS, os.environ)
     from torch.distributed import destroy_process_group
 
+    from .examination import examine
+
+    everyone = examine(arguments.run_folder, MEASURING_SECONDS, os.environ)
     destroy_process_group()
     return everyone
 
@@ -170,37 +170,9 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 
-def examine_on(worker: "Worker", folder: Path, seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    return examine(folder, seconds, environment)
-
-
-def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The findings of all ranks, in the order of the ring, on every rank.
-
-    Args:
-        folder: where runs will be written.
-        seconds: that a rank waits for another.
-        environment: as the user set it.
-    """
-    import torch
-
-    from ...ranks.context import ContextParallel
-    from .doctor_facts import facts
-    from .doctor_ranks import agreement, gathered, meet, speeds
-
-    parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
-    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    own = facts(parallel.rank, device, folder, environment) | {"interfaces": interfaces()}
-    meet(parallel)
-    own |= {"clock": time.time(), "agreement": agreement(parallel, device), **speeds(parallel, device)}
-    everyone = gathered(parallel, own)
-    parallel.close()
-    return everyone
-
-
 def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
     """What is wrong, the most urgent first."""
-    from .doctor_ranks import pairs_of
+    from .examination import pairs_of
 
     found = []
     bad = everyone[0]["agreement"]
@@ -248,11 +220,6 @@ def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
     return [text + f" (ranks {names(who)})" * (len(who) < len(everyone)) for text, who in found.items()]
 
 
-def interfaces() -> list[str]:
-    """The network interfaces of this host."""
-    return sorted(name for _, name in socket.if_nameindex())
-
-
 def unmet(environment: Mapping[str, str], there: Sequence[str], host: str) -> list[str]:
     """What is wrong with the variables that name interfaces which a host does not have."""
     named = {name: absent(name, environment.get(name, ""), there) for name in IFNAMES}
@@ -287,7 +254,7 @@ def names(ranks: Sequence[int]) -> str:
 
 
 def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int:
-    from .doctor_ranks import hardware_of
+    from .examination import hardware_of
 
     problems, hardware = to_mend(everyone), hardware_of(everyone)
     if arguments.json:
@@ -321,8 +288,7 @@ def memory_of_each(everyone: list[dict[str, Any]]) -> float:
 
 
 def text(everyone: list[dict[str, Any]]) -> str:
-    from .doctor_facts import dtype_advice
-    from .doctor_ranks import hardware_of, pairs_of
+    from .examination import dtype_advice, hardware_of, pairs_of
 
     first = everyone[0]
     headers = ("rank", "host", "device", "memory", "forward", "backward", "clock", "free", "written")

@@ -72,24 +72,17 @@ class EmbeddingFile:
         self.entries: dict[str, Entry] = {}
         self._written = time.monotonic()
         self._is_new = False
-        self._seen: tuple[int, int] | None = None  # the file as this process knows it
         self._read()
-
-    def _stat(self) -> tuple[int, int] | None:
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_mtime_ns, found.st_size
 
     def _refusal(self, why: str, *remedies: str) -> ValueError:
         return ValueError(f"--out {self.path} {why}. {', '.join(('Choose another name', *remedies))}.")
 
     def _read(self) -> None:
-        """Take in what the file holds, if it is not as this process knows it."""
-        if self._stat() in (None, self._seen):
+        """Take in what the file holds and this process does not, if there is one."""
+        try:
+            self.path.stat()
+        except FileNotFoundError:
             return
-        self._seen = self._stat()
         if not self.path.is_file():
             raise self._refusal("is there, and is no regular file")
         from safetensors import SafetensorError, safe_open
@@ -165,4 +158,4 @@ class EmbeddingFile:
                 save_file(self.embeddings, unfinished, metadata=metadata)
         except SafetensorError as error:  # a full disk, for one
             raise ValueError(f"--out {self.path} cannot be written: {error}") from error
-        self._written, self._is_new, self._seen = time.monotonic(), False, self._stat()
+        self._written, self._is_new = time.monotonic(), False
