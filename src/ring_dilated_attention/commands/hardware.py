@@ -75,11 +75,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_of(name: str) -> Machine:
-    """A preset by its name, or a file.
-
-    Raises:
-        ValueError: if it is neither, or the file cannot be.
-    """
+    """A preset by its name, or what a file says. A ValueError if it is neither, or the file is not as above."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)

@@ -1,11 +1,10 @@
 """What commands put out: tables for a terminal, progress bars, and whether a file can be written. No torch."""
 
-import itertools
 import os
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +15,9 @@ from ..training.files import LossyStream
 
 
 def check_writable(option: str, folder: Path, file: str | None = None) -> None:
-    """Before the work, so that none is done whose result has no place. Nothing is made yet.
+    """A ValueError unless new files can be written to a folder, or to where it would be made; or to this file of it.
 
-    Raises:
-        ValueError: unless new files can be written to a folder, or to where it would be made; or to this file of it.
+    Asked before the work, so that none is done whose result has no place. Nothing is made yet.
     """
     path = folder if file is None else folder / file
     try:
@@ -52,18 +50,6 @@ def wrapped(text: str, width: int = 80) -> str:
         cut = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         found += cut.wrap(line) if len(line) > width else [line]
     return "\n".join(found)
-
-
-def stepper(bar: Any) -> Callable[[str], None]:
-    """Called before each step with its name; the bar counts those that are done."""
-    num_done = itertools.count()
-
-    def step(text: str) -> None:
-        if next(num_done):
-            bar.update()
-        bar.set_postfix_str(text)
-
-    return step
 
 
 def progress_bar(total: int, unit: str, *, delay: float = 0.0) -> Any:

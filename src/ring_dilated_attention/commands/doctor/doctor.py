@@ -87,11 +87,7 @@ def check(arguments: argparse.Namespace, num_started: int) -> None:
 
 
 def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """What `examine` finds on ranks that are started on this machine.
-
-    Raises:
-        RuntimeError: if one of them fails.
-    """
+    """What `examine` finds on ranks that are started on this machine. A RuntimeError if one of them fails."""
     with leaving_at_once("rda doctor"):
         import torch
 
@@ -113,12 +109,8 @@ def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def examined_with(rank: int, num_ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """What `examine` finds on the ranks of a launcher, of which this is one.
-
-    Raises:
-        ValueError: if a variable names a network interface that this host does not have.
-        RuntimeError: if not all ranks join, or one of them fails.
-    """
+    """What `examine` finds on the ranks of a launcher, of which this is one. A ValueError if a variable names a network
+    interface that this host does not have; a RuntimeError if not all ranks join, or one of them fails."""
     # Checked before torch is imported, whose log `join` has to silence first.
     if said := unmet(os.environ, sorted(name for _, name in socket.if_nameindex()), socket.gethostname()):
         raise ValueError("; ".join(said))
@@ -133,11 +125,7 @@ def examined_with(rank: int, num_ranks: int, arguments: argparse.Namespace) -> l
 
 
 def join(rank: int, num_ranks: int, seconds: float) -> None:
-    """Meet the other ranks, or say which are missing.
-
-    Raises:
-        RuntimeError: if some do not come in time.
-    """
+    """Meet the other ranks. A RuntimeError that names those that do not come in time."""
     # Set before torch is imported: its log would say in forty lines of C++ frames what is raised below in one.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     import torch

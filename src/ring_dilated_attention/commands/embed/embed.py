@@ -107,11 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: EmbeddingFile) -> tuple[int, dict[str, str]]:
-    """Add to the file the slides that it does not hold. It is written also when this ends early.
-
-    Returns:
-        the number of slides that it held already, and why some cannot be added, by name.
-    """
+    """Add to the file the slides that it does not hold; it is written also when this ends early. The number of slides
+    that it held already, and why some cannot be added, by name."""
     from .embedder import Result, embed_all
 
     todo, failures = [], dict[str, str]()
@@ -168,11 +165,8 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that decides what an embedding is, for the file's metadata, in one way of writing.
-
-    Raises:
-        ValueError: if the weights cannot be used so, or on no such device.
-    """
+    """All that decides what an embedding is, for the file's metadata, in one way of writing. A ValueError if the
+    weights cannot be used so, or on no such device."""
     from ...models.weights import read_weights, slide_encoder_size
     from .embedder import DEFAULT_TILE_SIZE, check_device
 

@@ -61,14 +61,8 @@ def check_device(device: str, num_ranks: int) -> None:
 
 
 def embed_all(options: Namespace, slides: Slides, take: Callable[[Result], None]) -> None:
-    """Calls `take` with each slide's result, as they come.
-
-    Args:
-        options: those of the command.
-
-    Raises:
-        ValueError: if the weights cannot be used.
-    """
+    """Call `take` with each slide's result, as they come. A ValueError if the weights cannot be used. options: those of
+    the command."""
     num_ranks = options.ranks
     if num_ranks == 1:
         refusals = [_embed_here(options, slides, None, options.device, take)]

@@ -38,12 +38,8 @@ class Entry(NamedTuple):
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of all of a file: to read it takes little beside what its embedding takes.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is no regular file.
-    """
+    """The SHA-256 of all of a file: to read it takes little beside what its embedding takes. A ValueError if it is no
+    regular file."""
     if path.exists() and not path.is_file():
         raise ValueError("is no regular file: a pipe or a device may have no end")
     with path.open("rb") as file:
@@ -56,13 +52,9 @@ def fingerprint(path: Path, keys: Keys) -> str:
 
 
 class EmbeddingFile:
-    """Slide embeddings in safetensors.
+    """Slide embeddings in safetensors. A ValueError for a file of others, or one that was made with other settings.
 
-    Args:
-        settings: all that decides what an embedding is; JSON.
-
-    Raises:
-        ValueError: if there is a file that was not made so, or with other settings.
+    settings: all that decides what an embedding is, as JSON knows it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -108,11 +100,7 @@ class EmbeddingFile:
         self.entries = {name: entry for name, entry in found.items() if name in self.embeddings} | self.entries
 
     def has(self, name: str, path: Path, keys: Keys) -> bool:
-        """Whether the embedding of this file's slide is there.
-
-        Raises:
-            ValueError: if it is that of another file of this name, or this is no regular file.
-        """
+        """Whether the embedding of this slide is there. A ValueError if it is that of another file of this name."""
         entry = self.entries.get(name)
         if entry is None:
             return False

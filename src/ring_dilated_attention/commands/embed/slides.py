@@ -24,11 +24,8 @@ SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
 
 
 class Slide:
-    """An open file. `num_tiles`, `tile_size` as the file states it, `coords` (tiles, 2), and features when asked for.
-
-    Raises:
-        ValueError: if the arrays are not there, or not of one slide.
-    """
+    """An open file: `num_tiles`, `tile_size` as the file states it, `coords` (tiles, 2), and features when asked for.
+    A ValueError if the arrays are not there, or not of one slide."""
 
     def __init__(self, arrays: Mapping[str, Any], stated: Mapping[str, Any], keys: Keys) -> None:
         self._features, self.features_key = _array(arrays, "features", keys.features)
@@ -94,11 +91,8 @@ def _array(arrays: Mapping[str, Any], what: str, names: tuple[str, ...]) -> tupl
 
 @contextmanager
 def open_slide(path: Path, keys: Keys) -> Iterator[Slide]:
-    """A slide's file, open as long as the context lasts.
-
-    Raises:
-        ValueError: if it cannot be read, also while the context lasts, with the reason but without the path.
-    """
+    """A slide's file, open as long as the context lasts. A ValueError with the reason, but without the path, if it
+    cannot be read, also while the context lasts."""
     try:
         if path.suffix not in (".h5", ".hdf5"):
             loaded = _load(path)
@@ -146,12 +140,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def find_slides(paths: list[Path]) -> dict[str, Path]:
-    """The slides by name, which is the file's without its suffix. A folder stands for all that it holds.
-
-    Raises:
-        ValueError: if there are none, one is not there, two have one name, or one has a name that no file of
-            embeddings can hold.
-    """
+    """The slides by name, which is the file's without its suffix. A folder stands for all that it holds. A ValueError
+    if there are none, one is not there, two have one name, or a file of embeddings can hold no such name."""
     found: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
