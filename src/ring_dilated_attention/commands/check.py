@@ -155,12 +155,11 @@ def _contexts(trials: Sequence[Trial], seconds: float) -> dict[str, ContextParal
 EXAMPLES = """examples:
   rda check                 every backend and exchange on 1, 2 and 3 ranks
   rda check --ranks 1       one rank only
-  rda check --json          the rows as JSON on stdout
 
-Each row is the result that came nearest to its tolerance over all cases: out, lse, dq, dk and dv, gradients of lse
-included; of "cache", where a sequence is appended in chunks and token by token, out and lse. The tolerance is twice the
-error of torch's attention in the same dtype under the same mask, plus a floor (a quarter of the dtype's eps; 8 eps in
-float64, 4 in float32 on a GPU). Exit codes: 0 all rows passed or cannot run here, 1 a row failed.
+Each row shows the result that came nearest to its tolerance over all cases: out, lse, dq, dk or dv. Gradients are also
+those of lse. For "cache" a sequence is appended many tokens at a time and one by one, and out and lse are compared. The
+tolerance is twice the error of torch's attention in the same dtype under the same mask, plus a floor (a quarter of the
+dtype's eps; 8 eps in float64, 4 in float32 on a GPU). Exit codes: 0 all rows passed or cannot run here, 1 a row failed.
 """
 
 

@@ -117,16 +117,16 @@ def measure(
 
 
 def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) -> Squares:
-    """The difference of out and lse, where the sequence is appended to a cache: in chunks, and token by token."""
+    """The difference of out and lse where the sequence is appended to a cache, many tokens at a time and one by one."""
     inputs, dout, _ = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, None)
     sizes = (case.batch, case.num_heads, case.num_kv_heads, case.head_dim)
     cache = DilatedCache(case.pattern, *sizes, dtype=dtype, device=device)
-    chunks = []
+    outs = []
     for start, stop in pairwise([*range(0, case.seq_len // 2, 20), *range(case.seq_len // 2, case.seq_len + 1)]):
         query, key, value = (x[:, start:stop].to(device, dtype) for x in inputs)
-        chunks.append(dilated_attention(query, key, value, case.pattern, cache=cache, backend=backend, return_lse=True))
-    found = (torch.cat(x, dim=1) for x in zip(*chunks, strict=True))
+        outs.append(dilated_attention(query, key, value, case.pattern, cache=cache, backend=backend, return_lse=True))
+    found = (torch.cat(x, dim=1) for x in zip(*outs, strict=True))
     return {name: squares(x, expected[name]) for name, x in zip(("out", "lse"), found, strict=True)}
 
 

@@ -88,10 +88,6 @@ def machine_of(name: str) -> Machine:
     fields = content.get("hardware")
     if not isinstance(fields, dict):
         raise ValueError(f"--hardware {name} has no table [hardware]; rda doctor --save FILE.toml writes one")
-    return _checked(name, fields)
-
-
-def _checked(name: str, fields: dict[str, Any]) -> Machine:
     for key, value in fields.items():
         if key not in (*_NUMBERS, *_TEXTS):
             known = ", ".join((*_NUMBERS, *_TEXTS))

@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from ..forecast.call import Way
@@ -147,24 +146,22 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
 
 
 def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: str | None) -> str:
-    headers: tuple[str, ...] = ("", "pairs of\ndense's", "layers to\nhear 99 %")
-    headers += (f"unheard\nafter {arguments.layers:,}\nlayer{'s' * (arguments.layers > 1)}",)
-    headers += ("received\nby a rank,\nat most", "decoding\ncache a\nlayer")
-    rows: list[tuple[str, ...]] = [
+    unheard = f"unheard\nafter {arguments.layers:,}\nlayer{'s' * (arguments.layers > 1)}"
+    headers = ("", "pairs of\ndense's", "layers to\nhear 99 %", unheard, "received\nby a rank,\nat most")
+    rows = [
         (
             f"{i + 1}. {row['rule']}",
             f"1/{1 / row['of_dense']:,.1f}",
             str(row["layers_for_most"] or f"over {arguments.layers:,}"),
             percent(1 - row["reach_by_layer"][-1]),
             size_text(row["largest_received_bytes"]),
-            size_text(row["cache_bytes"] or 0),
+            *([size_text(row["cache_bytes"])] if arguments.is_causal else []),
         )
         for i, row in enumerate(found)
     ]
-    if not arguments.is_causal:
-        headers, rows = headers[:-1], [cells[:-1] for cells in rows]
     sizes = f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}"
     lines = [f"{sizes}, {counted(arguments.ranks, 'rank')}", *([wrapped(assumed)] if assumed else [])]
+    headers += ("decoding\ncache a\nlayer",) * arguments.is_causal
     lines += [aligned(headers, rows), f"heard: by the worst of the queries that were followed, of {heard(arguments)}"]
     if arguments.ranks > 1:
         lines.append(
@@ -174,8 +171,9 @@ def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: st
     lines[-1] = wrapped(lines[-1])
     for i, row in enumerate(found):
         # Other commands have no word for a whole document.
-        lengths = (arguments.seq_len if w == WHOLE_DOCUMENT else w for w in row["segment_lengths"])
-        options = f"--segment-lengths {spaced(lengths)} --dilation-rates {spaced(row['dilation_rates'])}"
+        lengths = (str(arguments.seq_len if w == WHOLE_DOCUMENT else w) for w in row["segment_lengths"])
+        rates = map(str, row["dilation_rates"])
+        options = f"--segment-lengths {' '.join(lengths)} --dilation-rates {' '.join(rates)}"
         indented = (f"   {line}" for line in words(arguments, row))
         lines += ["", *map(wrapped, (f"{i + 1}. {row['rule']}: {options}", *indented))]
     return "\n".join(lines)
@@ -211,10 +209,6 @@ def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
 def heard(arguments: argparse.Namespace) -> str:
     """What a query may hear of."""
     return "the positions up to it" if arguments.is_causal else "all positions"
-
-
-def spaced(numbers: Iterable[int]) -> str:
-    return " ".join(map(str, numbers))
 
 
 def _loss(arguments: argparse.Namespace, row: dict[str, Any], who: str) -> str:

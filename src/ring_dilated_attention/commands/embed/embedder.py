@@ -63,22 +63,16 @@ def check_device(device: str, num_ranks: int) -> None:
 def embed_all(options: Namespace, slides: Slides, take: Callable[[Result], None]) -> None:
     """Call `take` with each slide's result, as they come. A ValueError if the weights cannot be used. options: those of
     the command."""
-    num_ranks = options.ranks
-    if num_ranks == 1:
+    if options.ranks == 1:
         refusals = [_embed_here(options, slides, None, options.device, take)]
     else:
         is_cuda = options.device.startswith("cuda")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        launch = Launch(
-            num_ranks,
-            num_threads=max(1, cores // num_ranks),
-            backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            seconds=SECONDS,
-        )
+        backend, num_threads = "cpu:gloo,cuda:nccl" if is_cuda else "gloo", max(1, cores // options.ranks)
+        launch = Launch(options.ranks, num_threads=num_threads, backend=backend, seconds=SECONDS)
         refusals = run_ranks(launch, _embed_rank, options, slides, on_report=lambda rank, result: take(result))
-    for refusal in refusals:
-        if refusal:
-            raise ValueError(refusal)
+    if refusal := next(filter(None, refusals), None):
+        raise ValueError(refusal)
 
 
 def _embed_rank(worker: Worker, options: Namespace, slides: Slides) -> str | None:
@@ -88,11 +82,7 @@ def _embed_rank(worker: Worker, options: Namespace, slides: Slides) -> str | Non
 
 
 def _embed_here(
-    options: Namespace,
-    slides: Slides,
-    parallel: ContextParallel | None,
-    device: str,
-    report: Callable[[Result], Any],
+    options: Namespace, slides: Slides, parallel: ContextParallel | None, device: str, report: Callable[[Result], Any]
 ) -> str | None:
     """Why nothing can be embedded, or None when all slides have been reported."""
     try:
