@@ -187,16 +187,16 @@ def is_saved(file: BinaryIO) -> bool:
 
 def described(hardware: Hardware, source: str) -> str:
     """The rates that a time assumes, in a line."""
-    parts = [scaled(hardware.flops_per_second, "FLOP/s")]
+    numbers = [scaled(hardware.flops_per_second, "FLOP/s")]
     if hardware.backward_flops_per_second is not None:
-        parts[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
+        numbers[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
     if hardware.bytes_per_second == NO_NETWORK:
-        parts.append("no network")
+        numbers.append("no network")
     else:
-        parts.append(f"{scaled(hardware.bytes_per_second, 'B/s')} one way")
-        parts.append(f"latency {time_text(hardware.latency_seconds)}")
+        numbers.append(f"{scaled(hardware.bytes_per_second, 'B/s')} one way")
+        numbers.append(f"latency {time_text(hardware.latency_seconds)}")
     if hardware.call_seconds:
-        parts.append(f"{time_text(hardware.call_seconds)} a kernel call")
+        numbers.append(f"{time_text(hardware.call_seconds)} a kernel call")
     if hardware.handshake_seconds is not None:
-        parts.append(f"handshake {time_text(hardware.handshake_seconds)}")
-    return f"assumed of each rank: {', '.join(parts)} ({source})"
+        numbers.append(f"handshake {time_text(hardware.handshake_seconds)}")
+    return f"assumed of each rank: {', '.join(numbers)} ({source})"

@@ -96,13 +96,9 @@ def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     num_ranks = arguments.ranks or 1
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
-    launch = Launch(
-        num_ranks,
-        num_threads=max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1,
-        backend="cpu:gloo,cuda:nccl" if has_gpus else "gloo",
-        seconds=MEASURING_SECONDS,
-        join_seconds=arguments.timeout,
-    )
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1
+    backend, join_seconds = "cpu:gloo,cuda:nccl" if has_gpus else "gloo", arguments.timeout
+    launch = Launch(num_ranks, num_threads, backend=backend, seconds=MEASURING_SECONDS, join_seconds=join_seconds)
     # Taken here: a rank that is started finds another value in what keeps gloo on this host.
     environment = dict(os.environ)
     return run_ranks(launch, examine_on, arguments.run_folder, MEASURING_SECONDS, environment)[0]

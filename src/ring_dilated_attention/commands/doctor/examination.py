@@ -55,7 +55,6 @@ OFF = ("", "0", "false", "False")
 WRITTEN_BYTES = 32 * 2**20
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
-
 # Small ones say what a message takes whatever its size, large ones how many bytes a second.
 SMALL, LARGE = 256, 16 * 2**20
 REPEATS = 5
@@ -75,13 +74,8 @@ def examine_on(worker: Worker, folder: Path, seconds: float, environment: Mappin
 
 
 def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The findings of all ranks, in the order of the ring, on every rank.
-
-    Args:
-        folder: where runs will be written.
-        seconds: that a rank waits for another.
-        environment: as the user set it.
-    """
+    """The findings of all ranks, in the order of the ring, on every rank. folder: where runs will be written; seconds:
+    the timeout of a message; environment: as the user set it."""
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     own = facts(parallel.rank, device, folder, environment)
@@ -190,19 +184,19 @@ def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
 
 
 def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
-    """What `rates` and `links` find, typically, and what `speedup` does."""
+    """The medians of what `rates` and `messages` find, and what `speedup` does."""
     rounds = []
     for i in range(ROUNDS):
         time.sleep(SECONDS_APART * (i > 0))
         found: dict[str, Any] = {"rates": rates(parallel, device)}
         if parallel.world_size > 1:
-            found["links"] = links(parallel, device)
+            found["links"] = messages(parallel, device)
         rounds.append(found)
     return typical(rounds) | {"bfloat16_speedup": speedup(parallel, device)}
 
 
 def typical(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of each number the median."""
+    """The median of each number."""
     columns = {name: [found[name] for found in rounds] for name in rounds[0]}
     return {
         name: typical(column) if isinstance(column[0], dict) else statistics.median(column)
@@ -268,7 +262,7 @@ def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]
     return [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
 
 
-def links(parallel: ContextParallel, device: str) -> dict[str, Any]:
+def messages(parallel: ContextParallel, device: str) -> dict[str, Any]:
     """Seconds of small and large messages to other ranks, by how far on in the ring they are; and of a handshake."""
     link = getattr(parallel.ranks, "all", None)
     assert isinstance(link, GroupLink)

@@ -16,7 +16,6 @@ from ..output import check_writable, progress_bar
 from ..terminal import say
 from .embeddings import EmbeddingFile, Keys, digest_of
 
-USER_ERROR_EXIT_CODE = 2
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 EMBEDDINGS = {
     "pooled": "the mean over the tiles (global_pool=True)",
@@ -59,10 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--padding", choices=PADDINGS, default="torchscale", help=zero_rows)
     sides = "side of a slide by which segment lengths are set (default 262144; GigaPath's fine-tuning has 250000)"
     add("--max-wsi-size", type=count, default=262_144, metavar="PIXELS", help=sides)
-    steps = (
-        "from tile to tile, in the units of the coordinates (default 256), or `file`: what each file states; segment "
-        "lengths stay those of 256"
-    )
+    steps = "coordinates from tile to tile (default 256), or `file`: as each file states; segments stay those of 256"
     add("--tile-size", metavar="PIXELS", help=steps)
     add("--heads", type=count, metavar="H", help="attention heads of the weights (default 16, of published sizes only)")
     layers = "layers that the weights must have (default: 12 if they are 768 or 384 wide, as the published ones)"
@@ -86,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_known, failures = embed(arguments, slides, file)
     except (ValueError, OSError) as error:
         say(f"rda embed: {error}")
-        return USER_ERROR_EXIT_CODE
+        return 2
     except RankFailedError as error:
         go_on = "What was embedded before is saved: run the same command again to go on."
         say(f"rda embed: the processes failed. {go_on}\n{error}")
@@ -174,8 +170,6 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         digest = digest_of(arguments.weights)
     except ValueError as error:
         raise ValueError(f"--weights {arguments.weights} {error}") from error
-    except OSError as error:
-        raise ValueError(f"--weights {arguments.weights} cannot be read: {error.strerror}") from error
     check_device(arguments.device, arguments.ranks)
     size = slide_encoder_size(arguments.weights, read_weights(arguments.weights), arguments.depth, arguments.heads)
     layer = arguments.layer

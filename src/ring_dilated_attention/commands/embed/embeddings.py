@@ -38,12 +38,15 @@ class Entry(NamedTuple):
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of all of a file: to read it takes little beside what its embedding takes. A ValueError if it is no
-    regular file."""
+    """The SHA-256 of all of a file: to read it takes little beside what its embedding takes. A ValueError if it
+    cannot be read, or is no regular file."""
     if path.exists() and not path.is_file():
         raise ValueError("is no regular file: a pipe or a device may have no end")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
 
 
 def fingerprint(path: Path, keys: Keys) -> str:
@@ -104,11 +107,7 @@ class EmbeddingFile:
         entry = self.entries.get(name)
         if entry is None:
             return False
-        try:
-            is_same = entry.fingerprint == fingerprint(path, keys)
-        except OSError:
-            return False  # embedding it says why
-        if not is_same:
+        if entry.fingerprint != fingerprint(path, keys):
             raise ValueError(
                 f"the slide {name!r} is in {self.path} already, made from another file than {path}, or from other "
                 "arrays in it: rename this one, or choose another --out"

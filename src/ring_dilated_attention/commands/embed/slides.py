@@ -59,7 +59,7 @@ class Slide:
         return number
 
     def features(self, start: int, stop: int) -> Tensor:
-        """Features (stop - start, C) of some tiles. Of HDF5 no others are read."""
+        """Features (stop - start, C) of some tiles; of an HDF5 file no others are read."""
         rows = self._features[0, start:stop] if len(self._features.shape) == 3 else self._features[start:stop]
         found = _tensor(rows, self.features_key)
         return found.clone() if stop - start < self.num_tiles else found  # a view would keep all rows
