@@ -61,7 +61,7 @@ def run(arguments: list[str], asked: str, command: str) -> int:
         epilog="Each command explains itself: rda train --help",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    asked_parser = parser
+    chosen, chosen_parser = None, parser
     for name, (module, summary, _) in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(
             name,
@@ -71,16 +71,18 @@ def run(arguments: list[str], asked: str, command: str) -> int:
         )
         if name == asked:
             with leaving_at_once(command):
-                import_module(module, __package__).add_arguments(subparser)
-            asked_parser = subparser
+                chosen = import_module(module, __package__)
+            chosen.add_arguments(subparser)
+            chosen_parser = subparser
     if empty := next((word for word in arguments if word.startswith("--") and word.endswith("=--")), None):
-        asked_parser.error(f"{empty}: -- is no value")  # argparse would make an empty list of it
+        chosen_parser.error(f"{empty}: -- is no value")  # argparse would make an empty list of it
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
     with suppress(ValueError):  # of numbers that are none: for a command that joins to say
         if said := unjoined(joins=SUBCOMMANDS[parsed.command].joins):
             say(f"{command}: {said}")
-    return int(import_module(SUBCOMMANDS[parsed.command].module, __package__).run(parsed))
+    assert chosen is not None
+    return int(chosen.run(parsed))
 
 
 if __name__ == "__main__":

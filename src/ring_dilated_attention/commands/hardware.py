@@ -146,18 +146,14 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
     else:
         given["backward_flops_per_second"] = None
     hardware = machine.hardware._replace(**given)
-    if hardware.bytes_per_second == NO_NETWORK and _is_of_several(arguments):
+    mesh = re.findall(r"\d+", getattr(arguments, "mesh", None) or "")
+    is_of_several = (arguments.ranks or 1) > 1 or any(size != "1" for size in mesh)
+    if hardware.bytes_per_second == NO_NETWORK and is_of_several:
         raise ValueError(
             f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: measure it with "
             "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
         )
     return machine._replace(hardware=hardware, source=source)
-
-
-def _is_of_several(arguments: argparse.Namespace) -> bool:
-    """Whether --ranks or --mesh asks for more than one rank."""
-    mesh = re.findall(r"\d+", getattr(arguments, "mesh", None) or "")
-    return (arguments.ranks or 1) > 1 or any(size != "1" for size in mesh)
 
 
 def known(hardware: Hardware) -> dict[str, float | None]:
