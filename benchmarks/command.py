@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
-from ring_dilated_attention.commands.output import check_writable, progress_bar, stepper
+from ring_dilated_attention.commands.output import check_writable, progress_bar
 from ring_dilated_attention.commands.terminal import guarded
 from ring_dilated_attention.training.files import check_mine
 
@@ -29,6 +29,7 @@ from . import (
     packing,
     planned_time,
     prefill,
+    progress,
     ranks,
     scaling,
     sent,
@@ -184,4 +185,4 @@ def _describe_gpu(worker: Worker) -> dict[str, Any]:
 def run_case(case: ModuleType, *, is_quick: bool) -> list[dict]:
     settings = case.QUICK if is_quick else case.FULL
     with progress_bar(case.num_steps(settings), "call") as bar:
-        return case.run(settings, stepper(bar))
+        return case.run(settings, progress.stepper(bar))

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ring_dilated_attention.commands.doctor.doctor import examine
-from ring_dilated_attention.commands.doctor.doctor_ranks import hardware_of
+from ring_dilated_attention.commands.doctor.examination import examine, hardware_of
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.forecast.clock import model_step
 from ring_dilated_attention.pattern import DilatedPattern

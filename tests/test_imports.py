@@ -161,7 +161,7 @@ def modules_with_the_reference(modules):
             "reference",
             "commands.compare",
             "commands.check",
-            "commands.doctor.doctor_ranks",
+            "commands.doctor.examination",
             "commands.doctor.doctor",
         )
 

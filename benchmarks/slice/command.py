@@ -17,13 +17,14 @@ from ring_dilated_attention.commands.limits import (
     check_ranks_fit,
 )
 from ring_dilated_attention.commands.numbers import count
-from ring_dilated_attention.commands.output import check_writable, progress_bar, stepper
+from ring_dilated_attention.commands.output import check_writable, progress_bar
 from ring_dilated_attention.commands.terminal import guarded
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.training.files import MOST_BYTES, check_mine, folder_made, json_object, write_whole
 from ring_dilated_attention.training.machine import hardware, versions
 from ring_dilated_attention.training.options import in_short
 
+from .. import progress
 from . import report
 from .share import SlicedJob, choose_rank, longnet_pattern
 
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(described, indent=1) if arguments.json else report.plan_table(described))
         return 0
     with progress_bar(report.num_steps_of(job, rank), "step") as bar:
-        row = report.measure(job, rank, stepper(bar))
+        row = report.measure(job, rank, progress.stepper(bar))
     record = {
         "command": " ".join(["python -m benchmarks.slice", *arguments.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -51,12 +51,14 @@ def test_training_names_what_it_lacks(without_extra, capsys):
     assert capsys.readouterr().err == "--picture needs matplotlib: pip install matplotlib\n"
 
 
-def test_a_bar_that_is_not_shown_can_be_used_like_one(capsys):
-    for is_shown in (False, True):
-        with output.progress_bar(2, "step", is_shown=is_shown) as bar:
+def test_a_bar_that_is_not_shown_can_be_used_like_one(capsys, monkeypatch):
+    pytest.importorskip("tqdm")
+    for is_shown in (True, False):
+        with output.progress_bar(2, "step") as bar:
             bar.set_postfix_str("first")
             bar.update()
         assert bool(capsys.readouterr().err) == is_shown
+        monkeypatch.setitem(sys.modules, "tqdm", None)
 
 
 @pytest.mark.parametrize("more", [["--json"], []], ids=["much", "little"])

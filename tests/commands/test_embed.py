@@ -1,5 +1,6 @@
 """`rda embed`: every kind of file, batches and ranks, and bad slides beside others."""
 
+import argparse
 import gc
 import json
 import os
@@ -17,9 +18,10 @@ from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, 
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands.embed import embed as embed_command
 from ring_dilated_attention.commands.embed import embedder
 from ring_dilated_attention.commands.embed import slides as slide_files
-from ring_dilated_attention.commands.embed.slides import Keys
+from ring_dilated_attention.commands.embed.embeddings import Keys
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
 
@@ -86,7 +88,7 @@ def test_several_processes(weights, slides, tmp_path):
         torch.testing.assert_close(shared[name], embedding, rtol=1e-5, atol=1e-6)
 
 
-def rank_reads(rank, world_size, options):
+def rank_reads(rank, world_size, options, slides):
     """The second slide cannot be read on rank 1, as where a disk is missing on one host."""
     results = []
     can_open = embedder.open_slide
@@ -97,22 +99,24 @@ def rank_reads(rank, world_size, options):
         return can_open(path, keys)
 
     with mock.patch.object(embedder, "open_slide", open_slide):
-        assert embedder._embed_here(options, ContextParallel(), "cpu", results.append) is None
+        assert embedder._embed_here(options, slides, ContextParallel(), "cpu", results.append) is None
     return [(result.name, result.failure) for result in results]
 
 
 def test_a_slide_that_one_rank_cannot_read(weights, slides):
-    given = ("pooled", "last", "torchscale", 262_144, None, 16, None, "float32", "cpu", 1, Keys())
-    options = embedder.Options([(path.stem, path) for path in slides], weights, *given)
-    first, second = run(2, rank_reads, options)
-    assert first == [("a", None), ("b", "rank 1 refused the call: the disk is gone"), ("c", None)]
-    assert second == [("a", None), ("b", "the disk is gone"), ("c", None)]
+    parser = argparse.ArgumentParser()
+    embed_command.add_arguments(parser)
+    options = parser.parse_args(["slides", "--weights", str(weights), "--out", "out.st", "--heads", "16"])
+    options.keys = Keys()
+    first, second = run(2, rank_reads, options, [(path.stem, path) for path in slides])
+    assert first == [("a", ""), ("b", "rank 1 refused the call: the disk is gone"), ("c", "")]
+    assert second == [("a", ""), ("b", "the disk is gone"), ("c", "")]
 
 
 def test_a_rank_keeps_its_own_rows_alone(tmp_path, monkeypatch):
     """Catches a view, which keeps the whole slide in the memory of each rank."""
     features, coords = tiles(40)
-    path, load, loaded = write(tmp_path / "a.npz", features, coords), slide_files._load_npz, []
+    path, load, loaded = write(tmp_path / "a.npz", features, coords), slide_files._load, []
 
     def watched(path):
         found = load(path)
@@ -120,8 +124,8 @@ def test_a_rank_keeps_its_own_rows_alone(tmp_path, monkeypatch):
         loaded.append(weakref.ref(array if array.base is None else array.base))
         return found
 
-    monkeypatch.setattr(slide_files, "_load_npz", watched)
-    with slide_files.open_slide(path) as slide:
+    monkeypatch.setattr(slide_files, "_load", watched)
+    with slide_files.open_slide(path, Keys()) as slide:
         rows = slide.features(10, 20)
     del slide
     gc.collect()
@@ -279,9 +283,10 @@ def test_the_tile_size_that_a_file_states(weights, tmp_path):
         (["--layer", "3"], "--layer 3: "),
         (["--layer", "first"], "--layer first is none of last, encoder, all, nor a number from 0 on"),
         (["--batch", "2", "--ranks", "2"], "--batch 2 with --ranks 2"),
-        (["--ranks", "0"], "--ranks 0 must be at least 1"),
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--tile-size", "-1"], "--tile-size -1 is neither"),
-        (["--max-wsi-size", "1e300"], "max_wsi_size=1e+300 is more than 2**31 tiles of 256 pixels"),
+        (["--max-wsi-size", "1e15"], "max_wsi_size=1e+15 is more than 2**31 tiles of 256 pixels"),
+        (["--max-wsi-size", "1e300"], "--max-wsi-size must be at most 9,223,372,036,854,775,807 (64 bits)"),
         (["--tile-size", "inf"], "--tile-size inf is neither"),
         (["--heads", "5"], "embed_dim=32 is not a multiple of num_heads=5"),
         (["missing.h5"], "there is no missing.h5"),
@@ -294,7 +299,7 @@ def test_the_tile_size_that_a_file_states(weights, tmp_path):
         (["--weights", "none.pth"], "none.pth cannot be read: No such file"),
         (["--weights", "short.pth"], "short.pth holds 11 layers x 384, and published encoders of this width have 12"),
         (["--weights", "short.pth", "--depth", "12"], "short.pth holds 11 layers x 384, and asked for were 12 layers"),
-        (["--depth", "0"], "--depth 0 must be at least 1"),
+        (["--depth", "0"], "--depth must be at least 1, got 0"),
         (["--device", "no"], "--device no cannot be used: "),
         (["--device", "meta"], "--device meta cannot be used: "),
         (["--device", "cuda:99"], "--device cuda:99 cannot be used: "),

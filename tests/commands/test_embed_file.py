@@ -10,8 +10,7 @@ from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, 
 from safetensors.torch import save_file
 
 from ring_dilated_attention.commands.embed import embedder, embeddings
-from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, Entry, fingerprint
-from ring_dilated_attention.commands.embed.slides import Keys
+from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, Entry, Keys, fingerprint
 from ring_dilated_attention.commands.local_ranks import RankFailedError
 from ring_dilated_attention.models import LongNetViT
 
@@ -71,8 +70,8 @@ def test_an_embedding_is_saved_before_the_run_ends(weights, slides, tmp_path, mo
 def test_processes_that_die(weights, slides, tmp_path, capsys, monkeypatch):
     """What was embedded before is saved, and no traceback of the command's own is shown."""
 
-    def killed(options, num_ranks, take):
-        take(embedder.Result("a", [1.0], 40, 256.0, fingerprint(slides[0], Keys())))
+    def killed(options, slides_to_do, take):
+        take(embedder.Result("a", Entry(fingerprint(slides[0], Keys()), 40, 256.0), [1.0]))
         raise RankFailedError("rank 1: died without a word")
 
     out = tmp_path / "out.safetensors"

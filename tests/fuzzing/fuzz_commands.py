@@ -29,7 +29,7 @@ from ring_dilated_attention.commands import (
     terminal,
     train,
 )
-from ring_dilated_attention.commands.doctor import doctor_facts, doctor_ranks
+from ring_dilated_attention.commands.doctor import examination
 from ring_dilated_attention.commands.plan import call, compare, figures
 from ring_dilated_attention.commands.plan import options as plan_options
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
@@ -248,7 +248,8 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
         output = captured(lambda: run_command(arguments))
     output = output._replace(error=output.error.replace("a\nb", "a b"))  # a name of two lines
     complaint = judge(arguments, output, before, listing(Path()))
-    name = cli.asked_for(arguments) if cli.asked_for(arguments) in COMMANDS else "rda"
+    asked = cli.split_off(arguments)[1]
+    name = asked if asked in COMMANDS else "rda"
     last = output.error.strip().rsplit("\n", 1)[-1][-200:]
     return Trial(f"{name} {output.code}", f"{shown(arguments)}: {last}", complaint)
 
@@ -274,7 +275,7 @@ def a_quick_doctor() -> Iterator[None]:
     run_ranks = local_ranks.run_ranks
 
     def here(launch: local_ranks.Launch, function: Callable[..., Any], *rest: Any, **options: Any) -> list[Any]:
-        if not function.__module__.endswith(".doctor"):
+        if not function.__module__.endswith(".examination"):
             return run_ranks(launch, function, *rest, **options)
         if launch.seconds < 1 or launch.world_size > 1:
             raise local_ranks.RankFailedError(f"no answer within {launch.seconds:.0f} s")
@@ -282,8 +283,8 @@ def a_quick_doctor() -> Iterator[None]:
 
     with (
         mock.patch.object(local_ranks, "run_ranks", here),
-        mock.patch.object(doctor_ranks, "rates", return_value=dict.fromkeys(names, 1.0)),
-        mock.patch.object(doctor_facts, "WRITTEN_BYTES", 2**20),
+        mock.patch.object(examination, "rates", return_value=dict.fromkeys(names, 1.0)),
+        mock.patch.object(examination, "WRITTEN_BYTES", 2**20),
     ):
         yield
 

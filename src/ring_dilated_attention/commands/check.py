@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from .compare import DTYPES, Case, Squares, measure, measure_cached, worst
 from .limits import check_at_least, check_ranks_fit
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
 from .numbers import count
-from .output import progress_bar
+from .output import aligned, progress_bar
 
 SECONDS_PER_LAUNCH, MOST_SECONDS = 60, 86_400
 
@@ -79,23 +79,22 @@ class Trial(NamedTuple):
         return [case for case in CASES if not deals or case.num_kv_heads % self.num_ranks == 0]
 
     def row(self, verdict: str, **others: Any) -> Row:
-        return Row(self.backend, self.exchange, _name(self.dtype), self.num_ranks, verdict, **others)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Row(self.backend, self.exchange, dtype, self.num_ranks, verdict, **others)
 
 
 def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
     """What can run on this machine on so many ranks, and the rows of what cannot, with the reason."""
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    exchanges = (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE)
     trials, rows = [], []
-    for backend in BACKENDS:
-        for exchange in (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE):
-            for dtype in DTYPES:
-                options = [Trial(backend, device, exchange, dtype, num_ranks) for device in devices]
-                against = [_why_not(option) for option in options]
-                usable = [option for option, reason in zip(options, against, strict=True) if reason is None]
-                if usable:
-                    trials.append(usable[0])
-                else:
-                    rows.append(options[0].row("cannot run", reason="; ".join(map(str, against))))
+    for backend, exchange, dtype in product(BACKENDS, exchanges, DTYPES):
+        against = {x: _why_not(x) for x in (Trial(backend, device, exchange, dtype, num_ranks) for device in devices)}
+        trial, reason = next((x for x in against.items() if x[1] is None), next(iter(against.items())))
+        if reason is None:
+            trials.append(trial)
+        else:
+            rows.append(trial.row("cannot run", reason="; ".join(map(str, against.values()))))
     return trials, rows
 
 
@@ -110,8 +109,7 @@ def _why_not(trial: Trial) -> str | None:
 
 def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: float) -> list[Row]:
     """Rows of trials that share backend and exchange, in processes of their own: a crash or a hang fails only these."""
-    has_gpu = any(trial.device == "cuda" for trial in trials)
-    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if any(trial.device == "cuda" for trial in trials) else "gloo"
     launch = Launch(trials[0].num_processes, backend=backend, seconds=seconds)
     try:
         ranks = run_ranks(launch, _measure_all, trials, seconds, on_report=lambda rank, message: on_step())
@@ -128,85 +126,71 @@ def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: 
 
 
 def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> list[list[Squares]]:
-    contexts: dict[tuple[str, int], ContextParallel] = {}
+    contexts = _contexts(trials, seconds)
     results: list[list[Squares]] = []
     for trial in trials:
         device = f"cuda:{worker.rank}" if trial.device == "cuda" else trial.device
         results.append([])
         for case in trial.cases:
-            parallel = None
-            if trial.num_ranks > 1:
-                how = (case.sharding, trial.num_ranks)
-                if how not in contexts:
-                    if trial.exchange == SIMULATED:
-                        contexts[how] = all_ranks(trial.num_ranks, sharding=case.sharding)
-                    else:
-                        timeout = timedelta(seconds=seconds)
-                        contexts[how] = ContextParallel(
-                            sharding=case.sharding, exchange=trial.exchange, timeout=timeout
-                        )
-                parallel = contexts[how]
             if trial.exchange == CACHE:
-                results[-1].append(measure_cached(case, trial.dtype, trial.backend, device))
+                found = measure_cached(case, trial.dtype, trial.backend, device)
             else:
-                results[-1].append(measure(case, trial.dtype, trial.backend, device, parallel))
+                found = measure(case, trial.dtype, trial.backend, device, contexts.get(case.sharding))
+            results[-1].append(found)
             if worker.rank == 0:
                 worker.report(case.name)
     return results
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _contexts(trials: Sequence[Trial], seconds: float) -> dict[str, ContextParallel]:
+    """What the cases of several ranks run on, by their sharding; nothing for one rank."""
+    exchange, num_ranks = trials[0].exchange, trials[0].num_ranks
+    shardings = dict.fromkeys(case.sharding for trial in trials for case in trial.cases if num_ranks > 1)
+    if exchange == SIMULATED:
+        return {sharding: all_ranks(num_ranks, sharding=sharding) for sharding in shardings}
+    timeout = timedelta(seconds=seconds)
+    return {x: ContextParallel(sharding=x, exchange=exchange, timeout=timeout) for x in shardings}
 
 
 EXAMPLES = """examples:
   rda check                 every backend and exchange on 1, 2 and 3 ranks
   rda check --ranks 1       one rank only
-  rda check --json          the rows as JSON on stdout
 
-Each row is the result that came nearest to its tolerance over all cases: out, lse, dq, dk and dv, gradients of lse
-included; of "cache", where a sequence is appended in chunks and token by token, out and lse. The tolerance is twice the
-error of torch's attention in the same dtype under the same mask, plus a floor (a quarter of the dtype's eps; 8 eps in
-float64, 4 in float32 on a GPU). Exit codes: 0 all rows passed or cannot run here, 1 a row failed.
+Each row shows the result that came nearest to its tolerance over all cases: out, lse, dq, dk or dv. Gradients are also
+those of lse. For "cache" a sequence is appended many tokens at a time and one by one, and out and lse are compared. The
+tolerance is twice the error of torch's attention in the same dtype under the same mask, plus a floor (a quarter of the
+dtype's eps; 8 eps in float64, 4 in float32 on a GPU). Exit codes: 0 all rows passed or cannot run here, 1 a row failed.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument(
-        "--ranks", type=count, nargs="+", default=[1, 2, 3], metavar="P", help="numbers of ranks (default 1 2 3)"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=SECONDS_PER_LAUNCH,
-        metavar="S",
-        help="seconds for each backend, exchange, ranks",
-    )
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    add = parser.add_argument
+    add("--ranks", type=count, nargs="+", default=[1, 2, 3], metavar="P", help="numbers of ranks (default 1 2 3)")
+    seconds = f"for one backend, exchange and number of ranks (default {SECONDS_PER_LAUNCH} s)"
+    add("--timeout", type=float, default=SECONDS_PER_LAUNCH, metavar="S", help=seconds)
+    add("--json", action="store_true", help="print the rows as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        check_numbers(arguments)
+        check_at_least("--ranks", min(arguments.ranks))
+        check_ranks_fit(max(arguments.ranks), min(case.seq_len for case in CASES), "the shortest case")
+        if not 0 < arguments.timeout < math.inf:
+            raise ValueError(f"--timeout must be a positive number of seconds, got {arguments.timeout:g}")
+        if arguments.timeout > MOST_SECONDS:
+            raise ValueError(f"--timeout must be at most {MOST_SECONDS:,} seconds, a day, got {arguments.timeout:g}")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     rows = check(arguments.ranks, arguments.timeout)
     if arguments.json:
-        print(json.dumps([_as_json(row) for row in rows], indent=1))
+        known = [{name: x for name, x in row._asdict().items() if x not in (None, "")} for row in rows]
+        shown = [{name: "inf" if x == math.inf else x for name, x in row.items()} for row in known]
+        print(json.dumps(shown, indent=1))
     else:
         print(table(rows))
     return 1 if any(row.verdict == "failed" for row in rows) else 0
-
-
-def check_numbers(arguments: argparse.Namespace) -> None:
-    check_at_least("--ranks", min(arguments.ranks))
-    check_ranks_fit(max(arguments.ranks), min(case.seq_len for case in CASES), "the shortest case")
-    if not 0 < arguments.timeout < math.inf:
-        raise ValueError(f"--timeout must be a positive number of seconds, got {arguments.timeout:g}")
-    if arguments.timeout > MOST_SECONDS:
-        raise ValueError(f"--timeout must be at most {MOST_SECONDS:,} seconds, a day, got {arguments.timeout:g}")
 
 
 def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row]:
@@ -227,32 +211,18 @@ def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row
 
 def table(rows: Sequence[Row]) -> str:
     """The rows, aligned. What cannot run is said once per backend and reason."""
-    lines: list[tuple[str, ...]] = [
-        ("backend", "exchange", "ranks", "dtype", "cases", "worst error", "tolerance", "verdict", "where")
-    ]
+    headers = ("backend", "exchange", "ranks", "dtype", "cases", "worst error", "tolerance", "verdict", "where")
+    lines: list[tuple[str, ...]] = []
     for row in rows:
         if row.verdict != "cannot run":
             numbers = ("" if x is None else f"{x:.1e}" for x in (row.error, row.tolerance))
-            where = row.where or row.reason
             names = (row.backend, row.exchange, str(row.num_ranks), row.dtype, f"{row.num_cases} of {len(CASES)}")
-            lines.append((*names, *numbers, row.verdict, where))
+            lines.append((*names, *numbers, row.verdict, row.where or row.reason))
     for backend, reason in dict.fromkeys((row.backend, row.reason) for row in rows if row.verdict == "cannot run"):
-        alike = [row for row in rows if (row.backend, row.reason, row.verdict) == (backend, reason, "cannot run")]
-        columns = (
-            _values([getattr(row, name) for row in alike], [getattr(row, name) for row in rows])
-            for name in ("exchange", "num_ranks", "dtype")
-        )
+        columns = []
+        for name in ("exchange", "num_ranks", "dtype"):
+            alike = dict.fromkeys(getattr(row, name) for row in rows if (row.backend, row.reason) == (backend, reason))
+            is_any = alike.keys() == {getattr(row, name) for row in rows}
+            columns.append("any" if is_any else ", ".join(map(str, alike)))
         lines.append((backend, *columns, "", "", "", "cannot run", reason))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(x, widths, strict=True)).rstrip() for x in lines
-    )
-
-
-def _values(some: Sequence[object], every: Sequence[object]) -> str:
-    return "any" if set(some) == set(every) else ", ".join(map(str, dict.fromkeys(some)))
-
-
-def _as_json(row: Row) -> dict[str, Any]:
-    numbers = {name: value for name, value in row._asdict().items() if value not in (None, "")}
-    return {name: "inf" if value == math.inf else value for name, value in numbers.items()}
+    return aligned(headers, lines, num_left=len(headers))

@@ -31,28 +31,30 @@ SUBCOMMANDS = {
     "plan": Subcommand(".plan.call", "show what each rank would compute, send and hold in one attention call"),
     "plan model": Subcommand(".plan.model", "show what a whole model on a mesh of ranks holds and takes"),
     "plan compare": Subcommand(".plan.compare", "compare exchanges and shardings, and recommend one"),
-    "doctor": Subcommand(
-        ".doctor.doctor", "say whether this machine or cluster is ready, and how fast it is", joins=True
-    ),
+    "doctor": Subcommand(".doctor.doctor", "say whether this machine or cluster is ready and how fast it is", True),
     "suggest": Subcommand(".suggest", "suggest patterns for a length and a budget, and explain them"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    command = f"rda {asked_for(arguments)}" if asked_for(arguments) in SUBCOMMANDS else "rda"
-    return guarded(command, lambda: run(arguments, command), is_process=argv is None)
+    arguments, asked = split_off(list(sys.argv[1:] if argv is None else argv))
+    command = f"rda {asked}" if asked in SUBCOMMANDS else "rda"
+    return guarded(command, lambda: run(arguments, asked, command), is_process=argv is None)
 
 
-def asked_for(arguments: Sequence[str]) -> str:
-    """The first word that is no option, since `rda` itself has none that takes a value; with the next one where both
-    together are a command."""
+def split_off(arguments: list[str]) -> tuple[list[str], str]:
+    """The arguments with a subcommand of two words as one, as argparse takes it; and the subcommand.
+
+    It is the first word that is no option, since no option of `rda` itself takes a value.
+    """
     first = next((i for i, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
     both = " ".join(arguments[first : first + 2])
-    return both if both in SUBCOMMANDS else "".join(arguments[first : first + 1])
+    if both in SUBCOMMANDS:
+        return [*arguments[:first], both, *arguments[first + 2 :]], both
+    return arguments, "".join(arguments[first : first + 1])
 
 
-def run(arguments: list[str], command: str) -> int:
+def run(arguments: list[str], asked: str, command: str) -> int:
     parser = argparse.ArgumentParser(
         prog="rda",
         description="Exact dilated attention on one device or many.",
@@ -60,22 +62,18 @@ def run(arguments: list[str], command: str) -> int:
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen, chosen_parser = None, parser
-    for name, subcommand in SUBCOMMANDS.items():
+    for name, (module, summary, _) in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(
             name,
-            help=subcommand.summary,
-            description=subcommand.summary[0].upper() + subcommand.summary[1:] + ".",
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if name == asked_for(arguments):
+        if name == asked:
             with leaving_at_once(command):
-                chosen = import_module(subcommand.module, __package__)
+                chosen = import_module(module, __package__)
             chosen.add_arguments(subparser)
             chosen_parser = subparser
-    words = asked_for(arguments).split() if asked_for(arguments) in SUBCOMMANDS else []
-    if len(words) > 1:  # argparse knows a command by one word
-        first = arguments.index(words[0])
-        arguments = [*arguments[:first], " ".join(words), *arguments[first + len(words) :]]
     if empty := next((word for word in arguments if word.startswith("--") and word.endswith("=--")), None):
         chosen_parser.error(f"{empty}: -- is no value")  # argparse would make an empty list of it
     parsed = parser.parse_args(arguments)

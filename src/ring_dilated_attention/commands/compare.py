@@ -45,7 +45,7 @@ class Case(NamedTuple):
     sharding: str = "contiguous"
 
 
-# Sums of squares, of the difference to the definition and of the definition: ranks' parts add up.
+# Sums of squares, of the difference to the definition and of the definition: those of all ranks add up.
 Squares = dict[str, tuple[float, float]]
 
 
@@ -109,14 +109,7 @@ def measure(
     query, key, value = leaves = [take(x).to(device, dtype).requires_grad_() for x in inputs]
     cu_seqlens = None if case.documents is None else torch.tensor(case.documents, dtype=torch.int32)
     out, lse = dilated_attention(
-        query,
-        key,
-        value,
-        case.pattern,
-        parallel=parallel,
-        cu_seqlens=cu_seqlens,
-        backend=backend,
-        return_lse=True,
+        query, key, value, case.pattern, parallel=parallel, cu_seqlens=cu_seqlens, backend=backend, return_lse=True
     )
     loss = _loss(out, lse, take(dout).to(out), take(dlse).to(lse) if through_lse else None)
     found = (out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves))
@@ -124,16 +117,16 @@ def measure(
 
 
 def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) -> Squares:
-    """The difference of out and lse, where the sequence is appended to a cache: in chunks, and token by token."""
+    """The difference of out and lse where the sequence is appended to a cache, many tokens at a time and one by one."""
     inputs, dout, _ = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, None)
     sizes = (case.batch, case.num_heads, case.num_kv_heads, case.head_dim)
     cache = DilatedCache(case.pattern, *sizes, dtype=dtype, device=device)
-    parts = []
+    outs = []
     for start, stop in pairwise([*range(0, case.seq_len // 2, 20), *range(case.seq_len // 2, case.seq_len + 1)]):
         query, key, value = (x[:, start:stop].to(device, dtype) for x in inputs)
-        parts.append(dilated_attention(query, key, value, case.pattern, cache=cache, backend=backend, return_lse=True))
-    found = (torch.cat(x, dim=1) for x in zip(*parts, strict=True))
+        outs.append(dilated_attention(query, key, value, case.pattern, cache=cache, backend=backend, return_lse=True))
+    found = (torch.cat(x, dim=1) for x in zip(*outs, strict=True))
     return {name: squares(x, expected[name]) for name, x in zip(("out", "lse"), found, strict=True)}
 
 
@@ -179,7 +172,6 @@ def worst(cases: Sequence[Case], dtype: torch.dtype, ranks: Sequence[Sequence[Sq
     for i, case in enumerate(cases):
         allowed = tolerances(case, dtype, device)
         for name in ranks[0][i]:
-            parts = [rank[i][name] for rank in ranks]
-            error = relative((sum(d for d, _ in parts), sum(s for _, s in parts)))
+            error = relative((sum(rank[i][name][0] for rank in ranks), sum(rank[i][name][1] for rank in ranks)))
             found.append(Worst(error, allowed[name], f"{name} of {case.name!r}"))
     return max(found, key=lambda result: result.error / result.tolerance)

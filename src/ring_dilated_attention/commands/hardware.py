@@ -2,7 +2,7 @@
 
 [hardware]
 flops_per_second = 1.2e11        # what kernels reach; of one rank, forward
-bytes_per_second = 1.5e9         # one way of a rank's link (left out, it is the file of one rank)
+bytes_per_second = 1.5e9         # one way, over a rank's network (left out in the file of one rank)
 latency_seconds = 2.5e-4         # of a message (0 if left out)
 backward_flops_per_second, call_seconds, handshake_seconds, memory_bytes: where known
 dtype = "float32"                # of the rates
@@ -34,8 +34,8 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _A100 = "225 TFLOP/s in training with FlashAttention-2 (arXiv 2307.08691, section 4.2)"
 _H100 = "400 TFLOP/s in training Llama 3 405B (arXiv 2407.21783, table 4)"
 _SHARE = (
-    "bandwidth and latency not measured here: 4 µs are assumed, and 80 % of a link's rate, the share that DeepSeek-V3 "
-    "reached on an H800's NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
+    "bandwidth and latency not measured here: 4 µs are assumed, and 80 % of a network's rate, the share that "
+    "DeepSeek-V3 reached on an H800's NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
 )
 PRESETS = {
     "a100-nvlink": Machine(Hardware(225e12, 240e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_SHARE}: of 300 GB/s"),
@@ -44,42 +44,38 @@ PRESETS = {
     "h100-infiniband": Machine(Hardware(400e12, 40e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 400 Gb/s"),
 }
 LARGEST = 1e30  # of a rate; far beyond machines, and within floats
-NO_LINK = LARGEST  # bytes per second where none were measured, and one rank sends none
-_FLOPS = "FLOPs in a second; 500 TFLOP/s are 5e14"
-# A rate outside of these two, or a time from here on, is a number in another unit, not a machine.
-_RATES = {
+NO_NETWORK = LARGEST  # bytes per second where none were measured, and one rank sends none
+_FLOPS, _BYTES = "FLOPs in a second; 500 TFLOP/s are 5e14", "bytes in a second, one way; 50 GB/s are 5e10"
+_TIME = "seconds; 5 µs are 5e-6"
+# The least number, the first that is too large, and the unit: what lies outside is in another unit, and no machine's.
+_NUMBERS = {
     "flops_per_second": (1e8, 1e17, _FLOPS),
     "backward_flops_per_second": (1e8, 1e17, _FLOPS),
-    "bytes_per_second": (1e6, 1e14, "bytes in a second, one way; 50 GB/s are 5e10"),
+    "bytes_per_second": (1e6, 1e14, _BYTES),
     "memory_bytes": (2**20, 1e15, "bytes; 80 GB are 8e10"),
-}
-_TIMES = {
-    "latency_seconds": (0.1, "seconds; 5 µs are 5e-6"),
-    "call_seconds": (0.1, "seconds; 5 µs are 5e-6"),
-    "handshake_seconds": (1.0, "seconds; 5 µs are 5e-6"),
+    "latency_seconds": (0.0, 0.1, _TIME),
+    "call_seconds": (0.0, 0.1, _TIME),
+    "handshake_seconds": (0.0, 1.0, _TIME),
 }
 _TEXTS = ("dtype", "source")
-# By hand machines may be imagined that no file has; their times are numbers all the same.
+# Options may imagine machines that no file has; their times are numbers all the same.
 _GIVEN = {
     "flops": ("flops_per_second", 1e6, 1e18, _FLOPS),
-    "bandwidth": ("bytes_per_second", 1e3, 1e15, "bytes in a second, one way; 50 GB/s are 5e10"),
-    "latency": ("latency_seconds", 0.0, 60.0, "seconds; 5 µs are 5e-6"),
+    "bandwidth": ("bytes_per_second", 1e3, 1e15, _BYTES),
+    "latency": ("latency_seconds", 0.0, 60.0, _TIME),
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hardware", metavar="NAME", help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}")
-    parser.add_argument("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
-    parser.add_argument("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
-    parser.add_argument("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
+    add = parser.add_argument
+    add("--hardware", metavar="NAME", help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}")
+    add("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
+    add("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
+    add("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
 
 
 def machine_of(name: str) -> Machine:
-    """A preset by its name, or a file.
-
-    Raises:
-        ValueError: if it is neither, or the file cannot be.
-    """
+    """A preset by its name, or what a file says. A ValueError if it is neither, or the file is not as above."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -92,15 +88,11 @@ def machine_of(name: str) -> Machine:
     fields = content.get("hardware")
     if not isinstance(fields, dict):
         raise ValueError(f"--hardware {name} has no table [hardware]; rda doctor --save FILE.toml writes one")
-    return _checked(name, fields)
-
-
-def _checked(name: str, fields: dict[str, Any]) -> Machine:
-    known = [*_RATES, *_TIMES, *_TEXTS]
     for key, value in fields.items():
-        if key not in known:
-            raise ValueError(f"--hardware {name}: {key} is unknown; the table [hardware] takes {', '.join(known)}")
-        if key not in _TEXTS:
+        if key not in (*_NUMBERS, *_TEXTS):
+            known = ", ".join((*_NUMBERS, *_TEXTS))
+            raise ValueError(f"--hardware {name}: {key} is unknown; the table [hardware] takes {known}")
+        if key in _NUMBERS:
             _check_number(name, key, value)
     if "flops_per_second" not in fields:
         raise ValueError(f"--hardware {name} lacks flops_per_second")
@@ -108,18 +100,18 @@ def _checked(name: str, fields: dict[str, Any]) -> Machine:
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ValueError(f"--hardware {name}: dtype = {dtype!r} is unknown; choose one of {', '.join(ITEMSIZE)}")
     numbers = {key: float(fields[key]) for key in Hardware._fields if key in fields}
-    hardware = Hardware(**{"bytes_per_second": NO_LINK} | numbers)
+    hardware = Hardware(**{"bytes_per_second": NO_NETWORK} | numbers)
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
     return Machine(hardware, ITEMSIZE[dtype], memory, str(fields.get("source", name)))
 
 
 def _check_number(name: str, key: str, value: object) -> None:
-    least, most, unit = _RATES[key] if key in _RATES else (0.0, *_TIMES[key])
+    least, too_large, unit = _NUMBERS[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
         raise ValueError(f"--hardware {name}: {key} = {value!r} must be a plain number of {unit}")
-    if value < 0 or (value == 0 and key in _RATES):
+    if value < 0 or value == 0 < least:
         raise ValueError(f"--hardware {name}: {key} = {value:g} must be positive, in {unit}")
-    if value < least or value > most or (key in _TIMES and value == most):
+    if not least <= value < too_large:
         raise ValueError(f"--hardware {name}: {key} = {value:g} seems to be in another unit: write {unit}")
 
 
@@ -140,39 +132,33 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
         if value is not None and not least <= value <= most:
             raise ValueError(f"--{option} {value:g} must be from {least:g} to {most:g} {unit}")
         given |= {} if value is None else {name: value}
-    names = tuple(given)
-    if arguments.hardware is None and not given:
-        return None
-    if arguments.hardware is None and None in (arguments.flops, arguments.bandwidth):
-        missing = "--flops" if arguments.flops is None else "--bandwidth"
-        raise ValueError(f"{missing} is missing: a time needs --flops and --bandwidth, or --hardware")
-    itemsize = ITEMSIZE[arguments.dtype]
-    machine = Machine(Hardware(0, 0), itemsize, None, "given")
-    if arguments.hardware is not None:
-        machine = machine_of(arguments.hardware)
-        if arguments.flops is None:
-            check_dtype(machine, arguments.hardware, arguments.dtype, ", or give --flops")
-    if arguments.flops is not None:
+    if arguments.hardware is None:
+        if not given:
+            return None
+        missing = next((option for option in ("flops", "bandwidth") if _GIVEN[option][0] not in given), None)
+        if missing is not None:
+            raise ValueError(f"--{missing} is missing: a time needs --flops and --bandwidth, or --hardware")
+        return Machine(Hardware(**given), ITEMSIZE[arguments.dtype], None, "as given")
+    machine = machine_of(arguments.hardware)
+    source = f"{machine.source}; {', '.join(given)} as given" if given else machine.source
+    if arguments.flops is None:
+        check_dtype(machine, arguments.hardware, arguments.dtype, ", or give --flops")
+    else:
         given["backward_flops_per_second"] = None
     hardware = machine.hardware._replace(**given)
-    if hardware.bytes_per_second == NO_LINK and _is_of_several(arguments):
+    mesh = re.findall(r"\d+", getattr(arguments, "mesh", None) or "")
+    is_of_several = (arguments.ranks or 1) > 1 or any(size != "1" for size in mesh)
+    if hardware.bytes_per_second == NO_NETWORK and is_of_several:
         raise ValueError(
-            f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: measure a link with "
+            f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: measure it with "
             "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
         )
-    source = f"{machine.source}; {', '.join(names)} as given" if given else machine.source
-    return machine._replace(hardware=hardware, source=source if arguments.hardware else "as given")
-
-
-def _is_of_several(arguments: argparse.Namespace) -> bool:
-    """Whether --ranks or --mesh asks for more than one rank."""
-    mesh = re.findall(r"\d+", getattr(arguments, "mesh", None) or "")
-    return (arguments.ranks or 1) > 1 or any(size != "1" for size in mesh)
+    return machine._replace(hardware=hardware, source=source)
 
 
 def known(hardware: Hardware) -> dict[str, float | None]:
-    """Its numbers by name, without those of a link where there is none."""
-    left_out = ("bytes_per_second", "latency_seconds") if hardware.bytes_per_second == NO_LINK else ()
+    """Its numbers by name, without those of a network where none was measured."""
+    left_out = ("bytes_per_second", "latency_seconds") if hardware.bytes_per_second == NO_NETWORK else ()
     return {name: value for name, value in hardware._asdict().items() if name not in left_out}
 
 
@@ -197,16 +183,16 @@ def is_saved(file: BinaryIO) -> bool:
 
 def described(hardware: Hardware, source: str) -> str:
     """The rates that a time assumes, in a line."""
-    parts = [scaled(hardware.flops_per_second, "FLOP/s")]
+    numbers = [scaled(hardware.flops_per_second, "FLOP/s")]
     if hardware.backward_flops_per_second is not None:
-        parts[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
-    if hardware.bytes_per_second == NO_LINK:
-        parts.append("no link")
+        numbers[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
+    if hardware.bytes_per_second == NO_NETWORK:
+        numbers.append("no network")
     else:
-        parts.append(f"{scaled(hardware.bytes_per_second, 'B/s')} one way")
-        parts.append(f"latency {time_text(hardware.latency_seconds)}")
+        numbers.append(f"{scaled(hardware.bytes_per_second, 'B/s')} one way")
+        numbers.append(f"latency {time_text(hardware.latency_seconds)}")
     if hardware.call_seconds:
-        parts.append(f"{time_text(hardware.call_seconds)} a kernel call")
+        numbers.append(f"{time_text(hardware.call_seconds)} a kernel call")
     if hardware.handshake_seconds is not None:
-        parts.append(f"handshake {time_text(hardware.handshake_seconds)}")
-    return f"assumed of each rank: {', '.join(parts)} ({source})"
+        numbers.append(f"handshake {time_text(hardware.handshake_seconds)}")
+    return f"assumed of each rank: {', '.join(numbers)} ({source})"

@@ -20,11 +20,7 @@ _RULE = (
 
 
 def count(text: str) -> int:
-    """An option that counts something: 131072, 131,072, 64Ki, 1M, 1e6.
-
-    Raises:
-        argparse.ArgumentTypeError: for anything else, a fraction of one thing included.
-    """
+    """An option that counts something: 131072, 131,072, 64Ki, 1M, 1e6. An ArgumentTypeError for any other text."""
     number = _parse(text)
     if number.denominator != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is {float(number):g}, not a whole number ({_RULE})")
@@ -32,11 +28,7 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """An option that measures something, in the same way of writing.
-
-    Raises:
-        argparse.ArgumentTypeError: for anything else.
-    """
+    """An option that measures something, written alike. An ArgumentTypeError for any other text."""
     if text.strip().lower() in ("inf", "nan", "-inf"):
         return float(text)
     return float(_parse(text))
@@ -67,3 +59,7 @@ def scaled(value: float, unit: str, *, digits: int = 3) -> str:
 
 def size_text(num_bytes: float) -> str:
     return scaled(num_bytes, "B")
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

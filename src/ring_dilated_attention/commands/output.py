@@ -4,20 +4,20 @@ import os
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 from ..training.files import LossyStream
 
 
 def check_writable(option: str, folder: Path, file: str | None = None) -> None:
-    """Before the work, so that none is done whose result has no place. Nothing is made yet.
+    """A ValueError unless new files can be written to a folder, or to where it would be made; or to this file of it.
 
-    Raises:
-        ValueError: unless new files can be written to a folder, or to where it would be made; or to this file of it.
+    Asked before the work, so that none is done whose result has no place. Nothing is made yet.
     """
     path = folder if file is None else folder / file
     try:
@@ -31,16 +31,15 @@ def check_writable(option: str, folder: Path, file: str | None = None) -> None:
         raise ValueError(f"{option} {path} cannot be written: {why}. Choose another place.") from error
 
 
-def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """A table for a terminal, all columns but the first to the right. Headers may have several lines."""
+def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, num_left: int = 1) -> str:
+    """A table for a terminal, all but the first `num_left` columns to the right. Headers may have several lines."""
     tallest = max(header.count("\n") for header in headers)
     tall = [("\n" * (tallest - header.count("\n")) + header).split("\n") for header in headers]
-    lines = [*zip(*tall, strict=True), *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
-    return "\n".join(
-        "  ".join([x[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(x[1:], widths[1:], strict=True))]).rstrip()
-        for x in lines
-    )
+    columns = list(zip(*zip(*tall, strict=True), *rows, strict=True))
+    for i, cells in enumerate(columns):
+        justify, width = str.ljust if i < num_left else str.rjust, max(map(len, cells))
+        columns[i] = tuple(justify(cell, width) for cell in cells)
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def wrapped(text: str, width: int = 80) -> str:
@@ -53,43 +52,11 @@ def wrapped(text: str, width: int = 80) -> str:
     return "\n".join(found)
 
 
-def stepper(bar: Any) -> Callable[[str], None]:
-    """Called before each step with its name; the bar counts those that are done."""
-    started = False
-
-    def step(text: str) -> None:
-        nonlocal started
-        if started:
-            bar.update()
-        started = True
-        bar.set_postfix_str(text)
-
-    return step
-
-
-def progress_bar(total: int, unit: str, *, is_shown: bool = True, delay: float = 0.0) -> Any:
-    """A bar on stderr while a context lasts, or none where tqdm is not installed: it is no part of a result. It
-    appears with the first update after `delay` seconds."""
-    if not is_shown or find_spec("tqdm") is None:
-        return _NoBar()
+def progress_bar(total: int, unit: str, *, delay: float = 0.0) -> Any:
+    """A bar on stderr while a context lasts, or none where tqdm is not installed: it belongs to no result. It appears
+    with the first update after `delay` seconds."""
+    if find_spec("tqdm") is None:
+        return nullcontext(SimpleNamespace(update=lambda: None, set_postfix_str=lambda text: None))
     from tqdm import tqdm
 
     return tqdm(total=total, unit=unit, file=LossyStream(sys.stderr), dynamic_ncols=True, delay=delay)
-
-
-class _NoBar:
-    """What is used of tqdm, without a bar."""
-
-    def __enter__(self) -> "_NoBar":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def update(self) -> None:
-        pass
-
-    def set_postfix_str(self, text: str) -> None:
-        pass

@@ -14,9 +14,7 @@ NO_MEMORY = "there is not enough memory"
 
 def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
     """run()'s exit code; 130 after Ctrl-C, and 2 after a sentence where the system has no room for what it does.
-
-    Args:
-        is_process: nothing comes after it.
+    is_process: nothing comes after it.
     """
     prepare_streams()
     try:
@@ -30,14 +28,11 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
     except KeyboardInterrupt:
         say(f"\n{command}: interrupted")
         return INTERRUPTED_EXIT_CODE
-    except OSError as error:
-        drop_unwritten()
-        say(f"{command}: {in_words(error)}")
-        return 2
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+    except (OSError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, OSError) and not is_out_of_memory(error):
             raise
-        say(f"{command}: {NO_MEMORY}")
+        drop_unwritten()
+        say(f"{command}: {in_words(error) if isinstance(error, OSError) else NO_MEMORY}")
         return 2
     finally:
         drop_unwritten()  # of argparse or a bar, which pass over what stderr does not take

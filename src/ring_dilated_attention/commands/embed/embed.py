@@ -1,24 +1,21 @@
 """`rda embed`: slide embeddings from files of tile features, by GigaPath's published weights or others of its kind."""
 
 import argparse
-import hashlib
 import json
 import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...models.torchscale.architecture import PADDINGS
+from ..limits import check_at_least
 from ..local_ranks import RankFailedError
 from ..numbers import count
 from ..output import check_writable, progress_bar
-from .embeddings import EmbeddingFile, Entry
+from ..terminal import say
+from .embeddings import EmbeddingFile, Keys, digest_of
 
-if TYPE_CHECKING:
-    from .slides import Keys
-
-USER_ERROR_EXIT_CODE = 2
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 EMBEDDINGS = {
     "pooled": "the mean over the tiles (global_pool=True)",
@@ -61,10 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--padding", choices=PADDINGS, default="torchscale", help=zero_rows)
     sides = "side of a slide by which segment lengths are set (default 262144; GigaPath's fine-tuning has 250000)"
     add("--max-wsi-size", type=count, default=262_144, metavar="PIXELS", help=sides)
-    steps = (
-        "from tile to tile, in the units of the coordinates (default 256), or `file`: what each file states; segment "
-        "lengths stay those of 256"
-    )
+    steps = "coordinates from tile to tile (default 256), or `file`: as each file states; segments stay those of 256"
     add("--tile-size", metavar="PIXELS", help=steps)
     add("--heads", type=count, metavar="H", help="attention heads of the weights (default 16, of published sizes only)")
     layers = "layers that the weights must have (default: 12 if they are 768 or 384 wide, as the published ones)"
@@ -80,27 +74,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         check(arguments)
-        from .slides import Keys, find_slides  # imports torch
+        from .slides import find_slides  # imports torch
 
-        keys = Keys(*((name,) for name in arguments.keys)) if arguments.keys else Keys()
         slides = find_slides(arguments.slides)
         file = EmbeddingFile(arguments.out, settings_of(arguments))
-        todo, failures = sort_out(slides, file, keys)
         check_writable("--out", file.place.parent, file.place.name)
-        num_known = len(slides) - len(todo) - len(failures)
-        failures |= embed(arguments, keys, todo, file)
+        num_known, failures = embed(arguments, slides, file)
     except (ValueError, OSError) as error:
-        print(f"rda embed: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+        say(f"rda embed: {error}")
+        return 2
     except RankFailedError as error:
-        print(
-            "rda embed: the processes failed. What was embedded before is saved: run the same command again to go on.\n"
-            f"{error}",
-            file=sys.stderr,
-        )
+        go_on = "What was embedded before is saved: run the same command again to go on."
+        say(f"rda embed: the processes failed. {go_on}\n{error}")
         return 1
     for name, failure in failures.items():
-        print(f"rda embed: {slides[name]}: {failure}", file=sys.stderr)
+        say(f"rda embed: {slides[name]}: {failure}")
     before = f", {num_known} were there already" if num_known else ""
     out = str(file.path) if file.place.exists() else None  # where no slide could be embedded, there may be none
     print(
@@ -114,66 +102,50 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def sort_out(
-    slides: dict[str, Path], file: EmbeddingFile, keys: "Keys"
-) -> tuple[list[tuple[str, Path]], dict[str, str]]:
-    """The slides that the file does not hold, and why others cannot be added to it, by name."""
-    todo, failures = [], {}
+def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: EmbeddingFile) -> tuple[int, dict[str, str]]:
+    """Add to the file the slides that it does not hold; it is written also when this ends early. The number of slides
+    that it held already, and why some cannot be added, by name."""
+    from .embedder import Result, embed_all
+
+    todo, failures = [], dict[str, str]()
     for name, path in slides.items():
         try:
-            if not file.has(name, path, keys):
+            if not file.has(name, path, arguments.keys):
                 todo.append((name, path))
         except ValueError as error:
             failures[name] = str(error)
-    return todo, failures
-
-
-def embed(
-    arguments: argparse.Namespace, keys: "Keys", todo: list[tuple[str, Path]], file: EmbeddingFile
-) -> dict[str, str]:
-    """Add the slides' embeddings to the file, which is written also when this ends early.
-
-    Returns:
-        why some have none, by name.
-    """
-    from .embedder import Options, Result, embed_all
-
-    failures: dict[str, str] = {}
-    given = {name: getattr(arguments, name) for name in Options._fields if name not in ("slides", "keys")}
+    num_known = len(slides) - len(todo) - len(failures)
     try:
         with progress_bar(len(todo), "slide") as bar:
 
             def take(result: Result) -> None:
-                if result.embedding is None:
-                    failures[result.name] = result.failure or "no embedding"
+                if result.entry is None or result.embedding is None:
+                    failures[result.name] = result.failure
                 else:
-                    entry = Entry(result.fingerprint, result.num_tiles, result.tile_size)
-                    file.add(result.name, result.embedding, entry)
-                bar.set_postfix_str(f"{result.name}, {result.num_tiles:,} tiles")
+                    file.add(result.name, result.embedding, result.entry)
+                bar.set_postfix_str(f"{result.name}, {result.entry.num_tiles if result.entry else 0:,} tiles")
                 bar.update()
 
             if todo:
-                embed_all(Options(slides=todo, keys=keys, **given), arguments.ranks, take)
+                embed_all(arguments, todo, take)
     finally:
         file.write()
-    return failures
+    return num_known, failures
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for what can be refused before anything is read."""
-    needed = ["safetensors"]
-    if any(path.suffix in (".h5", ".hdf5") for given in arguments.slides for path in files_of(given)):
-        needed.append("h5py")
-    if any(path.suffix == ".npz" for given in arguments.slides for path in files_of(given)):
-        needed.append("numpy")
+    """Raise ValueError for what can be refused before anything is read, and complete the names of arrays."""
+    files = [path for given in arguments.slides for path in (given.iterdir() if given.is_dir() else [given])]
+    packages = {".h5": "h5py", ".hdf5": "h5py", ".npz": "numpy"}
+    needed = dict.fromkeys(["safetensors", *(packages[x.suffix] for x in files if x.suffix in packages)])
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ValueError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if arguments.layer not in LAYERS and not arguments.layer.isdecimal():
         raise ValueError(f"--layer {arguments.layer} is none of {', '.join(LAYERS)}, nor a number from 0 on")
     for name in ("ranks", "batch", "heads", "depth", "max_wsi_size"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
+        if getattr(arguments, name) is not None:
+            check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
     if arguments.ranks > 1 and arguments.batch > 1:
         raise ValueError(
             f"--batch {arguments.batch} with --ranks {arguments.ranks}: ranks share one slide at a time. Leave one out"
@@ -185,22 +157,19 @@ def check(arguments: argparse.Namespace) -> None:
             is_positive = False
         if not is_positive:
             raise ValueError(f"--tile-size {arguments.tile_size} is neither a positive number of pixels nor 'file'")
-
-
-def files_of(path: Path) -> list[Path]:
-    return list(path.iterdir()) if path.is_dir() else [path]
+    arguments.keys = Keys(*((name,) for name in arguments.keys)) if arguments.keys else Keys()
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that decides what an embedding is, for the file's metadata, in one way of writing.
-
-    Raises:
-        ValueError: if the weights cannot be used so, or on no such device.
-    """
+    """All that decides what an embedding is, for the file's metadata, in one way of writing. A ValueError if the
+    weights cannot be used so, or on no such device."""
     from ...models.weights import read_weights, slide_encoder_size
     from .embedder import DEFAULT_TILE_SIZE, check_device
 
-    digest = digest_of(arguments.weights)
+    try:
+        digest = digest_of(arguments.weights)
+    except ValueError as error:
+        raise ValueError(f"--weights {arguments.weights} {error}") from error
     check_device(arguments.device, arguments.ranks)
     size = slide_encoder_size(arguments.weights, read_weights(arguments.weights), arguments.depth, arguments.heads)
     layer = arguments.layer
@@ -223,13 +192,3 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "dtype": arguments.dtype,
         "weights_sha256": digest,
     }
-
-
-def digest_of(weights: Path) -> str:
-    if weights.exists() and not weights.is_file():
-        raise ValueError(f"--weights {weights} is no regular file: a device may have no end")
-    try:
-        with weights.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ValueError(f"--weights {weights} cannot be read: {error.strerror}") from error

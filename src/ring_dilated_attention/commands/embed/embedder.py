@@ -1,8 +1,8 @@
 """What `rda embed` does once all is checked: slides through the model, in batches, on one process or many."""
 
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,55 +16,33 @@ from ...models.weights import first_line, load_slide_encoder
 from ...ranks.context import ContextParallel, refuse
 from ..local_ranks import Launch, Worker, run_ranks
 from ..terminal import is_out_of_memory
-from .embeddings import fingerprint
-from .slides import Keys, Slide, open_slide
+from .embeddings import Entry, fingerprint
+from .slides import Slide, open_slide
 
 DEFAULT_TILE_SIZE = 256.0
 SECONDS = 20 * 24 * 3600.0  # after which ranks are ended; poll takes no more than 24 days
 RANK_TIMEOUT = timedelta(hours=1)  # one may read a file long after another
 
 
-class Options(NamedTuple):
-    """All that the processes need to know. Names as on the command line."""
-
-    slides: list[tuple[str, Path]]
-    weights: Path
-    embedding: str
-    layer: str
-    padding: str
-    max_wsi_size: int
-    tile_size: str | None
-    heads: int | None
-    depth: int | None
-    dtype: str
-    device: str
-    batch: int
-    keys: Keys
+Slides = Sequence[tuple[str, Path]]
 
 
 class Result(NamedTuple):
     """What became of a slide: its embedding, (E,) or (depth + 1, E), as numbers, or why there is none."""
 
     name: str
+    entry: Entry | None  # none of a slide that could not be read
     embedding: list[Any] | None
-    num_tiles: int = 0
-    tile_size: float = 0.0
-    fingerprint: str = ""  # of the slide's file
-    failure: str | None = None
+    failure: str = ""
 
 
 class Tiles(NamedTuple):
     """What this process holds of a slide: its rows of the features (L, C) and coordinates (L, 2)."""
 
     name: str
+    entry: Entry
     features: Tensor
     coords: Tensor
-    num_tiles: int
-    tile_size: float
-    fingerprint: str
-
-    def result(self, embedding: list[Any] | None, failure: str | None = None) -> Result:
-        return Result(self.name, embedding, self.num_tiles, self.tile_size, self.fingerprint, failure)
 
 
 def check_device(device: str, num_ranks: int) -> None:
@@ -82,98 +60,76 @@ def check_device(device: str, num_ranks: int) -> None:
         raise ValueError(f"--device {device} cannot be used: {first_line(error)}") from error
 
 
-def embed_all(options: Options, num_ranks: int, take: Callable[[Result], None]) -> None:
-    """Calls `take` with each slide's result, as they come.
-
-    Raises:
-        ValueError: if the weights cannot be used.
-    """
-    if num_ranks == 1:
-        refusals = [_embed_here(options, None, options.device, take)]
+def embed_all(options: Namespace, slides: Slides, take: Callable[[Result], None]) -> None:
+    """Call `take` with each slide's result, as they come. A ValueError if the weights cannot be used. options: those of
+    the command."""
+    if options.ranks == 1:
+        refusals = [_embed_here(options, slides, None, options.device, take)]
     else:
         is_cuda = options.device.startswith("cuda")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        launch = Launch(
-            num_ranks,
-            num_threads=max(1, cores // num_ranks),
-            backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            seconds=SECONDS,
-        )
-        refusals = run_ranks(launch, _embed_rank, options, on_report=lambda rank, result: take(result))
-    for refusal in refusals:
-        if refusal:
-            raise ValueError(refusal)
+        backend, num_threads = "cpu:gloo,cuda:nccl" if is_cuda else "gloo", max(1, cores // options.ranks)
+        launch = Launch(options.ranks, num_threads=num_threads, backend=backend, seconds=SECONDS)
+        refusals = run_ranks(launch, _embed_rank, options, slides, on_report=lambda rank, result: take(result))
+    if refusal := next(filter(None, refusals), None):
+        raise ValueError(refusal)
 
 
-def _embed_rank(worker: Worker, options: Options) -> str | None:
+def _embed_rank(worker: Worker, options: Namespace, slides: Slides) -> str | None:
     device = f"cuda:{worker.rank}" if options.device == "cuda" else options.device
     report = worker.report if worker.rank == 0 else (lambda result: None)
-    return _embed_here(options, ContextParallel(timeout=RANK_TIMEOUT), device, report)
+    return _embed_here(options, slides, ContextParallel(timeout=RANK_TIMEOUT), device, report)
 
 
 def _embed_here(
-    options: Options, parallel: ContextParallel | None, device: str, report: Callable[[Result], Any]
+    options: Namespace, slides: Slides, parallel: ContextParallel | None, device: str, report: Callable[[Result], Any]
 ) -> str | None:
     """Why nothing can be embedded, or None when all slides have been reported."""
     try:
-        model = _load(options, parallel, device)
+        model = load_slide_encoder(
+            options.weights,
+            num_heads=options.heads,
+            depth=options.depth,
+            max_wsi_size=options.max_wsi_size,
+            global_pool=options.embedding == "pooled",
+            padding=options.padding,
+            dtype=torch.float64 if options.dtype == "float64" else torch.float32,
+            parallel=parallel,
+        )[0].to(device)
     except (ValueError, MemoryError, RuntimeError) as error:  # the last is torch's of a device
         return first_line(error)
-    for start in range(0, len(options.slides), options.batch):
-        for group in _read(options, options.slides[start : start + options.batch], parallel, report):
+    for start in range(0, len(slides), options.batch):
+        # Slides that can be embedded at once are of one tile size, one width and one dtype.
+        groups: dict[tuple[float, int, torch.dtype], list[Tiles]] = {}
+        for name, path in slides[start : start + options.batch]:
+            try:
+                tiles = _tiles(options, name, path, parallel)
+            except (ValueError, OSError) as error:
+                report(Result(name, None, None, str(error)))
+                continue
+            kind = (tiles.entry.tile_size, tiles.features.shape[-1], tiles.features.dtype)
+            groups.setdefault(kind, []).append(tiles)
+        for group in groups.values():
             for result in _embed(model, options, group, device):
                 report(result)
     return None
 
 
-def _load(options: Options, parallel: ContextParallel | None, device: str) -> LongNetViT:
-    model, _ = load_slide_encoder(
-        options.weights,
-        num_heads=options.heads,
-        depth=options.depth,
-        max_wsi_size=options.max_wsi_size,
-        global_pool=options.embedding == "pooled",
-        padding=options.padding,
-        dtype=torch.float64 if options.dtype == "float64" else torch.float32,
-        parallel=parallel,
-    )
-    return model.to(device)
-
-
-def _read(
-    options: Options,
-    slides: Sequence[tuple[str, Path]],
-    parallel: ContextParallel | None,
-    report: Callable[[Result], Any],
-) -> Iterator[list[Tiles]]:
-    """The slides of a batch in groups that can be embedded at once: of one tile size, one width and one dtype."""
-    groups: dict[tuple[float, int, torch.dtype], list[Tiles]] = {}
-    for name, path in slides:
-        try:
-            try:
-                tiles = _tiles(options, name, path, parallel)
-            except (ValueError, OSError) as error:
-                if parallel is not None:  # the other ranks may have read it, and wait for this one
-                    refuse(parallel.key, str(error))
-                raise
-        except (ValueError, OSError) as error:
-            report(Result(name, None, failure=str(error)))
-            continue
-        kind = (tiles.tile_size, tiles.features.shape[-1], tiles.features.dtype)
-        groups.setdefault(kind, []).append(tiles)
-    yield from groups.values()
-
-
-def _tiles(options: Options, name: str, path: Path, parallel: ContextParallel | None) -> Tiles:
-    found = fingerprint(path, options.keys)
-    with open_slide(path, options.keys) as slide:
-        start, stop = 0, slide.num_tiles
-        if parallel is not None:
-            lengths = parallel.ranks.lengths_of(slide.num_tiles)
-            start = sum(lengths[: parallel.rank])
-            stop = start + lengths[parallel.rank]
-        features, coords = slide.features(start, stop), slide.coords[start:stop]
-        return Tiles(name, features, coords, slide.num_tiles, _tile_size(options.tile_size, slide), found)
+def _tiles(options: Namespace, name: str, path: Path, parallel: ContextParallel | None) -> Tiles:
+    try:
+        found = fingerprint(path, options.keys)
+        with open_slide(path, options.keys) as slide:
+            start, stop = 0, slide.num_tiles
+            if parallel is not None:
+                lengths = parallel.ranks.lengths_of(slide.num_tiles)
+                start = sum(lengths[: parallel.rank])
+                stop = start + lengths[parallel.rank]
+            entry = Entry(found, slide.num_tiles, _tile_size(options.tile_size, slide))
+            return Tiles(name, entry, slide.features(start, stop), slide.coords[start:stop])
+    except (ValueError, OSError) as error:
+        if parallel is not None:  # the other ranks may have read it, and wait for this one
+            refuse(parallel.key, str(error))
+        raise
 
 
 def _tile_size(given: str | None, slide: Slide) -> float:
@@ -193,32 +149,31 @@ def _tile_size(given: str | None, slide: Slide) -> float:
     return DEFAULT_TILE_SIZE
 
 
-def _embed(model: LongNetViT, options: Options, group: list[Tiles], device: str) -> Iterator[Result]:
-    failure = None
+def _embed(model: LongNetViT, options: Namespace, group: list[Tiles], device: str) -> Iterator[Result]:
+    failure = ""
     try:
         embeddings = _forward(model, options, group, device)
     except (ValueError, MemoryError, RuntimeError) as error:
         if not isinstance(error, ValueError) and (model.parallel is not None or not is_out_of_memory(error)):
-            raise  # of several ranks one has left a call in its middle: the others cannot go on
+            raise  # one of several ranks has left a call in its middle: the others cannot go on
         failure = first_line(error)
-    if failure is not None:  # the error is gone, and with it what the call had computed
-        if len(group) == 1:
-            yield group[0].result(None, failure)
-            return
+    # Here the error is gone, and with it what the call had computed.
+    if failure and len(group) > 1:
         for tiles in group:  # the others can be embedded still
             yield from _embed(model, options, [tiles], device)
-        return
-    for tiles, embedding in zip(group, embeddings, strict=True):
-        if embedding.isfinite().all():
-            yield tiles.result(embedding.tolist())
-        else:
-            why = f"its features are finite and its embedding is not: too large for {options.dtype}"
-            yield tiles.result(None, why)
+    elif failure:
+        yield Result(group[0].name, group[0].entry, None, failure)
+    else:
+        too_large = f"its features are finite and its embedding is not: too large for {options.dtype}"
+        for tiles, embedding in zip(group, embeddings, strict=True):
+            is_finite = embedding.isfinite().all()
+            result = (embedding.tolist(), "") if is_finite else (None, too_large)
+            yield Result(tiles.name, tiles.entry, *result)
 
 
-def _forward(model: LongNetViT, options: Options, group: list[Tiles], device: str) -> Tensor:
+def _forward(model: LongNetViT, options: Namespace, group: list[Tiles], device: str) -> Tensor:
     """(B, E), or (B, depth + 1, E) for all layers."""
-    model.tile_size = group[0].tile_size
+    model.tile_size = group[0].entry.tile_size
     lengths = None
     features, coords = group[0].features[None], group[0].coords[None]
     if len(group) > 1:
@@ -227,16 +182,9 @@ def _forward(model: LongNetViT, options: Options, group: list[Tiles], device: st
             raise ValueError("no tiles: an empty slide has no embedding")
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
         features, coords = pad([x.features for x in group]), pad([x.coords.double() for x in group])
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_autocast(options.dtype, device))
+    dtype = getattr(torch, options.dtype)
+    with torch.no_grad(), torch.autocast(torch.device(device).type, dtype, enabled=dtype.itemsize == 2):
         found = model(features.to(device), coords, options.layer != "encoder", lengths=lengths)
     if options.layer == "all":
         return torch.stack(found, dim=1).cpu()
     return (found[int(options.layer)] if options.layer.isdecimal() else found[-1]).cpu()
-
-
-def _autocast(dtype: str, device: str) -> AbstractContextManager[object]:
-    if dtype not in ("bfloat16", "float16"):
-        return nullcontext()
-    return torch.autocast(torch.device(device).type, getattr(torch, dtype))

@@ -22,6 +22,13 @@ MADE_BY = "rda embed"
 SECONDS_BETWEEN_WRITES = 5.0
 
 
+class Keys(NamedTuple):
+    """Names under which the arrays of a slide's file are looked for, in this order."""
+
+    features: tuple[str, ...] = ("features", "tile_embeds", "feats")
+    coords: tuple[str, ...] = ("coords", "coordinates")
+
+
 class Entry(NamedTuple):
     """What a file says of a slide."""
 
@@ -30,31 +37,27 @@ class Entry(NamedTuple):
     tile_size: float
 
 
-def fingerprint(path: Path, keys: Sequence[Sequence[str]]) -> str:
-    """Of a file's content, all of it: to read it takes little beside what its embedding takes.
-
-    Args:
-        keys: the names of the arrays that are read, which decide what a slide is too.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is no regular file.
-    """
+def digest_of(path: Path) -> str:
+    """The SHA-256 of all of a file: to read it takes little beside what its embedding takes. A ValueError if it
+    cannot be read, or is no regular file."""
     if path.exists() and not path.is_file():
         raise ValueError("is no regular file: a pipe or a device may have no end")
-    with path.open("rb") as file:
-        content = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(json.dumps([content, *keys]).encode()).hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+
+
+def fingerprint(path: Path, keys: Keys) -> str:
+    """By which a slide's file is known again. The names of its arrays decide what the slide is too."""
+    return hashlib.sha256(json.dumps([digest_of(path), *keys]).encode()).hexdigest()
 
 
 class EmbeddingFile:
-    """Slide embeddings in safetensors.
+    """Slide embeddings in safetensors. A ValueError for a file of others, or one that was made with other settings.
 
-    Args:
-        settings: all that decides what an embedding is; JSON.
-
-    Raises:
-        ValueError: if there is a file that was not made so, or with other settings.
+    settings: all that decides what an embedding is, as JSON knows it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -64,23 +67,19 @@ class EmbeddingFile:
         self.entries: dict[str, Entry] = {}
         self._written = time.monotonic()
         self._is_new = False
-        self._seen: tuple[int, int] | None = None  # the file as this process knows it
         self._read()
 
-    def _stat(self) -> tuple[int, int] | None:
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_mtime_ns, found.st_size
+    def _refusal(self, why: str, *remedies: str) -> ValueError:
+        return ValueError(f"--out {self.path} {why}. {', '.join(('Choose another name', *remedies))}.")
 
     def _read(self) -> None:
-        """Take in what the file holds, if it is not as this process knows it."""
-        if self._stat() in (None, self._seen):
+        """Take in what the file holds and this process does not, if there is one."""
+        try:
+            self.path.stat()
+        except FileNotFoundError:
             return
-        self._seen = self._stat()
         if not self.path.is_file():
-            raise ValueError(f"--out {self.path} is there, and is no regular file. Choose another name.")
+            raise self._refusal("is there, and is no regular file")
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -89,38 +88,26 @@ class EmbeddingFile:
                 names = file.keys() if metadata.get("made_by") == MADE_BY else []
                 self.embeddings |= {name: file.get_tensor(name) for name in names if name not in self.embeddings}
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"--out {self.path} is there and cannot be read: {error}. Choose another name.") from error
+            raise self._refusal(f"is there and cannot be read: {error}") from error
         if metadata.get("made_by") != MADE_BY:
-            raise ValueError(f"--out {self.path} is there, and `{MADE_BY}` did not make it. Choose another name.")
+            raise self._refusal(f"is there, and `{MADE_BY}` did not make it")
         try:
             settings = dict(json.loads(metadata["settings"]).items())
             found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"--out {self.path} is there, and what it says of itself cannot be read. Choose another name."
-            ) from error
+            raise self._refusal("is there, and what it says of itself cannot be read") from error
         for name in sorted(self.settings.keys() | settings.keys()):
             if settings.get(name) != self.settings.get(name):
-                raise ValueError(
-                    f"--out {self.path} holds embeddings made with {name}={settings.get(name)!r}, not "
-                    f"{self.settings.get(name)!r}. Choose another name, or the settings that it was made with."
-                )
+                made = f"{name}={settings.get(name)!r}, not {self.settings.get(name)!r}"
+                raise self._refusal(f"holds embeddings made with {made}", "or the settings that it was made with")
         self.entries = {name: entry for name, entry in found.items() if name in self.embeddings} | self.entries
 
-    def has(self, name: str, path: Path, keys: Sequence[Sequence[str]]) -> bool:
-        """Whether the embedding of this file's slide is there.
-
-        Raises:
-            ValueError: if it is that of another file of this name, or this is no regular file.
-        """
+    def has(self, name: str, path: Path, keys: Keys) -> bool:
+        """Whether the embedding of this slide is there. A ValueError if it is that of another file of this name."""
         entry = self.entries.get(name)
         if entry is None:
             return False
-        try:
-            is_same = entry.fingerprint == fingerprint(path, keys)
-        except OSError:
-            return False  # embedding it says why
-        if not is_same:
+        if entry.fingerprint != fingerprint(path, keys):
             raise ValueError(
                 f"the slide {name!r} is in {self.path} already, made from another file than {path}, or from other "
                 "arrays in it: rename this one, or choose another --out"
@@ -131,16 +118,12 @@ class EmbeddingFile:
         """embedding: numbers, (E,) or (depth + 1, E)."""
         import torch
 
-        self.embeddings[name] = torch.tensor(embedding, dtype=self._dtype())
+        dtype = torch.float64 if self.settings["dtype"] == "float64" else torch.float32
+        self.embeddings[name] = torch.tensor(embedding, dtype=dtype)
         self.entries[name] = entry
         self._is_new = True
         if time.monotonic() - self._written >= SECONDS_BETWEEN_WRITES:
             self.write()
-
-    def _dtype(self) -> Any:
-        import torch
-
-        return torch.float64 if self.settings["dtype"] == "float64" else torch.float32
 
     def write(self) -> None:
         """Put what there is in the file's place, if there is anything new."""
@@ -162,4 +145,4 @@ class EmbeddingFile:
                 save_file(self.embeddings, unfinished, metadata=metadata)
         except SafetensorError as error:  # a full disk, for one
             raise ValueError(f"--out {self.path} cannot be written: {error}") from error
-        self._written, self._is_new, self._seen = time.monotonic(), False, self._stat()
+        self._written, self._is_new = time.monotonic(), False

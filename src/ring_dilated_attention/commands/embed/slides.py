@@ -10,33 +10,22 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...models.weights import check_sums, first_line
+from .embeddings import Keys
 
-FEATURES = ("features", "tile_embeds", "feats")
-COORDS = ("coords", "coordinates")
 # What TRIDENT calls the step from one tile to the next, in the units of the coordinates.
 TILE_SIZE = "patch_size_level0"
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
 
 
-class Keys(NamedTuple):
-    """Names under which a file's arrays are looked for, in this order."""
-
-    features: tuple[str, ...] = FEATURES
-    coords: tuple[str, ...] = COORDS
-
-
 class Slide:
-    """An open file. `num_tiles`, `tile_size` as the file states it, `coords` (tiles, 2), and features when asked for.
-
-    Raises:
-        ValueError: if the arrays are not there, or not of one slide.
-    """
+    """An open file: `num_tiles`, `tile_size` as the file states it, `coords` (tiles, 2), and features when asked for.
+    A ValueError if the arrays are not there, or not of one slide."""
 
     def __init__(self, arrays: Mapping[str, Any], stated: Mapping[str, Any], keys: Keys) -> None:
         self._features, self.features_key = _array(arrays, "features", keys.features)
@@ -53,14 +42,24 @@ class Slide:
         if self.coords.is_floating_point() and self.coords.dtype.itemsize < 4:
             dtype = self.coords.dtype
             raise ValueError(f"{coords_key} has dtype {dtype}, which has not every pixel: save integers or float32")
-        self._stated = stated.get(TILE_SIZE, attributes_of(coords).get(TILE_SIZE))
+        # Attributes are those of an HDF5 data set; other arrays have none.
+        self._tile_size = stated.get(TILE_SIZE, getattr(coords, "attrs", {}).get(TILE_SIZE))
 
     @property
     def tile_size(self) -> float | None:
-        return _number(self._stated)
+        value = self._tile_size
+        if value is None:
+            return None
+        try:
+            number = float(value.item() if hasattr(value, "item") else value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not 0 < number < math.inf:
+            raise ValueError(f"{TILE_SIZE} is {value!r}, not a positive number of pixels")
+        return number
 
     def features(self, start: int, stop: int) -> Tensor:
-        """Features (stop - start, C) of some tiles. Of HDF5 no others are read."""
+        """Features (stop - start, C) of some tiles; of an HDF5 file no others are read."""
         rows = self._features[0, start:stop] if len(self._features.shape) == 3 else self._features[start:stop]
         found = _tensor(rows, self.features_key)
         return found.clone() if stop - start < self.num_tiles else found  # a view would keep all rows
@@ -72,11 +71,6 @@ def _tensor(x: Any, name: str) -> Tensor:
     if not is_real or x.dtype.itemsize > 8:
         raise ValueError(f"{name} has dtype {x.dtype}, not real numbers of at most 64 bits")
     return x if isinstance(x, Tensor) else torch.as_tensor(x.astype(x.dtype.newbyteorder("="), copy=False))
-
-
-def attributes_of(array: Any) -> Mapping[str, Any]:
-    """Those of an HDF5 data set; other arrays have none."""
-    return getattr(array, "attrs", {})
 
 
 def _array(arrays: Mapping[str, Any], what: str, names: tuple[str, ...]) -> tuple[Any, str]:
@@ -95,37 +89,15 @@ def _array(arrays: Mapping[str, Any], what: str, names: tuple[str, ...]) -> tupl
     raise ValueError(f"{name} has shape {shape}, not (tiles, ...): {what} of the tiles of one slide")
 
 
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
-    try:
-        number = float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(f"{TILE_SIZE} is {value!r}, not a positive number of pixels")
-    return number
-
-
 @contextmanager
-def open_slide(path: Path, keys: Keys | None = None) -> Iterator[Slide]:
-    """A slide's file, open as long as the context lasts.
-
-    Raises:
-        ValueError: if it cannot be read, also while the context lasts, with the reason but without the path.
-    """
+def open_slide(path: Path, keys: Keys) -> Iterator[Slide]:
+    """A slide's file, open as long as the context lasts. A ValueError with the reason, but without the path, if it
+    cannot be read, also while the context lasts."""
     try:
-        with _opened(path, keys or Keys()) as slide:
-            yield slide
-    except (ValueError, OSError):
-        raise
-    except Exception as error:  # a damaged file raises anything, HDF5 where its features are read too
-        raise ValueError(f"cannot be read: {first_line(error)}") from error
-
-
-@contextmanager
-def _opened(path: Path, keys: Keys) -> Iterator[Slide]:
-    if path.suffix in (".h5", ".hdf5"):
+        if path.suffix not in (".h5", ".hdf5"):
+            loaded = _load(path)
+            yield Slide({name: x for name, x in loaded.items() if getattr(x, "ndim", 0)}, loaded, keys)
+            return
         import h5py
 
         try:
@@ -135,33 +107,31 @@ def _opened(path: Path, keys: Keys) -> Iterator[Slide]:
         with file:
             arrays = {name: x for name, x in file.items() if isinstance(x, h5py.Dataset)}
             yield Slide(arrays, dict(file.attrs), keys)
-        return
-    loaded = _load_npz(path) if path.suffix == ".npz" else _load_torch(path)
-    yield Slide({name: x for name, x in loaded.items() if getattr(x, "ndim", 0)}, loaded, keys)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # a damaged file raises anything, HDF5 where its features are read too
+        raise ValueError(f"cannot be read: {first_line(error)}") from error
 
 
-def _load_npz(path: Path) -> dict[str, Any]:
-    import numpy
-
+def _load(path: Path) -> dict[str, Any]:
+    """What an npz or pt file holds, by name."""
+    how = "as npz" if path.suffix == ".npz" else "with torch.load(weights_only=True)"
     try:
-        with numpy.load(path, allow_pickle=False) as file:
-            return dict(file)
-    except Exception as error:  # a damaged file raises anything
-        raise ValueError(f"cannot be read as npz: {error}") from error
+        if path.suffix == ".npz":
+            import numpy
 
-
-def _load_torch(path: Path) -> dict[str, Any]:
-    try:
+            with numpy.load(path, allow_pickle=False) as file:
+                return dict(file)
         is_zip = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         check_sums(path)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            "cannot be read with torch.load(weights_only=True), and is not read otherwise, since a pickle can run any "
-            "code when it is opened: save tensors alone. (Or the file is damaged.)"
+            f"cannot be read {how}, and is not read otherwise, since a pickle can run any code when it is opened: "
+            "save tensors alone. (Or the file is damaged.)"
         ) from error
     except Exception as error:  # a damaged file raises anything
-        raise ValueError(f"cannot be read with torch.load(weights_only=True): {first_line(error)}") from error
+        raise ValueError(f"cannot be read {how}: {first_line(error)}") from error
     if isinstance(loaded, Tensor):
         raise ValueError("holds a tensor alone, and no coordinates: save {'features': ..., 'coords': ...}")
     if not isinstance(loaded, dict):
@@ -170,12 +140,8 @@ def _load_torch(path: Path) -> dict[str, Any]:
 
 
 def find_slides(paths: list[Path]) -> dict[str, Path]:
-    """The slides by name, which is the file's without its suffix. A folder stands for all that it holds.
-
-    Raises:
-        ValueError: if there are none, one is not there, two have one name, or one has a name that no file of
-            embeddings can hold.
-    """
+    """The slides by name, which is the file's without its suffix. A folder stands for all that it holds. A ValueError
+    if there are none, one is not there, two have one name, or a file of embeddings can hold no such name."""
     found: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
@@ -186,14 +152,10 @@ def find_slides(paths: list[Path]) -> dict[str, Path]:
         for file in files:
             if file.suffix not in SUFFIXES:
                 raise ValueError(f"{file} does not end in one of {', '.join(SUFFIXES)}")
-            if file.stem == "__metadata__" or not _is_text(file.stem):
+            # A name that is not UTF-8 reaches Python with lone surrogates.
+            if file.stem == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in file.stem):
                 raise ValueError(f"{str(file)!r}: safetensors has no place for a slide of this name: rename it")
             other = found.setdefault(file.stem, file)
             if other != file:
                 raise ValueError(f"{other} and {file} would both be called {file.stem!r}: rename one")
     return found
-
-
-def _is_text(name: str) -> bool:
-    """Whether a file's name is UTF-8; what is not reaches Python as lone surrogates."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)

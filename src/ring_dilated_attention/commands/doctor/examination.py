@@ -1,0 +1,312 @@
+"""`rda doctor`: what a rank says of itself, and what ranks find together. All of them run all of it, in one order."""
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention import dilated_attention
+from ...forecast.clock import Hardware
+from ...kernels.choose import BACKENDS, reasons
+from ...pattern import DilatedPattern
+from ...ranks.context import ContextParallel
+from ...ranks.link import GroupLink
+from ...training.machine import hardware, versions
+from ..compare import Case, measure, worst
+from ..hardware import NO_NETWORK
+from ..limits import physical_bytes
+from ..local_ranks import Worker
+
+# What runs are known to be slow, or to hang, by; and what no library reads any more.
+HARMFUL = {
+    "NCCL_TREE_THRESHOLD": "NCCL reads it no more since 2.5; unset it (NCCL_ALGO chooses, and chooses well by itself)",
+    "NCCL_LL_THRESHOLD": "NCCL reads it no more since 2.5; unset it",
+    "NCCL_ASYNC_ERROR_HANDLING": "torch reads TORCH_NCCL_ASYNC_ERROR_HANDLING; rename or unset it",
+    "NCCL_BLOCKING_WAIT": "torch reads TORCH_NCCL_BLOCKING_WAIT; unset it",
+    "TORCH_NCCL_BLOCKING_WAIT": "the host waits for every message, and nothing overlaps; unset it",
+    "NCCL_P2P_DISABLE": "GPUs of a host talk through its memory instead of NVLink; unset it",
+    "NCCL_IB_DISABLE": "hosts talk over sockets instead of InfiniBand; unset it unless there is none",
+    "NCCL_SHM_DISABLE": "processes of a host talk over sockets; unset it",
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for; unset it",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is a call of the driver; unset it",
+    "TRITON_INTERPRET": "Triton's kernels run in Python; unset it",
+}
+OBSOLETE = ("NCCL_TREE_THRESHOLD", "NCCL_LL_THRESHOLD")  # whatever their values
+MATTER = (
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_P2P_LEVEL", "NCCL_ALGO", "NCCL_DEBUG"),
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISTRIBUTED_DEBUG"),
+)
+WORTH_16_BITS = 1.1  # times as fast; less is within what measurements differ by, and float32 is more exact
+OFF = ("", "0", "false", "False")
+WRITTEN_BYTES = 32 * 2**20
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+# Small ones say what a message takes whatever its size, large ones how many bytes a second.
+SMALL, LARGE = 256, 16 * 2**20
+REPEATS = 5
+# Measurements apart from each other: a machine that does something else for a second is outvoted.
+ROUNDS, SECONDS_APART = 3, 0.5
+# Every pair of so many ranks is tried; of more each rank tries those at distances of powers of two.
+MOST_PAIRS = 16
+# Forward and backward of attention over so many rows are a kernel at work; over the second, hardly more than its call.
+ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
+CALL: dict[str, object] = {"call": "rda doctor"}
+MORE = 8  # tiles, to see what one takes whatever its size
+CASE = Case("doctor", DilatedPattern((16, 96), (1, 3), is_causal=True), 96, 1, 4, 2, 16)
+
+
+def examine_on(worker: Worker, folder: Path, seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    return examine(folder, seconds, environment)
+
+
+def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The findings of all ranks, in the order of the ring, on every rank. folder: where runs will be written; seconds:
+    the timeout of a message; environment: as the user set it."""
+    parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    own = facts(parallel.rank, device, folder, environment)
+    meet(parallel)
+    own |= {"clock": time.time(), "agreement": agreement(parallel, device), **speeds(parallel, device)}
+    everyone = gathered(parallel, own)
+    parallel.close()
+    return everyone
+
+
+def facts(rank: int, device: str, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """All that can be said without another rank. environment: as the user set it."""
+    card = gpu(device)
+    # Whether each backend can serve is asked of a 16-bit tensor on a GPU, of float32 on a CPU.
+    example = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16 if card else torch.float32, device=device)
+    return {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "versions": versions() | gpu_versions(),
+        "hardware": hardware(),
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "gpu": card,
+        "memory_bytes": float(card["memory_bytes"]) if card else physical_bytes(),
+        "backends": {name: reason or BACKENDS[name].ONLY_BY_NAME for name, reason in reasons(example).items()},
+        "harmful": harmful(environment),
+        "matter": {name: environment[name] for name in MATTER if name in environment},
+        "interfaces": sorted(name for _, name in socket.if_nameindex()),
+        "folder": storage(folder),
+    }
+
+
+def gpu(device: str) -> dict[str, Any] | None:
+    if not device.startswith("cuda"):
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return {"name": found.name, "capability": [found.major, found.minor], "memory_bytes": found.total_memory}
+
+
+def gpu_versions() -> dict[str, str]:
+    """The versions of torch's CUDA and NCCL, and of the driver's kernel module; "none" where there is none."""
+    found = {"CUDA": torch.version.cuda or "none", "NCCL": "none", "GPU driver": "none"}
+    with suppress(AttributeError, ImportError, RuntimeError):  # torch is built without NCCL
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    with suppress(OSError, UnicodeDecodeError, IndexError):
+        first = NVIDIA_DRIVER.read_text().splitlines()[0]
+        found["GPU driver"] = " ".join(first.removeprefix("NVRM version:").split())
+    return found
+
+
+def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
+    """Which dtype to train in, and why. speedup: of attention in bfloat16 over float32, as measured."""
+    if card is None:
+        faster = "bfloat16" if speedup >= WORTH_16_BITS else "float32"
+        return f"{faster}: attention in bfloat16 was {speedup:.2f} times as fast as in float32 on this CPU"
+    major = card["capability"][0]
+    if major >= 8:
+        return "bfloat16: its matrix units are 16-bit, and its range is float32's"
+    if major == 7:
+        return "float16 with loss scaling: its matrix units know no bfloat16"
+    return "float32: Pascal and older have no matrix units, and compute 16-bit types no faster"
+
+
+def harmful(environment: Mapping[str, str]) -> dict[str, str]:
+    is_set = {name: name in environment and environment[name] not in OFF for name in HARMFUL}
+    return {name: why for name, why in HARMFUL.items() if is_set[name] or (name in environment and name in OBSOLETE)}
+
+
+def storage(folder: Path) -> dict[str, Any]:
+    """Free bytes, and bytes in a second of one file that is flushed to the disk; or why nothing can be written."""
+    there = folder
+    try:
+        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        with tempfile.NamedTemporaryFile(dir=there) as file:
+            began = time.perf_counter()
+            file.write(os.urandom(2**20) * (WRITTEN_BYTES // 2**20))
+            file.flush()
+            os.fsync(file.fileno())
+            seconds = time.perf_counter() - began
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        return {"path": str(there), "failure": error.strerror or str(error)}
+    return {"path": str(there), "free_bytes": free, "bytes_per_second": WRITTEN_BYTES / seconds}
+
+
+def meet(parallel: ContextParallel) -> None:
+    """Returns on all ranks at about the same time."""
+    parallel.handshake(1, CALL)
+
+
+def gathered(parallel: ContextParallel, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank gives, in the order of ranks."""
+    encoded = torch.tensor(list(json.dumps(own).encode()), dtype=torch.uint8)
+    lengths = parallel.ranks.agree(len(encoded), CALL, None)
+    everyone = parallel.ranks.gather(encoded, lengths, 0, "the exchange of facts")
+    return [json.loads(bytes(one.tolist())) for one in everyone]
+
+
+def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
+    """A forward and backward of all ranks against the definition: the result nearest to its tolerance."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    everyone = gathered(parallel, measure(CASE, dtype, "auto", device, parallel))
+    found = worst([CASE], dtype, [[one] for one in everyone], device.partition(":")[0])
+    quantity = found.where.partition(" ")[0]
+    return {"quantity": quantity, "error": found.error, "tolerance": found.tolerance, "passed": found.passed}
+
+
+def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
+    """The medians of what `rates` and `messages` find, and what `speedup` does."""
+    rounds = []
+    for i in range(ROUNDS):
+        time.sleep(SECONDS_APART * (i > 0))
+        found: dict[str, Any] = {"rates": rates(parallel, device)}
+        if parallel.world_size > 1:
+            found["links"] = messages(parallel, device)
+        rounds.append(found)
+    return typical(rounds) | {"bfloat16_speedup": speedup(parallel, device)}
+
+
+def typical(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each number."""
+    columns = {name: [found[name] for found in rounds] for name in rounds[0]}
+    return {
+        name: typical(column) if isinstance(column[0], dict) else statistics.median(column)
+        for name, column in columns.items()
+    }
+
+
+def rates(parallel: ContextParallel, device: str) -> dict[str, float]:
+    """This rank's kernel at work while all others' are: rates of forward and backward, and what a call takes."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    many = ROWS if device == "cpu" else 8 * ROWS
+    large = _times(parallel, device, dtype, many, DilatedPattern.dense())
+    one = _times(parallel, device, dtype, FEW_ROWS, DilatedPattern.dense())
+    several = _times(parallel, device, dtype, FEW_ROWS, DilatedPattern((FEW_ROWS,) * (1 + MORE), (1,) * (1 + MORE)))
+    tile = max(0.0, *((b - a) / MORE for a, b in zip(one, several, strict=True)))
+    work = [products * 2 * HEAD_DIM * HEADS * many**2 for products in (2, 5)]
+    rate = [flops / max(a - b, a / 2) for flops, a, b in zip(work, large, one, strict=True)]
+    return {
+        "flops_per_second": rate[0],
+        "backward_flops_per_second": rate[1],
+        "call_seconds": tile,
+        "around_seconds": max(0.0, max(one) - tile),
+    }
+
+
+def speedup(parallel: ContextParallel, device: str) -> float:
+    """How many times as fast as in float32 attention is in bfloat16, forward and backward."""
+    rows, dtypes = ROWS // 2 if device == "cpu" else 8 * ROWS, (torch.float32, torch.bfloat16)
+    seconds = [sum(_times(parallel, device, dtype, rows, DilatedPattern.dense())) for dtype in dtypes]
+    return seconds[0] / seconds[1]
+
+
+def _times(
+    parallel: ContextParallel, device: str, dtype: torch.dtype, rows: int, pattern: DilatedPattern
+) -> Sequence[float]:
+    """Seconds of a forward and of a backward."""
+    shape = (1, rows, HEADS, HEAD_DIM)
+    query, key, value = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    outs: list[Any] = []
+
+    def forward() -> None:
+        outs[:] = [dilated_attention(query, key, value, pattern)]
+
+    def backward() -> None:
+        torch.autograd.grad(outs[0], (query, key, value), torch.ones_like(outs[0]))
+
+    return timed(parallel, device, forward, backward)
+
+
+def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]) -> list[float]:
+    """The median seconds of each action, one after another, begun together with all ranks. The first time is left out,
+    which warms up."""
+    rounds = []
+    for _ in range(REPEATS):
+        meet(parallel)
+        times = [time.perf_counter()]
+        for action in actions:
+            action()
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+            times.append(time.perf_counter())
+        rounds.append([stop - start for start, stop in pairwise(times)])
+    return [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
+
+
+def messages(parallel: ContextParallel, device: str) -> dict[str, Any]:
+    """Seconds of small and large messages to other ranks, by how far on in the ring they are; and of a handshake."""
+    link = getattr(parallel.ranks, "all", None)
+    assert isinstance(link, GroupLink)
+    p = link.world_size
+    handshakes = timed(parallel, "cpu", *[lambda: meet(parallel)] * 3)
+    found: dict[str, Any] = {"handshake_seconds": statistics.median(handshakes), "small": {}, "large": {}}
+    distances = range(1, p) if p <= MOST_PAIRS else [2**k for k in range(p.bit_length()) if 2**k < p]
+    on = device if link.backends.get(torch.device(device).type) else "cpu"
+    for name, size in (("small", SMALL), ("large", LARGE)):
+        leaves = torch.zeros(size, dtype=torch.uint8, device=on)
+        comes = torch.empty_like(leaves)
+        for distance in distances:
+            [found[name][str(distance)]] = timed(parallel, on, partial(_swap, link, leaves, comes, distance))
+    return found
+
+
+def _swap(link: GroupLink, leaves: Tensor, comes: Tensor, distance: int) -> None:
+    """Send to the rank that stands so far on in the ring, and receive from the one so far back."""
+    onward, back = (link.rank + distance) % link.world_size, (link.rank - distance) % link.world_size
+    link.exchange([(leaves, onward)], [(comes, back)], "rda doctor").wait()
+
+
+def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
+    """What a plan assumes of each rank: the rates of the slowest, and the slowest network between two neighbours."""
+    rates = [one["rates"] for one in everyone]
+    forward, backward = (min(x[name] for x in rates) for name in ("flops_per_second", "backward_flops_per_second"))
+    call = max(x["call_seconds"] for x in rates)
+    if "links" not in everyone[0]:
+        return Hardware(forward, NO_NETWORK, 0.0, backward, call)
+    links = [one["links"] for one in everyone]
+    small, large = (max(x[size]["1"] for x in links) for size in ("small", "large"))
+    # What surrounds the tiles of a call is paid once a stage, as the handshake is.
+    handshake = max(x["handshake_seconds"] + y["around_seconds"] for x, y in zip(links, rates, strict=True))
+    # On a machine that others use the small message may have taken as long: then only the whole is known.
+    bandwidth = LARGE / (large - small) if large > 2 * small else LARGE / large
+    return Hardware(forward, bandwidth, small, backward, call, handshake)
+
+
+def pairs_of(everyone: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
+    """(rank, peer, bytes per second) of all pairs that were tried, by place in the ring; the slowest first."""
+    p = len(everyone)
+    found = [
+        (place, (place + int(distance)) % p, LARGE / seconds)
+        for place, one in enumerate(everyone)
+        for distance, seconds in one.get("links", {"large": {}})["large"].items()
+    ]
+    return sorted(found, key=lambda x: x[2])
