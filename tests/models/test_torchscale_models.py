@@ -18,7 +18,7 @@ from ring_dilated_attention.models import (
     map_names,
     torchscale_attention,
 )
-from ring_dilated_attention.models.torchscale.documents import agree_on_documents
+from ring_dilated_attention.models.documents import agree_on_documents
 
 needs_torchscale = pytest.mark.skipif(bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale")
 SMALL = TorchscaleConfig(
@@ -331,7 +331,7 @@ def test_more_positions_than_xpos_grows_over(dtype, longest, remedy):
     """Its tables are finite up to there; beyond all was NaN, without a word."""
     config = TorchscaleConfig(**{**vars(SMALL), "xpos_scale_base": 1.0})
     model = LongNetDecoder(config).to(dtype)
-    _, _, growth = model.layers[0].self_attn.xpos.tables(agree_on_documents("test", (1, longest)))
+    _, _, growth = model.layers[0].self_attn.xpos.tables(agree_on_documents("test", torch.empty(1, longest)))
     assert torch.stack((growth, 1 / growth)).to(dtype).isfinite().all()
     half = longest // 2
     with pytest.raises(ValueError, match=rf"up to {half + 1} from the middle .* {dtype} after {half}: take {remedy}"):

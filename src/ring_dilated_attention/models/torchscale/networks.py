@@ -9,15 +9,14 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from ...attention import dilated_attention, save_attention
-from ...layers.checks import is_integral
+from ...attention import dilated_attention
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel
 from ..checked_loading import CheckedLoading
+from ..documents import Documents, agree_on_documents, why_no_tokens, why_not_dense
+from ..recompute import run_layer
 from .architecture import FIRST_LEARNED_POSITION, TorchscaleConfig
-from .documents import Documents, agree_on_documents
 from .gate import ZeroRows, torchscale_attention, zero_rows
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
@@ -61,7 +60,7 @@ class XPos(nn.Module):
         """cos, sin and growth of the documents' rows, each (N, 1, D/2), float64 on the CPU."""
         positions_N = documents.positions().to(torch.float64)
         # The middle of a document has length 1; which place has does not matter to scores.
-        halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in documents.stretches]
+        halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in documents.spans]
         exponents_N = (positions_N - torch.cat([positions_N[:0], *halves])) / self.scale_base
         num_pairs = len(self.scale)
         frequencies = 10_000.0 ** (-torch.arange(num_pairs, dtype=torch.float64, device="cpu") / num_pairs)
@@ -228,13 +227,12 @@ class _LongNet(CheckedLoading):
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`.
         """
-        given = embeddings if tokens_BN is None else tokens_BN
         failure = self._failure(tokens_BN, embeddings)
         if not (collect is None or callable(collect)):
             failure = f"collect must be a function or None, got {collect!r}"
         documents = agree_on_documents(
             type(self).__name__,
-            (0, 0) if failure or given is None else (given.shape[0], given.shape[1]),
+            embeddings if tokens_BN is None else tokens_BN,
             parallel=self.parallel,
             cu_seqlens=cu_seqlens,
             fields={"pattern": self.pattern, "collects": collect is not None},
@@ -247,19 +245,7 @@ class _LongNet(CheckedLoading):
             counted = zero_rows(self.pattern, self.config.num_heads, documents, device=x_BNE.device, dtype=dtype)
         collected = [] if collect is None else [collect(x_BNE)]
         for layer in self.layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_BNE = checkpoint(
-                    layer,
-                    x_BNE,
-                    documents,
-                    counted,
-                    cu_seqlens,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    context_fn=save_attention,  # nothing is sent twice
-                )
-            else:
-                x_BNE = layer(x_BNE, documents, counted, cu_seqlens)
+            x_BNE = run_layer(layer, x_BNE, documents, counted, cu_seqlens, recompute=self.activation_checkpointing)
             if collect is not None:
                 collected.append(collect(x_BNE))
         if collect is not None:
@@ -288,27 +274,17 @@ class _LongNet(CheckedLoading):
         """Why the input cannot be, as far as this rank sees, or None."""
         if (tokens_BN is None) == (embeddings is None):
             return "give either tokens or embeddings=, not both and not neither"
-        for name, given in (("tokens", tokens_BN), ("embeddings", embeddings)):
-            if given is not None and not isinstance(given, Tensor):
-                return f"{name} must be a tensor, got {type(given).__name__}"
-            if given is not None and (given.layout != torch.strided or given.is_meta):
-                return f"{name} have {given.layout} on {given.device}: pass a dense tensor of numbers"
         if embeddings is not None:
+            if failure := why_not_dense(embeddings=embeddings):
+                return failure
             if not embeddings.is_floating_point():
                 return f"embeddings have dtype {embeddings.dtype}, not floating"
             if embeddings.dim() != 3 or embeddings.shape[-1] != self.config.embed_dim:
                 return f"embeddings have shape {tuple(embeddings.shape)}, not (batch, N, {self.config.embed_dim})"
             return None
-        assert tokens_BN is not None
-        if self.embed_tokens is None:
+        if self.config.num_tokens is None:
             return "this model embeds no tokens (num_tokens=None): give embeddings= instead"
-        if tokens_BN.dim() != 2 or not is_integral(tokens_BN):
-            shape, dtype = tuple(tokens_BN.shape), tokens_BN.dtype
-            return f"tokens have shape {shape} and dtype {dtype}: pass integers (batch, N)"
-        low, high = (int(tokens_BN.min()), int(tokens_BN.max())) if tokens_BN.numel() else (0, 0)
-        if low < 0 or high >= self.embed_tokens.num_embeddings:
-            return f"tokens from {low} to {high}, but num_tokens={self.embed_tokens.num_embeddings}"
-        return None
+        return why_not_dense(tokens=tokens_BN) or why_no_tokens(tokens_BN, "num_tokens", self.config.num_tokens)
 
 
 class LongNetEncoder(_LongNet):
