@@ -282,7 +282,7 @@ def test_a_side_of_an_encoder_decoder():
         ({"num_decoder_layers": 0}, "num_decoder_layers=0 must be a whole number, at least 1"),
         ({"num_layers": 2.0}, "num_layers=2.0 must be a whole number"),
         ({"deepnorm": True}, "deepnorm=True is for models without sub-LayerNorms"),
-        ({"shares_embedding": True, "num_logits": 12}, "num_tokens=11 and num_logits=12: the embedding"),
+        ({"shares_embedding": True, "num_logits": 12}, "num_tokens=11 and num_logits=12"),
         ({"embed_dim": 6, "xpos_scale_base": 512}, "xpos with a head dim of 3"),
         ({"xpos_scale_base": 0}, "xpos_scale_base=0 must be a number, positive and finite"),
     ],

@@ -5,6 +5,7 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +23,7 @@ from .gate import ZeroRows, torchscale_attention, zero_rows
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 # Without gradients the feed-forward's wide rows are formed this many numbers at a time.
 FFN_CHUNK_NUMBERS = 2**24
-
-
-# Of the pair that decays fastest: (0 + 0.4 D) / (1.4 D).
+# The scale of the pair that decays fastest: (0 + 0.4 D) / (1.4 D).
 LEAST_SCALE = 0.4 / 1.4
 
 
@@ -39,21 +38,19 @@ class XPos(nn.Module):
         self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
 
     def check(self, documents: Documents, pattern: DilatedPattern, dtype: torch.dtype) -> None:
-        """Raise ValueError, on all ranks, where scores or rows would be infinite in the dtype of queries and keys, and
-        all be NaN.
+        """Raise ValueError, on all ranks, where scores or rows would be infinite in the dtype of queries and keys.
 
         Scores of later keys grow with their distance, and rows with that from the middle of their document.
         """
         most = int(self.scale_base * math.log(torch.finfo(dtype).max) / -math.log(LEAST_SCALE))
         middle = (documents.longest + 1) // 2
         apart = 0 if pattern.is_causal else min(documents.longest, max(pattern.segment_lengths))
-        farthest = max(middle, apart)
-        if farthest > most:
+        if max(middle, apart) > most:
             wider = {torch.float16: "bfloat16 or float32", torch.float64: "shorter documents"}.get(dtype, "float64")
             where = "from the middle of a document" if middle > apart else "between queries and keys"
             raise ValueError(
-                f"distances of up to {farthest} {where}, and XPOS with scale_base={self.scale_base:g} grows beyond "
-                f"{dtype} after {most}: take {wider}"
+                f"distances of up to {max(middle, apart)} {where}, and XPOS with scale_base={self.scale_base:g} grows "
+                f"beyond {dtype} after {most}: take {wider}"
             )
 
     def tables(self, documents: Documents) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,8 +82,7 @@ class SelfAttention(nn.Module):
         self.num_heads, self.pattern, self.parallel = config.num_heads, pattern, parallel
         self.k_proj, self.v_proj, self.q_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
         self.inner_attn_ln = nn.LayerNorm(width, eps=config.layernorm_eps) if config.sub_layernorm else None
-        scale_base = config.xpos_scale_base
-        self.xpos = XPos(config.head_dim, scale_base) if scale_base is not None else None
+        self.xpos = None if config.xpos_scale_base is None else XPos(config.head_dim, config.xpos_scale_base)
 
     def forward(
         self, x_BNE: Tensor, documents: Documents, counted: ZeroRows | None, cu_seqlens: Tensor | None
@@ -96,12 +92,8 @@ class SelfAttention(nn.Module):
             self.xpos.check(documents, self.pattern, q.dtype)
             cos, sin, growth = self.xpos.tables(documents)
             q, k = self.xpos.rotate(q, cos, sin, growth), self.xpos.rotate(k, cos, sin, 1 / growth)
-        if counted is not None:
-            out = torchscale_attention(
-                q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens, counted=counted
-            )
-        else:
-            out = dilated_attention(q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens)
+        attend = dilated_attention if counted is None else partial(torchscale_attention, counted=counted)
+        out = attend(q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens)
         assert isinstance(out, Tensor)
         del q, k, v  # two thirds of what this layer holds, where no gradient keeps them
         out_BNE = out.flatten(2)
@@ -140,8 +132,11 @@ class Layer(nn.Module):
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
         self.ffn = FeedForward(config)
         self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
-        self.normalize_before = config.normalize_before
-        self.residual_scale = config.residual_scale
+        self.normalize_before, self.residual_scale = config.normalize_before, config.residual_scale
+        with torch.no_grad():
+            for linear in (self.self_attn.v_proj, self.self_attn.out_proj, self.ffn.fc1, self.ffn.fc2):
+                linear.weight.mul_(config.initial_scale)
+                linear.bias.mul_(config.initial_scale)
 
     def forward(
         self, x_BNE: Tensor, documents: Documents, counted: ZeroRows | None, cu_seqlens: Tensor | None
@@ -182,30 +177,20 @@ class _LongNet(CheckedLoading):
         self.parallel = parallel
         self.activation_checkpointing = activation_checkpointing
         self.pattern = config.pattern(is_causal=self.is_causal)
-        width, num_tokens, num_logits = config.embed_dim, config.num_tokens, config.num_logits
-        self.embed_tokens = nn.Embedding(num_tokens, width) if num_tokens is not None else None
+        width, eps = config.embed_dim, config.layernorm_eps
+        self.embed_tokens = None if config.num_tokens is None else nn.Embedding(config.num_tokens, width)
         learned = config.num_learned_positions
-        self.embed_positions = nn.Embedding(learned, width) if learned is not None else None
-        self.layernorm_embedding = nn.LayerNorm(width, eps=config.layernorm_eps) if config.layernorm_embedding else None
+        self.embed_positions = None if learned is None else nn.Embedding(learned, width)
+        self.layernorm_embedding = nn.LayerNorm(width, eps=eps) if config.layernorm_embedding else None
         self.layers = nn.ModuleList(Layer(config, self.pattern, parallel) for _ in range(config.num_layers))
         is_normalized = config.normalize_before and (self.is_causal or config.normalize_output)
-        self.layer_norm = nn.LayerNorm(width, eps=config.layernorm_eps) if is_normalized else None
+        self.layer_norm = nn.LayerNorm(width, eps=eps) if is_normalized else None
         self.output_projection = None
-        if num_logits is not None:
-            self.output_projection = nn.Linear(width, num_logits, bias=False)
+        if config.num_logits is not None:
+            self.output_projection = nn.Linear(width, config.num_logits, bias=False)
             nn.init.normal_(self.output_projection.weight, std=width**-0.5)
             if self.embed_tokens is not None and config.shares_embedding:
                 self.output_projection.weight = self.embed_tokens.weight
-        self._scale_weights()
-
-    def _scale_weights(self) -> None:
-        with torch.no_grad():
-            for layer in self.layers:
-                assert isinstance(layer, Layer)
-                attention, ffn = layer.self_attn, layer.ffn
-                for linear in (attention.v_proj, attention.out_proj, ffn.fc1, ffn.fc2):
-                    linear.weight.mul_(self.config.initial_scale)
-                    linear.bias.mul_(self.config.initial_scale)
 
     def forward(
         self,
@@ -254,19 +239,17 @@ class _LongNet(CheckedLoading):
         return x_BNE if self.output_projection is None else self.output_projection(x_BNE)
 
     def _embed(self, tokens_BN: Tensor | None, embeddings: Tensor | None, documents: Documents) -> Tensor:
-        if tokens_BN is not None:
-            assert self.embed_tokens is not None
-            x_BNE = self.embed_tokens(tokens_BN.long())
-        else:
-            assert embeddings is not None
-            x_BNE = embeddings
-        x_BNE = x_BNE * math.sqrt(self.config.embed_dim) if self.config.scale_embedding else x_BNE
+        if tokens_BN is not None and self.embed_tokens is not None:
+            embeddings = self.embed_tokens(tokens_BN.long())
+        assert embeddings is not None
+        x_BNE = embeddings * math.sqrt(self.config.embed_dim) if self.config.scale_embedding else embeddings
         if self.embed_positions is not None:
             num_rows = self.embed_positions.num_embeddings
             if documents.longest + FIRST_LEARNED_POSITION > num_rows:  # on all ranks
-                most = num_rows - FIRST_LEARNED_POSITION
-                known = f"{num_rows} learned ones from {FIRST_LEARNED_POSITION} on"
-                raise ValueError(f"{documents.longest} positions, and {known}: at most {most}")
+                raise ValueError(
+                    f"{documents.longest} positions, and {num_rows} learned ones from {FIRST_LEARNED_POSITION} on: at "
+                    f"most {num_rows - FIRST_LEARNED_POSITION}"
+                )
             x_BNE = x_BNE + self.embed_positions(documents.positions().to(x_BNE.device) + FIRST_LEARNED_POSITION)
         return x_BNE if self.layernorm_embedding is None else self.layernorm_embedding(x_BNE)
 
