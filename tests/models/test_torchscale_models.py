@@ -270,7 +270,7 @@ def test_a_side_of_an_encoder_decoder():
         TorchscaleConfig.from_torchscale(both, side="decoder", num_tokens=11)
     with pytest.raises(ValueError, match="have no decoder_layers, on which an encoder's scales depend"):
         TorchscaleConfig.from_torchscale(encoder, is_encoder_decoder=True)
-    with pytest.raises(ValueError, match="num_decoder_layers=5 is for an encoder: pass None"):
+    with pytest.raises(ValueError, match="num_decoder_layers=5 is for an encoder: a decoder takes None"):
         LongNetDecoder(config)
 
 

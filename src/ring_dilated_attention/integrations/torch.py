@@ -51,8 +51,7 @@ class ShardSequence(ParallelStyle):
         attending = [child for child in module.modules() if isinstance(child, (MultiheadDilatedAttention, LongNetLM))]
         if not attending:
             raise ValueError(
-                f"{type(module).__name__} has no dilated attention to shard along the sequence: make it of "
-                "MultiheadDilatedAttention, or call replace_attention first."
+                f"{type(module).__name__} has no dilated attention to shard along the sequence: try replace_attention."
             )
         if device_mesh not in self.contexts:
             self.contexts[device_mesh] = ContextParallel(device_mesh, sharding=self.sharding, exchange=self.exchange)
@@ -89,8 +88,7 @@ class ShardHeads(ParallelStyle):
         num_groups, ratio = module.num_kv_heads, module.num_heads // module.num_kv_heads
         if num_groups < size:
             raise ValueError(
-                f"{num_groups} key/value heads for {size} ranks: a rank would have none. Use a mesh axis of at most "
-                f"{num_groups} ranks."
+                f"{num_groups} key/value heads for {size} ranks: take a mesh axis of at most {num_groups}."
             )
         groups = torch.arange(num_groups).tensor_split(size)[rank]
         held = module.held(range(int(groups[0]) * ratio, (int(groups[-1]) + 1) * ratio))

@@ -150,10 +150,7 @@ class LongNetLM(nn.Module):
         lengths: (B,) how many of its N tokens each batch entry appends; the rest is padding.
         """
         if self.parallel is not None:
-            raise ValueError(
-                "caches are of one device, and this model has parallel: make it with parallel=None and the same "
-                "parameters."
-            )
+            raise ValueError("caches are of one device: make this model with parallel=None and the same parameters.")
         if len(caches) != len(self.blocks):
             raise ValueError(f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches.")
         if failure := why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size):
@@ -230,8 +227,7 @@ class LongNetLM(nn.Module):
         if num_labels < 1:
             raise ValueError(
                 f"tokens of shape {tuple(tokens_BN.shape)} on this rank, {documents.borders[-1]} positions over all "
-                f"ranks in {len(documents.borders) - 1} documents: the loss predicts each token of a document from "
-                "those before it and needs a batch with a document of at least 2"
+                f"ranks in {len(documents.borders) - 1} documents: the loss needs a batch with a document of at least 2"
             )
         labels_BN = self._labels(tokens_BN, documents)
         local_sum = self._cross_entropy_sum(self._hidden(tokens_BN, documents, cu_seqlens), labels_BN)

@@ -122,13 +122,10 @@ class LongNetViT(CheckedLoading):
                 raise ValueError(f"{name}={count!r} must be a whole number, at least 1.")
         tile_size, mlp_ratio = checked_size("tile_size", tile_size), checked_size("mlp_ratio", mlp_ratio)
         if embed_dim % 4:
-            raise ValueError(
-                f"embed_dim={embed_dim} is not a multiple of 4: a quarter each is sine and cosine of the two axes."
-            )
+            raise ValueError(f"embed_dim={embed_dim} is not a multiple of 4, sine and cosine of the two axes.")
         if parallel is not None and parallel.sharding != "contiguous":
             raise ValueError(
-                f"parallel has sharding={parallel.sharding!r}, which balances causal patterns; a slide encoder is not "
-                "causal: make the ContextParallel with sharding='contiguous'."
+                f"parallel has sharding={parallel.sharding!r}: a slide encoder takes sharding='contiguous'."
             )
         config = TorchscaleConfig(
             segment_lengths,

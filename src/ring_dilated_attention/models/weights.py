@@ -96,8 +96,8 @@ def slide_encoder_size(
     Raises:
         ValueError: if they are no slide encoder's, those of another depth, or their heads are not known.
     """
-    in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
     embed_dim = _size(path, weights, "cls_token", 2)
+    in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
     ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
     size = EncoderSize(
         in_chans,

@@ -197,15 +197,12 @@ def _check_mask(
         return
     if parallel is not None:
         raise ValueError(
-            f"attention_mask of shape {tuple(mask.shape)} and parallel: a padded batch cannot be sharded. Pack the "
-            "documents into one row, with cu_seq_lens_q."
+            f"attention_mask of shape {tuple(mask.shape)} and parallel: pack documents into one row, by cu_seq_lens_q."
         )
     if mask.dim() == 2 and mask.dtype == torch.bool and mask.shape == (batch, num_rows):
         return
     if mask.dtype == torch.uint8:
-        raise ValueError(
-            "a BoundedCache's rows came without its mark: this model changes keys after its cache has them."
-        )
+        raise ValueError("a BoundedCache's rows came without its mark: this model changes keys behind its cache.")
     expected = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
     if mask.dim() == 3 and mask.is_floating_point() and mask.shape in expected:
         return
@@ -221,8 +218,7 @@ def _check_borders(
     """Documents are packed where there is neither padding nor a cache of one document."""
     if cu_seq_lens_q is not None and (mask is not None or bounded is not None):
         raise ValueError(
-            "cu_seq_lens_q with padding (attention_mask) or with rows of a cache: packed documents have neither. Leave "
-            "out attention_mask and the padding, and generate from one document per row."
+            "cu_seq_lens_q with padding (attention_mask) or with rows of a cache: packed documents have neither."
         )
     if bounded is not None and position_ids is not None:
         rows = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask.bool()

@@ -44,9 +44,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     """
     register()
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model must be a PreTrainedModel of transformers, got {type(model).__name__}. Convert what is inside."
-        )
+        raise ValueError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}.")
     fields, name, config = to_fields(pattern), type(model).__name__, copy.deepcopy(model.config)
     config._attn_implementation = {"": NAME}
     setattr(config, FIELD, fields)
@@ -59,10 +57,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     if any(config._attn_implementation != NAME for config in configs):
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation
-        raise ValueError(
-            f"{name} chooses its attention itself, not through transformers' attention interface: its attention "
-            "modules cannot be given another function."
-        )
+        raise ValueError(f"{name} chooses its attention itself, not through transformers' attention interface.")
     for config in configs:
         setattr(config, FIELD, fields)
     return model

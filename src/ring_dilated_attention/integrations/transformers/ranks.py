@@ -46,8 +46,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     if getattr(config, "_attn_implementation", None) != NAME:
         raise ValueError(
             f"{name} has attn_implementation={getattr(config, '_attn_implementation', None)!r}: only dilated attention "
-            "is shared by ranks. Convert the model first (convert_to_dilated; one segment of the whole length at rate "
-            "1 is dense attention)."
+            "is shared by ranks. Convert the model first, by convert_to_dilated."
         )
     parameters = inspect.signature(model.forward).parameters
     takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -68,8 +67,7 @@ def _refuse_other_mixing(name: str, model: nn.Module) -> None:
     others.discard("Conv1d of 1")
     if others:
         raise ValueError(
-            f"{name} has layers of {', '.join(sorted(others))}: ranks exchange rows for dilated attention alone. Use a "
-            "model in which positions meet nowhere else."
+            f"{name} has layers of {', '.join(sorted(others))}: ranks exchange rows for dilated attention alone."
         )
 
 
@@ -153,8 +151,7 @@ class ShardedForward:
         lengths = self.parallel.cut.default_lengths(ids.shape[1])
         if 0 in lengths:
             raise ValueError(
-                f"{ids.shape[1]} positions over {self.parallel.world_size} ranks are {lengths}: models of transformers "
-                "cannot compute a shard without positions. Give longer sequences, or fewer ranks."
+                f"{ids.shape[1]} positions over {self.parallel.world_size} ranks are {lengths}: a rank would have none."
             )
         positions, borders = given.get("position_ids"), given.get("cu_seq_lens_q")
         if borders is None and positions is not None:
@@ -178,10 +175,7 @@ class ShardedForward:
         }
         unknown = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim()]
         if unknown:
-            raise ValueError(
-                f"{', '.join(unknown)}: it is not known how to cut this for the ranks of a sequence. What is cut: "
-                f"{', '.join(CUT)}."
-            )
+            raise ValueError(f"{', '.join(unknown)}: it is not known how to cut this. What is cut: {', '.join(CUT)}.")
         return batch, rest
 
 
@@ -229,8 +223,7 @@ def _labels(batch: dict[str, Tensor], mask: Tensor | None, causal_loss: bool, mo
             labels = plain
         else:
             raise ValueError(
-                f"{type(model).__name__} computes its loss from more than single positions: compute it from outputs "
-                "(parallel.unshard joins them), without labels."
+                f"{type(model).__name__} computes its loss from more than single positions: call it without labels."
             )
     if labels is not None and getattr(model.config, "output_router_logits", False):
         raise ValueError("output_router_logits=True adds to the loss what a shard alone cannot tell: set it to False.")

@@ -99,14 +99,10 @@ class TorchscaleConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {choices}.")
         if self.shares_embedding and (self.num_tokens is None or self.num_tokens != self.num_logits):
             raise ValueError(
-                f"shares_embedding=True needs an embedding and an output layer of one size, got num_tokens="
-                f"{self.num_tokens} and num_logits={self.num_logits}."
+                f"shares_embedding=True, but num_tokens={self.num_tokens} and num_logits={self.num_logits} differ."
             )
         if self.deepnorm and self.sub_layernorm:
-            raise ValueError(
-                "deepnorm=True is for models without sub-LayerNorms: pass sub_layernorm=False, as torchscale does by "
-                "itself."
-            )
+            raise ValueError("deepnorm=True is for models without sub-LayerNorms: pass sub_layernorm=False.")
 
     @property
     def head_dim(self) -> int:
@@ -250,8 +246,7 @@ def _num_decoder_layers(settings: Mapping[str, Any], side: str) -> Any:
         )
     if settings.get("decoder_layers") is None:
         raise ValueError(
-            "is_encoder_decoder=True, but the settings have no decoder_layers, on which an encoder's scales depend: "
-            "add it, or pass is_encoder_decoder=False."
+            "is_encoder_decoder=True, but the settings have no decoder_layers, on which an encoder's scales depend."
         )
     return settings["decoder_layers"]
 

@@ -169,10 +169,7 @@ class _LongNet(CheckedLoading):
         if not isinstance(activation_checkpointing, bool):
             raise ValueError(f"activation_checkpointing must be True or False, got {activation_checkpointing!r}.")
         if self.is_causal and config.num_decoder_layers is not None:
-            raise ValueError(
-                f"num_decoder_layers={config.num_decoder_layers} is for an encoder: pass None for a decoder, which has "
-                "no cross-attention here."
-            )
+            raise ValueError(f"num_decoder_layers={config.num_decoder_layers} is for an encoder: a decoder takes None.")
         self.config = config
         self.parallel = parallel
         self.activation_checkpointing = activation_checkpointing
