@@ -208,7 +208,7 @@ def replace_attention(
             f"{type(module).__name__} has no nn.TransformerEncoderLayer or nn.TransformerDecoderLayer: construct your "
             "own layers with MultiheadDilatedAttention, whose state_dict is that of nn.MultiheadAttention."
         )
-    replacements = {
+    replacements: dict[nn.Module, MultiheadDilatedAttention] = {
         layer: _dilated(f"{name}.self_attn".lstrip("."), layer.self_attn, pattern, parallel)
         for name, layer in layers.items()
     }

@@ -102,10 +102,11 @@ def agree_on_documents(
         check_documents(given, sum(lengths))
     total = sum(lengths)
     borders = tuple(given) if given is not None else (0, total) if total else (0,)
-    rank, shards = 0, ((Span(0, total),) if total else (),)
-    if parallel is not None:
-        rank, shards = parallel.rank, parallel.ranks.shards(lengths)
-    return Documents(borders, shards, tuple(_spans(shards[rank], borders)))
+    if parallel is None:
+        shard: Shard = (Span(0, total),) if total else ()
+        return Documents(borders, (shard,), tuple(_spans(shard, borders)))
+    shards = parallel.ranks.shards(lengths)
+    return Documents(borders, shards, tuple(_spans(shards[parallel.rank], borders)))
 
 
 def agree_on_lengths(

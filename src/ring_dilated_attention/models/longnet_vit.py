@@ -277,8 +277,9 @@ class LongNetViT(CheckedLoading):
     def _check(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None, all_layer_embed: bool) -> int:
         """The number of tiles over all ranks. A ValueError on every rank if one of them has input that cannot be."""
         failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords, lengths)
-        for name, given in (("features", x), ("coords", coords)) if self.parallel is not None else ():
-            failure = failure or why_foreign(name, given, self.parallel.ranks)
+        if self.parallel is not None:
+            failure = failure or why_foreign("features", x, self.parallel.ranks)
+            failure = failure or why_foreign("coords", coords, self.parallel.ranks)
         batch, num_own = (0, 0) if failure else x.shape[:2]
         fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
         tile_counts = agree_on_lengths(self.parallel, num_own, fields, failure)

@@ -13,5 +13,4 @@ def run_layer(layer: nn.Module, x: Tensor, *more: Any, recompute: bool) -> Tenso
     """`layer(x, *more)`. With `recompute`, backward computes it again, but for its attention, which is kept."""
     if not (recompute and torch.is_grad_enabled()):
         return layer(x, *more)
-    options = {"use_reentrant": False, "preserve_rng_state": False}  # no layer draws random numbers
-    return checkpoint(layer, x, *more, **options, context_fn=save_attention)
+    return checkpoint(layer, x, *more, use_reentrant=False, preserve_rng_state=False, context_fn=save_attention)

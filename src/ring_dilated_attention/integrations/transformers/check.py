@@ -86,7 +86,7 @@ _causal: dict[tuple[type, str], bool] = {}
 
 def _why_another(config: Any) -> str | None:
     """What the config itself says against dilated attention, or None."""
-    inner = sorted(part for part in config.sub_configs if getattr(config, part, None) is not None)
+    inner = sorted(name for name in config.sub_configs if getattr(config, name, None) is not None)
     if inner:
         return f"is made of parts with configs of their own ({', '.join(inner)}): convert the part that you mean."
     if crosses(config):

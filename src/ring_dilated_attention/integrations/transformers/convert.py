@@ -51,7 +51,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     causal = check_model(type(model), config)
     if isinstance(pattern, DilatedPattern) and pattern.is_causal and not causal:
         raise ValueError(f"the pattern has is_causal=True, but the attention of {name} is not causal: pass False.")
-    configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    configs = [child.config for child in model.modules() if isinstance(child, PreTrainedModel)]
     before = [config._attn_implementation for config in configs]
     model.set_attn_implementation(NAME)
     if any(config._attn_implementation != NAME for config in configs):

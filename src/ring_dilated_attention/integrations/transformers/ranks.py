@@ -109,12 +109,10 @@ class ShardedForward:
             if "given different samples" not in str(error):
                 raise
             raise ValueError(f"{error} Under Trainer, SameSample does this.") from error
-        labels = local.get("labels")
-        self.labels = None
-        if labels is not None and LOSS_MAPPING.get(model.loss_type) is ForCausalLMLoss:
-            rest |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": 1}  # a sum
-        elif labels is not None:
-            self.labels = labels
+        self.labels = local.get("labels")
+        if self.labels is not None and _has_causal_loss(model):
+            rest |= {"labels": self.labels, "shift_labels": self.labels, "num_items_in_batch": 1}  # a sum
+            self.labels = None
         rest["cu_seq_lens_q"] = local.get("cu_seqlens")
         inputs = {name: local[name] for name in CUT[:3] if name in local}
         return (), {**rest, **inputs, "parallel": self.parallel, "use_cache": False}
@@ -160,19 +158,15 @@ class ShardedForward:
         batch["position_ids"] = (_own_positions(model, ids) if positions is None else positions).expand(len(ids), -1)
         if borders is not None:
             batch["cu_seqlens"] = borders.to(torch.int32)
-        causal_loss = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
-        labels = _labels(batch, given.get("attention_mask"), causal_loss, model)
+        labels = _labels(batch, given.get("attention_mask"), model)
         self.num_labels = None
         if labels is not None:
             batch["labels"] = labels
             self.num_labels = given.get("num_items_in_batch")
             if self.num_labels is None:
                 self.num_labels = int((labels != IGNORED_LABEL).sum())
-        rest = {
-            name: value
-            for name, value in given.items()
-            if name not in (*CUT, *DROPPED, "cu_seq_lens_q", "num_items_in_batch")
-        }
+        taken = (*CUT, *DROPPED, "cu_seq_lens_q", "num_items_in_batch")
+        rest = {name: value for name, value in given.items() if name not in taken}
         unknown = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim()]
         if unknown:
             raise ValueError(f"{', '.join(unknown)}: it is not known how to cut this. What is cut: {', '.join(CUT)}.")
@@ -212,12 +206,15 @@ def _borders(positions: Tensor) -> Tensor | None:
     return F.pad(F.pad(resets[0].nonzero().flatten() + 1, (1, 0)), (0, 1), value=positions.shape[1])
 
 
-def _labels(batch: dict[str, Tensor], mask: Tensor | None, causal_loss: bool, model: Any) -> Tensor | None:
+def _has_causal_loss(model: Any) -> bool:
+    return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+
+
+def _labels(batch: dict[str, Tensor], mask: Tensor | None, model: Any) -> Tensor | None:
     """The label of each position, from which position it is predicted; None where there is no loss."""
-    labels = batch.pop("shift_labels", None)
-    plain = batch.pop("labels", None)
+    labels, plain = batch.pop("shift_labels", None), batch.pop("labels", None)
     if labels is None and plain is not None:
-        if causal_loss:
+        if _has_causal_loss(model):
             labels = F.pad(plain[:, 1:], (0, 1), value=IGNORED_LABEL)
         elif getattr(model, "loss_type", None) in TOKEN_LOSSES:
             labels = plain

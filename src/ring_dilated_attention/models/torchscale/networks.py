@@ -114,7 +114,7 @@ class FeedForward(nn.Module):
         rows = max(1, FFN_CHUNK_NUMBERS // self.fc1.out_features)
         if torch.is_grad_enabled() or x_BNE.shape[:-1].numel() <= rows:
             return self._rows(x_BNE)
-        return torch.cat([self._rows(part) for part in x_BNE.flatten(0, 1).split(rows)]).view_as(x_BNE)
+        return torch.cat([self._rows(chunk) for chunk in x_BNE.flatten(0, 1).split(rows)]).view_as(x_BNE)
 
     def _rows(self, x: Tensor) -> Tensor:
         hidden = self.fc1(x)
