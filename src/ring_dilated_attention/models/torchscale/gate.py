@@ -63,7 +63,7 @@ def zero_rows(
     """Count the zero rows, for `torchscale_attention`.
 
     Args:
-        pattern: torchscale's (`check_pattern`).
+        pattern: one that `pattern_failure` does not refuse.
         device, dtype: of the counts' logarithms: the device of the tensors, and the dtype of lse.
     """
     apart = [branch for branch in pattern.branches if is_misaligned(branch, documents.longest)]
