@@ -38,8 +38,6 @@ HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "ge
 # lazy public faces and the table of commands. They list only modules of their own room.
 BY_STRING = ("import_module", "__import__")
 MAY_LIST = ("", "models", "integrations.transformers", "commands.cli")
-# config.register() imports attention, which imports config: to be moved into attention.py.
-OPEN_CIRCLE = ("integrations.transformers.config", "integrations.transformers.attention")
 
 # The second sums over tensor parallel ranks by torch's DTensor, as torch's own parallel styles do.
 MAY_SEND = ("ranks.link", "integrations.torch")
@@ -198,8 +196,7 @@ def cycles(modules):
     package what that does not import from it."""
 
     def direct(name: str) -> set[str]:
-        found = {other.removeprefix(NAME).removeprefix(".") for other in modules[name].run} & set(modules) - {""}
-        return found - {OPEN_CIRCLE[1]} if name == OPEN_CIRCLE[0] else found
+        return {other.removeprefix(NAME).removeprefix(".") for other in modules[name].run} & set(modules) - {""}
 
     found = set()
     for name in modules:

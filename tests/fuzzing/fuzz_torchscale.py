@@ -27,9 +27,9 @@ from torch import Tensor
 from benchmarks.padded import padded_reference
 from ring_dilated_attention import simulate
 from ring_dilated_attention.models import LongNetDecoder, LongNetEncoder, TorchscaleConfig
+from ring_dilated_attention.models.documents import Documents
 from ring_dilated_attention.models.torchscale import gate as gates
 from ring_dilated_attention.models.torchscale import networks
-from ring_dilated_attention.models.torchscale.documents import Documents
 from ring_dilated_attention.reference import dilated_attention_reference
 
 Model = LongNetEncoder | LongNetDecoder

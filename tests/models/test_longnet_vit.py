@@ -270,7 +270,7 @@ def rank_shards_layers(rank, world_size):
     assert (found - expected).norm() / expected.norm() < 0.02
     for x_BNE, counted in seen:
         assert x_BNE.dtype == torch.bfloat16
-        logs = [part.log_num_zero_keys_NH for part in counted.parts]
+        logs = [call.log_num_zero_keys_NH for call in counted.calls]
         assert {x.dtype for x in logs if x is not None} == {torch.float32}
     assert len(seen) == 2
     with pytest.raises(ValueError, match=r"dtype torch.bfloat16, .* unless its policy has cast_forward_inputs=False"):

@@ -99,8 +99,8 @@ def test_the_loss_adds_little_to_the_activations():
     """At most an eighth of what a step holds without it, where that is much beside 1,024 rows of logits."""
     config = LongNetConfig((64,), (1,), vocab_size=1536, num_layers=4, embed_dim=64, num_heads=2)
     model, tokens = LongNetLM(config), make_tokens(1, 8192)
-    lengths, _ = model._agree(tokens, None)
-    without = peak(lambda: model._hidden(tokens, lengths, None).sum().backward())
+    documents = model._agree(tokens, None)
+    without = peak(lambda: model._hidden(tokens, documents, None).sum().backward())
     assert peak(lambda: model.loss(tokens).backward()) < without * 9 / 8
 
 

@@ -18,7 +18,7 @@ from ring_dilated_attention.models import (
     map_names,
     torchscale_attention,
 )
-from ring_dilated_attention.models.torchscale.documents import agree_on_documents
+from ring_dilated_attention.models.documents import agree_on_documents
 
 needs_torchscale = pytest.mark.skipif(bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale")
 SMALL = TorchscaleConfig(
@@ -270,7 +270,7 @@ def test_a_side_of_an_encoder_decoder():
         TorchscaleConfig.from_torchscale(both, side="decoder", num_tokens=11)
     with pytest.raises(ValueError, match="have no decoder_layers, on which an encoder's scales depend"):
         TorchscaleConfig.from_torchscale(encoder, is_encoder_decoder=True)
-    with pytest.raises(ValueError, match="num_decoder_layers=5 is for an encoder: pass None"):
+    with pytest.raises(ValueError, match="num_decoder_layers=5 is for an encoder: a decoder takes None"):
         LongNetDecoder(config)
 
 
@@ -282,7 +282,7 @@ def test_a_side_of_an_encoder_decoder():
         ({"num_decoder_layers": 0}, "num_decoder_layers=0 must be a whole number, at least 1"),
         ({"num_layers": 2.0}, "num_layers=2.0 must be a whole number"),
         ({"deepnorm": True}, "deepnorm=True is for models without sub-LayerNorms"),
-        ({"shares_embedding": True, "num_logits": 12}, "num_tokens=11 and num_logits=12: the embedding"),
+        ({"shares_embedding": True, "num_logits": 12}, "num_tokens=11 and num_logits=12"),
         ({"embed_dim": 6, "xpos_scale_base": 512}, "xpos with a head dim of 3"),
         ({"xpos_scale_base": 0}, "xpos_scale_base=0 must be a number, positive and finite"),
     ],
@@ -331,7 +331,7 @@ def test_more_positions_than_xpos_grows_over(dtype, longest, remedy):
     """Its tables are finite up to there; beyond all was NaN, without a word."""
     config = TorchscaleConfig(**{**vars(SMALL), "xpos_scale_base": 1.0})
     model = LongNetDecoder(config).to(dtype)
-    _, _, growth = model.layers[0].self_attn.xpos.tables(agree_on_documents("test", (1, longest)))
+    _, _, growth = model.layers[0].self_attn.xpos.tables(agree_on_documents("test", torch.empty(1, longest)))
     assert torch.stack((growth, 1 / growth)).to(dtype).isfinite().all()
     half = longest // 2
     with pytest.raises(ValueError, match=rf"up to {half + 1} from the middle .* {dtype} after {half}: take {remedy}"):

@@ -46,7 +46,7 @@ def seen_by(branch, num_heads, length):
 @settings(max_examples=150, deadline=None)
 @given(BRANCHES, st.integers(1, 5), st.integers(1, 40), st.data())
 def test_zero_keys(branch, num_heads, length, data):
-    """Catches a miscounted zero key, at its query's own position, however the positions are cut into stretches."""
+    """Catches a miscounted zero key, at its query's own position, however the positions are cut into spans."""
     cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=3))})
     found = {}
     for start, stop in pairwise(cuts):

@@ -1,7 +1,7 @@
 """torch's own conventions: parallel styles for `parallelize_module`, and attention replaced in torch's transformer."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,21 +48,27 @@ class ShardSequence(ParallelStyle):
         self.contexts: dict[DeviceMesh, ContextParallel] = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        attending = [part for part in module.modules() if isinstance(part, (MultiheadDilatedAttention, LongNetLM))]
+        attending = [child for child in module.modules() if isinstance(child, (MultiheadDilatedAttention, LongNetLM))]
         if not attending:
             raise ValueError(
-                f"{type(module).__name__} has no dilated attention to shard along the sequence: make it of "
-                "MultiheadDilatedAttention, or call replace_attention first."
+                f"{type(module).__name__} has no dilated attention to shard along the sequence: try replace_attention."
             )
         if device_mesh not in self.contexts:
             self.contexts[device_mesh] = ContextParallel(device_mesh, sharding=self.sharding, exchange=self.exchange)
         parallel = self.contexts[device_mesh]
-        for part in attending:
-            part.parallel = parallel
+        for child in attending:
+            child.parallel = parallel
+
+        def shard(x: Tensor) -> Tensor:
+            return parallel.shard(_ScaleGradient.apply(x, 1 / parallel.world_size) if x.requires_grad else x)
+
+        def unshard(x: Tensor) -> Tensor:
+            return _ScaleGradient.apply(parallel.unshard(x), parallel.world_size)
+
         if self.shard_inputs:
-            module.register_forward_pre_hook(_each_input(lambda x: _shard(x, parallel)), with_kwargs=True)
+            module.register_forward_pre_hook(_each_input(shard), with_kwargs=True)
         if self.unshard_outputs:
-            module.register_forward_hook(lambda _, args, out: _each(lambda x: _unshard(x, parallel))(out))
+            module.register_forward_hook(lambda _, args, out: _each(unshard, out))
         return module
 
 
@@ -82,14 +88,13 @@ class ShardHeads(ParallelStyle):
         num_groups, ratio = module.num_kv_heads, module.num_heads // module.num_kv_heads
         if num_groups < size:
             raise ValueError(
-                f"{num_groups} key/value heads for {size} ranks: a rank would have none. Use a mesh axis of at most "
-                f"{num_groups} ranks."
+                f"{num_groups} key/value heads for {size} ranks: take a mesh axis of at most {num_groups}."
             )
         groups = torch.arange(num_groups).tensor_split(size)[rank]
-        part = module.held(range(int(groups[0]) * ratio, (int(groups[-1]) + 1) * ratio))
+        held = module.held(range(int(groups[0]) * ratio, (int(groups[-1]) + 1) * ratio))
         # In place: parallelize_module keeps the module that it found, with its hooks.
         for name in ("_parameters", "_modules", "heads_held", "_split_sizes"):
-            setattr(module, name, getattr(part, name))
+            setattr(module, name, getattr(held, name))
 
         def summed_gradient(x: Tensor) -> Tensor:
             if not x.requires_grad:
@@ -98,15 +103,15 @@ class ShardHeads(ParallelStyle):
             return whole.to_local(grad_placements=[Partial()])
 
         def summed(x: Tensor) -> Tensor:
-            parts = DTensor.from_local(x, device_mesh, [Partial()], run_check=False)
-            return parts.redistribute(placements=[Replicate()]).to_local()
+            terms = DTensor.from_local(x, device_mesh, [Partial()], run_check=False)
+            return terms.redistribute(placements=[Replicate()]).to_local()
 
         module.register_forward_pre_hook(_each_input(summed_gradient), with_kwargs=True)
-        module.register_forward_hook(lambda _, args, out: _each(summed)(out))
+        module.register_forward_hook(lambda _, args, out: _each(summed, out))
         return module
 
 
-def _each(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+def _each(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
     """`change` of every tensor (B, N, ...) in nested tuples, lists and dicts; of one that stands there twice, once."""
     changed: dict[int, Tensor] = {}
 
@@ -117,24 +122,18 @@ def _each(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
             changed[id(value)] = change(value)
         return changed[id(value)]
 
-    return lambda values: tree_map(apply, values)
+    return tree_map(apply, nested)
 
 
 def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tuple, dict], Any]:
-    return lambda _, args, kwargs: _each(change)((args, kwargs))
-
-
-def _shard(x: Tensor, parallel: ContextParallel) -> Tensor:
-    return parallel.shard(_ScaleGradient.apply(x, 1 / parallel.world_size) if x.requires_grad else x)
-
-
-def _unshard(x: Tensor, parallel: ContextParallel) -> Tensor:
-    return _ScaleGradient.apply(parallel.unshard(x), parallel.world_size)
+    return lambda _, args, kwargs: _each(change, (args, kwargs))
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """y = x, dx = c dy. Behind what is computed in shards c = p, before it 1/p: of gradients inside, of which each rank
-    has a part, as of those outside, which every rank has whole, the mean over p ranks is then the gradient."""
+    """y = x, dx = c dy, with c = 1/p before what is computed in shards and c = p behind it.
+
+    Inside, a rank has its share of a gradient; outside, every rank has all of it. So the mean over p ranks is right for
+    both."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -150,13 +149,15 @@ def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:
     """After fully_shard: that gradients are averaged over the ranks that share a sequence. Nothing else would say so.
 
     Raises:
-        ValueError: if parameters are sharded over a mesh without these ranks, or are in no part that is sharded: each
-            rank would go on with its own part of their gradients.
+        ValueError: if parameters are sharded over a mesh without these ranks, or were left out by fully_shard: each
+            rank would go on with its own gradients.
     """
     check_meshes(module, parallel)
-    parts = tuple(f"{name}." if name else "" for name, part in module.named_modules() if isinstance(part, FSDPModule))
-    left = [name for name, x in module.named_parameters() if x.requires_grad and not name.startswith(parts)]
-    if parallel.group is not None and parts and left:
+    sharded = tuple(
+        f"{name}." if name else "" for name, child in module.named_modules() if isinstance(child, FSDPModule)
+    )
+    left = [name for name, x in module.named_parameters() if x.requires_grad and not name.startswith(sharded)]
+    if parallel.group is not None and sharded and left:
         raise ValueError(
             f"{left[0]} is in no part that fully_shard was called with, and nobody would average its gradients: call "
             "fully_shard(module) of the whole too."
@@ -165,25 +166,17 @@ def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:
 
 def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
     """As `check_averaged`, of the parameters that are DTensors: within a forward some are not, until it is over."""
-    if parallel.group is None or not any(isinstance(part, FSDPModule) for part in module.modules()):
+    if parallel.group is None or not any(isinstance(child, FSDPModule) for child in module.modules()):
         return
     sharing = set(dist.get_process_group_ranks(parallel.group))
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            sharded = set(parameter.device_mesh.mesh.flatten().tolist())
-            if not sharing <= sharded:
-                raise ValueError(
-                    f"{name} is sharded over the ranks {sorted(sharded)}, but the ranks {sorted(sharing)} share each "
-                    "sequence, and nobody would average their gradients. Shard over both axes: fully_shard(module, "
-                    'mesh=mesh["dp", "cp"]), which replicates over the first and shards over the second.'
-                )
-
-
-class _Replacement(NamedTuple):
-    """A layer of torch's transformer, and the attention that it gets."""
-
-    layer: nn.Module
-    attention: MultiheadDilatedAttention
+        sharded = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else sharing
+        if not sharing <= sharded:
+            raise ValueError(
+                f"{name} is sharded over the ranks {sorted(sharded)}, but the ranks {sorted(sharing)} share each "
+                "sequence, and nobody would average their gradients. Shard over both axes: fully_shard(module, "
+                'mesh=mesh["dp", "cp"]), which replicates over the first and shards over the second.'
+            )
 
 
 def replace_attention(
@@ -215,15 +208,15 @@ def replace_attention(
             f"{type(module).__name__} has no nn.TransformerEncoderLayer or nn.TransformerDecoderLayer: construct your "
             "own layers with MultiheadDilatedAttention, whose state_dict is that of nn.MultiheadAttention."
         )
-    replacements = [
-        _Replacement(layer, _dilated(f"{name}.self_attn".lstrip("."), layer.self_attn, pattern, parallel))
+    replacements: dict[nn.Module, MultiheadDilatedAttention] = {
+        layer: _dilated(f"{name}.self_attn".lstrip("."), layer.self_attn, pattern, parallel)
         for name, layer in layers.items()
-    ]
-    for layer, attention in replacements:
+    }
+    for layer, attention in replacements.items():
         layer.self_attn = attention
-    for part in module.modules():
-        if isinstance(part, nn.TransformerEncoder):
-            part.use_nested_tensor = False  # its fast path, which is torch's attention
+    for child in module.modules():
+        if isinstance(child, nn.TransformerEncoder):
+            child.use_nested_tensor = False  # its fast path, which is torch's attention
     return module
 
 
@@ -231,21 +224,8 @@ def _dilated(
     name: str, attention: Any, pattern: DilatedPattern, parallel: ContextParallel | None
 ) -> MultiheadDilatedAttention:
     """The same parameters in a MultiheadDilatedAttention."""
-    if not isinstance(attention, (nn.MultiheadAttention, MultiheadDilatedAttention)):
-        raise ValueError(f"{name} is a {type(attention).__name__}, not torch's nn.MultiheadAttention.")
-    if isinstance(attention, nn.MultiheadAttention):
-        if attention.dropout:
-            raise ValueError(
-                f"{name} has dropout={attention.dropout}, and dilated attention has none: set {name}.dropout = 0.0 "
-                "first, or make the layers with dropout=0.0."
-            )
-        if not attention.batch_first:
-            raise ValueError(f"{name} has batch_first=False: make the layers with batch_first=True.")
-        if attention.bias_k is not None or attention.add_zero_attn or not attention._qkv_same_embed_dim:
-            raise ValueError(
-                f"{name} has extra key/value rows (add_bias_kv, add_zero_attn), or keys and values of other widths: "
-                "dilated attention is self-attention over the positions alone."
-            )
+    if why := _why_not(name, attention):
+        raise ValueError(f"{name} {why}.")
     replaced = MultiheadDilatedAttention(
         attention.embed_dim,
         attention.num_heads,
@@ -260,6 +240,20 @@ def _dilated(
     return replaced.train(attention.training)
 
 
+def _why_not(name: str, attention: Any) -> str | None:
+    if isinstance(attention, MultiheadDilatedAttention):
+        return None
+    if not isinstance(attention, nn.MultiheadAttention):
+        return f"is a {type(attention).__name__}, not torch's nn.MultiheadAttention"
+    if attention.dropout:
+        return f"has dropout={attention.dropout}, and dilated attention has none: set {name}.dropout = 0.0 first"
+    if not attention.batch_first:
+        return "has batch_first=False: make the layers with batch_first=True"
+    if attention.bias_k is not None or attention.add_zero_attn:
+        return "has extra key/value rows (add_bias_kv, add_zero_attn), which dilated attention does not take"
+    return None if attention._qkv_same_embed_dim else "has keys and values of other widths than its queries"
+
+
 def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None:
     """Which of a layer's query heads this rank computes, None for all: read from its parameters, as tensor parallelism
     (`ColwiseParallel` and the like) shards them.
@@ -269,12 +263,13 @@ def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None
     """
     if num_held == num_heads:
         return None
-    found = set()
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            axes = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
-            found |= {(mesh.get_local_rank(axis), mesh.size(axis)) for axis in axes}
+    found = {
+        (parameter.device_mesh.get_local_rank(axis), parameter.device_mesh.size(axis))
+        for parameter in module.parameters()
+        if isinstance(parameter, DTensor)
+        for axis, placement in enumerate(parameter.placements)
+        if placement.is_shard()
+    }
     if len(found) == 1:
         [(rank, size)] = found
         if size * num_held == num_heads:

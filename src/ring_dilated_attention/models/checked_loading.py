@@ -42,42 +42,27 @@ class CheckedLoading(nn.Module):
 
 def _failure(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> str | None:
     own = module.state_dict()
-    failures = [
-        f"{name} is {_described(state_dict[name])}, expected {tuple(x.shape)}"
-        for name, x in own.items()
-        if name in state_dict and _shape(state_dict[name]) != tuple(x.shape)
-    ]
-    failures += [
-        f"{name} has {x.layout} and {x.dtype} on {x.device}, expected floating numbers"
-        for name, x in state_dict.items()
-        if name in own and isinstance(x, Tensor) and not _has_numbers(x)
-    ]
-    failures += [
-        f"{name} holds NaN or inf as {own[name].dtype}"
-        for name, x in state_dict.items()
-        if name in own and isinstance(x, Tensor) and _has_numbers(x) and not x.to(own[name].dtype).isfinite().all()
-    ]
+    given = {name: state_dict[name] for name in own if name in state_dict}
+    failures = [f"{name} {why}" for name, x in given.items() if (why := _why_not(x, own[name]))]
     if strict:
         missing = [name for name in own if name not in state_dict]
         unknown = [name for name in state_dict if name not in own]
-        failures += [f"missing {_listed(missing)}"] if missing else []
-        failures += [f"unknown {_listed(unknown)}"] if unknown else []
+        failures += [
+            f"{what} {_listed(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names
+        ]
     if len(failures) > NUM_LISTED:
         failures = [*failures[:NUM_LISTED], f"and {len(failures) - NUM_LISTED} more"]
     return "; ".join(failures)
 
 
-def _shape(x: Any) -> tuple[int, ...] | None:
-    return tuple(x.shape) if isinstance(x, Tensor) else None
-
-
-def _has_numbers(x: Tensor) -> bool:
-    """Whether copying these into a parameter neither fails nor makes other numbers of them."""
-    return x.is_floating_point() and x.layout == torch.strided and not x.is_meta
-
-
-def _described(x: Any) -> str:
-    return str(tuple(x.shape)) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+def _why_not(x: Any, own: Tensor) -> str | None:
+    """Why x cannot be copied into a tensor of a model without an error, and without becoming other numbers."""
+    if not isinstance(x, Tensor) or x.shape != own.shape:
+        found = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        return f"is {found}, expected {tuple(own.shape)}"
+    if not x.is_floating_point() or x.layout != torch.strided or x.is_meta:
+        return f"has {x.layout} and {x.dtype} on {x.device}, expected floating numbers"
+    return None if x.to(own.dtype).isfinite().all() else f"holds NaN or inf as {own.dtype}"
 
 
 def _listed(names: list[str]) -> str:

@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import save_attention
-from ..layers import MultiheadDilatedAttention, RotaryTable, document_positions, is_integral
-from ..plan.sharding import check_documents
-from ..ranks.borders import validate_cu_seqlens
+from ..layers import MultiheadDilatedAttention, RotaryTable
 from ..ranks.context import ContextParallel
 from ..ranks.origin import why_foreign
 from ..run.dilated_cache import DilatedCache
+from .documents import Documents, agree_on_documents, why_no_tokens
 from .longnet_config import LongNetConfig
+from .recompute import run_layer
 from .sampling import Sampling, generate
 from .saved_run import MODEL_FILE, check_whole, find_checkpoint
 from .sharded import shift_left
@@ -137,8 +136,8 @@ class LongNetLM(nn.Module):
 
         cu_seqlens: as for `dilated_attention`: packed documents, batch 1. Each is computed as if it were alone.
         """
-        lengths, _ = self._agree(tokens_BN, cu_seqlens)
-        return self.head(self._hidden(tokens_BN, lengths, cu_seqlens))
+        documents = self._agree(tokens_BN, cu_seqlens)
+        return self.head(self._hidden(tokens_BN, documents, cu_seqlens))
 
     def make_caches(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> list[DilatedCache]:
         """A cache for each layer, for `append`. The arguments are those of `DilatedCache`."""
@@ -151,13 +150,11 @@ class LongNetLM(nn.Module):
         lengths: (B,) how many of its N tokens each batch entry appends; the rest is padding.
         """
         if self.parallel is not None:
-            raise ValueError(
-                "caches are of one device, and this model has parallel: make it with parallel=None and the same "
-                "parameters."
-            )
+            raise ValueError("caches are of one device: make this model with parallel=None and the same parameters.")
         if len(caches) != len(self.blocks):
             raise ValueError(f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches.")
-        self._agree(tokens_BN, None)
+        if failure := why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size):
+            raise ValueError(failure)
         table = self._rotary_table(caches[0].next_positions(tokens_BN.shape[1]))
         x_BNE = self.embedding(tokens_BN.long())
         for block, cache in zip(self._blocks(), caches, strict=True):
@@ -225,40 +222,24 @@ class LongNetLM(nn.Module):
         mean over all ranks, on every rank; the gradient is scaled so that the *mean* of the ranks' gradients (which
         DDP and FSDP2 take) is the gradient of one rank. They hook `forward`: wrap the model in `NextTokenLoss` first.
         """
-        lengths, borders = self._agree(tokens_BN, cu_seqlens)
-        num_labels = tokens_BN.shape[0] * sum(stop - start - 1 for start, stop in pairwise(borders))
+        documents = self._agree(tokens_BN, cu_seqlens)
+        num_labels = tokens_BN.shape[0] * sum(stop - start - 1 for start, stop in pairwise(documents.borders))
         if num_labels < 1:
             raise ValueError(
-                f"tokens of shape {tuple(tokens_BN.shape)} on this rank, {sum(lengths)} positions over all ranks in "
-                f"{len(borders) - 1} documents: the loss predicts each token of a document from those before it and "
-                "needs a batch with a document of at least 2"
+                f"tokens of shape {tuple(tokens_BN.shape)} on this rank, {documents.borders[-1]} positions over all "
+                f"ranks in {len(documents.borders) - 1} documents: the loss needs a batch with a document of at least 2"
             )
-        labels_BN = self._labels(tokens_BN, lengths, borders)
-        local_sum = self._cross_entropy_sum(self._hidden(tokens_BN, lengths, cu_seqlens), labels_BN)
+        labels_BN = self._labels(tokens_BN, documents)
+        local_sum = self._cross_entropy_sum(self._hidden(tokens_BN, documents, cu_seqlens), labels_BN)
         if self.parallel is None:
             return local_sum / num_labels
         return self.parallel.mean_loss(local_sum, (labels_BN != IGNORED_LABEL).sum())
 
-    def _hidden(self, tokens_BN: Tensor, lengths: Sequence[int], cu_seqlens: Tensor | None) -> Tensor:
-        if self.parallel is None:
-            positions_N = document_positions(tokens_BN.shape[1], cu_seqlens, tokens_BN.device)
-        else:
-            positions_N = self.parallel.local_positions(lengths, cu_seqlens).to(tokens_BN.device)
-        table = self._rotary_table(positions_N)
+    def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
+        table = self._rotary_table(documents.positions().to(tokens_BN.device))
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_BNE = checkpoint(
-                    block,
-                    x_BNE,
-                    table,
-                    cu_seqlens,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    context_fn=save_attention,  # nothing is sent twice
-                )
-            else:
-                x_BNE = block(x_BNE, table, cu_seqlens)
+            x_BNE = run_layer(block, x_BNE, table, cu_seqlens, recompute=self.activation_checkpointing)
         return self.final_layernorm(x_BNE)
 
     def _cross_entropy_sum(self, hidden_BNE: Tensor, labels_BN: Tensor) -> Tensor:
@@ -277,41 +258,14 @@ class LongNetLM(nn.Module):
         logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
 
-    def _agree(self, tokens_BN: Tensor, cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Every rank's number of positions, and the borders of the documents: (0, N) where none are packed.
-
-        A ValueError on every rank if one of them has tokens or borders that cannot be.
-        """
-        failure = None
-        if not isinstance(tokens_BN, Tensor):
-            failure = f"tokens must be a tensor of integers (batch, N), got {type(tokens_BN).__name__}"
-        elif tokens_BN.dim() != 2 or not is_integral(tokens_BN):
-            failure = (
-                f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
-            )
-        elif self.parallel is not None and (foreign := why_foreign("tokens", tokens_BN, self.parallel.ranks)):
-            failure = foreign
-        elif not self._knows(tokens_BN):
-            failure = f"tokens from {tokens_BN.min()} to {tokens_BN.max()}, but vocab_size={self.config.vocab_size}"
-        elif cu_seqlens is not None:
-            try:
-                validate_cu_seqlens(cu_seqlens, tokens_BN.shape[0])
-            except ValueError as error:
-                failure = str(error)
-        if self.parallel is None:
-            if failure:
-                raise ValueError(failure)
-            lengths: tuple[int, ...] = (tokens_BN.shape[1],)
-        else:
-            batch, num_positions = (0, 0) if failure else tokens_BN.shape
-            given = None if failure or cu_seqlens is None else cu_seqlens.tolist()
-            fields = {"call": "LongNetLM", "batch": batch, "cu_seqlens": given}
-            lengths = self.parallel.handshake(num_positions, fields, failure)
-        if cu_seqlens is None:
-            return lengths, (0, sum(lengths))
-        borders = tuple(cu_seqlens.tolist())
-        check_documents(borders, sum(lengths))
-        return lengths, borders
+    def _agree(self, tokens_BN: Tensor, cu_seqlens: Tensor | None) -> Documents:
+        """The documents of all ranks. A ValueError on every rank if one has tokens or borders that cannot be."""
+        failure = why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size)
+        if self.parallel is not None:
+            failure = failure or why_foreign("tokens", tokens_BN, self.parallel.ranks)
+        return agree_on_documents(
+            "LongNetLM", tokens_BN, parallel=self.parallel, cu_seqlens=cu_seqlens, failure=failure
+        )
 
     def _blocks(self) -> Iterator[LongNetBlock]:
         for block in self.blocks:
@@ -322,23 +276,14 @@ class LongNetLM(nn.Module):
         """One for all blocks."""
         return next(self._blocks()).attention.rotary_table(positions)
 
-    def _knows(self, tokens_BN: Tensor) -> bool:
-        """Whether all tokens have an embedding. (On a GPU torch asserts it, without waiting.)"""
-        if tokens_BN.device.type != "cpu" or not tokens_BN.numel() or torch.compiler.is_compiling():
-            return True
-        return bool((tokens_BN >= 0).all()) and bool((tokens_BN < self.config.vocab_size).all())
-
-    def _labels(self, tokens_BN: Tensor, lengths: Sequence[int], borders: Sequence[int]) -> Tensor:
+    def _labels(self, tokens_BN: Tensor, documents: Documents) -> Tensor:
         """The token after each. After the last of a document there is none, whatever stands there."""
-        tokens_BN = tokens_BN.long()
         if self.parallel is None:
-            rows_N = torch.arange(tokens_BN.shape[1], device="cpu")
-            next_BN = F.pad(tokens_BN[:, 1:], (0, 1), value=IGNORED_LABEL)
+            next_BN = F.pad(tokens_BN[:, 1:].long(), (0, 1))
         else:
-            rows_N = self.parallel.local_positions(lengths)
-            next_BN = shift_left(self.parallel, tokens_BN, IGNORED_LABEL)
-        is_last_N = torch.isin(rows_N + 1, torch.tensor(borders, device="cpu"))
-        return next_BN.masked_fill(is_last_N.to(next_BN.device), IGNORED_LABEL)
+            next_BN = shift_left(self.parallel, tokens_BN.long(), IGNORED_LABEL)
+        last_rows = torch.tensor(documents.last_rows, dtype=torch.int64, device=next_BN.device)
+        return next_BN.index_fill(1, last_rows, IGNORED_LABEL)
 
 
 class NextTokenLoss(nn.Module):

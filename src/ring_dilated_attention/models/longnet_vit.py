@@ -18,6 +18,7 @@ from ..ranks.context import ContextParallel
 from ..ranks.origin import why_foreign
 from ..ranks.reduce import SumOverRanks
 from .checked_loading import CheckedLoading
+from .documents import agree_on_lengths, why_not_dense
 from .torchscale.architecture import TorchscaleConfig, checked_size
 from .torchscale.networks import LongNetEncoder
 
@@ -121,13 +122,10 @@ class LongNetViT(CheckedLoading):
                 raise ValueError(f"{name}={count!r} must be a whole number, at least 1.")
         tile_size, mlp_ratio = checked_size("tile_size", tile_size), checked_size("mlp_ratio", mlp_ratio)
         if embed_dim % 4:
-            raise ValueError(
-                f"embed_dim={embed_dim} is not a multiple of 4: a quarter each is sine and cosine of the two axes."
-            )
+            raise ValueError(f"embed_dim={embed_dim} is not a multiple of 4, sine and cosine of the two axes.")
         if parallel is not None and parallel.sharding != "contiguous":
             raise ValueError(
-                f"parallel has sharding={parallel.sharding!r}, which balances causal patterns; a slide encoder is not "
-                "causal: make the ContextParallel with sharding='contiguous'."
+                f"parallel has sharding={parallel.sharding!r}: a slide encoder takes sharding='contiguous'."
             )
         config = TorchscaleConfig(
             segment_lengths,
@@ -212,20 +210,17 @@ class LongNetViT(CheckedLoading):
         """
         num_tiles = self._check(x, coords, lengths, all_layer_embed)
         if lengths is None:
-            cu_seqlens = None
+            cu_seqlens, slides = None, [(slice(None), num_tiles)]
             tokens_BNE = torch.cat((self._class_token(len(x)), self._embed(x, coords)), 1)
-
-            def pool(x_BNE: Tensor) -> Tensor:
-                return self._pool(x_BNE, num_tiles)
-
         else:
             counts = [int(n) for n in lengths]
             borders = list(accumulate((n + 1 for n in counts), initial=0))
             cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
+            slides = [(slice(a, b), b - a - 1) for a, b in pairwise(borders)]
             tokens_BNE = self._packed(x, coords, counts)
 
-            def pool(x_BNE: Tensor) -> Tensor:
-                return torch.cat([self._pool(x_BNE[:, a:b], b - a - 1) for a, b in pairwise(borders)])
+        def pool(x_BNE: Tensor) -> Tensor:
+            return torch.cat([self._pool(x_BNE[:, rows], count) for rows, count in slides])
 
         # Pooled layer by layer, so that no more than one state is held.
         collect = pool if all_layer_embed else None
@@ -242,10 +237,14 @@ class LongNetViT(CheckedLoading):
         slides = [torch.cat((self.cls_token[0], tiles)) for tiles in tiles_TE.split(list(counts))]
         return torch.cat(slides).unsqueeze(0)
 
+    @property
+    def _num_class(self) -> int:
+        """1 on the rank that holds position 0, where the class token stands; 0 on others."""
+        return int(self.parallel is None or self.parallel.rank == 0)
+
     def _class_token(self, batch: int) -> Tensor:
-        """(B, 1, E) on the rank that holds position 0, and no row on others, who have a gradient for it too."""
-        num_class = int(self.parallel is None or self.parallel.rank == 0)
-        return self.cls_token.expand(batch, -1, -1)[:, :num_class]
+        """(B, 1 or 0, E): ranks without the class token have a gradient for it too."""
+        return self.cls_token.expand(batch, -1, -1)[:, : self._num_class]
 
     def _embed(self, x: Tensor, coords: Tensor) -> Tensor:
         """(..., C) and (..., 2) to (..., E)."""
@@ -269,45 +268,33 @@ class LongNetViT(CheckedLoading):
         return torch.cat((table[y], table[x]), -1)
 
     def _pool(self, x_BNE: Tensor, num_tiles: int) -> Tensor:
-        """(B, E): the mean of a slide's tiles or its class token. Under `parallel` this rank's part of the sum."""
-        num_class = int(self.parallel is None or self.parallel.rank == 0)
+        """(B, E): the mean of a slide's tiles or its class token. Under `parallel` this rank's share of the sum."""
         wide = torch.promote_types(x_BNE.dtype, torch.float32)
         if self.global_pool:
-            return x_BNE[:, num_class:].sum(1, dtype=wide) / num_tiles
-        return x_BNE[:, :num_class].sum(1, dtype=wide)
+            return x_BNE[:, self._num_class :].sum(1, dtype=wide) / num_tiles
+        return x_BNE[:, : self._num_class].sum(1, dtype=wide)
 
     def _check(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None, all_layer_embed: bool) -> int:
         """The number of tiles over all ranks. A ValueError on every rank if one of them has input that cannot be."""
-        failure = self._shape_failure(x, coords, lengths)
+        failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords, lengths)
         if self.parallel is not None:
-            for name, given in (("features", x), ("coords", coords)):
-                failure = failure or why_foreign(name, given, self.parallel.ranks)
+            failure = failure or why_foreign("features", x, self.parallel.ranks)
+            failure = failure or why_foreign("coords", coords, self.parallel.ranks)
         batch, num_own = (0, 0) if failure else x.shape[:2]
-        tile_counts: tuple[int, ...] = (num_own,)
+        fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
+        tile_counts = agree_on_lengths(self.parallel, num_own, fields, failure)
         if self.parallel is not None:
-            fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
-            tile_counts = self.parallel.handshake(num_own, fields, failure)
             self.parallel.ranks.notice(tile_counts)
             self.parallel.ranks.expect((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
-        if failure is None and not sum(tile_counts):
-            failure = f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding"
-        if failure:
-            raise ValueError(failure)
+        if not sum(tile_counts):
+            raise ValueError(f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding")
         first = 0 if self.parallel is None else sum(tile_counts[: self.parallel.rank])
         failure = self._tile_failure(x, coords, None if lengths is None else [int(n) for n in lengths], first)
-        if self.parallel is not None:
-            self.parallel.handshake(num_own, {"call": "LongNetViT, its tiles"}, failure)
-        if failure:
-            raise ValueError(failure)
+        agree_on_lengths(self.parallel, num_own, {"call": "LongNetViT, its tiles"}, failure)
         return sum(tile_counts)
 
     def _shape_failure(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None) -> str | None:
         """Why these shapes cannot be, or None."""
-        for name, given in (("features", x), ("coords", coords)):
-            if not isinstance(given, Tensor):
-                return f"{name} must be a tensor, got {type(given).__name__}"
-            if given.layout != torch.strided or given.is_meta:
-                return f"{name} have {given.layout} on {given.device}: pass a dense tensor of numbers"
         if x.dim() != 3 or x.shape[-1] != self.in_chans or not x.is_floating_point():
             hint = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
             return (

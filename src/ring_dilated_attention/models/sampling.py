@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,22 +19,15 @@ from ..pattern import is_integer
 from ..plan.cache_plan import check_append
 from ..run.dilated_cache import DilatedCache
 
+if TYPE_CHECKING:
+    from .longnet import LongNetLM
+
 STOPPED = -1
 PREFILL_CHUNK = 4096
 
 
 def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-class LanguageModel(Protocol):
-    """What is asked of a model."""
-
-    head: Any
-
-    def make_caches(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> list[DilatedCache]: ...
-
-    def append(self, tokens_BN: Tensor, caches: Sequence[DilatedCache], lengths: Tensor | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
+    model: "LongNetLM",
     tokens: Tensor | Sequence[Sequence[int] | Tensor],
     max_new_tokens: int,
     sampling: Sampling,
@@ -137,7 +130,7 @@ def check_caches(caches: Sequence[DilatedCache], lengths: Sequence[int]) -> None
             check_append(cache.plan, cache.position.tolist(), lengths)
 
 
-def prefill(model: LanguageModel, tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]) -> Tensor:
+def prefill(model: "LongNetLM", tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]) -> Tensor:
     """Append prompts of these lengths, chunk by chunk. The hidden state of each one's last token, (B, E)."""
     last: dict[int, Tensor] = {}
     for start in range(0, max(lengths), PREFILL_CHUNK):

@@ -10,6 +10,7 @@ No torch.
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,45 +45,41 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_whole(checkpoint: Path) -> dict[str, Any]:
-    """`read_state`, where the other files are as they were written, too.
-
-    Raises:
-        ValueError: as of `read_state`.
-    """
+    """`read_state`, and a ValueError as well if one of the other files is not as it was written."""
     content = _read_state_file(checkpoint)
     for name in (MODEL_FILE, OPTIMIZER_FILE):
-        expected, path = content["files"].get(name), checkpoint / name
-        try:
-            found = identity(path)
-        except FileNotFoundError:
-            raise ValueError(f"{path} is missing") from None
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-        if found != expected:
-            was = expected if isinstance(expected, dict) else {}
+        path, written = checkpoint / name, content["files"].get(name)
+        found = _read(path, identity)
+        if found != written:
+            num_bytes = written.get("bytes") if isinstance(written, dict) else None
             why = "its sha256 is another"
-            if found["bytes"] != was.get("bytes"):
-                why = f"it has {found['bytes']:,} bytes, and {was.get('bytes')} were written"
+            if found["bytes"] != num_bytes:
+                why = f"it has {found['bytes']:,} bytes, and {num_bytes} were written"
             raise ValueError(f"{path} is damaged: {why}")
     return dict(content["state"])
 
 
-def _read_state_file(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint / STATE_FILE
+def _read(path: Path, read: Callable[[Path], Any]) -> Any:
     try:
-        content = json.loads(path.read_bytes())
+        return read(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _read_state_file(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / STATE_FILE
+    written = _read(path, Path.read_bytes)
+    try:
+        content = json.loads(written)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it is no JSON ({error})") from error
     if not isinstance(content, dict) or content.get("made_by") != MAKER:
         raise ValueError(f"{path} was not made by {MAKER}")
-    given = content.pop("sha256", None)
-    if given != digest(content):
+    if content.pop("sha256", None) != digest(content):
         raise ValueError(f"{path} is damaged: its sha256 is another than it says")
-    if not all(isinstance(content.get(part), dict) for part in ("state", "files")):
+    if not all(isinstance(content.get(name), dict) for name in ("state", "files")):
         raise ValueError(f"{path} is damaged: it has no state, or no files")
     return content
 

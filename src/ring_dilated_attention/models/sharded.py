@@ -20,23 +20,22 @@ def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
     """
     parallel.ranks.check_all_here("shift_left")
     failure = None
-    if not isinstance(x, Tensor):
-        failure = f"shift_left takes integers (batch, N), got {type(x).__name__}"
-    elif x.dim() != 2 or x.is_floating_point() or x.is_complex():
-        failure = f"shift_left takes integers (batch, N), got {x.dtype} {tuple(x.shape)}"
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.is_floating_point() or x.is_complex():
+        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        failure = f"shift_left takes integers (batch, N), got {got}"
     batch, length = (0, 0) if failure else x.shape
     with parallel.ranks.turn:
         lengths = parallel.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
         shards = parallel.ranks.shards(lengths)
         with all_or_none(parallel):
             firsts = _first_columns(parallel, x, shards)
-    parts, row = [], 0
+    columns, row = [x[:, :0]], 0
     for span in shards[parallel.rank]:
         stop = row + span.stop - span.start
         last = firsts.get(span.stop, torch.full_like(x[:, :1], fill))
-        parts += [x[:, row + 1 : stop], last.to(x)]
+        columns += [x[:, row + 1 : stop], last.to(x)]
         row = stop
-    return torch.cat([x[:, :0], *parts], dim=1)
+    return torch.cat(columns, dim=1)
 
 
 def _first_columns(parallel: ContextParallel, x: Tensor, shards: Sequence[Shard]) -> dict[int, Tensor]:

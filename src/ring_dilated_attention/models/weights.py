@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ranks.context import ContextParallel
-from .checked_loading import Mapped, map_names
+from .checked_loading import map_names
 from .longnet_vit import DILATION_RATES, NUM_HEADS, PUBLISHED, LongNetViT, segment_lengths_for
 
 # Under which a trainer's checkpoint keeps the model.
@@ -34,8 +34,8 @@ class EncoderSize(NamedTuple):
 class Left(NamedTuple):
     """What was left when weights were loaded with strict=False."""
 
-    missing: list[str]  # of the model's: still random
-    unknown: list[str]  # of the file's: not loaded
+    missing: list[str]  # parameters of the model that are still random
+    unknown: list[str]  # tensors of the file that were not loaded
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
@@ -71,12 +71,10 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
 
 def check_sums(path: Path) -> None:
     """A ValueError if a file of torch's is not what its checksums say, at which torch.load does not look."""
-    if not zipfile.is_zipfile(path):  # torch's older format has none
-        return
-    with zipfile.ZipFile(path) as file:
-        damaged = file.testzip()
-    if damaged is not None:
-        raise ValueError(f"it is damaged: the checksum of its {damaged} is another")
+    if zipfile.is_zipfile(path):  # torch's older format has no checksums
+        with zipfile.ZipFile(path) as file:
+            if (damaged := file.testzip()) is not None:
+                raise ValueError(f"it is damaged: the checksum of its {damaged} is another")
 
 
 def first_line(error: Exception) -> str:
@@ -101,8 +99,13 @@ def slide_encoder_size(
     embed_dim = _size(path, weights, "cls_token", 2)
     in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
     ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
-    heads = NUM_HEADS if num_heads is None else num_heads
-    size = EncoderSize(in_chans, embed_dim, _depth(path, weights, strict=strict), ffn_dim, heads)
+    size = EncoderSize(
+        in_chans,
+        embed_dim,
+        _depth(path, weights, strict=strict),
+        ffn_dim,
+        NUM_HEADS if num_heads is None else num_heads,
+    )
     published = {known.embed_dim: known.depth for known in PUBLISHED.values()}
     expected = published.get(embed_dim, size.depth) if depth is None else depth
     if strict and size.depth != expected:
@@ -150,9 +153,7 @@ def load_slide_encoder(
     weights = read_weights(path)
     size = slide_encoder_size(path, weights, depth, num_heads, strict=strict)
     model = LongNetViT(
-        size.in_chans,
-        size.embed_dim,
-        size.depth,
+        *size[:3],
         size.num_heads,
         mlp_ratio=size.ffn_dim / size.embed_dim,
         tile_size=tile_size,
@@ -162,8 +163,8 @@ def load_slide_encoder(
         padding=padding,
         parallel=parallel,
     )
-    mapped: Mapped = map_names(weights, model)
-    if not mapped.state_dict.keys() & model.state_dict().keys():
+    mapped = map_names(weights, model)
+    if not mapped.state_dict:
         raise ValueError(
             f"{path} holds a slide encoder's weights under other names, such as {next(iter(weights))!r}: save them "
             "without what stands before `cls_token`"

@@ -80,9 +80,8 @@ def attend(
     if attention_mask is not None and attention_mask.dim() == 3:
         bias_BHMS = attention_mask.unflatten(0, (-1, num_heads))[:, heads.start : heads.stop]
         return _attend_cached(query_BHMD, key_BGSD, value_BGSD, bias_BHMS, scaling), None
-    num_rows = query_BHMD.shape[2]
     # Keys beyond the queries are those of a static cache that nothing was written to yet.
-    rows = tuple(x[:, :, :num_rows].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD))
+    rows = tuple(x[:, :, : query_BHMD.shape[2]].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD))
     whole = {"parallel": parallel, "scale": scaling, "heads_held": heads, "num_heads": num_heads}
     dilated = partial(_dilated, pattern, whole)
     if attention_mask is not None:
@@ -107,12 +106,10 @@ def _dilated(pattern: DilatedPattern, options: dict[str, Any], rows: Rows, cu_se
 
 def _attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None) -> Tensor:
     """Rows that go on from a cache: softmax(scores + log M) over all rows that it holds."""
-    bias = bias.to(query.dtype)
-    grouped = query.shape[1] != key.shape[1]
+    bias, grouped = bias.to(query.dtype), query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
     # 0 and not NaN where no branch covers a query, whatever torch's kernel makes of a row without keys.
-    out = out.masked_fill((bias == -torch.inf).all(-1, keepdim=True), 0)
-    return out.transpose(1, 2)
+    return out.masked_fill((bias == -torch.inf).all(-1, keepdim=True), 0).transpose(1, 2)
 
 
 def _attend_padded(
@@ -197,15 +194,12 @@ def _check_mask(
         return
     if parallel is not None:
         raise ValueError(
-            f"attention_mask of shape {tuple(mask.shape)} and parallel: a padded batch cannot be sharded. Pack the "
-            "documents into one row, with cu_seq_lens_q."
+            f"attention_mask of shape {tuple(mask.shape)} and parallel: pack documents into one row, by cu_seq_lens_q."
         )
     if mask.dim() == 2 and mask.dtype == torch.bool and mask.shape == (batch, num_rows):
         return
     if mask.dtype == torch.uint8:
-        raise ValueError(
-            "a BoundedCache's rows came without its mark: this model changes keys after its cache has them."
-        )
+        raise ValueError("a BoundedCache's rows came without its mark: this model changes keys behind its cache.")
     expected = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
     if mask.dim() == 3 and mask.is_floating_point() and mask.shape in expected:
         return
@@ -221,8 +215,7 @@ def _check_borders(
     """Documents are packed where there is neither padding nor a cache of one document."""
     if cu_seq_lens_q is not None and (mask is not None or bounded is not None):
         raise ValueError(
-            "cu_seq_lens_q with padding (attention_mask) or with rows of a cache: packed documents have neither. Leave "
-            "out attention_mask and the padding, and generate from one document per row."
+            "cu_seq_lens_q with padding (attention_mask) or with rows of a cache: packed documents have neither."
         )
     if bounded is not None and position_ids is not None:
         rows = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -328,11 +321,9 @@ def _refuse_rules(mask_function: Any, kv_offset: int, local_size: int | None, us
         )
     if use_vmap or "or_mask" in getattr(mask_function, "__name__", ""):
         raise ValueError(
-            "the model masks by rules of its own (image tokens, blocks): who attends whom is the pattern's to say. Use "
-            "another attn_implementation for this model."
+            "the model masks by rules of its own (image tokens, blocks): use another attn_implementation for it."
         )
     if kv_offset:
         raise ValueError(
-            f"the cache has dropped {kv_offset} rows, which dilated attention may need: use a DynamicCache or a "
-            "StaticCache without a sliding window."
+            f"the cache has dropped {kv_offset} rows: use a DynamicCache or a StaticCache without a sliding window."
         )

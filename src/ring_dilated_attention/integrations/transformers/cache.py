@@ -17,7 +17,7 @@ MARK = "bounded_layer"  # a key that a layer's cache has seen says so to the att
 
 
 class BoundedCache(Cache):
-    """Of constant size: rings of about w / r rows of each branch, key/value head and phase (`DilatedCache`).
+    """Of constant size: rolling buffers of about w / r rows per branch, key/value head and phase (`DilatedCache`).
 
         model.generate(ids, past_key_values=BoundedCache(model), max_new_tokens=1_000_000)
 
@@ -26,7 +26,7 @@ class BoundedCache(Cache):
 
     Args:
         model: of transformers, with dilated attention.
-        max_len: the most positions of a sequence, if that is known: no ring is larger.
+        max_len: the most positions of a sequence, if that is known: no buffer is larger.
         keep: how many positions can be taken back where a segment has ended in between: the length of a draft, for
             assisted generation and prompt lookup.
 
@@ -149,8 +149,7 @@ class BoundedLayer(CacheLayerMixin):
     def offload(self) -> None:
         raise ValueError("a BoundedCache is not moved to the CPU: it is small, and stays where it is.")
 
-    def prefetch(self) -> None:
-        raise ValueError("a BoundedCache is not moved to the CPU: it is small, and stays where it is.")
+    prefetch = offload
 
 
 def _taken(x_BMHD: Tensor, index_BM: Tensor) -> Tensor:

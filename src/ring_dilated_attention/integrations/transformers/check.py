@@ -8,7 +8,7 @@ import copy
 import re
 import sys
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from traceback import walk_tb
 from typing import Any
 
@@ -32,7 +32,6 @@ MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's
 # A model of others may raise anything of these where it takes no attention but its own.
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
 FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
-Trace = dict[str, tuple[Tensor | None, Tensor]]
 
 
 @cache
@@ -41,8 +40,8 @@ def watch_models() -> None:
     register_module_module_registration_hook(_check_made)
 
 
-def _check_made(module: nn.Module, name: str, part: nn.Module | None) -> None:
-    """At the first part of a model, when its class and config are known."""
+def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """At the first child of a model, when its class and config are known."""
     if not issubclass(type(module), PreTrainedModel) or module._modules:  # others may not be asked for anything yet
         return
     if getattr(module.__dict__.get("config"), "_attn_implementation", None) == NAME:
@@ -62,7 +61,8 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
         ValueError: naming the module in which positions meet without dilated attention, or what it cannot compute.
     """
     name, heads = kind.__name__, getattr(config, "num_attention_heads", None)
-    _refuse_config(name, config)
+    if why := _why_another(config):
+        raise ValueError(f"{name} {why}")
     pattern = pattern_of(config, is_causal=True)
     if isinstance(heads, int):
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
@@ -82,6 +82,23 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
 
 
 _causal: dict[tuple[type, str], bool] = {}
+
+
+def _why_another(config: Any) -> str | None:
+    """What the config itself says against dilated attention, or None."""
+    inner = sorted(name for name in config.sub_configs if getattr(config, name, None) is not None)
+    if inner:
+        return f"is made of parts with configs of their own ({', '.join(inner)}): convert the part that you mean."
+    if crosses(config):
+        return "attends across sequences, and dilated attention is self-attention."
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if types is None and window is not None:
+        remedy = "a sliding window is another pattern. Load the model with sliding_window=None."
+        return f"has sliding_window={window}: {remedy}"
+    if others := ", ".join(sorted(set(types or ()) - {"full_attention"})):
+        return f"has layers of {others}: dilated attention replaces full_attention alone."
+    cap = getattr(config, "attn_logit_softcapping", None)
+    return None if cap is None else f"has attn_logit_softcapping={cap}: dilated attention does not cap scores."
 
 
 class Refusal(ValueError):
@@ -108,13 +125,14 @@ def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
 
 
 def _check_copy(name: str, model: Any) -> bool:
-    whole, modules = _traced(model, _inputs(model), WHOLE), dict(model.named_modules())
+    whole, modules = _trace(model, WHOLE), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    for at in whole if other is None else ():
-        inside = any(f"{caller}.".startswith(f"{at}.") or at.startswith(f"{caller}.") for caller in callers)
-        if at and "attention" in type(modules[at]).__name__.lower() and not inside:
-            other = at
+    if other is None:
+        around = {at for caller in callers for at in modules if f"{caller}.".startswith(f"{at}.")}
+        inside = tuple(f"{caller}." for caller in callers)
+        named = [at for at in whole if "attention" in type(modules[at]).__name__.lower()]
+        other = next((at for at in reversed(named) if at and at not in around and not at.startswith(inside)), None)
     if other is not None or not callers:
         where = f" in {type(modules[other]).__name__} ({other})" if other else ""
         raise Refusal(
@@ -124,7 +142,7 @@ def _check_copy(name: str, model: Any) -> bool:
     causal = {bool(getattr(module, "is_causal", True)) for module in callers.values()}
     if len(causal) > 1:
         raise Refusal(f"{name} has attention modules that are causal and others that are not: convert its parts.")
-    found, own = whole[""][1], _traced(model, _inputs(model), None)[""][1]
+    found, own = whole[""][1], _trace(model, None)[""][1]
     if not torch.allclose(found, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
         kinds = ", ".join(sorted({type(module).__name__ for module in callers.values()}))
         raise Refusal(
@@ -137,12 +155,11 @@ def _check_copy(name: str, model: Any) -> bool:
 def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
     """The innermost module whose output changes at more positions than what it is given, with each position alone."""
     rows = next((getattr(module, SEEN) for module in callers.values()), ROWS)
-    inputs, layer = _inputs(model), next((re.match(r".*?\d+(?=\.)", at) for at in callers), None)
-    before = _traced(model, inputs, ALONE)
-    if "input_ids" in inputs:
-        inputs["input_ids"][0, ROWS // 2] = inputs["input_ids"][0, 0]
-        layer = None
-    after = _traced(model, inputs, ALONE, stir=layer and layer[0])
+    before, stirred = _trace(model, ALONE), None
+    if model.main_input_name != "input_ids":
+        layer = next((re.match(r".*?\d+(?=\.)", at) for at in callers), None)
+        stirred = layer and layer[0]
+    after = _trace(model, ALONE, stirred=stirred, other_token=True)
 
     def meet(x: Tensor | None, y: Tensor | None) -> bool:
         if x is None or y is None or x.dim() != 2 or x.shape[1] != rows or x.shape != y.shape:
@@ -156,36 +173,40 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _traced(model: Any, inputs: dict[str, Tensor], pattern: DilatedPattern | None, stir: str | None = None) -> Trace:
+def _trace(
+    model: Any, pattern: DilatedPattern | None, *, stirred: str | None = None, other_token: bool = False
+) -> dict[str, tuple[Tensor | None, Tensor]]:
     """What each module is given first and returns first, summed over features, by its name, as modules end.
 
-    pattern: None for the model's own attention. stir: the layer that is given something else at one position."""
-    found: Trace = {}
+    Args:
+        pattern: None for the model's own attention.
+        stirred: the layer that is given something else at one position.
+        other_token: the model is given another token at one position, if it takes tokens.
+    """
+    found: dict[str, tuple[Tensor | None, Tensor]] = {}
 
-    def first(nested: Any) -> Tensor | None:
-        leaves = (x for x in tree_leaves(nested) if isinstance(x, Tensor) and x.is_floating_point() and x.dim())
-        # A sum of its features tells as well whether a position changed, and a copy of all of them is gigabytes.
-        return next((x @ torch.arange(x.shape[-1]).cos().to(x) for x in leaves), None)
+    def keep(at: str, module: nn.Module, args: tuple, options: dict, output: Any) -> None:
+        result = _first(output)
+        if result is not None and at not in found:
+            found[at] = _first((args, options)), result
 
-    def hook_of(at: str) -> Any:
-        def hook(module: nn.Module, args: tuple, options: dict, output: Any) -> None:
-            result = first(output)
-            if result is not None and at not in found:
-                found[at] = first((args, options)), result
-
-        return hook
-
-    def add(module: nn.Module, args: tuple) -> None:
+    def stir(module: nn.Module, args: tuple) -> None:
         args[0][:, args[0].shape[1] // 2] += 1
 
     _give(model.config, pattern)
-    hooks = [module.register_forward_hook(hook_of(at), with_kwargs=True) for at, module in model.named_modules()]
-    if stir is not None:
-        hooks.append(model.get_submodule(stir).register_forward_pre_hook(add))
-    model(**inputs)
+    hooks = [module.register_forward_hook(partial(keep, at), with_kwargs=True) for at, module in model.named_modules()]
+    if stirred is not None:
+        hooks.append(model.get_submodule(stirred).register_forward_pre_hook(stir))
+    model(**_inputs(model, other_token))
     for hook in hooks:
         hook.remove()
     return found
+
+
+def _first(nested: Any) -> Tensor | None:
+    """The first floating tensor of all, summed over features: that tells as well whether a position changed."""
+    leaves = (x for x in tree_leaves(nested) if isinstance(x, Tensor) and x.is_floating_point() and x.dim())
+    return next((x @ torch.arange(x.shape[-1]).cos().to(x) for x in leaves), None)
 
 
 def _tiny(kind: type, config: Any) -> Any:
@@ -221,46 +242,17 @@ def _give(config: Any, pattern: DilatedPattern | None) -> None:
     config._attn_implementation = "eager" if pattern is None else SEEN
 
 
-def _inputs(model: Any) -> dict[str, Tensor]:
+def _inputs(model: Any, other_token: bool) -> dict[str, Tensor]:
     config, name = model.config, model.main_input_name
     if name == "input_ids":
         special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
-        return {name: torch.tensor([[x for x in range(config.vocab_size) if x not in special][-ROWS:]])}
-    if name == "pixel_values":
-        sides = getattr(config, "image_size", 32)
-        return {
-            name: _noise(
-                1, getattr(config, "num_channels", 3), *(sides if isinstance(sides, (list, tuple)) else [sides] * 2)
-            )
-        }
-    if name == "input_values":
-        return {name: _noise(1, 4000)}
-    raise ValueError(f"its input is {name}, which is not known")
-
-
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
-def _refuse_config(name: str, config: Any) -> None:
-    present = [part for part in config.sub_configs if getattr(config, part, None) is not None]
-    if present:
-        parts = ", ".join(sorted(present))
-        raise ValueError(
-            f"{name} is made of parts with configs of their own ({parts}): convert the part that you mean."
-        )
-    if crosses(config):
-        raise ValueError(f"{name} attends across sequences, and dilated attention is self-attention.")
-    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if types is None and window is not None:
-        raise ValueError(
-            f"{name} has sliding_window={window}: a sliding window is another pattern. Load the model with "
-            "sliding_window=None."
-        )
-    others = sorted(set(types or ()) - {"full_attention"})
-    if others:
-        raise ValueError(f"{name} has layers of {', '.join(others)}: dilated attention replaces full_attention alone.")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise ValueError(
-            f"{name} has attn_logit_softcapping={config.attn_logit_softcapping}: dilated attention does not cap scores."
-        )
+        ids = [x for x in range(config.vocab_size) if x not in special][-ROWS:]
+        if other_token:
+            ids[ROWS // 2] = ids[0]
+        return {name: torch.tensor([ids])}
+    side = getattr(config, "image_size", 32)
+    sides = side if isinstance(side, (list, tuple)) else (side, side)
+    shapes = {"pixel_values": (getattr(config, "num_channels", 3), *sides), "input_values": (4000,)}
+    if name not in shapes:
+        raise ValueError(f"its input is {name}, which is not known")
+    return {name: torch.randn(1, *shapes[name], generator=torch.Generator().manual_seed(1))}

@@ -89,8 +89,7 @@ def to_fields(value: Any) -> dict[str, Any]:
         expected = (*LISTS, *RULES)
         if not isinstance(value, dict) or not {*LISTS} <= {*value} <= {*expected}:
             raise ValueError(
-                f"{FIELD} must be a DilatedPattern or a dict of {', '.join(expected)} (the last two may be left out), "
-                f"got {value!r}."
+                f"{FIELD} must be a DilatedPattern or a dict of {', '.join(expected)} (two optional), got {value!r}."
             )
         pattern = DilatedPattern(**value)
     fields = {name: list(getattr(pattern, name)) for name in LISTS} | {name: getattr(pattern, name) for name in RULES}

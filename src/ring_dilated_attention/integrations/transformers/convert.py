@@ -44,25 +44,20 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     """
     register()
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model must be a PreTrainedModel of transformers, got {type(model).__name__}. Convert what is inside."
-        )
+        raise ValueError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}.")
     fields, name, config = to_fields(pattern), type(model).__name__, copy.deepcopy(model.config)
     config._attn_implementation = {"": NAME}
     setattr(config, FIELD, fields)
     causal = check_model(type(model), config)
     if isinstance(pattern, DilatedPattern) and pattern.is_causal and not causal:
         raise ValueError(f"the pattern has is_causal=True, but the attention of {name} is not causal: pass False.")
-    configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    configs = [child.config for child in model.modules() if isinstance(child, PreTrainedModel)]
     before = [config._attn_implementation for config in configs]
     model.set_attn_implementation(NAME)
     if any(config._attn_implementation != NAME for config in configs):
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation
-        raise ValueError(
-            f"{name} chooses its attention itself, not through transformers' attention interface: its attention "
-            "modules cannot be given another function."
-        )
+        raise ValueError(f"{name} chooses its attention itself, not through transformers' attention interface.")
     for config in configs:
         setattr(config, FIELD, fields)
     return model

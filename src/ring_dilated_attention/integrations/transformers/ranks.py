@@ -46,8 +46,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     if getattr(config, "_attn_implementation", None) != NAME:
         raise ValueError(
             f"{name} has attn_implementation={getattr(config, '_attn_implementation', None)!r}: only dilated attention "
-            "is shared by ranks. Convert the model first (convert_to_dilated; one segment of the whole length at rate "
-            "1 is dense attention)."
+            "is shared by ranks. Convert the model first, by convert_to_dilated."
         )
     parameters = inspect.signature(model.forward).parameters
     takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -68,8 +67,7 @@ def _refuse_other_mixing(name: str, model: nn.Module) -> None:
     others.discard("Conv1d of 1")
     if others:
         raise ValueError(
-            f"{name} has layers of {', '.join(sorted(others))}: ranks exchange rows for dilated attention alone. Use a "
-            "model in which positions meet nowhere else."
+            f"{name} has layers of {', '.join(sorted(others))}: ranks exchange rows for dilated attention alone."
         )
 
 
@@ -111,12 +109,10 @@ class ShardedForward:
             if "given different samples" not in str(error):
                 raise
             raise ValueError(f"{error} Under Trainer, SameSample does this.") from error
-        labels = local.get("labels")
-        self.labels = None
-        if labels is not None and LOSS_MAPPING.get(model.loss_type) is ForCausalLMLoss:
-            rest |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": 1}  # a sum
-        elif labels is not None:
-            self.labels = labels
+        self.labels = local.get("labels")
+        if self.labels is not None and _has_causal_loss(model):
+            rest |= {"labels": self.labels, "shift_labels": self.labels, "num_items_in_batch": 1}  # a sum
+            self.labels = None
         rest["cu_seq_lens_q"] = local.get("cu_seqlens")
         inputs = {name: local[name] for name in CUT[:3] if name in local}
         return (), {**rest, **inputs, "parallel": self.parallel, "use_cache": False}
@@ -153,8 +149,7 @@ class ShardedForward:
         lengths = self.parallel.cut.default_lengths(ids.shape[1])
         if 0 in lengths:
             raise ValueError(
-                f"{ids.shape[1]} positions over {self.parallel.world_size} ranks are {lengths}: models of transformers "
-                "cannot compute a shard without positions. Give longer sequences, or fewer ranks."
+                f"{ids.shape[1]} positions over {self.parallel.world_size} ranks are {lengths}: a rank would have none."
             )
         positions, borders = given.get("position_ids"), given.get("cu_seq_lens_q")
         if borders is None and positions is not None:
@@ -163,25 +158,18 @@ class ShardedForward:
         batch["position_ids"] = (_own_positions(model, ids) if positions is None else positions).expand(len(ids), -1)
         if borders is not None:
             batch["cu_seqlens"] = borders.to(torch.int32)
-        causal_loss = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
-        labels = _labels(batch, given.get("attention_mask"), causal_loss, model)
+        labels = _labels(batch, given.get("attention_mask"), model)
         self.num_labels = None
         if labels is not None:
             batch["labels"] = labels
             self.num_labels = given.get("num_items_in_batch")
             if self.num_labels is None:
                 self.num_labels = int((labels != IGNORED_LABEL).sum())
-        rest = {
-            name: value
-            for name, value in given.items()
-            if name not in (*CUT, *DROPPED, "cu_seq_lens_q", "num_items_in_batch")
-        }
+        taken = (*CUT, *DROPPED, "cu_seq_lens_q", "num_items_in_batch")
+        rest = {name: value for name, value in given.items() if name not in taken}
         unknown = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim()]
         if unknown:
-            raise ValueError(
-                f"{', '.join(unknown)}: it is not known how to cut this for the ranks of a sequence. What is cut: "
-                f"{', '.join(CUT)}."
-            )
+            raise ValueError(f"{', '.join(unknown)}: it is not known how to cut this. What is cut: {', '.join(CUT)}.")
         return batch, rest
 
 
@@ -218,19 +206,21 @@ def _borders(positions: Tensor) -> Tensor | None:
     return F.pad(F.pad(resets[0].nonzero().flatten() + 1, (1, 0)), (0, 1), value=positions.shape[1])
 
 
-def _labels(batch: dict[str, Tensor], mask: Tensor | None, causal_loss: bool, model: Any) -> Tensor | None:
+def _has_causal_loss(model: Any) -> bool:
+    return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+
+
+def _labels(batch: dict[str, Tensor], mask: Tensor | None, model: Any) -> Tensor | None:
     """The label of each position, from which position it is predicted; None where there is no loss."""
-    labels = batch.pop("shift_labels", None)
-    plain = batch.pop("labels", None)
+    labels, plain = batch.pop("shift_labels", None), batch.pop("labels", None)
     if labels is None and plain is not None:
-        if causal_loss:
+        if _has_causal_loss(model):
             labels = F.pad(plain[:, 1:], (0, 1), value=IGNORED_LABEL)
         elif getattr(model, "loss_type", None) in TOKEN_LOSSES:
             labels = plain
         else:
             raise ValueError(
-                f"{type(model).__name__} computes its loss from more than single positions: compute it from outputs "
-                "(parallel.unshard joins them), without labels."
+                f"{type(model).__name__} computes its loss from more than single positions: call it without labels."
             )
     if labels is not None and getattr(model.config, "output_router_logits", False):
         raise ValueError("output_router_logits=True adds to the loss what a shard alone cannot tell: set it to False.")

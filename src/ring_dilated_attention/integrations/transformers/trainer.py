@@ -31,14 +31,10 @@ class SameSample:
         smoothing = self.args.label_smoothing_factor
         if smoothing:
             raise ValueError(
-                f"label_smoothing_factor={smoothing}: Trainer would compute its own loss, of whole labels and of the "
-                "logits of a shard. Set it to 0: the model's loss is that of the whole sequence."
+                f"label_smoothing_factor={smoothing}: Trainer would compute its own loss of a shard. Set it to 0."
             )
         if self.compute_loss_func is not None:
-            raise ValueError(
-                "compute_loss_func would be given whole labels and the logits of a shard. Leave it out: the model's "
-                "loss is that of the whole sample."
-            )
+            raise ValueError("compute_loss_func would be given whole labels and the logits of a shard: leave it out.")
         return self._same(super().get_train_dataloader())  # type: ignore[misc]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -58,9 +54,7 @@ class SameSample:
     def _sharded(self) -> ShardedForward:
         sharded = getattr(self.accelerator.unwrap_model(self.model), SHARDED, None)
         if sharded is None:
-            raise ValueError(
-                "SameSample is for models on sequences that ranks share: call context_parallel(model, ...)."
-            )
+            raise ValueError("SameSample is for sequences that ranks share: call context_parallel(model, ...).")
         return sharded
 
     def _same(self, loader: Any) -> Any:

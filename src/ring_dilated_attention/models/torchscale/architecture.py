@@ -98,15 +98,11 @@ class TorchscaleConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {choices}.")
         if self.shares_embedding and (self.num_tokens is None or self.num_tokens != self.num_logits):
-            sizes = f"num_tokens={self.num_tokens} and num_logits={self.num_logits}"
             raise ValueError(
-                f"shares_embedding=True, but {sizes}: the embedding and the output layer then have one size."
+                f"shares_embedding=True, but num_tokens={self.num_tokens} and num_logits={self.num_logits} differ."
             )
         if self.deepnorm and self.sub_layernorm:
-            raise ValueError(
-                "deepnorm=True is for models without sub-LayerNorms: pass sub_layernorm=False, as torchscale does by "
-                "itself."
-            )
+            raise ValueError("deepnorm=True is for models without sub-LayerNorms: pass sub_layernorm=False.")
 
     @property
     def head_dim(self) -> int:
@@ -234,14 +230,14 @@ def _side(settings: Mapping[str, Any], side: str | None) -> str:
     if side not in (None, *SIDES):
         raise ValueError(f"side={side!r} is unknown; choose one of {SIDES}.")
     there = _sides(settings)
-    if side is not None and side not in there:
-        raise ValueError(f"side={side!r}, but the settings have neither {side}_layers nor {side}_embed_dim.")
     if side is None and len(there) == 2:
         raise ValueError("the settings have encoder_layers and decoder_layers: pass side='encoder' or side='decoder'.")
+    if side is not None and side not in there:
+        raise ValueError(f"side={side!r}, but the settings have neither {side}_layers nor {side}_embed_dim.")
     return side or (there or SIDES)[0]
 
 
-def _num_decoder_layers(settings: Mapping[str, Any], side: str) -> int:
+def _num_decoder_layers(settings: Mapping[str, Any], side: str) -> Any:
     """Of the decoder that the encoder of an encoder-decoder serves."""
     if side == "decoder":
         raise ValueError(
@@ -250,16 +246,14 @@ def _num_decoder_layers(settings: Mapping[str, Any], side: str) -> int:
         )
     if settings.get("decoder_layers") is None:
         raise ValueError(
-            "is_encoder_decoder=True, but the settings have no decoder_layers, on which an encoder's scales depend: "
-            "add it, or pass is_encoder_decoder=False."
+            "is_encoder_decoder=True, but the settings have no decoder_layers, on which an encoder's scales depend."
         )
-    number: int = settings["decoder_layers"]
-    return number
+    return settings["decoder_layers"]
 
 
 def _integers(name: str, text: str) -> list[int]:
     """torchscale writes "[1024, 2048]" and evaluates it."""
     try:
-        return [int(part) for part in text.strip().strip("[]()").split(",") if part.strip()]
+        return [int(number) for number in text.strip().strip("[]()").split(",") if number.strip()]
     except ValueError:
         raise ValueError(f"{name}={text!r} is not a list of integers.") from None

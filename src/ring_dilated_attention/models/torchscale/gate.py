@@ -9,7 +9,6 @@ B batch, N positions of this rank, H heads, G key/value heads, D head dim, M row
 """
 
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from ...attention import dilated_attention
 from ...pattern import Branch, DilatedPattern
 from ...ranks.context import ContextParallel
 from ...ranks.reduce import SumOverRanks
-from .documents import Documents, Stretch, agree_on_documents
+from ..documents import Documents, DocumentSpan, agree_on_documents
 from .moves import MoveRows
 from .zero_rows import Move, ZeroQuery, is_misaligned, moves, zero_keys, zero_queries
 
@@ -31,10 +30,11 @@ class Misplaced(NamedTuple):
 
     num_seen: int  # m: the keys of a zero query
     moves: list[Move]
-    zero_queries: list[tuple[int, ZeroQuery]]  # of all ranks, each with the beginning of its document
+    num_zero_queries: int  # of all ranks
+    own: list[tuple[int, DocumentSpan, ZeroQuery]]  # each by its number, with every span here of its document
 
 
-class Part(NamedTuple):
+class BranchCall(NamedTuple):
     """Branches that one call computes, how many zero keys it leaves out, and where its rows go."""
 
     pattern: DilatedPattern
@@ -48,8 +48,8 @@ class ZeroRows:
     Not a tuple: tensors in those that a module is passed FSDP casts to the 16-bit type of its parameters.
     """
 
-    def __init__(self, pattern: DilatedPattern, documents: Documents, parts: tuple[Part, ...]) -> None:
-        self.pattern, self.documents, self.parts = pattern, documents, parts
+    def __init__(self, pattern: DilatedPattern, calls: tuple[BranchCall, ...]) -> None:
+        self.pattern, self.calls = pattern, calls
 
 
 def zero_rows(
@@ -63,19 +63,19 @@ def zero_rows(
     """Count the zero rows, for `torchscale_attention`.
 
     Args:
-        pattern: torchscale's (`check_pattern`).
+        pattern: one that `pattern_failure` does not refuse.
         device, dtype: of the counts' logarithms: the device of the tensors, and the dtype of lse.
     """
-    aligned = [branch for branch in pattern.branches if not is_misaligned(branch, documents.longest)]
     apart = [branch for branch in pattern.branches if is_misaligned(branch, documents.longest)]
-    parts = []
+    aligned = [branch for branch in pattern.branches if branch not in apart]
+    calls = []
     for branches in ([aligned] if aligned else []) + [[branch] for branch in apart]:
-        part = DilatedPattern(*zip(*branches, strict=True), is_causal=pattern.is_causal, phase=pattern.phase)
-        counts_NH = None if pattern.is_causal else _num_zero_keys(part, num_heads, documents)
+        own = DilatedPattern(*zip(*branches, strict=True), is_causal=pattern.is_causal, phase=pattern.phase)
+        counts_NH = None if pattern.is_causal else _num_zero_keys(own, num_heads, documents)
         logs_NH = None if counts_NH is None else counts_NH.log().to(device, dtype)
-        misplaced = _misplaced(branches[0], num_heads, documents) if branches[0] in apart else None
-        parts.append(Part(part, logs_NH, misplaced))
-    return ZeroRows(pattern, documents, tuple(parts))
+        misplaced = None if branches is aligned else _misplaced(branches[0], num_heads, documents)
+        calls.append(BranchCall(own, logs_NH, misplaced))
+    return ZeroRows(pattern, tuple(calls))
 
 
 def torchscale_attention(
@@ -104,7 +104,6 @@ def torchscale_attention(
     The other arguments, the result and the errors are those of `dilated_attention`.
     """
     if counted is None:
-        fields: dict[str, object] = {"pattern": pattern}
         failure = pattern_failure(pattern)
         if not isinstance(return_lse, bool):
             failure = f"return_lse must be True or False, got {return_lse!r}"
@@ -113,32 +112,29 @@ def torchscale_attention(
             failure = f"query must be a tensor (batch, seq, heads, head_dim), got {got}"
         documents = agree_on_documents(
             "torchscale_attention",
-            (0, 0) if failure else (query.shape[0], query.shape[1]),
+            query,
             parallel=parallel,
             cu_seqlens=cu_seqlens,
-            fields=fields,
+            fields={"pattern": pattern},
             failure=failure,
         )
         dtype = torch.promote_types(query.dtype, torch.float32)
         counted = zero_rows(pattern, query.shape[2], documents, device=query.device, dtype=dtype)
     assert counted.pattern == pattern, "counted for another pattern"
     merged: tuple[Tensor, Tensor] | None = None
-    for part in counted.parts:
+    for call in counted.calls:
         out_BNHD, lse_BNH = dilated_attention(
-            query,
-            key,
-            value,
-            part.pattern,
+            *(query, key, value, call.pattern),
             parallel=parallel,
             cu_seqlens=cu_seqlens,
             scale=scale,
             backend=backend,
             return_lse=True,
         )
-        if part.log_num_zero_keys_NH is not None:
-            out_BNHD, lse_BNH = gate(out_BNHD, lse_BNH, part.log_num_zero_keys_NH)
-        if part.misplaced is not None:
-            out_BNHD, lse_BNH = _put_in_place(out_BNHD, lse_BNH, value, part.misplaced, counted.documents, parallel)
+        if call.log_num_zero_keys_NH is not None:
+            out_BNHD, lse_BNH = gate(out_BNHD, lse_BNH, call.log_num_zero_keys_NH)
+        if call.misplaced is not None:
+            out_BNHD, lse_BNH = _put_in_place(out_BNHD, lse_BNH, value, call.misplaced, parallel)
         merged = (out_BNHD, lse_BNH) if merged is None else _merged(*merged, out_BNHD, lse_BNH)
     assert merged is not None
     return merged if return_lse else merged[0]
@@ -173,76 +169,63 @@ def _num_zero_keys(pattern: DilatedPattern, num_heads: int, documents: Documents
     """C, (N, H), float64 on the CPU, or None if it is 0 everywhere."""
     counts_NH = None
     for branch in pattern.branches:
-        for stretch in documents.stretches:
-            for keys in zero_keys(branch, num_heads, stretch.length, stretch.positions):
+        for span in documents.spans:
+            for keys in zero_keys(branch, num_heads, span.length, span.positions):
                 if counts_NH is None:
                     counts_NH = torch.zeros(documents.num_rows, num_heads, dtype=torch.float64, device="cpu")
-                counts_NH[stretch.rows(keys.queries), keys.heads.start : keys.heads.stop] += keys.num_zeros
+                counts_NH[span.rows(keys.queries), keys.heads.start : keys.heads.stop] += keys.num_zeros
     return counts_NH
 
 
 def _misplaced(branch: Branch, num_heads: int, documents: Documents) -> Misplaced:
+    spans_of: dict[int, list[DocumentSpan]] = {}
+    for span in documents.spans:
+        spans_of.setdefault(span.begin, []).append(span)
     places = [
-        (begin, query)
+        (spans_of.get(begin, ()), query)
         for begin, end in pairwise(documents.borders)
         for query in zero_queries(branch, num_heads, end - begin)
     ]
+    own = [(z, span, query) for z, (spans, query) in enumerate(places) for span in spans]
     num_seen = -(-branch.segment_length // branch.dilation_rate)
-    return Misplaced(num_seen, moves(branch, documents.shards, documents.borders), places)
+    return Misplaced(num_seen, moves(branch, documents.shards, documents.borders), len(places), own)
 
 
 def _put_in_place(
-    out_BNHD: Tensor,
-    lse_BNH: Tensor,
-    value_BNGD: Tensor,
-    misplaced: Misplaced,
-    documents: Documents,
-    parallel: ContextParallel | None,
+    out_BNHD: Tensor, lse_BNH: Tensor, value_BNGD: Tensor, misplaced: Misplaced, parallel: ContextParallel | None
 ) -> tuple[Tensor, Tensor]:
     """Rows where torchscale has them, and in the places between what a query of zeros gets: the mean of m values."""
     ranks = None if parallel is None else parallel.ranks
     moved_BNHD = MoveRows.apply(out_BNHD, misplaced.moves, ranks, 0.0)
     moved_lse_BNH = MoveRows.apply(lse_BNH, misplaced.moves, ranks, -math.inf)
-    if not misplaced.zero_queries:
+    if not misplaced.num_zero_queries:
         return moved_BNHD, moved_lse_BNH
-    means_BZHD = _sums(value_BNGD, out_BNHD.shape[2], misplaced, documents, parallel) / misplaced.num_seen
-    rows: list[int] = []
-    heads: list[int] = []
-    sources: list[int] = []
-    for z, stretch, query in _own_queries(misplaced, documents):
-        if query.position in stretch.positions:
-            rows += [stretch.row + query.position - stretch.positions.start] * len(query.heads)
-            heads += query.heads
-            sources += [z] * len(query.heads)
-    row, head, source = torch.tensor([rows, heads, sources], dtype=torch.int64, device=out_BNHD.device)
-    moved_BNHD[:, row, head] = means_BZHD[:, source, head].to(moved_BNHD.dtype)
+    sums_BZHD = _sums(value_BNGD, out_BNHD.shape[2], misplaced)
+    if ranks is not None:
+        sums_BZHD = SumOverRanks.apply(sums_BZHD, ranks)
+    filled = [
+        (z, span.row + query.position - span.positions.start, head)
+        for z, span, query in misplaced.own
+        if query.position in span.positions
+        for head in query.heads
+    ]
+    z, row, head = torch.tensor(filled, dtype=torch.int64, device=out_BNHD.device).view(-1, 3).unbind(1)
+    moved_BNHD[:, row, head] = (sums_BZHD[:, z, head] / misplaced.num_seen).to(moved_BNHD.dtype)
     moved_lse_BNH[:, row, head] = math.log(misplaced.num_seen)
     return moved_BNHD, moved_lse_BNH
 
 
-def _sums(
-    value_BNGD: Tensor, num_heads: int, misplaced: Misplaced, documents: Documents, parallel: ContextParallel | None
-) -> Tensor:
-    """The sum of the values that each zero query sees, over all ranks, (B, Z, H, D); other heads' are 0."""
+def _sums(value_BNGD: Tensor, num_heads: int, misplaced: Misplaced) -> Tensor:
+    """The sum of this rank's values that each zero query sees, (B, Z, H, D); other heads' are 0."""
     batch, _, num_kv_heads, head_dim = value_BNGD.shape
     wide = torch.promote_types(value_BNGD.dtype, torch.float32)
-    sums_BZHD = value_BNGD.new_zeros(batch, len(misplaced.zero_queries), num_heads, head_dim, dtype=wide)
-    sums_BZHD = sums_BZHD + value_BNGD[:, :0].sum(dtype=wide)  # a rank without such rows has its part in backward too
-    for z, stretch, query in _own_queries(misplaced, documents):
+    sums_BZHD = value_BNGD.new_zeros(batch, misplaced.num_zero_queries, num_heads, head_dim, dtype=wide)
+    sums_BZHD = sums_BZHD + value_BNGD[:, :0].sum(dtype=wide)  # a rank without such rows takes part in backward too
+    for z, span, query in misplaced.own:
         kv_heads = [head // (num_heads // num_kv_heads) for head in query.heads]
-        rows_BMHD = value_BNGD[:, stretch.rows(query.rows)][:, :, kv_heads]
+        rows_BMHD = value_BNGD[:, span.rows(query.rows)][:, :, kv_heads]
         sums_BZHD[:, z, query.heads.start : query.heads.stop] += rows_BMHD.sum(1, dtype=wide)
-    return sums_BZHD if parallel is None else SumOverRanks.apply(sums_BZHD, parallel.ranks)
-
-
-def _own_queries(misplaced: Misplaced, documents: Documents) -> Iterator[tuple[int, Stretch, ZeroQuery]]:
-    """Each zero query with every stretch of its document that this rank holds."""
-    by_document: dict[int, list[Stretch]] = {}
-    for stretch in documents.stretches:
-        by_document.setdefault(stretch.begin, []).append(stretch)
-    for z, (begin, query) in enumerate(misplaced.zero_queries):
-        for stretch in by_document.get(begin, ()):
-            yield z, stretch, query
+    return sums_BZHD
 
 
 def _merged(out_BNHD: Tensor, lse_BNH: Tensor, other_BNHD: Tensor, other_lse_BNH: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,22 +41,20 @@ def _carry(x: Tensor, moves: Sequence[Move], ranks: Ranks | None, fill: float, m
     ranks.agree(x.shape[1], rows_fields(moment, x, 1), None)
     with all_or_none(ranks):
         row_size = x.shape[0] * math.prod(x.shape[2:])
-        parts: list[list[Tensor]] = [[x.new_empty(0)] for _ in range(ranks.world_size)]
-        sizes = [0] * ranks.world_size
-        arrivals: list[list[Move]] = [[] for _ in range(ranks.world_size)]
+        leaving: list[list[Tensor]] = [[x.new_empty(0)] for _ in range(ranks.world_size)]
+        coming: list[list[Move]] = [[] for _ in range(ranks.world_size)]
         for move in moves:
             if move.source_rank == move.target_rank:
                 continue
             if move.source_rank == rank:
-                parts[move.target_rank].append(x.narrow(1, move.source_row, move.num_rows).flatten())
+                leaving[move.target_rank].append(x.narrow(1, move.source_row, move.num_rows).flatten())
             if move.target_rank == rank:
-                sizes[move.source_rank] += move.num_rows * row_size
-                arrivals[move.source_rank].append(move)
-        received = ranks.scatter([torch.cat(part) for part in parts], sizes, x, moment)
-        for piece, coming in zip(received, arrivals, strict=True):
-            rows = piece.split([move.num_rows * row_size for move in coming]) if coming else ()
-            for move, row in zip(coming, rows, strict=True):
-                _place(y, move, row.view(x.shape[0], move.num_rows, *x.shape[2:]))
+                coming[move.source_rank].append(move)
+        sizes = [[move.num_rows * row_size for move in group] for group in coming]
+        received = ranks.scatter([torch.cat(rows) for rows in leaving], [sum(each) for each in sizes], x, moment)
+        for flat, group, each in zip(received, coming, sizes, strict=True):
+            for move, rows in zip(group, flat.split(each) if group else (), strict=True):
+                _place(y, move, rows.view(x.shape[0], move.num_rows, *x.shape[2:]))
     return y
 
 

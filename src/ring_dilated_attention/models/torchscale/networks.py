@@ -5,27 +5,25 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from ...attention import dilated_attention, save_attention
-from ...layers.checks import is_integral
+from ...attention import dilated_attention
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel
 from ..checked_loading import CheckedLoading
+from ..documents import Documents, agree_on_documents, why_no_tokens, why_not_dense
+from ..recompute import run_layer
 from .architecture import FIRST_LEARNED_POSITION, TorchscaleConfig
-from .documents import Documents, agree_on_documents
 from .gate import ZeroRows, torchscale_attention, zero_rows
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 # Without gradients the feed-forward's wide rows are formed this many numbers at a time.
 FFN_CHUNK_NUMBERS = 2**24
-
-
-# Of the pair that decays fastest: (0 + 0.4 D) / (1.4 D).
+# The scale of the pair that decays fastest: (0 + 0.4 D) / (1.4 D).
 LEAST_SCALE = 0.4 / 1.4
 
 
@@ -40,28 +38,26 @@ class XPos(nn.Module):
         self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
 
     def check(self, documents: Documents, pattern: DilatedPattern, dtype: torch.dtype) -> None:
-        """Raise ValueError, on all ranks, where scores or rows would be infinite in the dtype of queries and keys, and
-        all be NaN.
+        """Raise ValueError, on all ranks, where scores or rows would be infinite in the dtype of queries and keys.
 
         Scores of later keys grow with their distance, and rows with that from the middle of their document.
         """
         most = int(self.scale_base * math.log(torch.finfo(dtype).max) / -math.log(LEAST_SCALE))
         middle = (documents.longest + 1) // 2
         apart = 0 if pattern.is_causal else min(documents.longest, max(pattern.segment_lengths))
-        farthest = max(middle, apart)
-        if farthest > most:
+        if max(middle, apart) > most:
             wider = {torch.float16: "bfloat16 or float32", torch.float64: "shorter documents"}.get(dtype, "float64")
             where = "from the middle of a document" if middle > apart else "between queries and keys"
             raise ValueError(
-                f"distances of up to {farthest} {where}, and XPOS with scale_base={self.scale_base:g} grows beyond "
-                f"{dtype} after {most}: take {wider}"
+                f"distances of up to {max(middle, apart)} {where}, and XPOS with scale_base={self.scale_base:g} grows "
+                f"beyond {dtype} after {most}: take {wider}"
             )
 
     def tables(self, documents: Documents) -> tuple[Tensor, Tensor, Tensor]:
         """cos, sin and growth of the documents' rows, each (N, 1, D/2), float64 on the CPU."""
         positions_N = documents.positions().to(torch.float64)
         # The middle of a document has length 1; which place has does not matter to scores.
-        halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in documents.stretches]
+        halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in documents.spans]
         exponents_N = (positions_N - torch.cat([positions_N[:0], *halves])) / self.scale_base
         num_pairs = len(self.scale)
         frequencies = 10_000.0 ** (-torch.arange(num_pairs, dtype=torch.float64, device="cpu") / num_pairs)
@@ -86,8 +82,7 @@ class SelfAttention(nn.Module):
         self.num_heads, self.pattern, self.parallel = config.num_heads, pattern, parallel
         self.k_proj, self.v_proj, self.q_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
         self.inner_attn_ln = nn.LayerNorm(width, eps=config.layernorm_eps) if config.sub_layernorm else None
-        scale_base = config.xpos_scale_base
-        self.xpos = XPos(config.head_dim, scale_base) if scale_base is not None else None
+        self.xpos = None if config.xpos_scale_base is None else XPos(config.head_dim, config.xpos_scale_base)
 
     def forward(
         self, x_BNE: Tensor, documents: Documents, counted: ZeroRows | None, cu_seqlens: Tensor | None
@@ -97,12 +92,8 @@ class SelfAttention(nn.Module):
             self.xpos.check(documents, self.pattern, q.dtype)
             cos, sin, growth = self.xpos.tables(documents)
             q, k = self.xpos.rotate(q, cos, sin, growth), self.xpos.rotate(k, cos, sin, 1 / growth)
-        if counted is not None:
-            out = torchscale_attention(
-                q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens, counted=counted
-            )
-        else:
-            out = dilated_attention(q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens)
+        attend = dilated_attention if counted is None else partial(torchscale_attention, counted=counted)
+        out = attend(q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens)
         assert isinstance(out, Tensor)
         del q, k, v  # two thirds of what this layer holds, where no gradient keeps them
         out_BNE = out.flatten(2)
@@ -123,7 +114,7 @@ class FeedForward(nn.Module):
         rows = max(1, FFN_CHUNK_NUMBERS // self.fc1.out_features)
         if torch.is_grad_enabled() or x_BNE.shape[:-1].numel() <= rows:
             return self._rows(x_BNE)
-        return torch.cat([self._rows(part) for part in x_BNE.flatten(0, 1).split(rows)]).view_as(x_BNE)
+        return torch.cat([self._rows(chunk) for chunk in x_BNE.flatten(0, 1).split(rows)]).view_as(x_BNE)
 
     def _rows(self, x: Tensor) -> Tensor:
         hidden = self.fc1(x)
@@ -141,8 +132,11 @@ class Layer(nn.Module):
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
         self.ffn = FeedForward(config)
         self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
-        self.normalize_before = config.normalize_before
-        self.residual_scale = config.residual_scale
+        self.normalize_before, self.residual_scale = config.normalize_before, config.residual_scale
+        with torch.no_grad():
+            for linear in (self.self_attn.v_proj, self.self_attn.out_proj, self.ffn.fc1, self.ffn.fc2):
+                linear.weight.mul_(config.initial_scale)
+                linear.bias.mul_(config.initial_scale)
 
     def forward(
         self, x_BNE: Tensor, documents: Documents, counted: ZeroRows | None, cu_seqlens: Tensor | None
@@ -175,38 +169,25 @@ class _LongNet(CheckedLoading):
         if not isinstance(activation_checkpointing, bool):
             raise ValueError(f"activation_checkpointing must be True or False, got {activation_checkpointing!r}.")
         if self.is_causal and config.num_decoder_layers is not None:
-            raise ValueError(
-                f"num_decoder_layers={config.num_decoder_layers} is for an encoder: pass None for a decoder, which has "
-                "no cross-attention here."
-            )
+            raise ValueError(f"num_decoder_layers={config.num_decoder_layers} is for an encoder: a decoder takes None.")
         self.config = config
         self.parallel = parallel
         self.activation_checkpointing = activation_checkpointing
         self.pattern = config.pattern(is_causal=self.is_causal)
-        width, num_tokens, num_logits = config.embed_dim, config.num_tokens, config.num_logits
-        self.embed_tokens = nn.Embedding(num_tokens, width) if num_tokens is not None else None
+        width, eps = config.embed_dim, config.layernorm_eps
+        self.embed_tokens = None if config.num_tokens is None else nn.Embedding(config.num_tokens, width)
         learned = config.num_learned_positions
-        self.embed_positions = nn.Embedding(learned, width) if learned is not None else None
-        self.layernorm_embedding = nn.LayerNorm(width, eps=config.layernorm_eps) if config.layernorm_embedding else None
+        self.embed_positions = None if learned is None else nn.Embedding(learned, width)
+        self.layernorm_embedding = nn.LayerNorm(width, eps=eps) if config.layernorm_embedding else None
         self.layers = nn.ModuleList(Layer(config, self.pattern, parallel) for _ in range(config.num_layers))
         is_normalized = config.normalize_before and (self.is_causal or config.normalize_output)
-        self.layer_norm = nn.LayerNorm(width, eps=config.layernorm_eps) if is_normalized else None
+        self.layer_norm = nn.LayerNorm(width, eps=eps) if is_normalized else None
         self.output_projection = None
-        if num_logits is not None:
-            self.output_projection = nn.Linear(width, num_logits, bias=False)
+        if config.num_logits is not None:
+            self.output_projection = nn.Linear(width, config.num_logits, bias=False)
             nn.init.normal_(self.output_projection.weight, std=width**-0.5)
             if self.embed_tokens is not None and config.shares_embedding:
                 self.output_projection.weight = self.embed_tokens.weight
-        self._scale_weights()
-
-    def _scale_weights(self) -> None:
-        with torch.no_grad():
-            for layer in self.layers:
-                assert isinstance(layer, Layer)
-                attention, ffn = layer.self_attn, layer.ffn
-                for linear in (attention.v_proj, attention.out_proj, ffn.fc1, ffn.fc2):
-                    linear.weight.mul_(self.config.initial_scale)
-                    linear.bias.mul_(self.config.initial_scale)
 
     def forward(
         self,
@@ -228,13 +209,12 @@ class _LongNet(CheckedLoading):
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`.
         """
-        given = embeddings if tokens_BN is None else tokens_BN
         failure = self._failure(tokens_BN, embeddings)
         if not (collect is None or callable(collect)):
             failure = f"collect must be a function or None, got {collect!r}"
         documents = agree_on_documents(
             type(self).__name__,
-            (0, 0) if failure or given is None else (given.shape[0], given.shape[1]),
+            embeddings if tokens_BN is None else tokens_BN,
             parallel=self.parallel,
             cu_seqlens=cu_seqlens,
             fields={"pattern": self.pattern, "collects": collect is not None},
@@ -247,19 +227,7 @@ class _LongNet(CheckedLoading):
             counted = zero_rows(self.pattern, self.config.num_heads, documents, device=x_BNE.device, dtype=dtype)
         collected = [] if collect is None else [collect(x_BNE)]
         for layer in self.layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_BNE = checkpoint(
-                    layer,
-                    x_BNE,
-                    documents,
-                    counted,
-                    cu_seqlens,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    context_fn=save_attention,  # nothing is sent twice
-                )
-            else:
-                x_BNE = layer(x_BNE, documents, counted, cu_seqlens)
+            x_BNE = run_layer(layer, x_BNE, documents, counted, cu_seqlens, recompute=self.activation_checkpointing)
             if collect is not None:
                 collected.append(collect(x_BNE))
         if collect is not None:
@@ -268,19 +236,17 @@ class _LongNet(CheckedLoading):
         return x_BNE if self.output_projection is None else self.output_projection(x_BNE)
 
     def _embed(self, tokens_BN: Tensor | None, embeddings: Tensor | None, documents: Documents) -> Tensor:
-        if tokens_BN is not None:
-            assert self.embed_tokens is not None
-            x_BNE = self.embed_tokens(tokens_BN.long())
-        else:
-            assert embeddings is not None
-            x_BNE = embeddings
-        x_BNE = x_BNE * math.sqrt(self.config.embed_dim) if self.config.scale_embedding else x_BNE
+        if tokens_BN is not None and self.embed_tokens is not None:
+            embeddings = self.embed_tokens(tokens_BN.long())
+        assert embeddings is not None
+        x_BNE = embeddings * math.sqrt(self.config.embed_dim) if self.config.scale_embedding else embeddings
         if self.embed_positions is not None:
             num_rows = self.embed_positions.num_embeddings
             if documents.longest + FIRST_LEARNED_POSITION > num_rows:  # on all ranks
-                most = num_rows - FIRST_LEARNED_POSITION
-                known = f"{num_rows} learned ones from {FIRST_LEARNED_POSITION} on"
-                raise ValueError(f"{documents.longest} positions, and {known}: at most {most}")
+                raise ValueError(
+                    f"{documents.longest} positions, and {num_rows} learned ones from {FIRST_LEARNED_POSITION} on: at "
+                    f"most {num_rows - FIRST_LEARNED_POSITION}"
+                )
             x_BNE = x_BNE + self.embed_positions(documents.positions().to(x_BNE.device) + FIRST_LEARNED_POSITION)
         return x_BNE if self.layernorm_embedding is None else self.layernorm_embedding(x_BNE)
 
@@ -288,27 +254,17 @@ class _LongNet(CheckedLoading):
         """Why the input cannot be, as far as this rank sees, or None."""
         if (tokens_BN is None) == (embeddings is None):
             return "give either tokens or embeddings=, not both and not neither"
-        for name, given in (("tokens", tokens_BN), ("embeddings", embeddings)):
-            if given is not None and not isinstance(given, Tensor):
-                return f"{name} must be a tensor, got {type(given).__name__}"
-            if given is not None and (given.layout != torch.strided or given.is_meta):
-                return f"{name} have {given.layout} on {given.device}: pass a dense tensor of numbers"
         if embeddings is not None:
+            if failure := why_not_dense(embeddings=embeddings):
+                return failure
             if not embeddings.is_floating_point():
                 return f"embeddings have dtype {embeddings.dtype}, not floating"
             if embeddings.dim() != 3 or embeddings.shape[-1] != self.config.embed_dim:
                 return f"embeddings have shape {tuple(embeddings.shape)}, not (batch, N, {self.config.embed_dim})"
             return None
-        assert tokens_BN is not None
-        if self.embed_tokens is None:
+        if self.config.num_tokens is None:
             return "this model embeds no tokens (num_tokens=None): give embeddings= instead"
-        if tokens_BN.dim() != 2 or not is_integral(tokens_BN):
-            shape, dtype = tuple(tokens_BN.shape), tokens_BN.dtype
-            return f"tokens have shape {shape} and dtype {dtype}: pass integers (batch, N)"
-        low, high = (int(tokens_BN.min()), int(tokens_BN.max())) if tokens_BN.numel() else (0, 0)
-        if low < 0 or high >= self.embed_tokens.num_embeddings:
-            return f"tokens from {low} to {high}, but num_tokens={self.embed_tokens.num_embeddings}"
-        return None
+        return why_not_dense(tokens=tokens_BN) or why_no_tokens(tokens_BN, "num_tokens", self.config.num_tokens)
 
 
 class LongNetEncoder(_LongNet):

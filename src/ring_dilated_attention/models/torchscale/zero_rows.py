@@ -63,7 +63,7 @@ def heads_of_phases(num_heads: int, rate: int) -> list[range]:
 
 
 def zero_keys(branch: Branch, num_heads: int, length: int, own: range) -> Iterator[ZeroKeys]:
-    """The zero keys of a document's queries `own`, a stretch of its positions, in one branch that is not causal."""
+    """The zero keys of a document's queries `own`, consecutive positions, in one branch that is not causal."""
     w, r = min(branch.segment_length, length), branch.dilation_rate
     num_seen = -(-w // r)
     # Where r divides w only the last segment can have zero rows.
@@ -109,9 +109,9 @@ def moves(branch: Branch, shards: Sequence[Shard], documents: Sequence[int]) -> 
             row = target_row + place - target_start
             while num_rows:
                 start, stop, rank, first = owners[bisect_right(starts, source) - 1]
-                part = min(num_rows, stop - source)
-                found.append(Move(rank, first + source - start, target_rank, row, part))
-                source, row, num_rows = source + part, row + part, num_rows - part
+                here = min(num_rows, stop - source)
+                found.append(Move(rank, first + source - start, target_rank, row, here))
+                source, row, num_rows = source + here, row + here, num_rows - here
     return found
 
 

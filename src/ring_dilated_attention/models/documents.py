@@ -1,0 +1,154 @@
+"""Where a rank's rows lie in the documents that the ranks hold together. Agreed once for all layers of a model."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layers.checks import is_integral
+from ..plan.sharding import Shard, Span, check_documents
+from ..ranks.borders import validate_cu_seqlens
+from ..ranks.context import ContextParallel
+
+
+class DocumentSpan(NamedTuple):
+    """Consecutive positions of one document among a rank's rows.
+
+    Args:
+        begin: of the document, counted over the whole sequence.
+        length: of the document.
+        positions: in the document.
+        row: the local row of the first of them.
+    """
+
+    begin: int
+    length: int
+    positions: range
+    row: int
+
+    def rows(self, wanted: range) -> slice:
+        """The local rows of those of the wanted positions that lie here."""
+        own, step = self.positions, wanted.step
+        first = wanted.start + max(0, -(-(own.start - wanted.start) // step)) * step
+        stop = max(first, min(wanted.stop, own.stop))
+        return slice(first + self.row - own.start, stop + self.row - own.start, step)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents' borders, all ranks' shards, and the spans that this rank holds."""
+
+    borders: tuple[int, ...]
+    shards: tuple[Shard, ...]
+    spans: tuple[DocumentSpan, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(span.positions) for span in self.spans)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest document."""
+        lengths = [b - a for a, b in pairwise(self.borders)]
+        return max(lengths) if lengths else 0  # torch.compile knows no max with a default
+
+    @property
+    def last_rows(self) -> list[int]:
+        """The local rows that are the last of their document."""
+        return [span.row + len(span.positions) - 1 for span in self.spans if span.positions.stop == span.length]
+
+    def positions(self) -> Tensor:
+        """Positions within their document of this rank's rows, (N,) int64 on the CPU."""
+        ranges = [torch.arange(span.positions.start, span.positions.stop, device="cpu") for span in self.spans]
+        return torch.cat([torch.arange(0, device="cpu"), *ranges])
+
+
+def agree_on_documents(
+    call: str,
+    x: Any,
+    *,
+    parallel: ContextParallel | None = None,
+    cu_seqlens: Tensor | None = None,
+    fields: dict[str, object] | None = None,
+    failure: str | None = None,
+) -> Documents:
+    """The documents of a call that all ranks make together.
+
+    Args:
+        call: its name, for errors.
+        x: this rank's rows, (batch, N, ...).
+        cu_seqlens: global borders of packed documents, for a batch of 1.
+        fields: what else must agree, by name.
+        failure: why this rank refuses the call, if it does; then x can be anything.
+
+    Raises:
+        ValueError: on every rank, if one refuses, or if fields, borders and lengths do not fit.
+    """
+    if not (parallel is None or isinstance(parallel, ContextParallel)):
+        raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}.")
+    batch, num_rows = (0, 0) if failure else x.shape[:2]
+    if cu_seqlens is not None and failure is None:
+        try:
+            validate_cu_seqlens(cu_seqlens, batch)
+        except ValueError as error:
+            failure = str(error)
+    given = None if cu_seqlens is None or failure else cu_seqlens.tolist()
+    agreed = {"call": call, "batch": batch, "cu_seqlens": given, **(fields or {})}
+    lengths = agree_on_lengths(parallel, num_rows, agreed, failure)
+    if given is not None:
+        check_documents(given, sum(lengths))
+    total = sum(lengths)
+    borders = tuple(given) if given is not None else (0, total) if total else (0,)
+    if parallel is None:
+        shard: Shard = (Span(0, total),) if total else ()
+        return Documents(borders, (shard,), tuple(_spans(shard, borders)))
+    shards = parallel.ranks.shards(lengths)
+    return Documents(borders, shards, tuple(_spans(shards[parallel.rank], borders)))
+
+
+def agree_on_lengths(
+    parallel: ContextParallel | None, num_rows: int, fields: dict[str, object], failure: str | None
+) -> tuple[int, ...]:
+    """Every rank's number of rows. A ValueError on all ranks, or on the only one, if one refuses the call."""
+    if parallel is not None:
+        return parallel.handshake(num_rows, fields, failure)
+    if failure:
+        raise ValueError(failure)
+    return (num_rows,)
+
+
+def _spans(shard: Shard, borders: Sequence[int]) -> Iterator[DocumentSpan]:
+    row = 0
+    for start, stop in shard:
+        for begin, end in pairwise(borders):
+            lo, hi = max(begin, start), min(end, stop)
+            if lo < hi:
+                yield DocumentSpan(begin, end - begin, range(lo - begin, hi - begin), row + lo - start)
+        row += stop - start
+
+
+def why_not_dense(**tensors: Any) -> str | None:
+    """Why one of these holds no numbers to compute with, or None."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            return f"{name} must be a tensor, got {type(x).__name__}"
+        if x.layout != torch.strided or x.is_meta:
+            return f"{name} have {x.layout} on {x.device}: pass a dense tensor of numbers"
+    return None
+
+
+def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
+    """Why these have no embedding in a model whose `setting` is that number, or None."""
+    if not isinstance(tokens_BN, Tensor):
+        return f"tokens must be a tensor of integers (batch, N), got {type(tokens_BN).__name__}"
+    if tokens_BN.dim() != 2 or not is_integral(tokens_BN):
+        return f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
+    # On a GPU torch asserts it, without waiting.
+    if tokens_BN.device.type == "cpu" and tokens_BN.numel() and not torch.compiler.is_compiling():
+        low, high = tokens_BN.min(), tokens_BN.max()
+        if low < 0 or high >= num_tokens:
+            return f"tokens from {low} to {high}, but {setting}={num_tokens}"
+    return None
