@@ -98,7 +98,7 @@ def dilated_attention(
         return (out, lse) if return_lse else out
     out, lse, begun = _forward(query, key, value, cu_seqlens, call.text)
     if parallel is not None and torch.compiler.is_compiling():
-        parallel.kept.add_(begun[0])  # a graph drops a call that it does not use; a tensor that outlives it is a use
+        parallel.ranks.kept.add_(begun[0])  # a graph drops a call that it does not use; a tensor that outlives it is a use
     return (out, lse) if return_lse else out
 
 

@@ -86,7 +86,7 @@ def positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> T
     assert context is not None
     given = None if cu_seqlens is None else cu_seqlens.tolist()
     fields: dict[str, object] = {"call": "positions of MultiheadDilatedAttention", "cu_seqlens": given}
-    return context.local_positions(context.handshake(x.shape[1], fields), cu_seqlens)
+    return context.ranks.positions(context.ranks.handshake(x.shape[1], fields), cu_seqlens)
 
 
 @positions_on_ranks.register_fake

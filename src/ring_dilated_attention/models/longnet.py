@@ -243,7 +243,7 @@ class LongNetLM(nn.Module):
         if self.parallel is None:
             positions_N = document_positions(tokens_BN.shape[1], cu_seqlens, tokens_BN.device)
         else:
-            positions_N = self.parallel.local_positions(lengths, cu_seqlens).to(tokens_BN.device)
+            positions_N = self.parallel.ranks.positions(lengths, cu_seqlens).to(tokens_BN.device)
         table = self._rotary_table(positions_N)
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
@@ -306,7 +306,7 @@ class LongNetLM(nn.Module):
             batch, num_positions = (0, 0) if failure else tokens_BN.shape
             given = None if failure or cu_seqlens is None else cu_seqlens.tolist()
             fields = {"call": "LongNetLM", "batch": batch, "cu_seqlens": given}
-            lengths = self.parallel.handshake(num_positions, fields, failure)
+            lengths = self.parallel.ranks.handshake(num_positions, fields, failure)
         if cu_seqlens is None:
             return lengths, (0, sum(lengths))
         borders = tuple(cu_seqlens.tolist())
@@ -335,7 +335,7 @@ class LongNetLM(nn.Module):
             rows_N = torch.arange(tokens_BN.shape[1], device="cpu")
             next_BN = F.pad(tokens_BN[:, 1:], (0, 1), value=IGNORED_LABEL)
         else:
-            rows_N = self.parallel.local_positions(lengths)
+            rows_N = self.parallel.ranks.positions(lengths)
             next_BN = shift_left(self.parallel, tokens_BN, IGNORED_LABEL)
         is_last_N = torch.isin(rows_N + 1, torch.tensor(borders, device="cpu"))
         return next_BN.masked_fill(is_last_N.to(next_BN.device), IGNORED_LABEL)

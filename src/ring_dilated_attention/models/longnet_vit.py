@@ -286,7 +286,7 @@ class LongNetViT(CheckedLoading):
         tile_counts: tuple[int, ...] = (num_own,)
         if self.parallel is not None:
             fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
-            tile_counts = self.parallel.handshake(num_own, fields, failure)
+            tile_counts = self.parallel.ranks.handshake(num_own, fields, failure)
             self.parallel.ranks.notice(tile_counts)
             self.parallel.ranks.expect((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
         if failure is None and not sum(tile_counts):
@@ -296,7 +296,7 @@ class LongNetViT(CheckedLoading):
         first = 0 if self.parallel is None else sum(tile_counts[: self.parallel.rank])
         failure = self._tile_failure(x, coords, None if lengths is None else [int(n) for n in lengths], first)
         if self.parallel is not None:
-            self.parallel.handshake(num_own, {"call": "LongNetViT, its tiles"}, failure)
+            self.parallel.ranks.handshake(num_own, {"call": "LongNetViT, its tiles"}, failure)
         if failure:
             raise ValueError(failure)
         return sum(tile_counts)

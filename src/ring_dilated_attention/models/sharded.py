@@ -26,7 +26,7 @@ def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
         failure = f"shift_left takes integers (batch, N), got {x.dtype} {tuple(x.shape)}"
     batch, length = (0, 0) if failure else x.shape
     with parallel.ranks.turn:
-        lengths = parallel.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
+        lengths = parallel.ranks.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
         shards = parallel.ranks.shards(lengths)
         with all_or_none(parallel):
             firsts = _first_columns(parallel, x, shards)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.sharding import Shard, check_documents, document_positions
+from ..plan.sharding import Shard, check_documents
 from .borders import validate_cu_seqlens
 from .handshake import all_or_none
 from .origin import remember
@@ -60,9 +60,7 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
             like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
             local[name] = _dealt(ranks, None if whole is None else whole[name], like, shape, dim, shards, source)
     if POSITIONS not in local:
-        borders = local[BORDERS].tolist() if BORDERS in local else [0, length]
-        ranges = document_positions(shards[ranks.rank], borders)
-        local[POSITIONS] = torch.cat([torch.arange(r.start, r.stop) for r in (range(0), *ranges)])
+        local[POSITIONS] = ranks.positions(lengths, local.get(BORDERS))
     if len(shards) > 1:
         for name in local.keys() - {BORDERS}:
             remember(local[name], ranks, lengths)

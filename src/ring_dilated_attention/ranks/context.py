@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..pattern import is_integer
-from ..plan.sharding import check_documents, document_positions
 from .arguments import check_arguments, cut_of, resolve_group
 from .batches import fingerprint, shard_batch
-from .borders import validate_cu_seqlens
 from .link import ExchangeError
 from .origin import origin_of, remember, why_foreign
 from .processes import Processes, note_dropped
@@ -37,12 +35,11 @@ def context_named(key: str) -> "ContextParallel | None":
     return _contexts[key] if key else None
 
 
-@torch.compiler.assume_constant_result  # a call that is refused while it is compiled: the others are told right away
 def refuse(key: str, reason: str) -> None:
     """Tell the other ranks why this one refuses the call that they make. Raises a ValueError, as theirs do."""
     context = context_named(key)
     if context is not None:
-        context.handshake(0, {}, failure=reason)
+        context.ranks.agree(0, {}, reason)
 
 
 class ContextParallel:
@@ -112,10 +109,11 @@ class ContextParallel:
         """Be the context of these ranks."""
         self.ranks, self.cut, self.sharding, self.exchange = ranks, ranks.cut, ranks.cut.sharding, exchange
         self.rank, self.world_size, self.name = ranks.rank, ranks.world_size, ranks.name
-        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
         # What the ops know it by: other than its name, never that of another in this process.
         self.key = f"{self.name}, number {next(_made)}"
         _contexts[self.key] = self
+        # A call that is refused while it is compiled tells the others right away. Here, because this imports dynamo.
+        torch.compiler.assume_constant_result(refuse)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContextParallel":
         """Itself: connections have no copies."""
@@ -133,11 +131,6 @@ class ContextParallel:
         Also after an error has broken it, before the survivors make another. The context is of no use afterwards.
         """
         self.ranks.close()
-
-    @property
-    def calls(self) -> int:
-        """Forwards so far, the same on every rank."""
-        return self.ranks.calls
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all.
@@ -194,7 +187,7 @@ class ContextParallel:
         self.ranks.check_all_here("unshard")
         failure = dim_failure("unshard", x, dim) or why_foreign("the tensor", x, self.ranks)
         length, fields = (0, {}) if failure else (x.shape[dim], rows_fields("unshard", x, dim))
-        shards = self.ranks.shards(self.handshake(length, fields, failure))
+        shards = self.ranks.shards(self.ranks.handshake(length, fields, failure))
         return x if len(shards) == 1 else UnshardRows.apply(x, self.ranks, shards, dim)
 
     def mean_loss(self, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
@@ -227,18 +220,7 @@ class ContextParallel:
         """
         if not is_integer(seq_len) or seq_len < 0:
             raise ValueError(f"seq_len must be an integer of at least 0, got {seq_len!r}.")
-        return self.local_positions(self.ranks.lengths_of(seq_len), cu_seqlens)
-
-    def local_positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
-        """Like `positions`, given every rank's number of rows instead of the default split."""
-        shard = self.ranks.shards(lengths)[self.rank]
-        borders = [0, sum(lengths)]
-        if cu_seqlens is not None:
-            validate_cu_seqlens(cu_seqlens, 1)
-            borders = cu_seqlens.tolist()
-            check_documents(borders, sum(lengths))
-        ranges = document_positions(shard, borders)
-        return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in (range(0), *ranges)])
+        return self.ranks.positions(self.ranks.lengths_of(seq_len), cu_seqlens)
 
     def abandon(self, reason: str) -> None:
         """Break this context's groups, so that the other ranks fail at once instead of waiting for this one.
@@ -246,21 +228,6 @@ class ContextParallel:
         A call that fails does so by itself. For errors between calls, in a program that goes on after them.
         """
         self.ranks.abandon(reason)
-
-    def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
-        """Every rank's local length, once all ranks turn out to make the same call.
-
-        Args:
-            length: this rank's number of positions.
-            fields: what must agree, by name. Compared by fingerprint; only a mismatch is sent in words.
-            failure: why this rank refuses the call, if it does.
-
-        Raises:
-            ValueError: on every rank, if any refuses or fields differ. Nothing of the call was sent.
-        """
-        lengths = self.ranks.agree(length, fields, failure)
-        self.ranks.notice_whole(lengths)
-        return lengths
 
 
 __all__ = ["ContextParallel", "ExchangeError", "context_named"]

@@ -13,11 +13,12 @@ from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.sharding import Cut, Shard, documents_of
+from ..plan.sharding import Cut, Shard, check_documents, document_positions, documents_of
 from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
+from .borders import validate_cu_seqlens
 from .call import Begun, Call
 from .handshake import all_or_none
 
@@ -43,6 +44,7 @@ class Ranks:
         self.last_whole: int | None = None  # the length of the sequence that was cut last
         self.warned: set[str] = set()  # of what
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
+        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
         """Every process's number of rows of a sequence that it cuts."""
@@ -52,15 +54,27 @@ class Ranks:
         """Every process's shard, given every process's number of rows."""
         return self.cut.shards_of(lengths)
 
-    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        """Every rank's number of rows, once all turn out to make the same call.
+    def positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
+        """Positions within their document of this rank's rows, (N_local,), int64, on the CPU."""
+        borders = [0, sum(lengths)]
+        if cu_seqlens is not None:
+            validate_cu_seqlens(cu_seqlens, 1)
+            borders = cu_seqlens.tolist()
+            check_documents(borders, sum(lengths))
+        ranges = document_positions(self.shards(lengths)[self.rank], borders)
+        return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in (range(0), *ranges)])
 
-        Raises:
-            ValueError: on every rank, if any refuses or fields differ.
-        """
+    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+        """Every rank's number of rows, once all turn out to make the same call (`handshake.agree`)."""
         if failure:
             raise ValueError(failure)
         return (length,)
+
+    def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
+        """`agree`, and a warning where the rows look like the whole sequence on every rank."""
+        lengths = self.agree(length, fields, failure)
+        self.notice_whole(lengths)
+        return lengths
 
     def notice(self, lengths: Sequence[int]) -> None:
         """Warn, once, of numbers of rows that look like a mistake."""

@@ -189,7 +189,7 @@ def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> lis
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     own = facts(parallel.rank, device, folder, environment)
-    parallel.handshake(1, {"call": "rda doctor"})
+    parallel.ranks.handshake(1, {"call": "rda doctor"})
     own["clock"] = time.time()  # all have just met
     own["agreement"] = agreement(parallel, device)
     own |= speeds(parallel, device)

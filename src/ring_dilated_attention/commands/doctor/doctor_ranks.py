@@ -109,7 +109,7 @@ def _times(
     query, key, value = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     forward, backward = [], []
     for _ in range(REPEATS):
-        parallel.handshake(1, {"call": "rda doctor"})
+        parallel.ranks.handshake(1, {"call": "rda doctor"})
         began = time.perf_counter()
         out = dilated_attention(query, key, value, pattern)
         _finish(device)
@@ -130,7 +130,7 @@ def links(parallel: ContextParallel, device: str) -> dict[str, Any]:
     times = []
     for _ in range(3 * REPEATS):
         began = time.perf_counter()
-        parallel.handshake(1, {"call": "rda doctor"})
+        parallel.ranks.handshake(1, {"call": "rda doctor"})
         times.append(time.perf_counter() - began)
     found: dict[str, Any] = {"handshake_seconds": statistics.median(times), "small": {}, "large": {}}
     distances = range(1, p) if p <= MOST_PAIRS else [2**k for k in range(p.bit_length()) if 2**k < p]
@@ -142,7 +142,7 @@ def links(parallel: ContextParallel, device: str) -> dict[str, Any]:
             onward, back = (link.rank + distance) % p, (link.rank - distance) % p
             seconds = []
             for _ in range(REPEATS):
-                parallel.handshake(1, {"call": "rda doctor"})
+                parallel.ranks.handshake(1, {"call": "rda doctor"})
                 began = time.perf_counter()
                 link.exchange([(leaves, onward)], [(comes, back)], "rda doctor").wait()
                 _finish(on)

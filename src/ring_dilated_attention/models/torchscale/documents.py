@@ -97,7 +97,7 @@ def agree_on_documents(
         lengths: tuple[int, ...] = (num_positions,)
     else:
         agreed = {"call": call, "batch": batch, "cu_seqlens": given, **(fields or {})}
-        lengths = parallel.handshake(num_positions, agreed, failure)
+        lengths = parallel.ranks.handshake(num_positions, agreed, failure)
     total = sum(lengths)
     if given is not None:
         check_documents(given, total)
