@@ -9,28 +9,27 @@ import torch
 from torch import Tensor
 
 from ..pattern import DilatedPattern, is_integer
-from ..plan.cache_plan import CachePlan, Rings, check_append, check_crop, plan_cache
+from ..plan.cache_plan import CachePlan, check_append, check_crop, plan_cache
 from ..plan.heads import held_heads
 from .append import held, packed, packed_size, place, unpack
 from .link_contract import Parallel
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class DilatedCache:
     """Keys and values of a batch of sequences, for `dilated_attention(query, key, value, pattern, cache=cache)`.
 
-    A query sees rows of its own segments alone. So a ring of about w / r rows for each branch (w, r), key/value head
-    and phase holds all that any later query sees, at any length: rows are written over when their segment has ended.
-    All memory is allocated here.
+    A query sees rows of its own segments alone. So all that a later query sees, at any length, is in rolling buffers of
+    about w / r rows, one for each branch (w, r), key/value head and phase: rows are written over when their segment has
+    ended. All memory is allocated here.
 
     Args:
         pattern: who attends whom; causal.
         batch, num_heads, num_kv_heads, head_dim: the sizes of the query (B, N, H, D) and the key (B, N, G, D); with
             `heads_held`, the heads of the layer.
         dtype, device: of the inputs; torch's defaults.
-        max_len: the most positions of a sequence, if that is known. No ring is larger, so it saves memory where
+        max_len: the most positions of a sequence, if that is known. No buffer is larger, so it saves memory where
             segments are longer, and a dense pattern (one segment for everything) needs it.
         keep: how many positions `crop` can take back where a segment has ended in between.
         heads_held: which of the num_heads query heads the tensors hold (tensor parallelism), as range(3, 6). Calls
@@ -72,7 +71,7 @@ class DilatedCache:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}.")
         self.device = torch.empty(0, device=device).device  # with its index
         self._refuse_what_does_not_fit()
-        # One tensor for all rings: compiled code copies a *list* of tensors that an op writes to, at every call.
+        # One tensor for all buffers: compiled code copies a *list* of tensors that an op writes to, at every call.
         self.memory = torch.empty(2, batch, self.num_rows, head_dim, dtype=self.dtype, device=self.device)
         self.progress = torch.zeros(2, batch, dtype=torch.int64, device=self.device)  # positions; lowest to go back to
 
@@ -97,10 +96,7 @@ class DilatedCache:
         Args:
             key, value: (B, N, G, D), this rank's rows, as they were passed to `dilated_attention`.
             num_heads: query heads; with `heads_held`, of the layer.
-            to: the rank (`parallel.rank`) that gets the cache. By default each rank gets one.
-
-        Returns:
-            The cache, or None on a rank that gets none.
+            to: the rank (`parallel.rank`) that gets the cache; the others get None. By default each rank gets one.
 
         Raises:
             ValueError: on every rank, if one refuses or they disagree.
@@ -112,8 +108,12 @@ class DilatedCache:
         try:
             if to is not None and not 0 <= to < ranks.world_size:
                 raise ValueError(f"to={to}: the ranks are 0 to {ranks.world_size - 1}, and None is each of them.")
-            plan = _plan_of_rows(key, value, pattern, num_heads, max_len, keep, heads_held)
-            batch, length, _, head_dim = key.shape
+            if key.dim() != 4 or key.shape != value.shape:
+                shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
+                raise ValueError(f"key and value must both be (batch, positions, key/value heads, head dim): {shapes}.")
+            batch, length, num_held, head_dim = key.shape
+            num_kv_heads = num_held * num_heads // (len(heads_held) if isinstance(heads_held, range) else num_heads)
+            plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
             if gets_one:
                 cache = cls._of(plan, batch, head_dim, key.dtype, key.device)
             fields = {"call": "DilatedCache.gather", "pattern": pattern, "to": to, "max_len": max_len, "keep": keep}
@@ -122,9 +122,8 @@ class DilatedCache:
         except Exception as error:  # noqa: BLE001  whatever it is: the others would wait
             failure = str(error) or type(error).__name__
         lengths = ranks.agree(length, fields, failure)
-        position = sum(lengths)
+        position, shards = sum(lengths), ranks.shards(lengths)
         check_append(plan, [0], [position])
-        shards = ranks.shards(lengths)
 
         def parts() -> list[Tensor]:
             own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
@@ -243,7 +242,7 @@ class DilatedCache:
                     f"with max_len={position} or more."
                 )
         for b, (position, floor) in enumerate(zip(positions[: len(saved)], floors, strict=False)):
-            size = sum(len(rings.kv_heads) * len(source.kept(rings, position, floor)) for rings in source.rings)
+            size = sum(len(each.kv_heads) * len(source.kept(each, position, floor)) for each in source.rings)
             if tuple(saved[b].shape) != (2, size, self.head_dim) or saved[b].dtype != self.dtype:
                 raise ValueError(
                     f"the state is damaged: {position} positions have rows {(2, size, self.head_dim)}, and sequence "
@@ -255,34 +254,26 @@ class DilatedCache:
         self.progress.copy_(torch.tensor([positions, floors]))
 
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
-        """The kept rows of a batch entry, (2, rows, D), ring by ring."""
+        """The kept rows of a batch entry, (2, rows, D), buffer by buffer."""
         entry = self.memory[:, b : b + 1]
-        parts = [entry[:, 0, :0].cpu()]
-        for rings in self.plan.rings:
-            both = held(rings, self.plan.kept(rings, position, floor), entry)
-            parts.append(both[:, 0].flatten(1, 2).cpu())
-        return torch.cat(parts, dim=1)
+        found = (held(buffers, self.plan.kept(buffers, position, floor), entry) for buffers in self.plan.rings)
+        return torch.cat([entry[:, 0, :0].cpu(), *(both[:, 0].flatten(1, 2).cpu() for both in found)], dim=1)
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
         """Place what `_rows_of` a cache with another plan has made."""
         entry, start = self.memory[:, b : b + 1], 0
-        own = {self._named(branch, rings): rings for branch, rings in self.plan.by_branch}
+        own = {(branch, buffers.phase, buffers.kv_heads): buffers for branch, buffers in self.plan.by_branch}
         for branch, there in source.by_branch:
             saved = source.kept(there, position, floor)
-            if not saved:  # then there may be no such ring here: max_len ends before the first row of its phase
+            if not saved:  # then there may be no such buffer here: max_len ends before the first row of its phase
                 continue
-            here = own[self._named(branch, there)]
+            here = own[branch, there.phase, there.kv_heads]
             kept = self.plan.kept(here, position, floor)
             size = len(there.kv_heads) * len(saved)
             both = rows[:, None, start : start + size].unflatten(2, (len(there.kv_heads), len(saved)))
             numbers = range(max(saved.start, kept.start), kept.stop)
             place(here, numbers, entry, both[..., len(saved) - len(numbers) :, :])
             start += size
-
-    @staticmethod
-    def _named(branch: int, rings: Rings) -> tuple[int, int, range]:
-        """What tells rings of a pattern apart, whatever their size."""
-        return branch, rings.phase, rings.kv_heads
 
     def _described(self) -> dict[str, Any]:
         """What must be the same for rows to mean the same, in plain types that torch.load takes."""
@@ -327,7 +318,7 @@ class DilatedCache:
         if free is None or self._bytes_of_rows() <= free:
             return
         rows = f"{self.num_rows:,} rows of {self.head_dim} {self.dtype} for keys and as many for values"
-        limit = "No ring is larger than max_len" if self.plan.max_len is None else "Give a smaller max_len"
+        limit = "No buffer is larger than max_len" if self.plan.max_len is None else "Give a smaller max_len"
         raise ValueError(
             f"the cache would hold {rows}, for a batch of {self.batch}: 2 * {self.batch} * {self.num_rows:,} * "
             f"{self.head_dim} * {self.dtype.itemsize} = {self._bytes_of_rows():,} bytes, and {free:,} are free on "
@@ -336,23 +327,14 @@ class DilatedCache:
 
 
 def _plan(
-    pattern: DilatedPattern,
-    num_heads: int,
-    num_kv_heads: int,
-    max_len: int | None,
-    keep: int,
-    heads_held: range | None,
+    pattern: DilatedPattern, num_heads: int, num_kv_heads: int, max_len: int | None, keep: int, heads_held: range | None
 ) -> CachePlan:
-    """The plan, with None for heads that are all.
-
-    Raises:
-        ValueError: where there can be none.
-    """
+    """The plan, with None for heads that are all. Raises ValueError where there can be none."""
     if heads_held is not None:
         pattern.check_heads(num_heads, num_kv_heads)
         num_held = len(heads_held) if isinstance(heads_held, range) else num_heads
         held_heads(num_held, num_heads // num_kv_heads, heads_held, num_heads)
-        heads_held = None if len(heads_held) == num_heads else heads_held
+        heads_held = None if num_held == num_heads else heads_held
     return plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
 
 
@@ -362,81 +344,6 @@ def _fit(progress: Any, rows: Any) -> bool:
         return False
     positions, floors = progress
     return progress.dtype == torch.int64 and bool(((floors >= 0) & (floors <= positions)).all())
-
-
-def _plan_of_rows(
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    num_heads: int,
-    max_len: int | None,
-    keep: int,
-    heads_held: range | None,
-) -> CachePlan:
-    """The plan of a cache for such keys and values."""
-    if key.dim() != 4 or key.shape != value.shape:
-        shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-        raise ValueError(f"key and value must both be (batch, positions, key/value heads, head dim): {shapes}.")
-    num_kv_heads = key.shape[2] * num_heads // (len(heads_held) if isinstance(heads_held, range) else num_heads)
-    return _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
-
-
-def check_call(
-    cache: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    parallel: Any,
-    cu_seqlens: Any,
-    lengths: Any,
-    heads: range,
-    num_heads: int,
-) -> None:
-    """Raise ValueError unless these are arguments of a call with this cache, or without one if it is None.
-
-    heads: those that the tensors hold, of num_heads query heads in all.
-    """
-    if cache is None:
-        if lengths is not None:
-            raise ValueError("lengths say how many rows go into a cache, and there is none: pass cache, or cu_seqlens.")
-        return
-    if not isinstance(cache, DilatedCache):
-        raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}.")
-    for name, x in (("parallel", parallel), ("cu_seqlens", cu_seqlens)):
-        if x is not None:
-            raise ValueError(
-                f"cache and {name} cannot go together: a cache holds whole sequences, of which each batch entry is "
-                f"one. Leave out {name}, or fill the cache from ranks with DilatedCache.gather."
-            )
-    if pattern != cache.pattern:
-        raise ValueError(f"the cache is of {cache.pattern}, the call of {pattern}. Make a cache for each pattern.")
-    pairs: dict[str, tuple[object, object]] = {
-        "batch": (cache.batch, query.shape[0]),
-        "heads": (cache.plan.num_heads, num_heads),
-        "first head held": (cache.plan.heads.start, heads.start),  # torch.compile knows no equality of ranges
-        "last head held": (cache.plan.heads.stop - 1, heads.stop - 1),
-        "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
-        "head dim": (cache.head_dim, query.shape[3]),
-        "dtype": (cache.dtype, query.dtype),
-        "device": (cache.device, query.device),
-    }
-    for name, (own, given) in pairs.items():
-        if own != given:
-            raise ValueError(
-                f"the cache was made for {name} {own}, and the call has {given}. Make a cache for these tensors, or "
-                "convert them."
-            )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        raise ValueError(
-            "a call with a cache has no gradient, and inputs require one. Call it under torch.no_grad(), or pass "
-            "detached tensors."
-        )
-    if lengths is None:
-        return
-    if not isinstance(lengths, Tensor) or lengths.shape != query.shape[:1] or lengths.dtype not in INTEGERS:
-        got = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else repr(lengths)
-        raise ValueError(f"lengths must be an integer tensor ({cache.batch},), one for each batch entry, got {got}.")
 
 
 def free_bytes(device: torch.device) -> int | None:

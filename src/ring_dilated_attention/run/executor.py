@@ -223,10 +223,11 @@ class _Executor:
         return both[("dk", "dv").index(name)]
 
     def backward_rows(self, step: steps.Compute) -> BackwardRows:
-        names = [name for name in ("dout", "dlse", "query", "out", "lse", "delta") if name in self.alive]
-        found = {name: self.rows(name, step.tile.query, step.entry) for name in names}
-        key, value = self.keys(step)
-        return BackwardRows(**{"dlse": None, **found, "key": key, "value": value})
+        def own(name: str) -> Tensor:
+            return self.rows(name, step.tile.query, step.entry)
+
+        dlse, delta = (own(name) if name in self.alive else None for name in ("dlse", "delta"))
+        return BackwardRows(own("dout"), dlse, own("query"), *self.keys(step), own("out"), own("lse"), delta)
 
     def merge(self, step: steps.Merge) -> None:
         partial_out, partial_lse = self.results.pop("out"), self.results.pop("lse")
