@@ -136,8 +136,7 @@ class DilatedPattern:
         Raises:
             ValueError: for numbers that are not integers of at least 1 (`ratio`: 2).
         """
-        numbers = {"max_len": (max_len, 1), "first_length": (first_length, 1), "ratio": (ratio, 2)}
-        for name, (number, least) in numbers.items():
+        for name, number, least in (("max_len", max_len, 1), ("first_length", first_length, 1), ("ratio", ratio, 2)):
             if not is_integer(number) or number < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}.")
         lengths, rates = [index(first_length)], [1]
@@ -158,9 +157,11 @@ class DilatedPattern:
         return tuple(map(Branch, self.segment_lengths, self.dilation_rates))
 
     @classmethod
+    @lru_cache(maxsize=256)
     def from_text(cls, text: str) -> "DilatedPattern":
         """The pattern that has this `text`."""
-        return _from_text(text)
+        lengths, rates, is_causal, phase, heads = json.loads(text)
+        return cls(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
 
     def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
         """Raise ValueError unless the pattern can run on this many query and key/value heads."""
@@ -206,27 +207,25 @@ class DilatedPattern:
         """
         held = held if held is not None else range(num_heads)
         rate = self.dilation_rates[branch]
-        ratio = num_heads // num_kv_heads
-        equal_held = [(s, _within(heads, held)[1]) for s, heads in self._heads_by_phase(branch, num_heads)]
-        if self.heads == "all" and ratio == 1:
+        equal_held = [_within(heads, held)[1] for _, heads in self._heads_by_phase(branch, num_heads)]
+        if self.heads == "all" and num_heads == num_kv_heads:
             block = _ceil_div(num_heads, rate)  # heads of one phase under the blocked rule
             if self.phase == "modulo":
                 diagonal = [range(k, min(k + rate, num_heads)) for k in range(0, num_heads, rate)]
             else:
                 diagonal = [range(k, num_heads, block) for k in range(block)]
             diagonal_held = [_within(heads, held) for heads in diagonal]
-            if sum(bool(h) for _, h in diagonal_held) < sum(bool(h) for _, h in equal_held):
+            if sum(bool(heads) for _, heads in diagonal_held) < sum(map(bool, equal_held)):
                 return tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in diagonal_held if heads)
-        return tuple(group for s, heads in equal_held for group in _aligned(heads, s, ratio))
+        return self.phase_groups(branch, num_heads, num_kv_heads, held)
 
     def phase_groups(
         self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
     ) -> tuple[HeadGroup, ...]:
         """As `head_groups`, but cut by phase alone, and where key/value heads serve unequal numbers."""
-        ratio = num_heads // num_kv_heads
-        held = held if held is not None else range(num_heads)
-        phases = [(s, _within(heads, held)[1]) for s, heads in self._heads_by_phase(branch, num_heads)]
-        return tuple(group for s, heads in phases for group in _aligned(heads, s, ratio))
+        held, ratio = held if held is not None else range(num_heads), num_heads // num_kv_heads
+        phases = self._heads_by_phase(branch, num_heads)
+        return tuple(group for s, heads in phases for group in _aligned(_within(heads, held)[1], s, ratio))
 
     def _heads_by_phase(self, branch: int, num_heads: int) -> list[tuple[int, range]]:
         """The phases that a branch's query heads read, each with these heads."""
@@ -276,13 +275,12 @@ class DilatedPattern:
         longest = max(lengths) if lengths is not None else math.inf
         # (t mod w) mod r repeats after r where r divides w or nothing is longer than w, and else after w.
         period = math.lcm(*(w if w % r and w < longest else r for w, r in self.branches))
-        heads = Counter(
-            tuple(self.phase_of(i, h, num_heads) for i in range(len(self.branches))) for h in range(num_heads)
-        )
+        branches = range(len(self.branches))
+        heads = Counter(tuple(self.phase_of(i, h, num_heads) for i in branches) for h in range(num_heads))
         most = min(2**20, max(2**10, 2**26 // len(heads)))
+        lengths = [period] if lengths is None else lengths
         if period > most:
-            lengths = [min(length, most) for length in lengths or [most]]
-        lengths = lengths if lengths is not None else [period]
+            lengths = [min(length, most) for length in lengths]
         count = 0
         for phases, num_alike in heads.items():
             seen = self._seen(phases, min(period, max(lengths)))
@@ -313,16 +311,14 @@ class DilatedPattern:
         lines = []
         for i, branch in enumerate(self.branches):
             length, rate = branch
-            phases = [self.phase_of(i, h, num_heads) for h in range(num_heads)]
-            read = {p for p in phases if p is not None}
-            phases_there = range(min(rate, length))
-            num_unread = len(phases_there) - sum(p in phases_there for p in read)
-            heads = self.heads_of(i, num_heads)
+            heads, phases = self.heads_of(i, num_heads), range(min(rate, length))
+            read = {s for s, found in self._heads_by_phase(i, num_heads) if found}
+            num_unread = len(phases) - sum(s in phases for s in read)
             share = f"heads {heads.start}..{heads.stop - 1}" if self.heads == "split" else f"all {num_heads} heads"
             note = "; every phase is read"
             if num_unread:  # there may be more than memory can list
-                some = islice((s for s in phases_there if s not in read), _MOST_LISTED + 1)
-                last = next(s for s in reversed(phases_there) if s not in read)
+                some = islice((s for s in phases if s not in read), _MOST_LISTED + 1)
+                last = next(s for s in reversed(phases) if s not in read)
                 note = f"; phases that no head reads: {_shorten(list(some), num_unread, last)}"
             if rate > length:
                 note += "; r > w: a segment has one row of a phase at most, so that a query sees only itself"
@@ -333,12 +329,6 @@ class DilatedPattern:
             which = f"the first {pairs:,}" if lengths is not None and pairs < num_heads * sum(lengths) else "all"
             lines.append(f"{without / pairs:.1%} of {which} (query, head) pairs are in no branch: no key, and out is 0")
         return "\n".join(lines)
-
-
-@lru_cache(maxsize=256)
-def _from_text(text: str) -> DilatedPattern:
-    lengths, rates, is_causal, phase, heads = json.loads(text)
-    return DilatedPattern(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
 
 
 def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
@@ -380,25 +370,22 @@ def _within(heads: range, held: range) -> tuple[int, range]:
 
 def _aligned(heads: range, phase: int, ratio: int) -> tuple[HeadGroup, ...]:
     """Cut heads of one phase so that, within a group, each key/value head serves equally many query heads."""
-    runs = [(kv, [h for _, h in pairs]) for kv, pairs in groupby(((h // ratio, h) for h in heads), key=lambda x: x[0])]
-    groups: list[list[tuple[int, list[int]]]] = []
-    for run in runs:
-        last = groups[-1] if groups else []
+    groups: list[list[tuple[int, list[int]]]] = []  # of key/value heads, each with its query heads
+    for kv_head, found in groupby(heads, key=lambda head: head // ratio):
+        run, last = (kv_head, list(found)), groups[-1] if groups else []
         same_size = bool(last) and len(last[-1][1]) == len(run[1])
-        same_step = len(last) < 2 or last[1][0] - last[0][0] == run[0] - last[-1][0]
+        same_step = len(last) < 2 or last[1][0] - last[0][0] == kv_head - last[-1][0]
         if same_size and same_step:
             last.append(run)
         else:
             groups.append([run])
-    return tuple(
-        HeadGroup(
-            query_heads=range(group[0][1][0], group[-1][1][-1] + 1, heads.step),
-            kv_heads=range(group[0][0], group[-1][0] + 1, group[1][0] - group[0][0] if len(group) > 1 else 1),
-            phase=phase,
-            phase_step=0,
-        )
-        for group in groups
-    )
+    result = []
+    for group in groups:
+        (first_kv, first), (last_kv, last_heads) = group[0], group[-1]
+        step = group[1][0] - first_kv if len(group) > 1 else 1
+        query_heads = range(first[0], last_heads[-1] + 1, heads.step)
+        result.append(HeadGroup(query_heads, range(first_kv, last_kv + 1, step), phase, 0))
+    return tuple(result)
 
 
 def _ceil_div(a: int, b: int) -> int:

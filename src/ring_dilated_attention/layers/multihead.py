@@ -45,6 +45,8 @@ class MultiheadDilatedAttention(nn.Module):
     rows) is refused with a ValueError.
     """
 
+    in_proj_bias: nn.Parameter | None
+
     def __init__(
         self,
         embed_dim: int,
@@ -77,13 +79,9 @@ class MultiheadDilatedAttention(nn.Module):
         for name, switch in (("bias", bias), ("sub_layernorm", sub_layernorm)):
             if not isinstance(switch, bool):
                 raise ValueError(f"{name} must be True or False, got {switch!r}")
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
-        self.pattern = pattern
-        self.parallel = parallel
-        self.backend = backend
+        self.pattern, self.parallel, self.backend = pattern, parallel, backend
         self.rotary_base = rotary_base(rotary, self.head_dim)
         self.heads_held = range(num_heads) if heads_held is None else heads_held
         num_held = len(self.heads_held) if isinstance(heads_held, range) else num_heads
@@ -100,11 +98,10 @@ class MultiheadDilatedAttention(nn.Module):
 
         held_dim, kv_dim = num_held * self.head_dim, num_held // ratio * self.head_dim
         self._split_sizes = (held_dim, kv_dim, kv_dim)
-        self.in_proj_weight = nn.Parameter(torch.empty(sum(self._split_sizes), embed_dim, device=device, dtype=dtype))
-        if bias:
-            self.in_proj_bias = nn.Parameter(torch.empty(sum(self._split_sizes), device=device, dtype=dtype))
-        else:
-            self.register_parameter("in_proj_bias", None)
+        num_rows = sum(self._split_sizes)
+        self.in_proj_weight = nn.Parameter(torch.empty(num_rows, embed_dim, device=device, dtype=dtype))
+        in_proj_bias = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("in_proj_bias", in_proj_bias)
         has_bias = bias and self.heads_held.start == 0
         self.out_proj = nn.Linear(held_dim, embed_dim, bias=has_bias, device=device, dtype=dtype)
         self.sub_layernorm = nn.LayerNorm(embed_dim, device=device, dtype=dtype) if sub_layernorm else None
@@ -196,8 +193,7 @@ class MultiheadDilatedAttention(nn.Module):
         try:
             self._check_inputs(query, key, value)
             check_cuts(self.parallel, query=query, key=key, value=value)
-            self._check_unsupported(need_weights, attn_mask, is_causal)
-            self._check_mask(key_padding_mask, cu_seqlens)
+            self._check_masks(need_weights, attn_mask, is_causal, key_padding_mask, cu_seqlens)
             self._check_cache(query, cache, lengths, key_padding_mask)
             self._check_positions(positions, query, cache)
             if cu_seqlens is not None:
@@ -250,15 +246,26 @@ class MultiheadDilatedAttention(nn.Module):
             return None
         if isinstance(positions, RotaryTable):
             return positions
-        if positions is None:
-            positions = self._positions(query_BNE, cu_seqlens, cache)
-        return self.rotary_table(positions.to(query_BNE.device))
+        places, num_positions, device = positions, query_BNE.shape[1], query_BNE.device
+        if places is None and cache is not None:
+            places = cache.next_positions(num_positions)
+        elif places is None and self.parallel is not None:
+            places = positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
+        elif places is None:
+            places = document_positions(num_positions, cu_seqlens, device)
+        return self.rotary_table(places.to(device))
 
     def _heads(
         self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """query, key and value of all heads, (B, N, H or G, D), rotated."""
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query_BNE, key_BNE, value_BNE))
+        if query_BNE is key_BNE and key_BNE is value_BNE:
+            projected = F.linear(query_BNE, self.in_proj_weight, self.in_proj_bias).split(self._split_sizes, dim=-1)
+        else:
+            weights = self.in_proj_weight.split(self._split_sizes)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(self._split_sizes)
+            projected = tuple(map(F.linear, (query_BNE, key_BNE, value_BNE), weights, biases))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         return (q, k, v) if table is None else (rotate(q, table), rotate(k, table), v)
 
     def _attend(
@@ -283,14 +290,6 @@ class MultiheadDilatedAttention(nn.Module):
         out_BNE = out_BNHD.flatten(2)
         return out_BNE if self.sub_layernorm is None else self.sub_layernorm(out_BNE)
 
-    def _project(self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor) -> tuple[Tensor, ...]:
-        if query_BNE is key_BNE and key_BNE is value_BNE:
-            return F.linear(query_BNE, self.in_proj_weight, self.in_proj_bias).split(self._split_sizes, dim=-1)
-        weights = self.in_proj_weight.split(self._split_sizes)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(self._split_sizes)
-        inputs = (query_BNE, key_BNE, value_BNE)
-        return tuple(F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True))
-
     def _forward_padded(
         self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, mask_BN: Tensor, table: RotaryTable | None
     ) -> Tensor:
@@ -312,13 +311,6 @@ class MultiheadDilatedAttention(nn.Module):
         out_flat = out_1TE.new_zeros(batch * num_positions, out_1TE.shape[-1]).index_copy(0, rows_T, out_1TE[0])
         return self.out_proj(out_flat.unflatten(0, (batch, num_positions)))
 
-    def _positions(self, query_BNE: Tensor, cu_seqlens: Tensor | None, cache: DilatedCache | None = None) -> Tensor:
-        if cache is not None:
-            return cache.next_positions(query_BNE.shape[1])
-        if self.parallel is not None:
-            return positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
-        return document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
-
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
@@ -333,7 +325,14 @@ class MultiheadDilatedAttention(nn.Module):
                 "dilated attention is self-attention, the three must have the same batch and positions"
             )
 
-    def _check_unsupported(self, need_weights: bool, attn_mask: Tensor | None, is_causal: bool | None) -> None:
+    def _check_masks(
+        self,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        is_causal: bool | None,
+        key_padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
         if need_weights:
             raise ValueError("need_weights=True: the attention weights are never formed; pass need_weights=False")
         if attn_mask is not None:
@@ -349,6 +348,16 @@ class MultiheadDilatedAttention(nn.Module):
                 "is_causal=True, but the pattern has is_causal=False: leave the argument out, or make the pattern "
                 "causal as wanted"
             )
+        if key_padding_mask is None:
+            return
+        check_tensor("key_padding_mask", key_padding_mask)
+        if self.parallel is not None:
+            raise ValueError(
+                "key_padding_mask and parallel: a padded batch cannot be sharded; pack the documents into one row and "
+                "pass cu_seqlens"
+            )
+        if cu_seqlens is not None:
+            raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")
 
     def _check_positions(
         self, positions: Tensor | RotaryTable | None, query: Tensor, cache: DilatedCache | None
@@ -378,30 +387,18 @@ class MultiheadDilatedAttention(nn.Module):
         self, query: Tensor, cache: DilatedCache | None, lengths: Tensor | None, mask: Tensor | None
     ) -> None:
         """What must be known before positions are taken from the cache; the call itself checks the rest."""
-        if cache is None and lengths is None:
-            return
-        if cache is not None and not isinstance(cache, DilatedCache):
-            raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}")
-        if cache is not None and cache.batch != query.shape[0]:
-            raise ValueError(f"the cache was made for batch {cache.batch}, and the call has {query.shape[0]}")
-        if mask is not None:
+        if mask is not None and not (cache is None and lengths is None):
             raise ValueError(
                 "key_padding_mask and cache: say with lengths, (B,) integers, how many rows of each entry are valid"
             )
-        if cache is not None and self.parallel is not None:
+        if cache is None:
+            return
+        if not isinstance(cache, DilatedCache):
+            raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}")
+        if cache.batch != query.shape[0]:
+            raise ValueError(f"the cache was made for batch {cache.batch}, and the call has {query.shape[0]}")
+        if self.parallel is not None:
             raise ValueError(
                 "cache and parallel: a cache is of one device; use a module with parallel=None and the same "
                 "parameters, and DilatedCache.gather for what ranks have prefilled"
             )
-
-    def _check_mask(self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        if key_padding_mask is None:
-            return
-        check_tensor("key_padding_mask", key_padding_mask)
-        if self.parallel is not None:
-            raise ValueError(
-                "key_padding_mask and parallel: a padded batch cannot be sharded; pack the documents into one row and "
-                "pass cu_seqlens"
-            )
-        if cu_seqlens is not None:
-            raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")

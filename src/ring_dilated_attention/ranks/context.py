@@ -205,7 +205,6 @@ class ContextParallel:
         Raises:
             ValueError: on every rank, where there is no term at all.
         """
-        self.ranks.check_all_here("mean_loss")
         return mean_loss(self.ranks, local_sum, local_count)
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:

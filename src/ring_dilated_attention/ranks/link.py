@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..plan.plan import Message
-from .waiting import Handle, Progress, Sentinel, Waiter, start_thread, wait_for_each, with_threads
+from .watching import Handle, Progress, Sentinel, Watcher, start_thread, with_threads
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 _UNUSED_TAG = 1  # all messages of calls have tag 0
@@ -82,19 +82,16 @@ class GroupLink:
     knows none.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[GroupLink] | None" = None
-    ) -> None:
-        self.group, self.name = group, name
-        self.world_size = len(members)
+    def __init__(self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[GroupLink]") -> None:
+        self.group, self.name, self.world_size = group, name, len(members)
         self.reorder(members)
         self.failure: str | None = None
-        self.links = [] if links is None else links  # those that break when one of them does
-        self.links.append(self)
+        self.links = links  # those that break when one of them does
+        links.append(self)
         # Which transport serves which type of device. (dist.get_backend names one, or the user's text, or "undefined".)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
-        self._waiter: Waiter | None = None
+        self._watcher: Watcher | None = None
         self._sentinels: dict[int, Sentinel] = {}  # by peer
         self.waits: list[Wait] | None = None  # a list while waits are recorded
 
@@ -123,12 +120,12 @@ class GroupLink:
         """
         handles, progress = tuple(pending.handles), pending.progress or Progress()
         if not self.on_gloo(pending.tensors[0]):
-            wait_for_each(handles, progress)
+            progress.follow(handles)
         elif pending.progress is None:
-            if self._waiter is None:
-                self._waiter = Waiter()
+            if self._watcher is None:
+                self._watcher = Watcher()
                 with_threads.add(self)
-            self._waiter.queue.put((handles, progress))
+            self._watcher.queue.put((progress, handles))
         while not progress.ended.wait(_WATCH_SECONDS):
             self._watch(handles, progress, pending.moment)
         if progress.error is not None:
@@ -202,21 +199,15 @@ class GroupLink:
         """End the waits that threads are in, and so the threads."""
         self._disconnect()
         self._sentinels.clear()
-        self._waiter = None
-
-    def _refuse_if_broken(self) -> None:
-        if self.failure:
-            raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
+        self._watcher = None
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str
     ) -> GroupPending:
         """Start sending and receiving contiguous tensors, each with its peer. `moment` is quoted in errors."""
-        self._refuse_if_broken()
-        messages: list[_Message] = []
-        messages += [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
-        messages += [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]
-        return self._post(messages, moment)
+        leave = [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
+        come = [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]
+        return self._post([*leave, *come], moment)
 
     def carry(
         self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
@@ -239,7 +230,8 @@ class GroupLink:
 
     def _post(self, messages: Sequence[_Message], moment: str) -> GroupPending:
         """Post messages, together where the transport can."""
-        self._refuse_if_broken()
+        if self.failure:
+            raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
         pending = GroupPending(self, moment)
         self._pending.add(pending)
         messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
@@ -247,12 +239,10 @@ class GroupLink:
         on_gloo = all(map(self.on_gloo, pending.tensors))
         # On gloo one by one, so that an error has one deed.
         for batch in [[message] for message in messages] if on_gloo else [messages]:
-            deeds = [deed for *_, deed in batch]
-            peers = [peer for *_, peer, _ in batch]
+            ops = [dist.P2POp(op, x, group=self.group, group_peer=self.order[peer]) for op, x, peer, _ in batch]
+            peers, deeds = [peer for *_, peer, _ in batch], [deed for *_, deed in batch]
             try:
-                works = dist.batch_isend_irecv(
-                    [dist.P2POp(op, x, group=self.group, group_peer=self.order[peer]) for op, x, peer, _ in batch]
-                )
+                works = dist.batch_isend_irecv(ops)
             except RuntimeError as error:
                 self.fail(moment, ", ".join(deeds), error)
             except ValueError as error:  # torch does not know the group any more
@@ -264,21 +254,21 @@ class GroupLink:
         if self.waits is not None and on_gloo and pending.handles:
             pending.progress = Progress()
             with_threads.add(self)
-            start_thread(wait_for_each, list(pending.handles), pending.progress)
+            start_thread(pending.progress.follow, list(pending.handles))
         return pending
 
     def _stages(self, x: Tensor) -> bool:
         """Whether a tensor must travel through host memory: gloo cannot send CUDA tensors. (No GPU has run this.)"""
         return x.is_cuda and self.on_gloo(x)
 
-    def _staged(self, x: Tensor, is_filled: bool, pending: GroupPending | None = None) -> Tensor:
+    def _staged(self, x: Tensor, is_sent: bool, pending: GroupPending) -> Tensor:
         """The tensor, or a pinned copy of it on the host; a received copy is brought back when it is there."""
         if not self._stages(x):
             return x
         host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=torch.cuda.is_available())
-        if is_filled:
+        if is_sent:
             host.copy_(x)  # waits for the kernels that write x
-        elif pending is not None:
+        else:
             pending.unstaged.append((x, host))
         return host
 
@@ -288,10 +278,10 @@ class GroupLink:
         Point to point, like all that follows, so that an error can name the rank that did not come.
         """
         records = [record if peer == self.rank else torch.empty_like(record) for peer in range(self.world_size)]
-        others = [(peer, f"rank {self.members[peer]} did not enter {moment}") for peer in self._others()]
-        messages: list[_Message] = [(dist.isend, record, peer, deed) for peer, deed in others]
-        messages += [(dist.irecv, records[peer], peer, deed) for peer, deed in others]
-        self._post(messages, f"{moment}, handshake").wait()
+        deeds = {peer: f"rank {self.members[peer]} did not enter {moment}" for peer in self._others()}
+        leave = [(dist.isend, record, peer, deed) for peer, deed in deeds.items()]
+        come = [(dist.irecv, records[peer], peer, deed) for peer, deed in deeds.items()]
+        self._post([*leave, *come], f"{moment}, handshake").wait()
         return records
 
     def _others(self) -> list[int]:
@@ -317,11 +307,11 @@ class GroupLink:
         self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
         """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes."""
-        pieces = list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
-        pieces[self.rank].copy_(parts[self.rank])
+        received = list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
+        received[self.rank].copy_(parts[self.rank])
         sends = [(parts[peer].contiguous(), peer) for peer in self._others() if len(parts[peer])]
-        self.exchange(sends, [(pieces[peer], peer) for peer in self._others() if sizes[peer]], moment).wait()
-        return pieces
+        self.exchange(sends, [(received[peer], peer) for peer in self._others() if sizes[peer]], moment).wait()
+        return received
 
 
 def _reason(error: Exception) -> str:

@@ -1,7 +1,8 @@
 """What ranks do in a call: handshake -> plan -> program; and what differs between their kinds."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import RLock
 from typing import NamedTuple
@@ -75,6 +76,15 @@ class Ranks:
         lengths = self.agree(length, fields, failure)
         self.notice_whole(lengths)
         return lengths
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Tell the other ranks, which wait for the handshake of a call, whatever this one raises before it."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(0, {}, str(error) or type(error).__name__)
+            raise
 
     def notice(self, lengths: Sequence[int]) -> None:
         """Warn, once, of numbers of rows that look like a mistake."""
@@ -153,13 +163,10 @@ class Ranks:
         self, call: Call, stage: str, begin: Callable[[], Begun], query: Tensor, key: Tensor
     ) -> tuple[Begun, RankPlan, Means, Tensor]:
         """What this rank does, by what means, and the query that kernels take: handshake, choose the exchange, plan."""
-        try:
+        with self.refusing():
             begun = begin()
             fields = self.fields(call, stage, begun, query, key)
             scaled = call.scaled(query)
-        except Exception as error:
-            self.agree(0, {}, str(error) or type(error).__name__)  # the others are told at once
-            raise
         lengths = self.agree(query.shape[1], fields, None)
         self.notice(lengths)
         documents, num_kv_heads = documents_of(begun.borders, sum(lengths)), call.num_kv_heads(key.shape[2])

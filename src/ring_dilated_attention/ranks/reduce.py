@@ -23,11 +23,9 @@ def all_reduce(ranks: Ranks, x: Tensor) -> Tensor:
 
 def mean_loss(ranks: Ranks, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
     """As `ContextParallel.mean_loss`."""
-    try:
+    ranks.check_all_here("mean_loss")
+    with ranks.refusing():
         both = _sum_and_count(local_sum, local_count)
-    except Exception as error:
-        ranks.agree(0, {}, str(error) or type(error).__name__)  # the others are told at once
-        raise
     total, count = all_reduce(ranks, both)
     if not 1 <= count < math.inf:
         raise ValueError(f"the ranks have {count:g} terms of a loss in all: a mean needs one at least.")
