@@ -132,8 +132,7 @@ def save_attention() -> tuple[Any, Any]:
 
 
 def _ranks(call: Call) -> Ranks:
-    context = context_named(call.context)
-    return ALONE if context is None else context.ranks
+    return context_named(call.context).ranks if call.context else ALONE
 
 
 @torch.library.custom_op("ring_dilated_attention::forward", mutates_args=())
@@ -178,7 +177,8 @@ def _(dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tens
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, _, ctx.call = inputs
     ctx.save_for_backward(query, key, value, *output)
-    ctx.context = context_named(Call.from_text(ctx.call).context)  # it must live as long as the graph
+    key = Call.from_text(ctx.call).context
+    ctx.context = context_named(key) if key else None  # it must live as long as the graph
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
 
@@ -187,8 +187,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
     try:
         query, key, value, out, lse, begun = ctx.saved_tensors
     except RuntimeError as error:  # somebody has written into them: the others would wait
-        if not isinstance(error, ExchangeError):
-            refuse(Call.from_text(ctx.call).context, str(error))
+        if ctx.context is not None and not isinstance(error, ExchangeError):
+            ctx.context.ranks.agree(0, {}, str(error))
         raise
     dout = torch.zeros_like(out) if dout is None else dout
     return *_backward(dout, dlse, query, key, value, out, lse, begun, ctx.call), None, None

@@ -1,8 +1,8 @@
 """Who attends whom: branches, phases and causality (LongNet, arXiv 2307.02486, section 2). Pure integers, no torch.
 
-A branch is a pair (w, r). Position t of a document lies in segment t // w and has phase (t mod w) mod r. Query head h
-reads one phase per branch. Query i sees key j in a branch iff both lie in the same segment and have the phase that
-h reads (and j <= i if causal). A pair that several branches contain counts once per branch.
+Position t of a document lies in segment t // w of a branch (w, r) and has phase (t mod w) mod r. A query head reads one
+phase per branch: query i sees key j iff both lie in the same segment and have this phase (and j <= i if causal). A pair
+that several branches contain counts once per branch.
 """
 
 import json
@@ -85,15 +85,12 @@ class DilatedPattern:
             )
         if not isinstance(self.is_causal, bool):
             raise ValueError(f"is_causal must be True or False, got {self.is_causal!r}.")
-        if self.phase not in PHASE_RULES:
-            raise ValueError(f"phase={self.phase!r} is unknown; choose one of {PHASE_RULES}.")
-        if self.heads not in HEAD_RULES:
-            raise ValueError(f"heads={self.heads!r} is unknown; choose one of {HEAD_RULES}.")
+        for name, rule, rules in (("phase", self.phase, PHASE_RULES), ("heads", self.heads, HEAD_RULES)):
+            if rule not in rules:
+                raise ValueError(f"{name}={rule!r} is unknown; choose one of {rules}.")
         if self.heads == "split" and self.phase != "modulo":
-            raise ValueError(
-                f"heads='split' has its own phase rule (branch i reads phase i mod r), got phase={self.phase!r}. "
-                "Leave phase at its default."
-            )
+            rule = "heads='split' has its own phase rule (branch i reads phase i mod r)"
+            raise ValueError(f"{rule}, got phase={self.phase!r}. Leave phase at its default.")
         _ = self.text  # computed now, and not where a call is compiled
 
     @cached_property
@@ -122,11 +119,10 @@ class DilatedPattern:
     ) -> "DilatedPattern":
         """LongNet's rule: segment lengths and rates grow alike, w_i = w_0 * a**i and r_i = a**i, up to max_len.
 
-        Averaged over queries and heads, a query sees about w_0 / a**i keys of branch i, and w_0 * a / (a - 1) in all at
-        most: the work is linear in the length, and the layers that connect any two positions grow with its logarithm
-        (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) take the lengths of w_0 = 2048 and a = 2
-        up to 32768, (2048, 4096, 8192, 16384, 32768), but rates of (1, 2, 4, 6, 12): give both to `DilatedPattern`
-        itself. Of a rate above the number of heads some phases are read by none (`explain`).
+        On average a query sees about w_0 / a**i keys of branch i, and w_0 * a / (a - 1) in all at most: the work is
+        linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
+        lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. A
+        rate above the number of heads leaves phases that no head reads (`explain`).
 
         Args:
             max_len: the last segment length; a longer sequence has several such segments.
@@ -199,7 +195,7 @@ class DilatedPattern:
         """The heads of a branch, cut into as few strided views as possible.
 
         Heads of equal phase form one view. So do heads of consecutive phases (a diagonal: one row further for each
-        head), unless key/value heads are shared. The cut that needs fewer views is taken.
+        head), unless key/value heads are shared.
 
         Args:
             held: the query heads that the tensor holds, if not all; whole groups of shared key/value heads. The
@@ -243,8 +239,8 @@ class DilatedPattern:
             sum over branches (w, r), key/value heads and the phases s that their query heads read
                 of ceil((min(w, max_len) - s) / r)
 
-        Each term is the most rows of its ring that the current or a later query sees, at any one time. They are at
-        their most at different times, so the sum is an upper bound.
+        Each term is the most rows of one buffer that the current or a later query sees at a time. Not all buffers have
+        their most rows at the same time.
 
         Args:
             max_len: the longest sequence that is cached, if there is one.
@@ -268,9 +264,8 @@ class DilatedPattern:
         """(query, head) pairs that no branch has, so that out is 0 there, and how many pairs were looked at.
 
         Args:
-            lengths: of the documents; by default one, as long as the pattern takes to repeat itself. Where that takes
-                more than 2^20 positions, the first 2^20 of a document stand for it (fewer where more than 64 heads
-                differ).
+            lengths: of the documents; by default one period of the pattern. Of a period above 2^20 positions only the
+                first 2^20 of each document are looked at (fewer where more than 64 heads differ).
         """
         longest = max(lengths) if lengths is not None else math.inf
         # (t mod w) mod r repeats after r where r divides w or nothing is longer than w, and else after w.
@@ -301,12 +296,8 @@ class DilatedPattern:
         return seen
 
     def explain(self, num_heads: int, lengths: Sequence[int] | None = None) -> str:
-        """Which heads read which phase of each branch, and which phases nobody reads. One line per branch, and one for
-        queries without keys, where there are any.
-
-        Args:
-            lengths: of the documents, for the last line; `without_keys` says what stands in for them.
-        """
+        """Which heads read which phase of each branch, and which phases no head reads: one line per branch, and one for
+        queries without keys, if there are any among documents of these `lengths` (as `without_keys` takes them)."""
         self.check_heads(num_heads, num_heads)
         lines = []
         for i, branch in enumerate(self.branches):

@@ -109,14 +109,12 @@ class MultiheadDilatedAttention(nn.Module):
 
     def reset_parameters(self, *, gain: float = 1.0) -> None:
         """Xavier per projection; `gain` scales the value and output projections only (MAGNETO, arXiv 2210.06423)."""
-        for weight, weight_gain in zip(
-            [*self.in_proj_weight.split(self._split_sizes), self.out_proj.weight], (1.0, 1.0, gain, gain), strict=True
-        ):
+        weights = [*self.in_proj_weight.split(self._split_sizes), self.out_proj.weight]
+        for weight, weight_gain in zip(weights, (1.0, 1.0, gain, gain), strict=True):
             nn.init.xavier_normal_(weight, gain=weight_gain)
-        if self.in_proj_bias is not None:
-            nn.init.zeros_(self.in_proj_bias)
-        if self.out_proj.bias is not None:
-            nn.init.zeros_(self.out_proj.bias)
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
         if self.sub_layernorm is not None:
             self.sub_layernorm.reset_parameters()
 
@@ -129,9 +127,7 @@ class MultiheadDilatedAttention(nn.Module):
             )
         weight = self.in_proj_weight
         part = MultiheadDilatedAttention(
-            self.embed_dim,
-            self.num_heads,
-            self.pattern,
+            *(self.embed_dim, self.num_heads, self.pattern),
             num_kv_heads=self.num_kv_heads,
             bias=self.in_proj_bias is not None,
             sub_layernorm=self.sub_layernorm is not None,
@@ -193,11 +189,9 @@ class MultiheadDilatedAttention(nn.Module):
         try:
             self._check_inputs(query, key, value)
             check_cuts(self.parallel, query=query, key=key, value=value)
-            self._check_masks(need_weights, attn_mask, is_causal, key_padding_mask, cu_seqlens)
-            self._check_cache(query, cache, lengths, key_padding_mask)
+            self._check_masks(need_weights, attn_mask, is_causal, key_padding_mask)
+            self._check_documents(query, key_padding_mask, cu_seqlens, cache, lengths)
             self._check_positions(positions, query, cache)
-            if cu_seqlens is not None:
-                validate_cu_seqlens(cu_seqlens, query.shape[0])
             table = self._table(query, positions, cu_seqlens, cache)
             heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
         except RefusedError:  # by all ranks alike
@@ -212,8 +206,7 @@ class MultiheadDilatedAttention(nn.Module):
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
 
     def make_cache(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> DilatedCache:
-        """A cache for this layer, of its heads, device and dtype: under autocast, where calls take that type too, of
-        autocast's. The arguments are those of `DilatedCache`."""
+        """A `DilatedCache` for this layer, of its heads, device and dtype (or of autocast's, which calls take too)."""
         weight = self.in_proj_weight
         return DilatedCache(
             *(self.pattern, batch, self.num_heads, self.num_kv_heads, self.head_dim),
@@ -326,12 +319,7 @@ class MultiheadDilatedAttention(nn.Module):
             )
 
     def _check_masks(
-        self,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        is_causal: bool | None,
-        key_padding_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
+        self, need_weights: bool, attn_mask: Tensor | None, is_causal: bool | None, key_padding_mask: Tensor | None
     ) -> None:
         if need_weights:
             raise ValueError("need_weights=True: the attention weights are never formed; pass need_weights=False")
@@ -356,8 +344,6 @@ class MultiheadDilatedAttention(nn.Module):
                 "key_padding_mask and parallel: a padded batch cannot be sharded; pack the documents into one row and "
                 "pass cu_seqlens"
             )
-        if cu_seqlens is not None:
-            raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")
 
     def _check_positions(
         self, positions: Tensor | RotaryTable | None, query: Tensor, cache: DilatedCache | None
@@ -383,10 +369,19 @@ class MultiheadDilatedAttention(nn.Module):
         if not is_integral(positions):
             raise ValueError(f"positions have dtype {positions.dtype}: pass integers, as torch.arange makes them")
 
-    def _check_cache(
-        self, query: Tensor, cache: DilatedCache | None, lengths: Tensor | None, mask: Tensor | None
+    def _check_documents(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: DilatedCache | None,
+        lengths: Tensor | None,
     ) -> None:
-        """What must be known before positions are taken from the cache; the call itself checks the rest."""
+        """What must be known before positions are taken from documents or a cache; the call itself checks the rest."""
+        if cu_seqlens is not None and mask is not None:
+            raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")
+        if cu_seqlens is not None:
+            validate_cu_seqlens(cu_seqlens, query.shape[0])
         if mask is not None and not (cache is None and lengths is None):
             raise ValueError(
                 "key_padding_mask and cache: say with lengths, (B,) integers, how many rows of each entry are valid"

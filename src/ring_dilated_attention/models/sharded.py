@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..plan.sharding import Shard
 from ..ranks.context import ContextParallel
-from ..ranks.handshake import all_or_none
 
 
 def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
@@ -28,7 +27,7 @@ def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
     with parallel.ranks.turn:
         lengths = parallel.ranks.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
         shards = parallel.ranks.shards(lengths)
-        with all_or_none(parallel):
+        with parallel.ranks.all_or_none():
             firsts = _first_columns(parallel, x, shards)
     parts, row = [], 0
     for span in shards[parallel.rank]:

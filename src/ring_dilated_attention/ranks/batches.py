@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..plan.sharding import Shard, check_documents, shard_length
 from .borders import validate_cu_seqlens
-from .handshake import all_or_none
 from .origin import remember
 from .ranks import Ranks
 from .reshard import own_rows
@@ -25,7 +24,7 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
     with ranks.refusing():
         _check(batch, ranks, source)
         given = batch or {}
-        described = {name: [list(x.shape), str(x.dtype)] for name, x in given.items()}
+        described: dict[str, Any] = {name: [list(x.shape), str(x.dtype)] for name, x in given.items()}
         samples = {name: fingerprint(x) for name, x in given.items()} if source is None else {}
     if source is None:
         _agree_on(ranks, described, samples)
@@ -120,7 +119,7 @@ def _told(ranks: Ranks, described: dict[str, Any], source: int) -> dict[str, Any
     own = text if ranks.rank == source else text[:0]
     lengths = ranks.agree(own.numel(), {"call": "shard_batch", "source": source}, None)
     lengths = lengths if len(lengths) == ranks.world_size else (own.numel(),)
-    with all_or_none(ranks):
+    with ranks.all_or_none():
         told = ranks.gather(own, lengths, 0, "shard_batch")[source if ranks.world_size > 1 else 0]
     return json.loads(bytes(told.tolist()).decode())
 
@@ -139,7 +138,7 @@ def _dealt(
     if dim is not None:
         own[dim] = shard_length(shards[ranks.rank])
     sizes = [math.prod(own) if peer == source else 0 for peer in range(ranks.world_size)]
-    with all_or_none(ranks):
+    with ranks.all_or_none():
         parts = [like] * ranks.world_size
         if whole is not None:
             parts = [_rows(whole, shard, dim).flatten().cpu() for shard in shards]

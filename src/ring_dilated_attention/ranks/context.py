@@ -28,18 +28,16 @@ _made = count()
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
-def context_named(key: str) -> "ContextParallel | None":
-    """The context that an op was called with; "" is one device."""
-    if key and key not in _contexts:
+def context_named(key: str) -> "ContextParallel":
+    """The context that an op was called with."""
+    if key not in _contexts:
         raise RuntimeError(f"the ContextParallel {key!r} is gone. Keep it as long as it is in use.")
-    return _contexts[key] if key else None
+    return _contexts[key]
 
 
 def refuse(key: str, reason: str) -> None:
     """Tell the other ranks why this one refuses the call that they make. Raises a ValueError, as theirs do."""
-    context = context_named(key)
-    if context is not None:
-        context.ranks.agree(0, {}, reason)
+    context_named(key).ranks.agree(0, {}, reason)
 
 
 class ContextParallel:
@@ -82,24 +80,22 @@ class ContextParallel:
         align: int = 1,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        mesh = group if isinstance(group, DeviceMesh) else None
+        mesh, inner = group if isinstance(group, DeviceMesh) else None, 1
         self.group = resolve_group(group)
         members = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
         if mesh is not None and mesh.ndim == 2:
-            members = mesh.mesh.flatten().tolist()
-        inner = mesh.shape[1] if mesh is not None and mesh.ndim == 2 else 1
+            members, inner = mesh.mesh.flatten().tolist(), mesh.shape[1]
         cut, failure = None, None
         try:
             check_arguments(mesh, exchange, timeout)
             cut = cut_of(len(members), sharding, align, lengths, inner)
+            if len(members) == 1:
+                self._take(Ranks(cut), exchange)
+                return
         except Exception as error:
-            failure = str(error) or type(error).__name__
             if len(members) == 1:
                 raise
-        if len(members) == 1:
-            assert cut is not None
-            self._take(Ranks(cut), exchange)
-            return
+            failure = str(error) or type(error).__name__
         ranks = Processes(members, timeout if failure is None else DEFAULT_TIMEOUT)
         ranks.connect(cut, exchange, failure)
         weakref.finalize(self, note_dropped, ranks.opened, ranks.name).atexit = False
@@ -126,18 +122,19 @@ class ContextParallel:
         )
 
     def close(self) -> None:
-        """Give the groups back, with their connections and threads. All ranks, when they need the context no more.
+        """Give the groups back, with their connections and threads. The context is of no use afterwards.
 
-        Also after an error has broken it, before the survivors make another. The context is of no use afterwards.
+        All ranks call it when they need the context no more: also after an error has broken it, and before they make
+        another.
         """
         self.ranks.close()
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all.
 
-        All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) What
-        it returns remembers how it was cut: where it is passed on as it is, a context that cuts otherwise refuses it.
-        What an op makes of it is warned of where it is cut again, if its length and content show that it is a shard.
+        All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) The
+        result remembers how it was cut: a context that cuts otherwise refuses it. An op's result of it does not; if its
+        length and content show that it is a shard, cutting it again is warned of.
 
         Raises:
             ValueError: on every rank, where shapes differ: they would be no cut of one sequence.
@@ -157,11 +154,8 @@ class ContextParallel:
             )
             self.ranks.warn_once("shard", text)
         lengths = self.ranks.lengths_of(x.shape[dim])
-        self.ranks.last_whole = x.shape[dim]
-        shards = self.ranks.shards(lengths)
-        if len(shards) == 1:
-            return x
-        return remember(ShardRows.apply(x, self.ranks, shards, dim), self.ranks, lengths)
+        self.ranks.last_whole, shards = x.shape[dim], self.ranks.shards(lengths)
+        return x if len(shards) == 1 else remember(ShardRows.apply(x, self.ranks, shards, dim), self.ranks, lengths)
 
     def shard_batch(self, batch: Mapping[str, Tensor] | None, *, source: int | None = None) -> dict[str, Tensor]:
         """This rank's rows of one sample of a data loader: tokens, labels, position ids, masks, borders of documents.
@@ -222,10 +216,8 @@ class ContextParallel:
         return self.ranks.positions(self.ranks.lengths_of(seq_len), cu_seqlens)
 
     def abandon(self, reason: str) -> None:
-        """Break this context's groups, so that the other ranks fail at once instead of waiting for this one.
-
-        A call that fails does so by itself. For errors between calls, in a program that goes on after them.
-        """
+        """Break this context's groups after an error between calls: the other ranks fail at once, and do not wait for
+        this one. (A call that fails does so by itself.)"""
         self.ranks.abandon(reason)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plan.plan import Message
+from ..run.link_contract import Messages
 from .watching import Handle, Progress, Sentinel, Watcher, start_thread, with_threads
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
@@ -32,8 +32,8 @@ class ExchangeError(RuntimeError):
 class Wait(NamedTuple):
     """When messages were posted, when the last was through, and when their rank began and ended to wait, in seconds.
 
-    end - start is *exposed* communication: time in which the rank did nothing else. Only on gloo can a host tell when
-    messages are through; elsewhere `arrived` is `end`.
+    end - start is *exposed* communication. Only on gloo can a host tell when messages are through; elsewhere `arrived`
+    is `end`.
     """
 
     moment: str
@@ -45,10 +45,7 @@ class Wait(NamedTuple):
 
 @dataclass(eq=False)
 class GroupPending:
-    """Messages in flight. `wait` returns when they have been sent and received; waiting again returns at once.
-
-    The tensors are kept alive, and a handle is awaited exactly once: gloo hangs on a second wait.
-    """
+    """Messages in flight, whose tensors are kept alive. A handle is awaited once: gloo hangs on a second wait."""
 
     link: "GroupLink | None"
     moment: str
@@ -112,11 +109,10 @@ class GroupLink:
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
     def wait_for(self, pending: GroupPending) -> None:
-        """Wait for messages, one after the other.
+        """Wait for messages, one after the other; on gloo in a thread, to watch the peer meanwhile.
 
-        On gloo in a thread, to watch the peer meanwhile. When a connection breaks, gloo ends the waits for messages
-        that have not begun, but not for one that is partly through (signalException in gloo/transport/tcp/pair.cc):
-        that one lasts until its timeout. A receive that has not begun tells of it (`Sentinel`).
+        When a connection breaks, gloo ends the waits for messages that have not begun, but one that is partly through
+        (signalException in gloo/transport/tcp/pair.cc) lasts until its timeout. So a `Sentinel` tells of it.
         """
         handles, progress = tuple(pending.handles), pending.progress or Progress()
         if not self.on_gloo(pending.tensors[0]):
@@ -156,9 +152,9 @@ class GroupLink:
     def abandon(self, reason: str) -> None:
         """Break the group after a failure of this rank, so that the others fail at once instead of waiting for it.
 
-        On gloo neither abort, shutdown nor destroying the group closes its connections. A receive that runs out of time
-        closes them all; its tag is one that nobody sends with, since a message that does not fit would end the process.
-        Where the connection is broken already a receive fails without running out of time, so every peer is tried.
+        On gloo neither abort, shutdown nor destroying the group closes its connections, but a receive that runs out of
+        time closes all. Its tag is one that nobody sends with: a message that does not fit would end the process. Every
+        peer is tried, since a receive over a broken connection does not run out of time.
         """
         if self.failure or self.world_size == 1:
             return
@@ -209,19 +205,15 @@ class GroupLink:
         come = [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]
         return self._post([*leave, *come], moment)
 
-    def carry(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> GroupPending:
+    def carry(self, sends: Messages, receives: Messages, moment: str) -> GroupPending:
         """`exchange`, for messages of a plan."""
         return self.exchange([(x, m.peer) for x, m in sends], [(x, m.peer) for x, m in receives], moment)
 
-    def carry_apart(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> tuple[GroupPending, GroupPending]:
+    def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[GroupPending, GroupPending]:
         """`carry`, to wait apart for what is sent and for what is received.
 
-        Where a batch is one thing to wait for, both are that one. (Two batches would deadlock: in NCCL's stream the
-        receives would stand behind the sends, on every rank of a ring.)
+        On NCCL both are one batch: of two, its stream would put the receives behind the sends, on every rank of a ring,
+        and so all would wait for ever.
         """
         if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
             return self.carry(sends, (), moment), self.carry((), receives, moment)
@@ -239,9 +231,9 @@ class GroupLink:
         on_gloo = all(map(self.on_gloo, pending.tensors))
         # On gloo one by one, so that an error has one deed.
         for batch in [[message] for message in messages] if on_gloo else [messages]:
-            ops = [dist.P2POp(op, x, group=self.group, group_peer=self.order[peer]) for op, x, peer, _ in batch]
             peers, deeds = [peer for *_, peer, _ in batch], [deed for *_, deed in batch]
             try:
+                ops = [dist.P2POp(op, x, group=self.group, group_peer=self.order[peer]) for op, x, peer, _ in batch]
                 works = dist.batch_isend_irecv(ops)
             except RuntimeError as error:
                 self.fail(moment, ", ".join(deeds), error)
@@ -273,7 +265,7 @@ class GroupLink:
         return host
 
     def all_to_all(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Everybody's record (all of one shape and dtype), in the order of ranks. Nobody returns before all have come.
+        """Every rank's record (all of one shape and dtype). No rank returns before all have come.
 
         Point to point, like all that follows, so that an error can name the rank that did not come.
         """
@@ -288,7 +280,7 @@ class GroupLink:
         return [peer for peer in range(self.world_size) if peer != self.rank]
 
     def texts(self, text: str, moment: str) -> list[str]:
-        """Everybody's text, up to 1,024 bytes each."""
+        """Every rank's text, up to 1,024 bytes each."""
         record = torch.zeros(1024, dtype=torch.uint8, device="cpu")
         encoded = text.encode(errors="backslashreplace")[: len(record)]  # a name may hold what is no letter
         record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")

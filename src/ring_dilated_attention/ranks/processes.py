@@ -217,7 +217,7 @@ class Processes(Ranks):
         return choose_exchange(job, sizes)
 
     def links(self, exchange: str, job: Job) -> Links:
-        return Links(None, self.all) if exchange == "all_to_all" else Links(self.outer, self.inner)
+        return (None, self.all) if exchange == "all_to_all" else (self.outer, self.inner)
 
     def abandon(self, reason: str) -> None:
         for link in self.opened:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +20,16 @@ from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
 from .borders import validate_cu_seqlens
 from .call import Begun, Call
-from .handshake import all_or_none
 
-
-class Links(NamedTuple):
-    """What connects a rank in one call: with the others of its ring, and with those that deal heads to each other."""
-
-    ring: Link | None
-    heads: Dealer | None
+# What connects a rank in one call: with the others of its ring, and with those that deal heads to each other.
+Links = tuple[Link | None, Dealer | None]
 
 
 class Ranks:
     """The ranks that share sequences, seen from this process, which is alone. Other kinds override what differs.
 
-    rank: its place in the ring. world_size: processes. name: by which errors call them, "" for one alone. calls: its
-    forwards so far, the same on every rank.
+    rank: its place in the ring. name: of the context in errors, "" for one alone. calls: forwards so far, the same on
+    every rank.
     """
 
     rank, world_size, name = 0, 1, ""
@@ -76,6 +70,20 @@ class Ranks:
         lengths = self.agree(length, fields, failure)
         self.notice_whole(lengths)
         return lengths
+
+    @contextmanager
+    def all_or_none(self, *agreed: type[Exception]) -> Iterator[None]:
+        """What fails on this rank alone (memory, say) breaks the connections: the other ranks fail, and do not wait.
+
+        agreed: the errors that all ranks raise alike. They break nothing.
+        """
+        try:
+            yield
+        except agreed:
+            raise
+        except BaseException as error:
+            self.abandon(f"{type(error).__name__}: {error}")
+            raise
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -120,7 +128,7 @@ class Ranks:
         self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
         """`scatter`, in a call that all have agreed on: if this rank cannot make its parts, the others fail at once."""
-        with all_or_none(self):
+        with self.all_or_none():
             return self.scatter(make_parts(), sizes, like, moment)
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:
@@ -129,7 +137,7 @@ class Ranks:
 
     def links(self, exchange: str, job: Job) -> Links:
         """What connects this rank under an exchange."""
-        return Links(None, None)
+        return None, None
 
     def abandon(self, reason: str) -> None:
         """Break the connections, so that other ranks fail at once instead of waiting for this one."""
@@ -142,18 +150,18 @@ class Ranks:
     ) -> tuple[Tensor, Tensor, Begun]:
         """out (B, N, H, D), lse (B, N, H), and what the backward takes from here."""
         number = self.calls + 1 if self.name else 0  # alone there is nobody to agree with
-        with all_or_none(self, ValueError):
+        with self.all_or_none(ValueError):
             begin = partial(Begun.now, number, call, query, cu_seqlens)
             begun, rank_plan, means, query = self.route(call, "forward", begin, query, key)
         self.calls = number  # on all ranks or on none: a call that one rank refused has no number
-        with all_or_none(self):
+        with self.all_or_none():
             return *executor.forward(rank_plan, means, query, key, value), begun
 
     def backward(self, call: Call, begun: Begun, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, N, H, D), dk and dv (B, N, G, D)."""
-        with all_or_none(self, ValueError):
+        with self.all_or_none(ValueError):
             _, rank_plan, means, query = self.route(call, "backward", lambda: begun, rows.query, rows.key)
-        with all_or_none(self):
+        with self.all_or_none():
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
                 # The loss of a rank may not use lse: all deal its gradient, or none.
                 rows = rows._replace(dlse=torch.zeros_like(rows.lse))
@@ -173,11 +181,11 @@ class Ranks:
         job = Job(call.pattern, self.shards(lengths), call.num_heads, num_kv_heads, documents, call.held)
         exchange = self.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size())).exchange
         rank_plan = plan_exchange(exchange, job, self.rank, self.cut.inner)
-        links, kernel = self.links(exchange, job), BACKENDS[begun.kernel]
+        kernel = BACKENDS[begun.kernel]
         whole = None
         if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
             whole = kernel.choose_pass(call.pattern, job.borders).found
-        means = Means(kernel, call.kernel_scale, links.ring, links.heads, whole, call.factor)
+        means = Means(kernel, call.kernel_scale, *self.links(exchange, job), whole, call.factor)
         return begun, rank_plan, means, scaled
 
     def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..plan.sharding import Shard, shard_length
-from .handshake import all_or_none
 from .ranks import Ranks
 
 
@@ -32,7 +31,7 @@ def own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
 
 
 def _all_rows(x: Tensor, ranks: Ranks, shards: Sequence[Shard], dim: int, moment: str) -> Tensor:
-    with all_or_none(ranks):
+    with ranks.all_or_none():
         gathered = ranks.gather(x, [shard_length(shard) for shard in shards], dim, moment)
         parts = []
         for shard, rows in zip(shards, gathered, strict=True):

@@ -20,9 +20,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class DilatedCache:
     """Keys and values of a batch of sequences, for `dilated_attention(query, key, value, pattern, cache=cache)`.
 
-    A query sees rows of its own segments alone. So all that a later query sees, at any length, is in rolling buffers of
-    about w / r rows, one for each branch (w, r), key/value head and phase: rows are written over when their segment has
-    ended. All memory is allocated here.
+    A query sees rows of its own segments alone. So rolling buffers of about w / r rows, one for each branch (w, r),
+    key/value head and phase, hold all that a later query sees, at any length. All memory is allocated here.
 
     Args:
         pattern: who attends whom; causal.
@@ -175,11 +174,10 @@ class DilatedCache:
     def crop(self, count: int | Sequence[int] | Tensor) -> None:
         """Take back the last positions: as many of every sequence, or of each its own number.
 
-        Within the segments that are open always; where one has ended since, up to `keep` positions. A cache that
-        refuses is as it was.
+        Positions of open segments can always be taken back, and `keep` positions where a segment has ended since.
 
         Raises:
-            ValueError: if a sequence has fewer positions, or rows that it would need again were dropped.
+            ValueError: if a sequence has fewer positions, or needs rows that were dropped. The cache is as it was.
         """
         try:
             counts = torch.as_tensor(count).flatten().tolist()
@@ -205,20 +203,13 @@ class DilatedCache:
     def state_dict(self) -> dict[str, Any]:
         """The sequences so far, for `load_state_dict` and torch.save: only rows that are still seen, on the CPU."""
         positions, floors = self.progress.tolist()
-        return {
-            "cache": self._described(),
-            "keep": self.plan.keep,
-            "progress": self.progress.cpu(),
-            "rows": [
-                self._rows_of(b, position, floor)
-                for b, (position, floor) in enumerate(zip(positions, floors, strict=True))
-            ],
-        }
+        rows = [self._rows_of(*place) for place in zip(range(self.batch), positions, floors, strict=True)]
+        return {"cache": self._described(), "keep": self.plan.keep, "progress": self.progress.cpu(), "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was called. The state of one sequence can be loaded into a batch: a common prefix.
+        """Go on where `state_dict` was called. One sequence can be loaded into a batch: a common prefix.
 
-        The two caches may differ in max_len and keep. (What can be taken back is what both could.)
+        The caches may differ in max_len and keep. What both could take back can be taken back.
 
         Raises:
             ValueError: if the state is of another pattern, shape or dtype, or too long. The cache is as it was.
@@ -232,26 +223,25 @@ class DilatedCache:
             raise ValueError(f"the state has {len(saved)} sequences, and the batch {self.batch} entries: 1 or as many.")
         if not _fit(progress, saved):
             raise ValueError(f"the state is damaged: progress {progress} is not that of sequences with rows.")
-        own = self.plan
+        own, limit = self.plan, self.plan.max_len
         source = plan_cache(own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held)
-        positions, floors = (x * (self.batch // len(saved)) for x in progress.tolist())
-        for position in positions:
-            if self.plan.max_len is not None and position > self.plan.max_len:
+        places = progress.T.tolist()  # of each saved sequence: its positions, and the lowest to go back to
+        for b, (position, floor) in enumerate(places):
+            if limit is not None and position > limit:
                 raise ValueError(
-                    f"the state has {position} positions, and the cache holds max_len={self.plan.max_len}. Make it "
-                    f"with max_len={position} or more."
+                    f"the state has {position} positions, and the cache holds max_len={limit}. Make it with "
+                    f"max_len={position} or more."
                 )
-        for b, (position, floor) in enumerate(zip(positions[: len(saved)], floors, strict=False)):
-            size = sum(len(each.kv_heads) * len(source.kept(each, position, floor)) for each in source.rings)
-            if tuple(saved[b].shape) != (2, size, self.head_dim) or saved[b].dtype != self.dtype:
+            shape = (2, sum(_sizes(source, position, floor)), self.head_dim)
+            if tuple(saved[b].shape) != shape or saved[b].dtype != self.dtype:
                 raise ValueError(
-                    f"the state is damaged: {position} positions have rows {(2, size, self.head_dim)}, and sequence "
-                    f"{b} has {tuple(saved[b].shape)} of {saved[b].dtype}."
+                    f"the state is damaged: {position} positions have rows {shape}, and sequence {b} has "
+                    f"{tuple(saved[b].shape)} of {saved[b].dtype}."
                 )
-        for b, (position, floor) in enumerate(zip(positions, floors, strict=True)):
+        places = places * (self.batch // len(places))
+        for b, (position, floor) in enumerate(places):
             self._put_rows(b, saved[b % len(saved)].to(self.device), source, position, floor)
-        floors = [max(floor, self.plan.floor(position)) for position, floor in zip(positions, floors, strict=True)]
-        self.progress.copy_(torch.tensor([positions, floors]))
+        self.progress.copy_(torch.tensor([(position, max(floor, own.floor(position))) for position, floor in places]).T)
 
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
         """The kept rows of a batch entry, (2, rows, D), buffer by buffer."""
@@ -261,19 +251,15 @@ class DilatedCache:
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
         """Place what `_rows_of` a cache with another plan has made."""
-        entry, start = self.memory[:, b : b + 1], 0
+        entry, parts = self.memory[:, b : b + 1], rows[:, None].split(_sizes(source, position, floor), dim=2)
         own = {(branch, buffers.phase, buffers.kv_heads): buffers for branch, buffers in self.plan.by_branch}
-        for branch, there in source.by_branch:
+        for (branch, there), both in zip(source.by_branch, parts, strict=True):
             saved = source.kept(there, position, floor)
-            if not saved:  # then there may be no such buffer here: max_len ends before the first row of its phase
-                continue
-            here = own[branch, there.phase, there.kv_heads]
-            kept = self.plan.kept(here, position, floor)
-            size = len(there.kv_heads) * len(saved)
-            both = rows[:, None, start : start + size].unflatten(2, (len(there.kv_heads), len(saved)))
-            numbers = range(max(saved.start, kept.start), kept.stop)
-            place(here, numbers, entry, both[..., len(saved) - len(numbers) :, :])
-            start += size
+            if saved:  # else there may be no such buffer here: max_len ends before the first row of its phase
+                here = own[branch, there.phase, there.kv_heads]
+                numbers = range(max(saved.start, self.plan.kept(here, position, floor).start), saved.stop)
+                rows_of_heads = both.unflatten(2, (len(there.kv_heads), len(saved)))
+                place(here, numbers, entry, rows_of_heads[..., len(saved) - len(numbers) :, :])
 
     def _described(self) -> dict[str, Any]:
         """What must be the same for rows to mean the same, in plain types that torch.load takes."""
@@ -293,11 +279,9 @@ class DilatedCache:
     def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
         given = rows.tolist() if isinstance(rows, Tensor) else rows
         entries = list(given) if isinstance(given, Iterable) else [None]
-        if not all(is_integer(row) for row in entries):  # a mask would be taken for the entries 0 and 1
-            raise ValueError(
-                f"{call}({given}) takes the numbers of batch entries, as [0, 2]. Of a mask, pass "
-                "mask.nonzero().flatten()."
-            )
+        if not all(map(is_integer, entries)):  # a mask would be taken for the entries 0 and 1
+            text = f"{call}({given}) takes the numbers of batch entries, as [0, 2]."
+            raise ValueError(f"{text} Of a mask, pass mask.nonzero().flatten().")
         if not all(0 <= row < self.batch for row in entries):
             raise ValueError(f"{call}({entries}): the batch has the entries 0 to {self.batch - 1}.")
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
@@ -336,6 +320,11 @@ def _plan(
         held_heads(num_held, num_heads // num_kv_heads, heads_held, num_heads)
         heads_held = None if num_held == num_heads else heads_held
     return plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
+
+
+def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
+    """How many rows each of the buffers keeps."""
+    return [len(buffers.kv_heads) * len(plan.kept(buffers, position, floor)) for buffers in plan.rings]
 
 
 def _fit(progress: Any, rows: Any) -> bool:

@@ -16,17 +16,16 @@ class Pending(Protocol):
         """Return when they have been sent and received; at once if asked again."""
 
 
-class Link(Protocol):
-    """Carries the messages of a plan, each a contiguous tensor."""
+Messages = Sequence[tuple[Tensor, Message]]  # of a plan, each with its contiguous tensor
 
-    def carry(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> Pending:
+
+class Link(Protocol):
+    """Carries the messages of a plan."""
+
+    def carry(self, sends: Messages, receives: Messages, moment: str) -> Pending:
         """Start sending and receiving. `moment` is quoted in errors."""
 
-    def carry_apart(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> tuple[Pending, Pending]:
+    def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[Pending, Pending]:
         """The same, to wait apart for what is sent and for what is received."""
 
 
