@@ -188,7 +188,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
         query, key, value, out, lse, begun = ctx.saved_tensors
     except RuntimeError as error:  # somebody has written into them: the others would wait
         if ctx.context is not None and not isinstance(error, ExchangeError):
-            ctx.context.ranks.agree(0, {}, str(error))
+            refuse(ctx.context.key, str(error))
         raise
     dout = torch.zeros_like(out) if dout is None else dout
     return *_backward(dout, dlse, query, key, value, out, lse, begun, ctx.call), None, None

@@ -25,20 +25,19 @@ class MultiheadDilatedAttention(nn.Module):
 
         out = out_proj(subln(dilated_attention(rotate(query Wq), rotate(key Wk), value Wv)))
 
-    `rotate` is there with `rotary`, `subln` (a LayerNorm before the output projection, as in MAGNETO) with
-    `sub_layernorm`. Parameters have the names and shapes of torch's module, so its `state_dict` loads as it is. With
-    `num_kv_heads=G`, in_proj_weight_(E+2GD)E holds the rows of Wq, then of Wk, then of Wv.
+    `rotary` adds `rotate`; `sub_layernorm` adds `subln`, a LayerNorm as in MAGNETO. Parameters have the names and shapes
+    of torch's module, so its `state_dict` loads as it is. With `num_kv_heads=G`, in_proj_weight_(E+2GD)E holds the rows
+    of Wq, then of Wk, then of Wv.
 
     pattern:       who attends whom; causality is part of it.
     num_kv_heads:  grouped queries; num_heads must be a multiple of it. None means num_heads.
     rotary:        rotary position embeddings (rotate-half form); True for base 10,000 or the base itself.
     parallel:      inputs and outputs are then the local shards of sequences that the ranks hold together. A mean of
                    a loss over each shard weights ranks wrongly, without a word: `parallel.mean_loss` is right.
-    backend:       as of `dilated_attention`: which kernel computes.
-    heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). Its
-                   projections have the rows and columns of these, phases go by the head of the layer, and the outputs
-                   of modules that hold all heads together add up to the layer's: the one with head 0 adds out_proj's
-                   bias. `held` makes such a module of a whole one.
+    backend:       as of `dilated_attention`.
+    heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6); phases go
+                   by the head of the layer. Outputs of modules that hold all heads together add up to the layer's: the
+                   one with head 0 adds out_proj's bias. `held` makes such a module of a whole one.
 
     It serves inside nn.TransformerEncoderLayer (`layer.self_attn = ...`) and so in nn.TransformerEncoder. What torch's
     module can do and this one cannot (dropout, attention masks, attention weights, cross-attention, extra key/value
@@ -175,16 +174,15 @@ class MultiheadDilatedAttention(nn.Module):
 
         key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
                      becomes a document of its own length; padded positions come out as zeros before `out_proj`.
-        is_causal:   torch's hint. True must agree with the pattern; False, which torch's layers pass where their caller
-                     said nothing, and None leave it to the pattern.
+        is_causal:   torch's hint. True must agree with the pattern; False and None leave it to the pattern.
         positions:   integer (N,), the place of each row for `rotary`, or the `rotary_table` of them, which the layers
                      of a model can share. None means 0, 1, ... within each document, counted over all ranks under
-                     `parallel`, and from `cache.position` on with a cache, where only a table can be passed: of
+                     `parallel`. With a cache None means from `cache.position` on, and only a table can be passed: of
                      `cache.next_positions(N)`.
         cu_seqlens:  as for `dilated_attention`: packed documents, batch 1.
         cache:       of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
-        lengths:     with a cache, (B,): how many of its N rows each batch entry appends. What comes out of the rest,
-                     which is padding, means nothing.
+        lengths:     with a cache, (B,): how many of its N rows each batch entry appends. The output of the rest, which
+                     is padding, means nothing.
         """
         try:
             self._check_inputs(query, key, value)

@@ -43,17 +43,17 @@ def refuse(key: str, reason: str) -> None:
 class ContextParallel:
     """Shares a sequence among the ranks of a group: each holds its shard of the positions, and all heads.
 
-    Every rank of the group must make it at the same time, and run every forward and every backward, also a rank that
-    owns no position. A backward runs only where the loss depends on the output of its forward: a rank that has no use
-    for the output adds 0 * out.sum() to its loss. (A forward runs also where nothing uses its output, compiled or not.)
+    Every rank of the group makes it at the same time, and runs every forward and every backward, also a rank that owns
+    no position. A backward runs only if the loss depends on the output of its forward: a rank that has no use for the
+    output adds 0 * out.sum() to its loss. (A forward runs also if nothing uses its output, compiled or not.)
 
-    Ranks of one host (over a 2-D mesh: rows of the mesh on one host) stand side by side in the ring, whatever their
-    numbers; `rank` is the place in the ring. Errors name this context's groups by its `name`, the same on every rank.
+    Ranks of one host (over a 2-D mesh: rows of the mesh on one host) stand side by side in the ring; `rank` is the
+    place in the ring. Errors name this context by its `name`, the same on every rank.
 
-    A copy of a module that holds a context (EMA, nn.TransformerEncoder) holds the same one. `close` gives its groups
-    back. Until then it belongs to the thread of its first call; all ranks refuse calls in others.
-    torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`; what else talks to other
-    ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) goes outside.
+    Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` it belongs to the thread of its
+    first call; all ranks refuse calls in other threads. torch.compile(fullgraph=True) takes `dilated_attention` and
+    `MultiheadDilatedAttention`; other calls that talk to ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`,
+    LongNetLM's loss) go outside.
 
     Args:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
@@ -61,8 +61,8 @@ class ContextParallel:
         sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k parts k and 2p-1-k of 2p.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
             bytes, memory and number of messages.
-        timeout: how long a rank waits for another before it raises. (One that dies is noticed at once on gloo; with
-            NCCL all depends on how its watchdog is configured.)
+        timeout: how long a rank waits for another before it raises. (gloo notices at once that a rank died; NCCL as
+            its watchdog is configured.)
         align: the borders of contiguous shards are multiples of it.
         lengths: the lengths of contiguous shards, one for each rank, instead of near-equal ones.
 
@@ -163,8 +163,8 @@ class ContextParallel:
             local = parallel.shard_batch(batch)              # every rank has the batch; that it is the same is checked
             local = parallel.shard_batch(batch, source=0)    # rank 0 has it, and sends each rank its rows alone
 
-        Tensors (B, N, ...) are cut along N, tensors (N,) too; "cu_seqlens" stays whole. They may stay on the CPU: no
-        rank needs the whole on its device. "positions" (N_local,), int64, within documents, is added unless given.
+        Tensors (B, N, ...) and (N,) are cut along N; "cu_seqlens" stays whole. They may stay on the CPU. "positions"
+        (N_local,), int64, within documents, is added unless given.
 
         Args:
             batch: by name, alike on all ranks. With `source`, that rank's; others may pass None.

@@ -33,11 +33,11 @@ def append(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of the new rows, each batch entry at its own position.
 
-    Where that is, is read on the host, which waits for a GPU then; but for one token with a kernel of its own.
+    The host reads the positions, and waits for a GPU, unless a kernel of its own serves one token.
 
     Args:
         memory: written to.
-        progress: (2, B) int64: positions so far, and the lowest that can be gone back to. Moved on.
+        progress: (2, B) int64: positions so far, and the lowest to go back to. Moved on.
         lengths: (B,) how many of its M rows each entry appends; the rest is padding, with out 0 and lse -inf.
 
     Raises:
@@ -77,8 +77,8 @@ def append(
         return results[0]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulator_dtype(query.dtype), device=query.device)
-    for (entries, _, count), (part, part_lse) in zip(parts, results, strict=True):
-        out[entries, :count], lse[entries, :count] = part, part_lse
+    for (entries, _, count), found in zip(parts, results, strict=True):
+        out[entries, :count], lse[entries, :count] = found
     return out, lse
 
 
@@ -108,10 +108,8 @@ def _next_slots(plan: CachePlan, memory: Tensor, t: int) -> Iterator[Tensor]:
 def _one(
     plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
 ) -> tuple[Tensor, Tensor]:
-    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t, which is written first and then sees itself.
-
-    Where it lies nothing is overwritten that it sees: a buffer holds a whole segment.
-    """
+    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t, which is written first and then sees itself. It
+    overwrites nothing that it sees: a buffer holds a whole segment."""
     batch, _, num_heads, head_dim = query.shape
     found = list(plan.of_position(t))
     partials = {branch: i for i, branch in enumerate(dict.fromkeys(branch for branch, _ in found))}
@@ -189,14 +187,12 @@ def held(buffers: Rings, numbers: range, memory: Tensor) -> Tensor:
 
 
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
-    """Of a shard's rows (B, N, G, D), flat, all that a cache of the whole sequence keeps."""
+    """The rows of a shard (B, N, G, D) that a cache of the whole sequence keeps, flat."""
     first = dict(zip(shard, first_rows(shard), strict=False))
-    parts = [
-        rows_at(x[:, first[span] :], buffers, numbers, span.start).flatten()
-        for buffers, numbers, span in plan.kept_of(shard, position)
-        for x in (key, value)
-    ]
-    return torch.cat(parts) if parts else key.new_empty(0)
+    rows = [key.new_empty(0)]
+    for buffers, numbers, span in plan.kept_of(shard, position):
+        rows += [rows_at(x[:, first[span] :], buffers, numbers, span.start).flatten() for x in (key, value)]
+    return torch.cat(rows)
 
 
 def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> int:
