@@ -25,9 +25,9 @@ class MultiheadDilatedAttention(nn.Module):
 
         out = out_proj(subln(dilated_attention(rotate(query Wq), rotate(key Wk), value Wv)))
 
-    `rotary` adds `rotate`; `sub_layernorm` adds `subln`, a LayerNorm as in MAGNETO. Parameters have the names and shapes
-    of torch's module, so its `state_dict` loads as it is. With `num_kv_heads=G`, in_proj_weight_(E+2GD)E holds the rows
-    of Wq, then of Wk, then of Wv.
+    `rotary` adds `rotate`; `sub_layernorm` adds `subln`, a LayerNorm as in MAGNETO. Parameters have the names and
+    shapes of torch's module, so its `state_dict` loads as it is. With `num_kv_heads=G`, in_proj_weight_(E+2GD)E holds
+    the rows of Wq, then of Wk, then of Wv.
 
     pattern:       who attends whom; causality is part of it.
     num_kv_heads:  grouped queries; num_heads must be a multiple of it. None means num_heads.
@@ -289,16 +289,12 @@ class MultiheadDilatedAttention(nn.Module):
         valid_BN = torch.arange(num_positions, device=lengths_B.device) < lengths_B[:, None]
         rows_T = valid_BN.flatten().nonzero().squeeze(1).to(query_BNE.device)
         borders = F.pad(lengths_B[lengths_B > 0].cumsum(0), (1, 0)).to(torch.int32)
-
-        def packed(x_BNE: Tensor) -> Tensor:
-            return x_BNE.flatten(0, 1)[rows_T].unsqueeze(0)
-
-        packed_query = packed(query_BNE)
-        packed_key = packed_query if key_BNE is query_BNE else packed(key_BNE)
-        packed_value = packed_key if value_BNE is key_BNE else packed(value_BNE)
+        inputs = (query_BNE, key_BNE, value_BNE)
+        packed = {id(x): x.flatten(0, 1)[rows_T].unsqueeze(0) for x in inputs}  # inputs that are one tensor remain one
+        query_1TE, key_1TE, value_1TE = (packed[id(x)] for x in inputs)
         cu_seqlens = borders if len(rows_T) else None  # without a valid position there is no document
         table = None if table is None else table.of_rows(rows_T % num_positions)
-        out_1TE = self._attend(self._heads(packed_query, packed_key, packed_value, table), cu_seqlens)
+        out_1TE = self._attend(self._heads(query_1TE, key_1TE, value_1TE, table), cu_seqlens)
         out_flat = out_1TE.new_zeros(batch * num_positions, out_1TE.shape[-1]).index_copy(0, rows_T, out_1TE[0])
         return self.out_proj(out_flat.unflatten(0, (batch, num_positions)))
 

@@ -53,13 +53,13 @@ def append(
     if any(not 0 <= count <= num_new for count in counts):
         raise ValueError(f"lengths must be between 0 and the {num_new} rows that are given, got {counts}.")
     check_append(plan, positions, counts)
-    parts = list(_alike(positions, counts))
+    runs = list(_alike(positions, counts))
     results = []
     # A row alone is written before it attends. With keep, over one that can still be gone back to.
-    ones = [(memory[:, entries], position) for entries, position, count in parts if count == 1 and plan.keep]
+    ones = [(memory[:, entries], position) for entries, position, count in runs if count == 1 and plan.keep]
     written_over = [(slot, slot.clone()) for one in ones for slot in _next_slots(plan, *one)]
     try:
-        for entries, position, count in parts:
+        for entries, position, count in runs:
             q, k, v = (x[entries, :count] for x in (query, key, value))
             attend = _one if count == 1 else _many
             results.append(attend(plan, kernel, scale, q, k, v, memory[:, entries], position))
@@ -67,17 +67,17 @@ def append(
         for slot, rows in written_over:
             slot.copy_(rows)
         raise
-    for entries, position, count in parts:  # when nothing can fail any more: rows that were seen are written over
+    for entries, position, count in runs:  # when nothing can fail any more: rows that were seen are written over
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
     ends = [position + count for position, count in zip(positions, counts, strict=True)]
     floors = [max(floor, plan.floor(end)) for floor, end in zip(floors, ends, strict=True)]
     progress.copy_(torch.tensor([ends, floors], device="cpu"))
-    if len(parts) == 1 and counts == [num_new] * batch:
+    if len(runs) == 1 and counts == [num_new] * batch:
         return results[0]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulator_dtype(query.dtype), device=query.device)
-    for (entries, _, count), found in zip(parts, results, strict=True):
+    for (entries, _, count), found in zip(runs, results, strict=True):
         out[entries, :count], lse[entries, :count] = found
     return out, lse
 
