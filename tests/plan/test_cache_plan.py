@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.cache_plan import Rings, check_append, check_crop, plan_cache, plan_chunk
+from ring_dilated_attention.plan.cache_plan import Buffers, check_append, check_crop, plan_cache, plan_chunk
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
@@ -164,10 +164,10 @@ def test_a_chunk_is_the_second_of_two_shards(call, position, num_new):
 def test_rows_have_places_of_their_own(call, keep):
     """Catches two rings that overlap, or memory that belongs to none; and another order by branches."""
     plan = plan_cache(*call, None, keep)
-    assert tuple(rings for _, rings in plan.by_branch) == plan.rings
+    assert tuple(rings for _, rings in plan.by_branch) == plan.buffers
     places = [
         rings.offset + k * rings.capacity + slot
-        for rings in plan.rings
+        for rings in plan.buffers
         for k in range(len(rings.kv_heads))
         for slot in range(rings.capacity)
     ]
@@ -179,7 +179,7 @@ def test_rows_have_places_of_their_own(call, keep):
 def test_numbers_of_rows(length, rate, data):
     """Catches an error in the arithmetic that numbers rows, in segments that the rate does not divide."""
     phase = data.draw(st.integers(0, min(rate, length) - 1))
-    rings = Rings(length, rate, phase, range(1), range(1), data.draw(st.integers(1, 12)), 0)
+    rings = Buffers(length, rate, phase, range(1), range(1), data.draw(st.integers(1, 12)), 0)
     positions = [t for t in range(100) if t % length % rate == phase]
     assert [t for t in range(100) if rings.has(t)] == positions
     assert [rings.position_of(c) for c in range(len(positions))] == positions
@@ -210,8 +210,8 @@ def test_dropping_a_row_too_early_is_seen(monkeypatch):
     """Proof that the comparison with the definition can fail."""
     call = (DilatedPattern((4, 12), (1, 3), is_causal=True), 2, 2)
     check_live(call, 20)
-    before = Rings.before
-    monkeypatch.setattr(Rings, "before", lambda rings, t: before(rings, t) - (t == 7))
+    before = Buffers.before
+    monkeypatch.setattr(Buffers, "before", lambda rings, t: before(rings, t) - (t == 7))
     with pytest.raises(AssertionError):
         check_live(call, 20)
 

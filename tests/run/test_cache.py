@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
-from ring_dilated_attention.plan.cache_plan import Rings
+from ring_dilated_attention.plan.cache_plan import Buffers
 from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 from ring_dilated_attention.run import dilated_cache as cache_module
@@ -215,7 +215,7 @@ def test_a_prefix_is_saved_and_loaded():
     file.seek(0)
     state = torch.load(file, weights_only=True)
     plan = cache.plan
-    assert state["rows"][0].shape == (2, sum(len(r.kv_heads) * len(plan.kept(r, 33)) for r in plan.rings), 4)
+    assert state["rows"][0].shape == (2, sum(len(r.kv_heads) * len(plan.kept(r, 33)) for r in plan.buffers), 4)
     batch = make(PATTERN, 3, 2, 2, 4, max_len=100)
     batch.load_state_dict(state)
     rows = (x[:, 33:45].expand(3, -1, -1, -1) for x in sequence.inputs)
@@ -450,7 +450,7 @@ def test_one_graph_for_all_tokens_and_nothing_of_a_rings_size():
                 assert cache.position.tolist() == [20]
                 assert cache.memory.data_ptr() == memory
             peak = allocated(lambda: compiled(*(x[:, 20:21] for x in inputs), cache)).peak_bytes
-        return counter.frame_count, peak, min(2 * rings.capacity * 16 * 4 for rings in cache.plan.rings)
+        return counter.frame_count, peak, min(2 * rings.capacity * 16 * 4 for rings in cache.plan.buffers)
 
     num_graphs, peak, ring = graphs_and_bytes("inductor")
     assert num_graphs == 1
@@ -742,7 +742,7 @@ def test_sizes_are_said():
 def test_a_row_that_is_lost_is_seen(monkeypatch):
     """Proof that the comparisons above can fail: a cache that forgets the first row of a segment, and a kernel that is
     a little wrong in one place."""
-    sequence, seen, forward = Sequence(), Rings.seen, cpu.forward
+    sequence, seen, forward = Sequence(), Buffers.seen, cpu.forward
 
     def by_tokens_and_by_chunks():
         for step in (1, 7):
@@ -751,10 +751,10 @@ def test_a_row_that_is_lost_is_seen(monkeypatch):
                 sequence.append(cache, start, min(start + step, 40))
 
     by_tokens_and_by_chunks()
-    monkeypatch.setattr(Rings, "seen", lambda rings, t: seen(rings, t)[1:] or seen(rings, t))
+    monkeypatch.setattr(Buffers, "seen", lambda rings, t: seen(rings, t)[1:] or seen(rings, t))
     with pytest.raises(AssertionError):
         by_tokens_and_by_chunks()
-    monkeypatch.setattr(Rings, "seen", seen)
+    monkeypatch.setattr(Buffers, "seen", seen)
     by_tokens_and_by_chunks()
     monkeypatch.setattr(cpu, "forward", lambda *x: [y + 1e-9 for y in forward(*x)])
     with pytest.raises(AssertionError):

@@ -24,7 +24,7 @@ from .rows import Rows
 from .sharding import Shard, Span, make_shards
 
 
-class Rings(NamedTuple):
+class Buffers(NamedTuple):
     """The rings of one branch and phase, of key/value heads that serve equally many of its query heads.
 
     The ring of kv_heads[k] is `capacity` rows of the cache from `offset + k * capacity` on.
@@ -88,8 +88,8 @@ class CachePlan:
     held: range | None
     max_len: int | None
     keep: int
-    rings: tuple[Rings, ...]
-    of_phase: tuple[dict[int, tuple[Rings, ...]], ...]  # the same by branch and phase
+    buffers: tuple[Buffers, ...]
+    of_phase: tuple[dict[int, tuple[Buffers, ...]], ...]  # the same by branch and phase
     lengths: tuple[int, ...]  # of segments that have rings
 
     @property
@@ -104,7 +104,7 @@ class CachePlan:
         return (heads.stop - heads.start) * self.num_kv_heads // self.num_heads
 
     @property
-    def by_branch(self) -> Iterator[tuple[int, Rings]]:
+    def by_branch(self) -> Iterator[tuple[int, Buffers]]:
         """All rings in their order, with their branch."""
         for branch, of_phase in enumerate(self.of_phase):
             yield from ((branch, rings) for several in of_phase.values() for rings in several)
@@ -112,15 +112,15 @@ class CachePlan:
     @property
     def num_rows(self) -> int:
         """Rows that are allocated for one sequence."""
-        return sum(len(rings.kv_heads) * rings.capacity for rings in self.rings)
+        return sum(len(rings.kv_heads) * rings.capacity for rings in self.buffers)
 
-    def of_position(self, position: int) -> Iterator[tuple[int, Rings]]:
+    def of_position(self, position: int) -> Iterator[tuple[int, Buffers]]:
         """Those to which the row at a position belongs, with their branch: it attends there, and is written there."""
         for branch, (length, rate) in enumerate(self.pattern.branches):
             for rings in self.of_phase[branch].get(position % length % rate, ()):
                 yield branch, rings
 
-    def kept(self, rings: Rings, position: int, floor: int = 0) -> range:
+    def kept(self, rings: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that are kept after `position` positions, if nobody goes back to one below `floor`.
 
         Those of the segment that is open, and of all that are opened again if up to `keep` positions are taken back.
@@ -135,16 +135,16 @@ class CachePlan:
         youngest = max((position - position % length for length in self.lengths), default=0)  # of no rings all is there
         return max(0, min(youngest, position - self.keep))
 
-    def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Rings, range, Span]]:
+    def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Buffers, range, Span]]:
         """Of these, the rows that lie in each span of a shard."""
-        for rings in self.rings:
+        for rings in self.buffers:
             kept = self.kept(rings, position)
             for span in shard:
                 numbers = range(max(kept.start, rings.before(span.start)), rings.before(span.stop))
                 if numbers:
                     yield rings, numbers, span
 
-    def live(self, rings: Rings, position: int) -> range:
+    def live(self, rings: Buffers, position: int) -> range:
         """The numbers of the rows that the last query before `position`, or one from there on, sees.
 
         Fewer than are kept where no position is left in the segment that has the phase: the rows could only be seen
@@ -156,12 +156,12 @@ class CachePlan:
 
     def live_rows(self, position: int) -> int:
         """How many these are in all rings. At no position more than num_rows."""
-        return sum(len(rings.kv_heads) * len(self.live(rings, position)) for rings in self.rings)
+        return sum(len(rings.kv_heads) * len(self.live(rings, position)) for rings in self.buffers)
 
     def distinct_rows(self, position: int) -> int:
         """The same, counting once what several branches hold: what a cache that stored each row once would hold."""
         rows: dict[int, set[int]] = {}
-        for rings in self.rings:
+        for rings in self.buffers:
             positions = set(map(rings.position_of, self.live(rings, position)))
             for head in rings.kv_heads:
                 rows.setdefault(head, set()).update(positions)
@@ -194,8 +194,8 @@ def plan_cache(
     if not is_integer(keep) or keep < 0:
         raise ValueError(f"keep={keep!r} must be an integer of at least 0, the positions that can be taken back.")
     pattern.cache_rows(num_heads, num_kv_heads)  # refuses what no cache can serve
-    found: list[Rings] = []
-    of_phase: list[dict[int, tuple[Rings, ...]]] = []
+    found: list[Buffers] = []
+    of_phase: list[dict[int, tuple[Buffers, ...]]] = []
     offset = 0
     for branch in range(len(pattern.branches)):
         of_phase.append({})
@@ -211,9 +211,9 @@ def plan_cache(
 
 def _rings(
     pattern: DilatedPattern, branch: int, group: HeadGroup, max_len: int | None, keep: int, offset: int
-) -> Rings:
+) -> Buffers:
     length, rate = pattern.branches[branch]
-    rings = Rings(length, rate, group.phase, group.query_heads, group.kv_heads, 0, offset)
+    rings = Buffers(length, rate, group.phase, group.query_heads, group.kv_heads, 0, offset)
     if group.phase >= length:  # no position of a segment has it
         return rings
     longest = length + max(keep, 1) - 1
@@ -230,11 +230,11 @@ def plan_chunk(plan: CachePlan, position: int, num_new: int) -> Plan:
     shards = make_shards("contiguous", (position % period, num_new))
     whole = make_plan(Job(plan.pattern, shards, plan.num_heads, plan.num_kv_heads, None, plan.held), 1)
     local = tuple(tile._replace(packed=None) for tile in whole.local)
-    cached = tuple(tile for rings in plan.rings for tile in _cached_tiles(rings, position, num_new))
+    cached = tuple(tile for rings in plan.buffers for tile in _cached_tiles(rings, position, num_new))
     return replace(whole, local=local, packs=(), hops=(), chunk_size=0, received_size=0, home_size=0, cached=cached)
 
 
-def _cached_tiles(rings: Rings, position: int, num_new: int) -> Iterator[Tile]:
+def _cached_tiles(rings: Buffers, position: int, num_new: int) -> Iterator[Tile]:
     """The new rows of the segment that is open at a position, times the rows of it that are cached: all before them."""
     seen = rings.seen(position)
     stop = min(rings.start_of_segment(position) + rings.segment_length, position + num_new)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.choose import choose
 from ..kernels.contract import Kernel
-from ..plan.cache_plan import CachePlan, Rings, check_append, plan_chunk
+from ..plan.cache_plan import Buffers, CachePlan, check_append, plan_chunk
 from ..plan.exchange import RankPlan
 from ..plan.sharding import Shard, first_rows
 from . import executor
@@ -92,7 +92,7 @@ def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[sl
         start = stop
 
 
-def buffer_view(memory: Tensor, buffers: Rings) -> Tensor:
+def buffer_view(memory: Tensor, buffers: Buffers) -> Tensor:
     """Keys and values of buffers, (2, B, G, C, D)."""
     num_buffers, (_, batch, _, head_dim) = len(buffers.kv_heads), memory.shape
     rows = memory[:, :, buffers.offset : buffers.offset + num_buffers * buffers.capacity]
@@ -158,13 +158,13 @@ def _add(
 def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
     """Write those rows of a chunk from position t on that can be seen after it."""
     end = t + key.shape[1]
-    for buffers in plan.rings:
+    for buffers in plan.buffers:
         kept = plan.kept(buffers, end)
         numbers = range(max(kept.start, buffers.before(t)), kept.stop)
         place(buffers, numbers, memory, torch.stack([rows_at(x, buffers, numbers, t) for x in (key, value)]))
 
 
-def rows_at(x_BNHD: Tensor, buffers: Rings, numbers: range, first: int) -> Tensor:
+def rows_at(x_BNHD: Tensor, buffers: Buffers, numbers: range, first: int) -> Tensor:
     """The rows with these numbers, (B, G, L, D), of a tensor whose rows are the positions from `first` on."""
     number = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
     per_segment = buffers.rows_per_segment
@@ -172,7 +172,7 @@ def rows_at(x_BNHD: Tensor, buffers: Rings, numbers: range, first: int) -> Tenso
     return x_BNHD[:, :, _slice(buffers.kv_heads)].index_select(1, position - first).transpose(1, 2)
 
 
-def place(buffers: Rings, numbers: range, memory: Tensor, both_2BGLD: Tensor) -> None:
+def place(buffers: Buffers, numbers: range, memory: Tensor, both_2BGLD: Tensor) -> None:
     """Write keys and values of the rows with these numbers into their slots."""
     start = 0
     for slots in buffers.slots(numbers):
@@ -180,7 +180,7 @@ def place(buffers: Rings, numbers: range, memory: Tensor, both_2BGLD: Tensor) ->
         start += len(slots)
 
 
-def held(buffers: Rings, numbers: range, memory: Tensor) -> Tensor:
+def held(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
     """Keys and values of the rows with these numbers, from their slots: (2, B, G, L, D)."""
     both = buffer_view(memory, buffers)
     return torch.cat([both[:, :, :, _slice(slots)] for slots in buffers.slots(numbers)] or [both[:, :, :, :0]], dim=3)

@@ -246,7 +246,7 @@ class DilatedCache:
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
         """The kept rows of a batch entry, (2, rows, D), buffer by buffer."""
         entry = self.memory[:, b : b + 1]
-        found = (held(buffers, self.plan.kept(buffers, position, floor), entry) for buffers in self.plan.rings)
+        found = (held(buffers, self.plan.kept(buffers, position, floor), entry) for buffers in self.plan.buffers)
         return torch.cat([entry[:, 0, :0].cpu(), *(both[:, 0].flatten(1, 2).cpu() for both in found)], dim=1)
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
@@ -324,7 +324,7 @@ def _plan(
 
 def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
     """How many rows each of the buffers keeps."""
-    return [len(buffers.kv_heads) * len(plan.kept(buffers, position, floor)) for buffers in plan.rings]
+    return [len(buffers.kv_heads) * len(plan.kept(buffers, position, floor)) for buffers in plan.buffers]
 
 
 def _fit(progress: Any, rows: Any) -> bool:
