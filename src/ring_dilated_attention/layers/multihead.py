@@ -289,9 +289,13 @@ class MultiheadDilatedAttention(nn.Module):
         valid_BN = torch.arange(num_positions, device=lengths_B.device) < lengths_B[:, None]
         rows_T = valid_BN.flatten().nonzero().squeeze(1).to(query_BNE.device)
         borders = F.pad(lengths_B[lengths_B > 0].cumsum(0), (1, 0)).to(torch.int32)
-        inputs = (query_BNE, key_BNE, value_BNE)
-        packed = {id(x): x.flatten(0, 1)[rows_T].unsqueeze(0) for x in inputs}  # inputs that are one tensor remain one
-        query_1TE, key_1TE, value_1TE = (packed[id(x)] for x in inputs)
+
+        def packed(x_BNE: Tensor) -> Tensor:
+            return x_BNE.flatten(0, 1)[rows_T].unsqueeze(0)
+
+        query_1TE = packed(query_BNE)
+        key_1TE = query_1TE if key_BNE is query_BNE else packed(key_BNE)
+        value_1TE = key_1TE if value_BNE is key_BNE else packed(value_BNE)
         cu_seqlens = borders if len(rows_T) else None  # without a valid position there is no document
         table = None if table is None else table.of_rows(rows_T % num_positions)
         out_1TE = self._attend(self._heads(query_1TE, key_1TE, value_1TE, table), cu_seqlens)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,11 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
     ranks.last_whole, shards = length, ranks.shards(lengths)
     local: dict[str, Tensor] = {}
     for name, (shape, dtype) in described.items():
-        dim = _dim(name, shape)
         if source is None:
-            local[name] = _rows(given[name], shards[ranks.rank], dim)
+            local[name] = _rows(given[name], shards[ranks.rank], _dim(name, shape))
         else:
             whole = given[name] if ranks.rank == source else None
-            like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
-            local[name] = _dealt(ranks, whole, like, shape, dim, shards, source)
+            local[name] = _dealt(ranks, whole, name, shape, dtype, shards, source)
     if POSITIONS not in local:
         local[POSITIONS] = ranks.positions(lengths, local.get(BORDERS))
     if len(shards) > 1:
@@ -125,16 +123,11 @@ def _told(ranks: Ranks, described: dict[str, Any], source: int) -> dict[str, Any
 
 
 def _dealt(
-    ranks: Ranks,
-    whole: Tensor | None,
-    like: Tensor,
-    shape: list[int],
-    dim: int | None,
-    shards: tuple[Shard, ...],
-    source: int,
+    ranks: Ranks, whole: Tensor | None, name: str, shape: list[int], dtype: str, shards: Sequence[Shard], source: int
 ) -> Tensor:
     """This rank's rows of a tensor that the source holds; each rank gets its own alone."""
-    own = list(shape)
+    like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
+    dim, own = _dim(name, shape), list(shape)
     if dim is not None:
         own[dim] = shard_length(shards[ranks.rank])
     sizes = [math.prod(own) if peer == source else 0 for peer in range(ranks.world_size)]

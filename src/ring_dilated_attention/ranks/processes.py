@@ -115,8 +115,8 @@ class Processes(Ranks):
             self.outer = self._open("chunks", None, chunks) if len(chunks) > 1 else None
 
     def _told(self) -> list[str]:
-        """Everybody's host, and below it the contexts that were dropped. Those that all dropped are closed: torch
-        numbers its groups by how many there are, so that ranks must give them back together."""
+        """Every rank's host, and below it the contexts that it dropped. Those that all dropped are closed: ranks must
+        give groups back together, since torch numbers its groups by how many there are."""
         told = self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names")
         for name in set.intersection(*(set(text.split("\n")[1:]) for text in told)):
             _give_back(_dropped.pop(name, []))
@@ -147,8 +147,8 @@ class Processes(Ranks):
             return agree(self.control, length, fields, self._why_other_thread() or failure)
 
     def _why_other_thread(self) -> str | None:
-        """Why the thread that is here may make no call, or None: calls of two threads would take each other's messages.
-        autograd's own threads, in a backward, count as the owner, who waits for them."""
+        """Why this thread may make no call, or None: calls of two threads would take each other's messages. autograd's
+        own threads, in a backward, count as the owner, which waits for them."""
         here = current_thread()
         self.owner = self.owner or here
         if here is self.owner or (isinstance(here, _DummyThread) and torch._C._current_graph_task_id() != -1):

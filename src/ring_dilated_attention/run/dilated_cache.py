@@ -34,10 +34,9 @@ class DilatedCache:
         heads_held: which of the num_heads query heads the tensors hold (tensor parallelism), as range(3, 6). Calls
             say the same.
 
-    num_rows:  rows of keys, and as many of values, that are allocated for one sequence: with keep=0
-               pattern.cache_rows(num_heads, num_kv_heads, max_len), or what of it is of the heads that are held.
-    num_bytes: of all that is allocated.
-    position:  (B,) int64 on the device: how many positions each sequence has.
+    num_rows: rows of keys, and as many of values, that are allocated for one sequence: with keep=0 and all heads
+        pattern.cache_rows(num_heads, num_kv_heads, max_len). num_bytes: all that is allocated.
+    position: (B,) int64 on the device: how many positions each sequence has.
 
     Raises:
         ValueError: for a pattern that is not causal, sizes that cannot be, or more memory than there is.
@@ -264,24 +263,18 @@ class DilatedCache:
     def _described(self) -> dict[str, Any]:
         """What must be the same for rows to mean the same, in plain types that torch.load takes."""
         pattern, plan = self.pattern, self.plan
-        return {
-            "segment_lengths": list(pattern.segment_lengths),
-            "dilation_rates": list(pattern.dilation_rates),
-            "phase": pattern.phase,
-            "heads": pattern.heads,
-            "num_heads": plan.num_heads,
-            "num_kv_heads": plan.num_kv_heads,
-            "heads_held": [plan.heads.start, plan.heads.stop],
-            "head_dim": self.head_dim,
-            "dtype": str(self.dtype),
-        }
+        branches = {"segment_lengths": list(pattern.segment_lengths), "dilation_rates": list(pattern.dilation_rates)}
+        rules = {"phase": pattern.phase, "heads": pattern.heads}
+        sizes = {"num_heads": plan.num_heads, "num_kv_heads": plan.num_kv_heads}
+        held = {"heads_held": [plan.heads.start, plan.heads.stop]}
+        return {**branches, **rules, **sizes, **held, "head_dim": self.head_dim, "dtype": str(self.dtype)}
 
     def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
         given = rows.tolist() if isinstance(rows, Tensor) else rows
         entries = list(given) if isinstance(given, Iterable) else [None]
         if not all(map(is_integer, entries)):  # a mask would be taken for the entries 0 and 1
             text = f"{call}({given}) takes the numbers of batch entries, as [0, 2]."
-            raise ValueError(f"{text} Of a mask, pass mask.nonzero().flatten().")
+            raise ValueError(f"{text} For a mask, pass mask.nonzero().flatten().")
         if not all(0 <= row < self.batch for row in entries):
             raise ValueError(f"{call}({entries}): the batch has the entries 0 to {self.batch - 1}.")
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
@@ -302,11 +295,12 @@ class DilatedCache:
         if free is None or self._bytes_of_rows() <= free:
             return
         rows = f"{self.num_rows:,} rows of {self.head_dim} {self.dtype} for keys and as many for values"
+        product = f"2 * {self.batch} * {self.num_rows:,} * {self.head_dim} * {self.dtype.itemsize}"
         limit = "No buffer is larger than max_len" if self.plan.max_len is None else "Give a smaller max_len"
         raise ValueError(
-            f"the cache would hold {rows}, for a batch of {self.batch}: 2 * {self.batch} * {self.num_rows:,} * "
-            f"{self.head_dim} * {self.dtype.itemsize} = {self._bytes_of_rows():,} bytes, and {free:,} are free on "
-            f"{self.device}. {limit}, or use a smaller batch, fewer key/value heads or 16 bits."
+            f"the cache would hold {rows}, for a batch of {self.batch}: {product} = {self._bytes_of_rows():,} bytes, "
+            f"and {free:,} are free on {self.device}. {limit}, or use a smaller batch, fewer key/value heads or "
+            "16 bits."
         )
 
 
@@ -336,7 +330,7 @@ def _fit(progress: Any, rows: Any) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be allocated; None where nobody says."""
+    """Memory that can still be allocated, or None if that is unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":

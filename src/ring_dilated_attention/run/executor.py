@@ -27,8 +27,7 @@ class Means(NamedTuple):
     """By what means a rank carries out its programs.
 
     link: to the other ranks of the ring. dealer: to those that deal heads to each other. whole: the kernel's own way to
-    make all of a stage. factor: of dq beside the scale. It is taken before dq is rounded: without it, dq may be beyond
-    float16.
+    make all of a stage. factor: dq is multiplied by it before it is rounded (without it, it may be beyond float16).
     """
 
     kernel: Kernel

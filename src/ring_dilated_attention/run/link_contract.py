@@ -39,24 +39,20 @@ class Dealer(Protocol):
 
 
 class Owners(Protocol):
-    """The ranks that hold a sequence together."""
+    """The ranks that hold a sequence together (`ranks.Ranks` says what each method does)."""
 
     rank: int
     world_size: int
 
-    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        """Every rank's number of rows, once all turn out to make the same call; an error on all if any refuses."""
+    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]: ...
 
-    def check_all_here(self, method: str) -> None:
-        """Raise ValueError where other ranks' tensors cannot be had."""
+    def check_all_here(self, method: str) -> None: ...
 
-    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
-        """Every rank's shard, given every rank's number of rows."""
+    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]: ...
 
     def deliver(
         self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], like: Tensor, moment: str
-    ) -> list[Tensor]:
-        """Make a flat part for every rank (parts may be empty), send it, and receive one from each, of these sizes."""
+    ) -> list[Tensor]: ...
 
 
 class Parallel(Protocol):
