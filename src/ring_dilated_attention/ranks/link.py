@@ -47,7 +47,7 @@ class Wait(NamedTuple):
 class GroupPending:
     """Messages in flight, whose tensors are kept alive. A handle is awaited once: gloo hangs on a second wait."""
 
-    link: "GroupLink | None"
+    link: "GroupLink"
     moment: str
     handles: list[Handle] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -58,7 +58,6 @@ class GroupPending:
     def wait(self) -> None:
         if not self.handles:
             return
-        assert self.link is not None
         start = time.perf_counter()
         self.link.wait_for(self)
         self.handles.clear()
