@@ -80,6 +80,9 @@ class ContextParallel:
         align: int = 1,
         lengths: Sequence[int] | None = None,
     ) -> None:
+        # A call that is refused while it is compiled tells the others right away. Marked here, because this imports
+        # dynamo for a second or two; and before the ranks meet, so that none waits for it in its first call.
+        torch.compiler.assume_constant_result(refuse)
         mesh, inner = group if isinstance(group, DeviceMesh) else None, 1
         self.group = resolve_group(group)
         members = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
@@ -108,7 +111,6 @@ class ContextParallel:
         # What the ops know it by: other than its name, never that of another in this process.
         self.key = f"{self.name}, number {next(_made)}"
         _contexts[self.key] = self
-        # A call that is refused while it is compiled tells the others right away. Here, because this imports dynamo.
         torch.compiler.assume_constant_result(refuse)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContextParallel":
