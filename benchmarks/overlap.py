@@ -114,7 +114,7 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, A
 def take_step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) -> dict[str, Stage]:
     """One forward and its backward."""
     inputs, dout = make_tensors(sizes, parallel)
-    parallel.handshake(0, {"call": "start together"})
+    parallel.ranks.handshake(0, {"call": "start together"})
     with recorded_waits(parallel.ranks) as waits:
         begin = time.perf_counter()
         out = attend(inputs, pattern, parallel)

@@ -89,7 +89,7 @@ def _times(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) -> 
     inputs, dout = make_tensors(sizes, parallel)
     times = []
     for _ in range(REPEATS + 1):
-        parallel.handshake(1, {"call": "begin together"})
+        parallel.ranks.handshake(1, {"call": "begin together"})
         began = time.perf_counter()
         out = attend(inputs, pattern, parallel)
         torch.autograd.grad(out, inputs, dout)

@@ -90,7 +90,7 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, l
             for setup, call in calls.items():  # the gate was the warm-up
                 if worker.rank == 0:
                     worker.report(f"{branches(_pattern_json(pattern))}, {setup}")
-                parallel.handshake(0, {"call": "start together"})  # and leave the core to whoever is alone
+                parallel.ranks.handshake(0, {"call": "start together"})  # and leave the core to whoever is alone
                 if call is None:
                     continue
                 with recorded_waits(parallel.ranks) as waits:
@@ -161,7 +161,7 @@ def _bytes_per_second(sizes: Sizes, pattern: DilatedPattern, sharding: str) -> f
     size = max(sum(m.size for m in way) for way in (hop.sends, hop.receives))
     passes = []
     for _ in range(5):
-        parallel.handshake(0, {"call": "start together"})
+        parallel.ranks.handshake(0, {"call": "start together"})
         watch = stopwatch()
         link.carry(sends, receives, "messages alone").wait()
         passes.append(watch())

@@ -93,7 +93,7 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, Squares, di
             for setup in SETUPS if repeat % 2 else SETUPS[::-1]:  # neither always has the other's heat behind it
                 if worker.rank == 0:
                     worker.report(f"{'causal' if is_causal else 'full'}, {setup}")
-                parallel.handshake(0, {"call": "start together"})
+                parallel.ranks.handshake(0, {"call": "start together"})
                 found = calls[setup]()
                 if repeat:
                     times[setup].append(found.both)

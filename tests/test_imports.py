@@ -367,6 +367,12 @@ def test_pure_modules_leave_torch_alone(name):
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
 
 
+def test_attention_does_not_import_the_compiler():
+    """Catches an import of torch._dynamo, which takes ten times as long as all of ours."""
+    code = f"import {NAME}.layers, sys; assert 'torch._dynamo' not in sys.modules, 'dynamo was imported'"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
 def test_the_public_face():
     """Catches a name in __all__ that does not exist, and one that is missing from dir()."""
     assert dir(ring_dilated_attention) == sorted(ring_dilated_attention.__all__)

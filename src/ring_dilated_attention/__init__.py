@@ -1,31 +1,22 @@
 """Exact dilated attention (LongNet) on one device, and the same call over many by ring attention.
 
-The package imports its members when they are first used, so that the pure modules (`pattern`, `sharding`,
-`plan`, `estimate`) can be used without importing torch.
+The package imports its members when they are first used, so that the pure modules (`pattern`, `plan`, `forecast`) can
+be used without importing torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention import dilated_attention, save_attention
-    from .layers import MultiheadDilatedAttention
-    from .pattern import DilatedPattern
-    from .ranks.context import ContextParallel
-    from .ranks.explain import explain
-    from .run.dilated_cache import DilatedCache
+    from .attention import dilated_attention as dilated_attention
+    from .attention import save_attention as save_attention
+    from .layers import MultiheadDilatedAttention as MultiheadDilatedAttention
+    from .pattern import DilatedPattern as DilatedPattern
+    from .ranks.context import ContextParallel as ContextParallel
+    from .ranks.explain import explain as explain
+    from .run.dilated_cache import DilatedCache as DilatedCache
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "ContextParallel",
-    "DilatedCache",
-    "DilatedPattern",
-    "MultiheadDilatedAttention",
-    "dilated_attention",
-    "explain",
-    "save_attention",
-]
 
 _HOME = {
     "ContextParallel": "ranks.context",
@@ -36,6 +27,7 @@ _HOME = {
     "explain": "ranks.explain",
     "save_attention": "attention",
 }
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

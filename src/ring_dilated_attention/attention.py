@@ -16,9 +16,9 @@ from .plan.cache_plan import plan_cache
 from .ranks.call import Begun, Call
 from .ranks.context import ContextParallel, ExchangeError, context_named, refuse
 from .ranks.ranks import ALONE, Ranks
-from .ranks.validate import check_cuts, validate
+from .ranks.validate import call_of, check_cache, check_cuts
 from .run.append import append
-from .run.dilated_cache import DilatedCache, check_call
+from .run.dilated_cache import DilatedCache
 from .run.views import accumulator_dtype, with_unit_stride
 
 
@@ -48,15 +48,13 @@ def dilated_attention(
         key, value: (B, N, G, D) of the same dtype and device; H must be a multiple of G (grouped-query attention: query
             head h reads key/value head h // (H / G)).
         pattern: who attends whom.
-        parallel: the ranks that share the sequence. Every rank must make the call, and run its backward if one does:
-            autograd passes by a call that the loss does not depend on. On a rank that has no use for its output, add
-            0 * out.sum() to the loss.
+        parallel: the ranks that share the sequence. Every rank must make the call, and run its backward if one does: a
+            rank that has no use for the output adds 0 * out.sum() to its loss.
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
             at each. Under `parallel` they are global and the same on every rank.
         scale: of the scores; D ** -0.5 by default.
-        backend: "cpu", "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops), "triton" or
-            "triton-fused" (all branches at once wherever one device holds the sequence: least memory, maybe more
-            work; both by name only, until they have run on a GPU), or "auto".
+        backend: "cpu", "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops), "auto", or by name
+            only until they have run on a GPU: "triton", and "triton-fused" (all branches at once, with least memory).
         return_lse: also return the logsumexp of the scores; gradients flow through it too.
         heads_held, num_heads: for tensors that hold some heads of a layer (tensor parallelism): which query heads, as
             range(3, 6), of how many in all. Phases go by the head of the layer.
@@ -73,33 +71,39 @@ def dilated_attention(
     """
     try:
         check_cuts(parallel, query=query, key=key, value=value)
-        query, key, value = map(autocast, (query, key, value))
-        heads = validate(query, key, value, pattern, parallel, cu_seqlens, scale, backend, heads_held, num_heads)
-        if not isinstance(return_lse, bool):
-            raise ValueError(f"return_lse must be True or False, got {return_lse!r}.")
-        num_heads = query.shape[2] if num_heads is None else num_heads
-        check_call(cache, query, key, value, pattern, parallel, cu_seqlens, lengths, heads, num_heads)
-        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        wanted = zip("qkv", (query, key, value), strict=True) if torch.is_grad_enabled() else ()
-        needs_grad = "".join(name for name, x in wanted if x.requires_grad)
-        query, key, value = map(with_unit_stride, (query, key, value))
+        query, key, value = rows = autocast(query), autocast(key), autocast(value)
+        call = call_of(rows, pattern, parallel, cu_seqlens, scale, backend, return_lse, heads_held, num_heads)
+        check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
     except Exception as error:  # whatever it is: the others would wait
         if isinstance(parallel, ContextParallel):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
-    context = "" if parallel is None else parallel.key
-    call = Call(pattern, scale, backend, needs_grad, return_lse, heads, num_heads, context)
+    query, key, value = map(with_unit_stride, rows)
+    out, lse = _attend(call, query, key, value, parallel, cu_seqlens, cache, lengths)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parallel: ContextParallel | None,
+    cu_seqlens: Tensor | None,
+    cache: DilatedCache | None,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call that was checked."""
     if cache is not None:
         held = (cache.memory, cache.progress, lengths)
         if torch.compiler.is_compiling():
-            out, lse = _append(query, key, value, *held, call.text, cache.plan.max_len, cache.plan.keep)
-        else:  # an op costs a quarter of a token where little is cached
-            out, lse = append(cache.plan, backend, call.kernel_scale, call.scaled(query), key, value, *held)
-        return (out, lse) if return_lse else out
+            return _append(query, key, value, *held, call.text, cache.plan.max_len, cache.plan.keep)
+        # Without the op, which costs a quarter of a token where little is cached.
+        return append(cache.plan, call.backend, call.kernel_scale, call.scaled(query), key, value, *held)
     out, lse, begun = _forward(query, key, value, cu_seqlens, call.text)
     if parallel is not None and torch.compiler.is_compiling():
-        parallel.kept.add_(begun[0])  # a graph drops a call that it does not use; a tensor that outlives it is a use
-    return (out, lse) if return_lse else out
+        parallel.ranks.kept.add_(begun[0])  # a graph drops a call that it does not use; this is a use
+    return out, lse
 
 
 def autocast(x: Any) -> Any:
@@ -128,8 +132,7 @@ def save_attention() -> tuple[Any, Any]:
 
 
 def _ranks(call: Call) -> Ranks:
-    context = context_named(call.context)
-    return ALONE if context is None else context.ranks
+    return context_named(call.context).ranks if call.context else ALONE
 
 
 @torch.library.custom_op("ring_dilated_attention::forward", mutates_args=())
@@ -174,7 +177,8 @@ def _(dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tens
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, _, ctx.call = inputs
     ctx.save_for_backward(query, key, value, *output)
-    ctx.context = context_named(Call.from_text(ctx.call).context)  # it must live as long as the graph
+    key = Call.from_text(ctx.call).context
+    ctx.context = context_named(key) if key else None  # it must live as long as the graph
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
 
@@ -183,8 +187,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
     try:
         query, key, value, out, lse, begun = ctx.saved_tensors
     except RuntimeError as error:  # somebody has written into them: the others would wait
-        if not isinstance(error, ExchangeError):
-            refuse(Call.from_text(ctx.call).context, str(error))
+        if ctx.context is not None and not isinstance(error, ExchangeError):
+            refuse(ctx.context.key, str(error))
         raise
     dout = torch.zeros_like(out) if dout is None else dout
     return *_backward(dout, dlse, query, key, value, out, lse, begun, ctx.call), None, None

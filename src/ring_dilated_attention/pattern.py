@@ -1,8 +1,8 @@
 """Who attends whom: branches, phases and causality (LongNet, arXiv 2307.02486, section 2). Pure integers, no torch.
 
-A branch is a pair (w, r). Position t of a document lies in segment t // w and has phase (t mod w) mod r. Query head h
-reads one phase per branch. Query i sees key j in a branch iff both lie in the same segment and have the phase that
-h reads (and j <= i if causal). A pair that several branches contain counts once per branch.
+Position t of a document lies in segment t // w of a branch (w, r) and has phase (t mod w) mod r. A query head reads one
+phase per branch: query i sees key j iff both lie in the same segment and have this phase (and j <= i if causal). A pair
+that several branches contain counts once per branch.
 """
 
 import json
@@ -85,15 +85,12 @@ class DilatedPattern:
             )
         if not isinstance(self.is_causal, bool):
             raise ValueError(f"is_causal must be True or False, got {self.is_causal!r}.")
-        if self.phase not in PHASE_RULES:
-            raise ValueError(f"phase={self.phase!r} is unknown; choose one of {PHASE_RULES}.")
-        if self.heads not in HEAD_RULES:
-            raise ValueError(f"heads={self.heads!r} is unknown; choose one of {HEAD_RULES}.")
+        for name, rule, rules in (("phase", self.phase, PHASE_RULES), ("heads", self.heads, HEAD_RULES)):
+            if rule not in rules:
+                raise ValueError(f"{name}={rule!r} is unknown; choose one of {rules}.")
         if self.heads == "split" and self.phase != "modulo":
-            raise ValueError(
-                f"heads='split' has its own phase rule (branch i reads phase i mod r), got phase={self.phase!r}. "
-                "Leave phase at its default."
-            )
+            rule = "heads='split' has its own phase rule (branch i reads phase i mod r)"
+            raise ValueError(f"{rule}, got phase={self.phase!r}. Leave phase at its default.")
         _ = self.text  # computed now, and not where a call is compiled
 
     @cached_property
@@ -122,11 +119,10 @@ class DilatedPattern:
     ) -> "DilatedPattern":
         """LongNet's rule: segment lengths and rates grow alike, w_i = w_0 * a**i and r_i = a**i, up to max_len.
 
-        Averaged over queries and heads, a query sees about w_0 / a**i keys of branch i, and w_0 * a / (a - 1) in all at
-        most: the work is linear in the length, and the layers that connect any two positions grow with its logarithm
-        (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) take the lengths of w_0 = 2048 and a = 2
-        up to 32768, (2048, 4096, 8192, 16384, 32768), but rates of (1, 2, 4, 6, 12): give both to `DilatedPattern`
-        itself. Of a rate above the number of heads some phases are read by none (`explain`).
+        On average a query sees about w_0 / a**i keys of branch i, and w_0 * a / (a - 1) in all at most: the work is
+        linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
+        lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. A
+        rate above the number of heads leaves phases that no head reads (`explain`).
 
         Args:
             max_len: the last segment length; a longer sequence has several such segments.
@@ -136,8 +132,7 @@ class DilatedPattern:
         Raises:
             ValueError: for numbers that are not integers of at least 1 (`ratio`: 2).
         """
-        numbers = {"max_len": (max_len, 1), "first_length": (first_length, 1), "ratio": (ratio, 2)}
-        for name, (number, least) in numbers.items():
+        for name, number, least in (("max_len", max_len, 1), ("first_length", first_length, 1), ("ratio", ratio, 2)):
             if not is_integer(number) or number < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}.")
         lengths, rates = [index(first_length)], [1]
@@ -158,9 +153,11 @@ class DilatedPattern:
         return tuple(map(Branch, self.segment_lengths, self.dilation_rates))
 
     @classmethod
+    @lru_cache(maxsize=256)
     def from_text(cls, text: str) -> "DilatedPattern":
         """The pattern that has this `text`."""
-        return _from_text(text)
+        lengths, rates, is_causal, phase, heads = json.loads(text)
+        return cls(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
 
     def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
         """Raise ValueError unless the pattern can run on this many query and key/value heads."""
@@ -198,7 +195,7 @@ class DilatedPattern:
         """The heads of a branch, cut into as few strided views as possible.
 
         Heads of equal phase form one view. So do heads of consecutive phases (a diagonal: one row further for each
-        head), unless key/value heads are shared. The cut that needs fewer views is taken.
+        head), unless key/value heads are shared.
 
         Args:
             held: the query heads that the tensor holds, if not all; whole groups of shared key/value heads. The
@@ -206,27 +203,25 @@ class DilatedPattern:
         """
         held = held if held is not None else range(num_heads)
         rate = self.dilation_rates[branch]
-        ratio = num_heads // num_kv_heads
-        equal_held = [(s, _within(heads, held)[1]) for s, heads in self._heads_by_phase(branch, num_heads)]
-        if self.heads == "all" and ratio == 1:
+        equal_held = [_within(heads, held)[1] for _, heads in self._heads_by_phase(branch, num_heads)]
+        if self.heads == "all" and num_heads == num_kv_heads:
             block = _ceil_div(num_heads, rate)  # heads of one phase under the blocked rule
             if self.phase == "modulo":
                 diagonal = [range(k, min(k + rate, num_heads)) for k in range(0, num_heads, rate)]
             else:
                 diagonal = [range(k, num_heads, block) for k in range(block)]
             diagonal_held = [_within(heads, held) for heads in diagonal]
-            if sum(bool(h) for _, h in diagonal_held) < sum(bool(h) for _, h in equal_held):
+            if sum(bool(heads) for _, heads in diagonal_held) < sum(map(bool, equal_held)):
                 return tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in diagonal_held if heads)
-        return tuple(group for s, heads in equal_held for group in _aligned(heads, s, ratio))
+        return self.phase_groups(branch, num_heads, num_kv_heads, held)
 
     def phase_groups(
         self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
     ) -> tuple[HeadGroup, ...]:
         """As `head_groups`, but cut by phase alone, and where key/value heads serve unequal numbers."""
-        ratio = num_heads // num_kv_heads
-        held = held if held is not None else range(num_heads)
-        phases = [(s, _within(heads, held)[1]) for s, heads in self._heads_by_phase(branch, num_heads)]
-        return tuple(group for s, heads in phases for group in _aligned(heads, s, ratio))
+        held, ratio = held if held is not None else range(num_heads), num_heads // num_kv_heads
+        phases = self._heads_by_phase(branch, num_heads)
+        return tuple(group for s, heads in phases for group in _aligned(_within(heads, held)[1], s, ratio))
 
     def _heads_by_phase(self, branch: int, num_heads: int) -> list[tuple[int, range]]:
         """The phases that a branch's query heads read, each with these heads."""
@@ -244,8 +239,8 @@ class DilatedPattern:
             sum over branches (w, r), key/value heads and the phases s that their query heads read
                 of ceil((min(w, max_len) - s) / r)
 
-        Each term is the most rows of its ring that the current or a later query sees, at any one time. They are at
-        their most at different times, so the sum is an upper bound.
+        Each term is the most rows of one buffer that the current or a later query sees at a time. Not all buffers have
+        their most rows at the same time.
 
         Args:
             max_len: the longest sequence that is cached, if there is one.
@@ -269,20 +264,18 @@ class DilatedPattern:
         """(query, head) pairs that no branch has, so that out is 0 there, and how many pairs were looked at.
 
         Args:
-            lengths: of the documents; by default one, as long as the pattern takes to repeat itself. Where that takes
-                more than 2^20 positions, the first 2^20 of a document stand for it (fewer where more than 64 heads
-                differ).
+            lengths: of the documents; by default one period of the pattern. Of a period above 2^20 positions only the
+                first 2^20 of each document are looked at (fewer where more than 64 heads differ).
         """
         longest = max(lengths) if lengths is not None else math.inf
         # (t mod w) mod r repeats after r where r divides w or nothing is longer than w, and else after w.
         period = math.lcm(*(w if w % r and w < longest else r for w, r in self.branches))
-        heads = Counter(
-            tuple(self.phase_of(i, h, num_heads) for i in range(len(self.branches))) for h in range(num_heads)
-        )
+        branches = range(len(self.branches))
+        heads = Counter(tuple(self.phase_of(i, h, num_heads) for i in branches) for h in range(num_heads))
         most = min(2**20, max(2**10, 2**26 // len(heads)))
+        lengths = [period] if lengths is None else lengths
         if period > most:
-            lengths = [min(length, most) for length in lengths or [most]]
-        lengths = lengths if lengths is not None else [period]
+            lengths = [min(length, most) for length in lengths]
         count = 0
         for phases, num_alike in heads.items():
             seen = self._seen(phases, min(period, max(lengths)))
@@ -303,26 +296,20 @@ class DilatedPattern:
         return seen
 
     def explain(self, num_heads: int, lengths: Sequence[int] | None = None) -> str:
-        """Which heads read which phase of each branch, and which phases nobody reads. One line per branch, and one for
-        queries without keys, where there are any.
-
-        Args:
-            lengths: of the documents, for the last line; `without_keys` says what stands in for them.
-        """
+        """Which heads read which phase of each branch, and which phases no head reads: one line per branch, and one for
+        queries without keys, if there are any among documents of these `lengths` (as `without_keys` takes them)."""
         self.check_heads(num_heads, num_heads)
         lines = []
         for i, branch in enumerate(self.branches):
             length, rate = branch
-            phases = [self.phase_of(i, h, num_heads) for h in range(num_heads)]
-            read = {p for p in phases if p is not None}
-            phases_there = range(min(rate, length))
-            num_unread = len(phases_there) - sum(p in phases_there for p in read)
-            heads = self.heads_of(i, num_heads)
+            heads, phases = self.heads_of(i, num_heads), range(min(rate, length))
+            read = {s for s, found in self._heads_by_phase(i, num_heads) if found}
+            num_unread = len(phases) - sum(s in phases for s in read)
             share = f"heads {heads.start}..{heads.stop - 1}" if self.heads == "split" else f"all {num_heads} heads"
             note = "; every phase is read"
             if num_unread:  # there may be more than memory can list
-                some = islice((s for s in phases_there if s not in read), _MOST_LISTED + 1)
-                last = next(s for s in reversed(phases_there) if s not in read)
+                some = islice((s for s in phases if s not in read), _MOST_LISTED + 1)
+                last = next(s for s in reversed(phases) if s not in read)
                 note = f"; phases that no head reads: {_shorten(list(some), num_unread, last)}"
             if rate > length:
                 note += "; r > w: a segment has one row of a phase at most, so that a query sees only itself"
@@ -333,12 +320,6 @@ class DilatedPattern:
             which = f"the first {pairs:,}" if lengths is not None and pairs < num_heads * sum(lengths) else "all"
             lines.append(f"{without / pairs:.1%} of {which} (query, head) pairs are in no branch: no key, and out is 0")
         return "\n".join(lines)
-
-
-@lru_cache(maxsize=256)
-def _from_text(text: str) -> DilatedPattern:
-    lengths, rates, is_causal, phase, heads = json.loads(text)
-    return DilatedPattern(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
 
 
 def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
@@ -380,25 +361,22 @@ def _within(heads: range, held: range) -> tuple[int, range]:
 
 def _aligned(heads: range, phase: int, ratio: int) -> tuple[HeadGroup, ...]:
     """Cut heads of one phase so that, within a group, each key/value head serves equally many query heads."""
-    runs = [(kv, [h for _, h in pairs]) for kv, pairs in groupby(((h // ratio, h) for h in heads), key=lambda x: x[0])]
-    groups: list[list[tuple[int, list[int]]]] = []
-    for run in runs:
-        last = groups[-1] if groups else []
+    groups: list[list[tuple[int, list[int]]]] = []  # of key/value heads, each with its query heads
+    for kv_head, found in groupby(heads, key=lambda head: head // ratio):
+        run, last = (kv_head, list(found)), groups[-1] if groups else []
         same_size = bool(last) and len(last[-1][1]) == len(run[1])
-        same_step = len(last) < 2 or last[1][0] - last[0][0] == run[0] - last[-1][0]
+        same_step = len(last) < 2 or last[1][0] - last[0][0] == kv_head - last[-1][0]
         if same_size and same_step:
             last.append(run)
         else:
             groups.append([run])
-    return tuple(
-        HeadGroup(
-            query_heads=range(group[0][1][0], group[-1][1][-1] + 1, heads.step),
-            kv_heads=range(group[0][0], group[-1][0] + 1, group[1][0] - group[0][0] if len(group) > 1 else 1),
-            phase=phase,
-            phase_step=0,
-        )
-        for group in groups
-    )
+    result = []
+    for group in groups:
+        (first_kv, first), (last_kv, last_heads) = group[0], group[-1]
+        step = group[1][0] - first_kv if len(group) > 1 else 1
+        query_heads = range(first[0], last_heads[-1] + 1, heads.step)
+        result.append(HeadGroup(query_heads, range(first_kv, last_kv + 1, step), phase, 0))
+    return tuple(result)
 
 
 def _ceil_div(a: int, b: int) -> int:

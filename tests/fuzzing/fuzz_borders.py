@@ -21,7 +21,7 @@ from torch import Tensor
 from ring_dilated_attention import ContextParallel, dilated_attention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.plan import sharding
-from ring_dilated_attention.ranks import batches, context, processes
+from ring_dilated_attention.ranks import batches, processes, ranks
 
 Borders = tuple[int, ...]
 
@@ -278,9 +278,9 @@ def _one_document(shard: Any, borders: Any) -> Any:
 _fields, _document_positions = processes.Processes.fields, sharding.document_positions
 RANK_BREAKAGES: dict[str, Callable[[], Any]] = {
     "borders are not compared": broken("fields", _fields_without_borders, processes.Processes),
-    "borders lead anywhere": broken("check_documents", nothing, sharding, batches, context),
-    "borders of any dtype are taken": broken("validate_cu_seqlens", nothing, context),
+    "borders lead anywhere": broken("check_documents", nothing, sharding, batches, ranks),
+    "borders of any dtype are taken": broken("validate_cu_seqlens", nothing, ranks),
     "batches are not compared": broken("fingerprint", lambda x: 0, batches),
-    "positions count on over borders": broken("document_positions", _one_document, batches, context),
+    "positions count on over borders": broken("document_positions", _one_document, ranks),
 }
 BREAKAGES = in_ranks(RANK_BREAKAGES)

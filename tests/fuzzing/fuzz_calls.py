@@ -380,7 +380,7 @@ BREAKAGES = {
     **CALL_BREAKAGES,
     "phases by the other rule": broken("plan_exchange", _other_phase, ranks),
     "documents are not seen": broken("documents_of", lambda *_: None, ranks),
-    "scales are not checked": broken("_validate_scale", nothing, validate),
+    "scales are not checked": broken("_check_scale", nothing, validate),
     "borders are not checked": broken("validate_cu_seqlens", nothing, validate),
     **MODULE_BREAKAGES,
 }

@@ -113,7 +113,7 @@ def test_only_rows_that_live_on_are_sent():
     """Catches a gather of everything: what a rank sends is its rows that are kept, and together they are all."""
     rows = run(2, count_bytes, 29)
     plan = plan_cache(PATTERN, *SIZES[1:3])
-    assert sum(rows) == sum(len(rings.kv_heads) * len(plan.kept(rings, 29)) for rings in plan.rings)
+    assert sum(rows) == sum(len(rings.kv_heads) * len(plan.kept(rings, 29)) for rings in plan.buffers)
     assert min(rows) > 0
 
 

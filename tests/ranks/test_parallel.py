@@ -106,7 +106,7 @@ def rank_disagrees(rank, world_size):
             assert quoted in message.split(f"rank {odd} has")[1].split(", rank")[0], message
             assert "nothing was sent" in message
     assert_works(cp)
-    assert cp.calls == 1  # a call that was refused has no number
+    assert cp.ranks.calls == 1  # a call that was refused has no number
     with torch.no_grad() if rank == 0 else nullcontext():
         message = message_of(lambda: call_with(cp, needs_grad="q"))
     assert "ranks disagree on gradients: rank 0 has none, rank 1 has q" in message
@@ -786,7 +786,7 @@ def rank_compiles(rank, world_size):
     torch.use_deterministic_algorithms(True)
     cp = ContextParallel()
     eager_and_compiled(cp)
-    assert cp.calls == 4
+    assert cp.ranks.calls == 4
 
 
 def test_compiled_equals_eager_on_two_ranks():
@@ -804,11 +804,11 @@ def rank_compiles_what_it_does_not_use(rank, world_size, backend, dynamic):
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
     for num_used in (0, 1):
         for needs_grad in (False, True):
-            before = cp.calls
+            before = cp.ranks.calls
             x = torch.randn(1, 5 + num_used, 4, 8, requires_grad=needs_grad)
             expected = function(x, num_used if rank == 1 else 2)
             torch.testing.assert_close(compiled(x, num_used if rank == 1 else 2), expected)
-            assert cp.calls == before + 4
+            assert cp.ranks.calls == before + 4
 
 
 @pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", None), ("inductor", True)])
@@ -831,7 +831,7 @@ def rank_recomputes_in_compiled_code(rank, world_size):
     (expected,) = torch.autograd.grad(function(x), x)
     (gradient,) = torch.autograd.grad(torch.compile(function, fullgraph=True, backend="aot_eager")(x), x)
     torch.testing.assert_close(gradient, expected)
-    assert cp.calls == 2
+    assert cp.ranks.calls == 2
 
 
 def test_compiled_recomputation_sends_nothing_twice():

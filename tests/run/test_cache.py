@@ -717,7 +717,7 @@ def test_caches_that_cannot_be(monkeypatch):
             ("heads_held=range(1, 3)", "share a key/value head"),
         ),
         (lambda: make(PATTERN, 1, 4, 2, 4, heads_held=4), ("heads_held=4", "range")),
-        (lambda: make(DilatedPattern.dense(is_causal=True), 1, 1, 1, 4), ("bytes", "No ring is larger than max_len")),
+        (lambda: make(DilatedPattern.dense(is_causal=True), 1, 1, 1, 4), ("bytes", "No buffer is larger than max_len")),
         (lambda: make(dense, 2, 1, 1, 4), ("2 * 2 * 1,099,511,627,776 * 4 * 8 = 140,737,488,355,328 bytes", "max_len")),
     ):
         with pytest.raises(ValueError) as caught:

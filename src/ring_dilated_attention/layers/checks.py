@@ -30,13 +30,11 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def valid_lengths(key_padding_mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
+def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
     """(B, N), True at padding -> (B,) lengths. In each row the padding must follow the valid positions."""
-    mask_BN = key_padding_mask_BN
     if mask_BN.shape != (batch, num_positions):
-        raise ValueError(
-            f"key_padding_mask has shape {tuple(mask_BN.shape)}, the inputs need ({batch}, {num_positions})"
-        )
+        shape = tuple(mask_BN.shape)
+        raise ValueError(f"key_padding_mask has shape {shape}, the inputs need ({batch}, {num_positions})")
     if mask_BN.is_floating_point():
         # nn.TransformerEncoderLayer turns its bool mask into 0 and -inf before it calls the attention.
         if not ((mask_BN == 0) | (mask_BN == -math.inf)).all():

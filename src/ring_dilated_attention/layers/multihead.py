@@ -25,25 +25,26 @@ class MultiheadDilatedAttention(nn.Module):
 
         out = out_proj(subln(dilated_attention(rotate(query Wq), rotate(key Wk), value Wv)))
 
-    `rotate` is there with `rotary`, `subln` (a LayerNorm before the output projection, as in MAGNETO) with
-    `sub_layernorm`. Parameters have the names and shapes of torch's module, so its `state_dict` loads as it is. With
-    `num_kv_heads=G`, in_proj_weight_(E+2GD)E holds the rows of Wq, then of Wk, then of Wv.
+    `rotary` adds `rotate`; `sub_layernorm` adds `subln`, a LayerNorm as in MAGNETO. Parameters have the names and
+    shapes of torch's module, so its `state_dict` loads as it is. With `num_kv_heads=G`, in_proj_weight_(E+2GD)E holds
+    the rows of Wq, then of Wk, then of Wv.
 
     pattern:       who attends whom; causality is part of it.
     num_kv_heads:  grouped queries; num_heads must be a multiple of it. None means num_heads.
     rotary:        rotary position embeddings (rotate-half form); True for base 10,000 or the base itself.
     parallel:      inputs and outputs are then the local shards of sequences that the ranks hold together. A mean of
                    a loss over each shard weights ranks wrongly, without a word: `parallel.mean_loss` is right.
-    backend:       as of `dilated_attention`: which kernel computes.
-    heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). Its
-                   projections have the rows and columns of these, phases go by the head of the layer, and the outputs
-                   of modules that hold all heads together add up to the layer's: the one with head 0 adds out_proj's
-                   bias. `held` makes such a module of a whole one.
+    backend:       as of `dilated_attention`.
+    heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6); phases go
+                   by the head of the layer. Outputs of modules that hold all heads together add up to the layer's: the
+                   one with head 0 adds out_proj's bias. `held` makes such a module of a whole one.
 
     It serves inside nn.TransformerEncoderLayer (`layer.self_attn = ...`) and so in nn.TransformerEncoder. What torch's
     module can do and this one cannot (dropout, attention masks, attention weights, cross-attention, extra key/value
     rows) is refused with a ValueError.
     """
+
+    in_proj_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -77,13 +78,9 @@ class MultiheadDilatedAttention(nn.Module):
         for name, switch in (("bias", bias), ("sub_layernorm", sub_layernorm)):
             if not isinstance(switch, bool):
                 raise ValueError(f"{name} must be True or False, got {switch!r}")
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
-        self.pattern = pattern
-        self.parallel = parallel
-        self.backend = backend
+        self.pattern, self.parallel, self.backend = pattern, parallel, backend
         self.rotary_base = rotary_base(rotary, self.head_dim)
         self.heads_held = range(num_heads) if heads_held is None else heads_held
         num_held = len(self.heads_held) if isinstance(heads_held, range) else num_heads
@@ -100,11 +97,10 @@ class MultiheadDilatedAttention(nn.Module):
 
         held_dim, kv_dim = num_held * self.head_dim, num_held // ratio * self.head_dim
         self._split_sizes = (held_dim, kv_dim, kv_dim)
-        self.in_proj_weight = nn.Parameter(torch.empty(sum(self._split_sizes), embed_dim, device=device, dtype=dtype))
-        if bias:
-            self.in_proj_bias = nn.Parameter(torch.empty(sum(self._split_sizes), device=device, dtype=dtype))
-        else:
-            self.register_parameter("in_proj_bias", None)
+        num_rows = sum(self._split_sizes)
+        self.in_proj_weight = nn.Parameter(torch.empty(num_rows, embed_dim, device=device, dtype=dtype))
+        in_proj_bias = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("in_proj_bias", in_proj_bias)
         has_bias = bias and self.heads_held.start == 0
         self.out_proj = nn.Linear(held_dim, embed_dim, bias=has_bias, device=device, dtype=dtype)
         self.sub_layernorm = nn.LayerNorm(embed_dim, device=device, dtype=dtype) if sub_layernorm else None
@@ -112,14 +108,12 @@ class MultiheadDilatedAttention(nn.Module):
 
     def reset_parameters(self, *, gain: float = 1.0) -> None:
         """Xavier per projection; `gain` scales the value and output projections only (MAGNETO, arXiv 2210.06423)."""
-        for weight, weight_gain in zip(
-            [*self.in_proj_weight.split(self._split_sizes), self.out_proj.weight], (1.0, 1.0, gain, gain), strict=True
-        ):
+        weights = [*self.in_proj_weight.split(self._split_sizes), self.out_proj.weight]
+        for weight, weight_gain in zip(weights, (1.0, 1.0, gain, gain), strict=True):
             nn.init.xavier_normal_(weight, gain=weight_gain)
-        if self.in_proj_bias is not None:
-            nn.init.zeros_(self.in_proj_bias)
-        if self.out_proj.bias is not None:
-            nn.init.zeros_(self.out_proj.bias)
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
         if self.sub_layernorm is not None:
             self.sub_layernorm.reset_parameters()
 
@@ -132,9 +126,7 @@ class MultiheadDilatedAttention(nn.Module):
             )
         weight = self.in_proj_weight
         part = MultiheadDilatedAttention(
-            self.embed_dim,
-            self.num_heads,
-            self.pattern,
+            *(self.embed_dim, self.num_heads, self.pattern),
             num_kv_heads=self.num_kv_heads,
             bias=self.in_proj_bias is not None,
             sub_layernorm=self.sub_layernorm is not None,
@@ -182,26 +174,22 @@ class MultiheadDilatedAttention(nn.Module):
 
         key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
                      becomes a document of its own length; padded positions come out as zeros before `out_proj`.
-        is_causal:   torch's hint. True must agree with the pattern; False, which torch's layers pass where their caller
-                     said nothing, and None leave it to the pattern.
+        is_causal:   torch's hint. True must agree with the pattern; False and None leave it to the pattern.
         positions:   integer (N,), the place of each row for `rotary`, or the `rotary_table` of them, which the layers
                      of a model can share. None means 0, 1, ... within each document, counted over all ranks under
-                     `parallel`, and from `cache.position` on with a cache, where only a table can be passed: of
+                     `parallel`. With a cache None means from `cache.position` on, and only a table can be passed: of
                      `cache.next_positions(N)`.
         cu_seqlens:  as for `dilated_attention`: packed documents, batch 1.
         cache:       of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
-        lengths:     with a cache, (B,): how many of its N rows each batch entry appends. What comes out of the rest,
-                     which is padding, means nothing.
+        lengths:     with a cache, (B,): how many of its N rows each batch entry appends. The output of the rest, which
+                     is padding, means nothing.
         """
         try:
             self._check_inputs(query, key, value)
             check_cuts(self.parallel, query=query, key=key, value=value)
-            self._check_unsupported(need_weights, attn_mask, is_causal)
-            self._check_mask(key_padding_mask, cu_seqlens)
-            self._check_cache(query, cache, lengths, key_padding_mask)
+            self._check_masks(need_weights, attn_mask, is_causal, key_padding_mask)
+            self._check_documents(query, key_padding_mask, cu_seqlens, cache, lengths)
             self._check_positions(positions, query, cache)
-            if cu_seqlens is not None:
-                validate_cu_seqlens(cu_seqlens, query.shape[0])
             table = self._table(query, positions, cu_seqlens, cache)
             heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
         except RefusedError:  # by all ranks alike
@@ -216,8 +204,7 @@ class MultiheadDilatedAttention(nn.Module):
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
 
     def make_cache(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> DilatedCache:
-        """A cache for this layer, of its heads, device and dtype: under autocast, where calls take that type too, of
-        autocast's. The arguments are those of `DilatedCache`."""
+        """A `DilatedCache` for this layer, of its heads, device and dtype (or of autocast's, which calls take too)."""
         weight = self.in_proj_weight
         return DilatedCache(
             *(self.pattern, batch, self.num_heads, self.num_kv_heads, self.head_dim),
@@ -250,15 +237,26 @@ class MultiheadDilatedAttention(nn.Module):
             return None
         if isinstance(positions, RotaryTable):
             return positions
-        if positions is None:
-            positions = self._positions(query_BNE, cu_seqlens, cache)
-        return self.rotary_table(positions.to(query_BNE.device))
+        places, num_positions, device = positions, query_BNE.shape[1], query_BNE.device
+        if places is None and cache is not None:
+            places = cache.next_positions(num_positions)
+        elif places is None and self.parallel is not None:
+            places = positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
+        elif places is None:
+            places = document_positions(num_positions, cu_seqlens, device)
+        return self.rotary_table(places.to(device))
 
     def _heads(
         self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """query, key and value of all heads, (B, N, H or G, D), rotated."""
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query_BNE, key_BNE, value_BNE))
+        if query_BNE is key_BNE and key_BNE is value_BNE:
+            projected = F.linear(query_BNE, self.in_proj_weight, self.in_proj_bias).split(self._split_sizes, dim=-1)
+        else:
+            weights = self.in_proj_weight.split(self._split_sizes)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(self._split_sizes)
+            projected = tuple(map(F.linear, (query_BNE, key_BNE, value_BNE), weights, biases))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         return (q, k, v) if table is None else (rotate(q, table), rotate(k, table), v)
 
     def _attend(
@@ -283,14 +281,6 @@ class MultiheadDilatedAttention(nn.Module):
         out_BNE = out_BNHD.flatten(2)
         return out_BNE if self.sub_layernorm is None else self.sub_layernorm(out_BNE)
 
-    def _project(self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor) -> tuple[Tensor, ...]:
-        if query_BNE is key_BNE and key_BNE is value_BNE:
-            return F.linear(query_BNE, self.in_proj_weight, self.in_proj_bias).split(self._split_sizes, dim=-1)
-        weights = self.in_proj_weight.split(self._split_sizes)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(self._split_sizes)
-        inputs = (query_BNE, key_BNE, value_BNE)
-        return tuple(F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True))
-
     def _forward_padded(
         self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, mask_BN: Tensor, table: RotaryTable | None
     ) -> Tensor:
@@ -303,21 +293,14 @@ class MultiheadDilatedAttention(nn.Module):
         def packed(x_BNE: Tensor) -> Tensor:
             return x_BNE.flatten(0, 1)[rows_T].unsqueeze(0)
 
-        packed_query = packed(query_BNE)
-        packed_key = packed_query if key_BNE is query_BNE else packed(key_BNE)
-        packed_value = packed_key if value_BNE is key_BNE else packed(value_BNE)
+        query_1TE = packed(query_BNE)
+        key_1TE = query_1TE if key_BNE is query_BNE else packed(key_BNE)
+        value_1TE = key_1TE if value_BNE is key_BNE else packed(value_BNE)
         cu_seqlens = borders if len(rows_T) else None  # without a valid position there is no document
         table = None if table is None else table.of_rows(rows_T % num_positions)
-        out_1TE = self._attend(self._heads(packed_query, packed_key, packed_value, table), cu_seqlens)
+        out_1TE = self._attend(self._heads(query_1TE, key_1TE, value_1TE, table), cu_seqlens)
         out_flat = out_1TE.new_zeros(batch * num_positions, out_1TE.shape[-1]).index_copy(0, rows_T, out_1TE[0])
         return self.out_proj(out_flat.unflatten(0, (batch, num_positions)))
-
-    def _positions(self, query_BNE: Tensor, cu_seqlens: Tensor | None, cache: DilatedCache | None = None) -> Tensor:
-        if cache is not None:
-            return cache.next_positions(query_BNE.shape[1])
-        if self.parallel is not None:
-            return positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
-        return document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -333,7 +316,9 @@ class MultiheadDilatedAttention(nn.Module):
                 "dilated attention is self-attention, the three must have the same batch and positions"
             )
 
-    def _check_unsupported(self, need_weights: bool, attn_mask: Tensor | None, is_causal: bool | None) -> None:
+    def _check_masks(
+        self, need_weights: bool, attn_mask: Tensor | None, is_causal: bool | None, key_padding_mask: Tensor | None
+    ) -> None:
         if need_weights:
             raise ValueError("need_weights=True: the attention weights are never formed; pass need_weights=False")
         if attn_mask is not None:
@@ -348,6 +333,14 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError(
                 "is_causal=True, but the pattern has is_causal=False: leave the argument out, or make the pattern "
                 "causal as wanted"
+            )
+        if key_padding_mask is None:
+            return
+        check_tensor("key_padding_mask", key_padding_mask)
+        if self.parallel is not None:
+            raise ValueError(
+                "key_padding_mask and parallel: a padded batch cannot be sharded; pack the documents into one row and "
+                "pass cu_seqlens"
             )
 
     def _check_positions(
@@ -374,34 +367,31 @@ class MultiheadDilatedAttention(nn.Module):
         if not is_integral(positions):
             raise ValueError(f"positions have dtype {positions.dtype}: pass integers, as torch.arange makes them")
 
-    def _check_cache(
-        self, query: Tensor, cache: DilatedCache | None, lengths: Tensor | None, mask: Tensor | None
+    def _check_documents(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: DilatedCache | None,
+        lengths: Tensor | None,
     ) -> None:
-        """What must be known before positions are taken from the cache; the call itself checks the rest."""
-        if cache is None and lengths is None:
-            return
-        if cache is not None and not isinstance(cache, DilatedCache):
-            raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}")
-        if cache is not None and cache.batch != query.shape[0]:
-            raise ValueError(f"the cache was made for batch {cache.batch}, and the call has {query.shape[0]}")
-        if mask is not None:
+        """What must be known before positions are taken from documents or a cache; the call itself checks the rest."""
+        if cu_seqlens is not None and mask is not None:
+            raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")
+        if cu_seqlens is not None:
+            validate_cu_seqlens(cu_seqlens, query.shape[0])
+        if mask is not None and not (cache is None and lengths is None):
             raise ValueError(
                 "key_padding_mask and cache: say with lengths, (B,) integers, how many rows of each entry are valid"
             )
-        if cache is not None and self.parallel is not None:
+        if cache is None:
+            return
+        if not isinstance(cache, DilatedCache):
+            raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}")
+        if cache.batch != query.shape[0]:
+            raise ValueError(f"the cache was made for batch {cache.batch}, and the call has {query.shape[0]}")
+        if self.parallel is not None:
             raise ValueError(
                 "cache and parallel: a cache is of one device; use a module with parallel=None and the same "
                 "parameters, and DilatedCache.gather for what ranks have prefilled"
             )
-
-    def _check_mask(self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        if key_padding_mask is None:
-            return
-        check_tensor("key_padding_mask", key_padding_mask)
-        if self.parallel is not None:
-            raise ValueError(
-                "key_padding_mask and parallel: a padded batch cannot be sharded; pack the documents into one row and "
-                "pass cu_seqlens"
-            )
-        if cu_seqlens is not None:
-            raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")

@@ -30,14 +30,11 @@ class RotaryTable:
     def check(self, rows: Sequence[int], head_dim: int, base: float) -> None:
         """Raise ValueError unless the table was made for these rows (B, N)."""
         *batch, num_rows, half = self.cos_ND.shape
-        found = (num_rows, 2 * half, self.base)
-        if found != (rows[1], head_dim, base) or batch not in ([], [rows[0]]):
-            of_batch = f" of a batch of {batch[0]}" if batch else ""
-            raise ValueError(
-                "positions are a RotaryTable for {} rows of head_dim={} with base {}{}, ".format(*found, of_batch)
-                + f"the inputs need one for {rows[1]} rows of head_dim={head_dim} with base {base}"
-                + (f" of a batch of {rows[0]}" if batch else "")
-            )
+        found, needed = (num_rows, 2 * half, self.base), (rows[1], head_dim, base)
+        if found != needed or batch not in ([], [rows[0]]):
+            text = "{} rows of head_dim={} with base {}" + " of a batch of {}" * len(batch)
+            found_text, needed_text = text.format(*found, *batch), text.format(*needed, rows[0])
+            raise ValueError(f"positions are a RotaryTable for {found_text}, the inputs need one for {needed_text}")
 
 
 def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
@@ -80,13 +77,11 @@ def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: to
 
 @torch.library.custom_op("ring_dilated_attention::positions", mutates_args=())
 def positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
-    """Positions within their document of this rank's rows, (N,) int64 on the CPU. An op, to be compiled as one: ranks
-    tell each other how many rows they have."""
-    context = context_named(parallel)
-    assert context is not None
+    """Positions within their document of this rank's rows, (N,) int64 on the CPU. An op, since it asks other ranks."""
+    ranks = context_named(parallel).ranks
     given = None if cu_seqlens is None else cu_seqlens.tolist()
     fields: dict[str, object] = {"call": "positions of MultiheadDilatedAttention", "cu_seqlens": given}
-    return context.local_positions(context.handshake(x.shape[1], fields), cu_seqlens)
+    return ranks.positions(ranks.handshake(x.shape[1], fields), cu_seqlens)
 
 
 @positions_on_ranks.register_fake

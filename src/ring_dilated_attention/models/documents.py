@@ -114,7 +114,7 @@ def agree_on_lengths(
 ) -> tuple[int, ...]:
     """Every rank's number of rows. A ValueError on all ranks, or on the only one, if one refuses the call."""
     if parallel is not None:
-        return parallel.handshake(num_rows, fields, failure)
+        return parallel.ranks.handshake(num_rows, fields, failure)
     if failure:
         raise ValueError(failure)
     return (num_rows,)

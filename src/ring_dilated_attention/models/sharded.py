@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..plan.sharding import Shard
 from ..ranks.context import ContextParallel
-from ..ranks.handshake import all_or_none
 
 
 def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
@@ -25,9 +24,9 @@ def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
         failure = f"shift_left takes integers (batch, N), got {got}"
     batch, length = (0, 0) if failure else x.shape
     with parallel.ranks.turn:
-        lengths = parallel.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
+        lengths = parallel.ranks.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
         shards = parallel.ranks.shards(lengths)
-        with all_or_none(parallel):
+        with parallel.ranks.all_or_none():
             firsts = _first_columns(parallel, x, shards)
     columns, row = [x[:, :0]], 0
     for span in shards[parallel.rank]:

@@ -30,17 +30,12 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
 
 
 def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1) -> Cut:
-    """How so many ranks share a sequence.
-
-    Raises:
-        ValueError: for unknown names, and numbers that do not fit.
-    """
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ValueError(f"the number of ranks must be an integer of at least 1, got {num_ranks!r}.")
+    """How so many ranks share a sequence. Raises ValueError for unknown names, and numbers that do not fit."""
+    for name, number in (("the number of ranks", num_ranks), ("align", align)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
     if sharding not in SHARDINGS:
         raise ValueError(f"sharding={sharding!r} is unknown; choose one of {SHARDINGS}.")
-    if isinstance(align, bool) or not isinstance(align, int) or align < 1:
-        raise ValueError(f"align must be an integer of at least 1, got {align!r}.")
     if sharding == "zigzag" and (align != 1 or lengths is not None):
         raise ValueError("zigzag shards are near-equal by definition; align and lengths are for contiguous ones.")
     if lengths is not None:

@@ -1,15 +1,15 @@
 """One sample of a data loader, cut into the shards of all ranks: checked to be the same, or dealt out by one rank."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..plan.sharding import Shard, check_documents, document_positions
+from ..plan.sharding import Shard, check_documents, shard_length
 from .borders import validate_cu_seqlens
-from .handshake import all_or_none
 from .origin import remember
 from .ranks import Ranks
 from .reshard import own_rows
@@ -21,52 +21,45 @@ Batch = Mapping[str, Tensor]
 def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[str, Tensor]:
     """As `ContextParallel.shard_batch`."""
     ranks.check_all_here("shard_batch")
-    described: dict[str, Any] = {}
-    samples: dict[str, int] = {}
-    try:
-        failure = _failure(batch, ranks, source)
-        if batch is not None and not failure:
-            described = {name: [list(x.shape), str(x.dtype)] for name, x in batch.items()}
-            samples = {name: fingerprint(x) for name, x in batch.items()} if source is None else {}
-    except Exception as error:  # noqa: BLE001  whatever it is: the others would wait
-        failure = str(error) or type(error).__name__
+    with ranks.refusing():
+        _check(batch, ranks, source)
+        given = batch or {}
+        described: dict[str, Any] = {name: [list(x.shape), str(x.dtype)] for name, x in given.items()}
+        samples = {name: fingerprint(x) for name, x in given.items()} if source is None else {}
     if source is None:
-        fields: dict[str, object] = {"call": "shard_batch", "shapes of the batch": described, "samples": samples}
-        try:
-            ranks.agree(0, fields, failure)
-        except ValueError as error:
-            if "ranks disagree on samples" not in str(error):
-                raise
-            raise ValueError(
-                f"{error} The numbers are fingerprints: ranks that share a sequence were given different samples. Give "
-                "all of them the same one (a DistributedSampler with num_replicas and rank of the *other* mesh axis, "
-                "or shuffle=False and one seed), or let one rank deal it out: shard_batch(batch, source=0)."
-            ) from error
-        whole: Batch | None = batch
+        _agree_on(ranks, described, samples)
     else:
-        described = _told(ranks, described, source, failure)
-        whole = batch if ranks.rank == source else None
-    length = _length(described)
+        described = _told(ranks, described, source)
+    length = next(shape[dim] for name, (shape, _) in described.items() if (dim := _dim(name, shape)) is not None)
     lengths = ranks.lengths_of(length)
-    ranks.last_whole = length
-    shards = ranks.shards(lengths)
+    ranks.last_whole, shards = length, ranks.shards(lengths)
     local: dict[str, Tensor] = {}
     for name, (shape, dtype) in described.items():
-        dim = _dim(name, shape)
         if source is None:
-            assert whole is not None
-            local[name] = whole[name] if dim is None else own_rows(whole[name], shards[ranks.rank], dim)
+            local[name] = _rows(given[name], shards[ranks.rank], _dim(name, shape))
         else:
-            like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
-            local[name] = _dealt(ranks, None if whole is None else whole[name], like, shape, dim, shards, source)
+            whole = given[name] if ranks.rank == source else None
+            local[name] = _dealt(ranks, whole, name, shape, dtype, shards, source)
     if POSITIONS not in local:
-        borders = local[BORDERS].tolist() if BORDERS in local else [0, length]
-        ranges = document_positions(shards[ranks.rank], borders)
-        local[POSITIONS] = torch.cat([torch.arange(r.start, r.stop) for r in (range(0), *ranges)])
+        local[POSITIONS] = ranks.positions(lengths, local.get(BORDERS))
     if len(shards) > 1:
         for name in local.keys() - {BORDERS}:
             remember(local[name], ranks, lengths)
     return local
+
+
+def _agree_on(ranks: Ranks, described: dict[str, Any], samples: dict[str, int]) -> None:
+    """Raise ValueError on every rank unless all were given the same sample."""
+    try:
+        ranks.agree(0, {"call": "shard_batch", "shapes of the batch": described, "samples": samples}, None)
+    except ValueError as error:
+        if "ranks disagree on samples" not in str(error):
+            raise
+        raise ValueError(
+            f"{error} The numbers are fingerprints: ranks that share a sequence were given different samples. Give "
+            "all of them the same one (a DistributedSampler with num_replicas and rank of the *other* mesh axis, "
+            "or shuffle=False and one seed), or let one rank deal it out: shard_batch(batch, source=0)."
+        ) from error
 
 
 def fingerprint(x: Tensor) -> int:
@@ -78,32 +71,35 @@ def fingerprint(x: Tensor) -> int:
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())
 
 
-def _failure(batch: Any, ranks: Ranks, source: int | None) -> str | None:
-    """Why a batch cannot be cut, or None; a ValueError for borders that cannot be."""
+def _check(batch: Any, ranks: Ranks, source: int | None) -> None:
+    """Raise ValueError for a batch that cannot be cut."""
     if source is not None and (isinstance(source, bool) or source not in range(ranks.world_size)):
-        return f"source must be a rank from 0 to {ranks.world_size - 1} or None, got {source!r}."
+        raise ValueError(f"source must be a rank from 0 to {ranks.world_size - 1} or None, got {source!r}.")
+    if batch is None and source in (None, ranks.rank):
+        raise ValueError("shard_batch needs a batch, got None.")
     if batch is None:
-        return None if source not in (None, ranks.rank) else "shard_batch needs a batch, got None."
+        return
     if not isinstance(batch, Mapping) or not batch:
-        return f"a batch must be a dict of tensors, got {type(batch).__name__}{'' if batch else ' without entries'}."
+        raise ValueError(
+            f"a batch must be a dict of tensors, got {type(batch).__name__}{'' if batch else ' without entries'}."
+        )
     lengths = {}
     for name, x in batch.items():
         if not isinstance(name, str):
-            return f"the names of a batch must be strings, got {name!r}."
+            raise ValueError(f"the names of a batch must be strings, got {name!r}.")
         if not isinstance(x, Tensor) or not x.dim():
-            return f"batch[{name!r}] must be a tensor (N,) or (B, N, ...), got {type(x).__name__}."
+            raise ValueError(f"batch[{name!r}] must be a tensor (N,) or (B, N, ...), got {type(x).__name__}.")
         if x.layout != torch.strided or x.is_meta:
-            return f"batch[{name!r}] must be a dense tensor with memory, got {x.layout} on {x.device}."
+            raise ValueError(f"batch[{name!r}] must be a dense tensor with memory, got {x.layout} on {x.device}.")
         dim = _dim(name, list(x.shape))
         if dim is not None:
             lengths[name] = x.shape[dim]
     if len(set(lengths.values())) != 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "there is none"
-        return f"the tensors of a batch must share one number of positions, but {listed}."
+        raise ValueError(f"the tensors of a batch must share one number of positions, but {listed}.")
     if BORDERS in batch:
         validate_cu_seqlens(batch[BORDERS], 1)
         check_documents(batch[BORDERS].tolist(), *set(lengths.values()))
-    return None
 
 
 def _dim(name: str, shape: list[int]) -> int | None:
@@ -111,38 +107,32 @@ def _dim(name: str, shape: list[int]) -> int | None:
     return None if name == BORDERS else min(1, len(shape) - 1)
 
 
-def _length(described: Mapping[str, Any]) -> int:
-    return next(shape[_dim(name, shape)] for name, (shape, _) in described.items() if _dim(name, shape) is not None)
+def _rows(x: Tensor, shard: Shard, dim: int | None) -> Tensor:
+    return x if dim is None else own_rows(x, shard, dim)
 
 
-def _told(ranks: Ranks, described: dict[str, Any], source: int, failure: str | None) -> dict[str, Any]:
+def _told(ranks: Ranks, described: dict[str, Any], source: int) -> dict[str, Any]:
     """The names, shapes and dtypes of the source's batch."""
     text = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
     own = text if ranks.rank == source else text[:0]
-    lengths = ranks.agree(own.numel(), {"call": "shard_batch", "source": source}, failure)
+    lengths = ranks.agree(own.numel(), {"call": "shard_batch", "source": source}, None)
     lengths = lengths if len(lengths) == ranks.world_size else (own.numel(),)
-    with all_or_none(ranks):
+    with ranks.all_or_none():
         told = ranks.gather(own, lengths, 0, "shard_batch")[source if ranks.world_size > 1 else 0]
     return json.loads(bytes(told.tolist()).decode())
 
 
 def _dealt(
-    ranks: Ranks,
-    whole: Tensor | None,
-    like: Tensor,
-    shape: list[int],
-    dim: int | None,
-    shards: tuple[Shard, ...],
-    source: int,
+    ranks: Ranks, whole: Tensor | None, name: str, shape: list[int], dtype: str, shards: Sequence[Shard], source: int
 ) -> Tensor:
     """This rank's rows of a tensor that the source holds; each rank gets its own alone."""
-    own = list(shape)
+    like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
+    dim, own = _dim(name, shape), list(shape)
     if dim is not None:
-        own[dim] = sum(span.stop - span.start for span in shards[ranks.rank])
-    size = torch.Size(own).numel()
-    sizes = [size if peer == source else 0 for peer in range(ranks.world_size)]
-    with all_or_none(ranks):
+        own[dim] = shard_length(shards[ranks.rank])
+    sizes = [math.prod(own) if peer == source else 0 for peer in range(ranks.world_size)]
+    with ranks.all_or_none():
         parts = [like] * ranks.world_size
         if whole is not None:
-            parts = [(whole if dim is None else own_rows(whole, shard, dim)).flatten().cpu() for shard in shards]
+            parts = [_rows(whole, shard, dim).flatten().cpu() for shard in shards]
         return ranks.scatter(parts, sizes, like, "shard_batch")[source].view(own)

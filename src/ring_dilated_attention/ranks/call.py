@@ -44,8 +44,10 @@ class Call:
         names, numbers, pattern, context = text.split("\n", 3)
         backend, needs_grad = names.split(" ")
         scale, *heads, num_heads, return_lse = numbers.split(" ")
-        found = (DilatedPattern.from_text(pattern), float(scale), backend, needs_grad, return_lse == "True")
-        return cls(*found, range(*map(int, heads)), int(num_heads), context)
+        held = range(*map(int, heads)), int(num_heads)
+        return cls(
+            DilatedPattern.from_text(pattern), float(scale), backend, needs_grad, return_lse == "True", *held, context
+        )
 
     @property
     def held(self) -> range | None:

@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..pattern import is_integer
-from ..plan.sharding import check_documents, document_positions
 from .arguments import check_arguments, cut_of, resolve_group
 from .batches import fingerprint, shard_batch
-from .borders import validate_cu_seqlens
 from .link import ExchangeError
 from .origin import origin_of, remember, why_foreign
 from .processes import Processes, note_dropped
@@ -30,35 +28,32 @@ _made = count()
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
-def context_named(key: str) -> "ContextParallel | None":
-    """The context that an op was called with; "" is one device."""
-    if key and key not in _contexts:
+def context_named(key: str) -> "ContextParallel":
+    """The context that an op was called with."""
+    if key not in _contexts:
         raise RuntimeError(f"the ContextParallel {key!r} is gone. Keep it as long as it is in use.")
-    return _contexts[key] if key else None
+    return _contexts[key]
 
 
-@torch.compiler.assume_constant_result  # a call that is refused while it is compiled: the others are told right away
 def refuse(key: str, reason: str) -> None:
     """Tell the other ranks why this one refuses the call that they make. Raises a ValueError, as theirs do."""
-    context = context_named(key)
-    if context is not None:
-        context.handshake(0, {}, failure=reason)
+    context_named(key).ranks.agree(0, {}, reason)
 
 
 class ContextParallel:
     """Shares a sequence among the ranks of a group: each holds its shard of the positions, and all heads.
 
-    Every rank of the group must make it at the same time, and run every forward and every backward, also a rank that
-    owns no position. A backward runs only where the loss depends on the output of its forward: a rank that has no use
-    for the output adds 0 * out.sum() to its loss. (A forward runs also where nothing uses its output, compiled or not.)
+    Every rank of the group makes it at the same time, and runs every forward and every backward, also a rank that owns
+    no position. A backward runs only if the loss depends on the output of its forward: a rank that has no use for the
+    output adds 0 * out.sum() to its loss. (A forward runs also if nothing uses its output, compiled or not.)
 
-    Ranks of one host (over a 2-D mesh: rows of the mesh on one host) stand side by side in the ring, whatever their
-    numbers; `rank` is the place in the ring. Errors name this context's groups by its `name`, the same on every rank.
+    Ranks of one host (over a 2-D mesh: rows of the mesh on one host) stand side by side in the ring; `rank` is the
+    place in the ring. Errors name this context by its `name`, the same on every rank.
 
-    A copy of a module that holds a context (EMA, nn.TransformerEncoder) holds the same one. `close` gives its groups
-    back. Until then it belongs to the thread of its first call; all ranks refuse calls in others.
-    torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`; what else talks to other
-    ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) goes outside.
+    Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` it belongs to the thread of its
+    first call; all ranks refuse calls in other threads. torch.compile(fullgraph=True) takes `dilated_attention` and
+    `MultiheadDilatedAttention`; other calls that talk to ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`,
+    LongNetLM's loss) go outside.
 
     Args:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
@@ -66,8 +61,8 @@ class ContextParallel:
         sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k parts k and 2p-1-k of 2p.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
             bytes, memory and number of messages.
-        timeout: how long a rank waits for another before it raises. (One that dies is noticed at once on gloo; with
-            NCCL all depends on how its watchdog is configured.)
+        timeout: how long a rank waits for another before it raises. (gloo notices at once that a rank died; NCCL as
+            its watchdog is configured.)
         align: the borders of contiguous shards are multiples of it.
         lengths: the lengths of contiguous shards, one for each rank, instead of near-equal ones.
 
@@ -85,24 +80,25 @@ class ContextParallel:
         align: int = 1,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        mesh = group if isinstance(group, DeviceMesh) else None
+        # A call that is refused while it is compiled tells the others right away. Marked here, because this imports
+        # dynamo for a second or two; and before the ranks meet, so that none waits for it in its first call.
+        torch.compiler.assume_constant_result(refuse)
+        mesh, inner = group if isinstance(group, DeviceMesh) else None, 1
         self.group = resolve_group(group)
         members = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
         if mesh is not None and mesh.ndim == 2:
-            members = mesh.mesh.flatten().tolist()
-        inner = mesh.shape[1] if mesh is not None and mesh.ndim == 2 else 1
+            members, inner = mesh.mesh.flatten().tolist(), mesh.shape[1]
         cut, failure = None, None
         try:
             check_arguments(mesh, exchange, timeout)
             cut = cut_of(len(members), sharding, align, lengths, inner)
+            if len(members) == 1:
+                self._take(Ranks(cut), exchange)
+                return
         except Exception as error:
-            failure = str(error) or type(error).__name__
             if len(members) == 1:
                 raise
-        if len(members) == 1:
-            assert cut is not None
-            self._take(Ranks(cut), exchange)
-            return
+            failure = str(error) or type(error).__name__
         ranks = Processes(members, timeout if failure is None else DEFAULT_TIMEOUT)
         ranks.connect(cut, exchange, failure)
         weakref.finalize(self, note_dropped, ranks.opened, ranks.name).atexit = False
@@ -112,10 +108,10 @@ class ContextParallel:
         """Be the context of these ranks."""
         self.ranks, self.cut, self.sharding, self.exchange = ranks, ranks.cut, ranks.cut.sharding, exchange
         self.rank, self.world_size, self.name = ranks.rank, ranks.world_size, ranks.name
-        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
         # What the ops know it by: other than its name, never that of another in this process.
         self.key = f"{self.name}, number {next(_made)}"
         _contexts[self.key] = self
+        torch.compiler.assume_constant_result(refuse)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContextParallel":
         """Itself: connections have no copies."""
@@ -128,23 +124,19 @@ class ContextParallel:
         )
 
     def close(self) -> None:
-        """Give the groups back, with their connections and threads. All ranks, when they need the context no more.
+        """Give the groups back, with their connections and threads. The context is of no use afterwards.
 
-        Also after an error has broken it, before the survivors make another. The context is of no use afterwards.
+        All ranks call it when they need the context no more: also after an error has broken it, and before they make
+        another.
         """
         self.ranks.close()
-
-    @property
-    def calls(self) -> int:
-        """Forwards so far, the same on every rank."""
-        return self.ranks.calls
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all.
 
-        All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) What
-        it returns remembers how it was cut: where it is passed on as it is, a context that cuts otherwise refuses it.
-        What an op makes of it is warned of where it is cut again, if its length and content show that it is a shard.
+        All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) The
+        result remembers how it was cut: a context that cuts otherwise refuses it. An op's result of it does not; if its
+        length and content show that it is a shard, cutting it again is warned of.
 
         Raises:
             ValueError: on every rank, where shapes differ: they would be no cut of one sequence.
@@ -164,11 +156,8 @@ class ContextParallel:
             )
             self.ranks.warn_once("shard", text)
         lengths = self.ranks.lengths_of(x.shape[dim])
-        self.ranks.last_whole = x.shape[dim]
-        shards = self.ranks.shards(lengths)
-        if len(shards) == 1:
-            return x
-        return remember(ShardRows.apply(x, self.ranks, shards, dim), self.ranks, lengths)
+        self.ranks.last_whole, shards = x.shape[dim], self.ranks.shards(lengths)
+        return x if len(shards) == 1 else remember(ShardRows.apply(x, self.ranks, shards, dim), self.ranks, lengths)
 
     def shard_batch(self, batch: Mapping[str, Tensor] | None, *, source: int | None = None) -> dict[str, Tensor]:
         """This rank's rows of one sample of a data loader: tokens, labels, position ids, masks, borders of documents.
@@ -176,8 +165,8 @@ class ContextParallel:
             local = parallel.shard_batch(batch)              # every rank has the batch; that it is the same is checked
             local = parallel.shard_batch(batch, source=0)    # rank 0 has it, and sends each rank its rows alone
 
-        Tensors (B, N, ...) are cut along N, tensors (N,) too; "cu_seqlens" stays whole. They may stay on the CPU: no
-        rank needs the whole on its device. "positions" (N_local,), int64, within documents, is added unless given.
+        Tensors (B, N, ...) and (N,) are cut along N; "cu_seqlens" stays whole. They may stay on the CPU. "positions"
+        (N_local,), int64, within documents, is added unless given.
 
         Args:
             batch: by name, alike on all ranks. With `source`, that rank's; others may pass None.
@@ -194,7 +183,7 @@ class ContextParallel:
         self.ranks.check_all_here("unshard")
         failure = dim_failure("unshard", x, dim) or why_foreign("the tensor", x, self.ranks)
         length, fields = (0, {}) if failure else (x.shape[dim], rows_fields("unshard", x, dim))
-        shards = self.ranks.shards(self.handshake(length, fields, failure))
+        shards = self.ranks.shards(self.ranks.handshake(length, fields, failure))
         return x if len(shards) == 1 else UnshardRows.apply(x, self.ranks, shards, dim)
 
     def mean_loss(self, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
@@ -212,7 +201,6 @@ class ContextParallel:
         Raises:
             ValueError: on every rank, where there is no term at all.
         """
-        self.ranks.check_all_here("mean_loss")
         return mean_loss(self.ranks, local_sum, local_count)
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -227,40 +215,12 @@ class ContextParallel:
         """
         if not is_integer(seq_len) or seq_len < 0:
             raise ValueError(f"seq_len must be an integer of at least 0, got {seq_len!r}.")
-        return self.local_positions(self.ranks.lengths_of(seq_len), cu_seqlens)
-
-    def local_positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
-        """Like `positions`, given every rank's number of rows instead of the default split."""
-        shard = self.ranks.shards(lengths)[self.rank]
-        borders = [0, sum(lengths)]
-        if cu_seqlens is not None:
-            validate_cu_seqlens(cu_seqlens, 1)
-            borders = cu_seqlens.tolist()
-            check_documents(borders, sum(lengths))
-        ranges = document_positions(shard, borders)
-        return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in (range(0), *ranges)])
+        return self.ranks.positions(self.ranks.lengths_of(seq_len), cu_seqlens)
 
     def abandon(self, reason: str) -> None:
-        """Break this context's groups, so that the other ranks fail at once instead of waiting for this one.
-
-        A call that fails does so by itself. For errors between calls, in a program that goes on after them.
-        """
+        """Break this context's groups after an error between calls: the other ranks fail at once, and do not wait for
+        this one. (A call that fails does so by itself.)"""
         self.ranks.abandon(reason)
-
-    def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
-        """Every rank's local length, once all ranks turn out to make the same call.
-
-        Args:
-            length: this rank's number of positions.
-            fields: what must agree, by name. Compared by fingerprint; only a mismatch is sent in words.
-            failure: why this rank refuses the call, if it does.
-
-        Raises:
-            ValueError: on every rank, if any refuses or fields differ. Nothing of the call was sent.
-        """
-        lengths = self.ranks.agree(length, fields, failure)
-        self.ranks.notice_whole(lengths)
-        return lengths
 
 
 __all__ = ["ContextParallel", "ExchangeError", "context_named"]

@@ -12,7 +12,7 @@ from ..plan.sharding import documents_of
 from ..plan.sizes import Sizes
 from .context import ContextParallel
 from .ranks import ALONE
-from .validate import validate
+from .validate import call_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def explain(
     Raises:
         ValueError: where the call would.
     """
-    heads = validate(query, key, value, pattern, parallel, cu_seqlens, None, backend, None, None)
+    call = call_of((query, key, value), pattern, parallel, cu_seqlens, None, backend, False, None, None)
     kernel = choose(backend, query)
     against = {name: reason or BACKENDS[name].ONLY_BY_NAME for name, reason in reasons(query).items()}
     first = "the first that can serve these tensors"
@@ -61,13 +61,11 @@ def explain(
     if op is not None:
         found |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
     ranks = ALONE if parallel is None else parallel.ranks
-    num_rows, num_kv_heads = query.shape[1], key.shape[2]
     if lengths is None:
-        given = None if parallel is None else parallel.cut.lengths
-        lengths = given or [num_rows] * ranks.world_size
+        lengths = ranks.cut.lengths or [query.shape[1]] * ranks.world_size
     documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
+    job = Job(pattern, ranks.shards(lengths), call.num_heads, key.shape[2], documents)
     sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
-    job = Job(pattern, ranks.shards(lengths), len(heads), num_kv_heads, documents)
     exchange, found["exchange"] = ranks.choose(job, sizes)
     if kernel.choose_pass is not None and exchange == "none":
         found["branches"] = kernel.choose_pass(pattern, job.borders).reason

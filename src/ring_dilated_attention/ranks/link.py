@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plan.plan import Message
-from .waiting import Handle, Progress, Sentinel, Waiter, start_thread, wait_for_each, with_threads
+from ..run.link_contract import Messages
+from .watching import Handle, Progress, Sentinel, Watcher, start_thread, with_threads
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 _UNUSED_TAG = 1  # all messages of calls have tag 0
@@ -32,8 +32,8 @@ class ExchangeError(RuntimeError):
 class Wait(NamedTuple):
     """When messages were posted, when the last was through, and when their rank began and ended to wait, in seconds.
 
-    end - start is *exposed* communication: time in which the rank did nothing else. Only on gloo can a host tell when
-    messages are through; elsewhere `arrived` is `end`.
+    end - start is *exposed* communication. Only on gloo can a host tell when messages are through; elsewhere `arrived`
+    is `end`.
     """
 
     moment: str
@@ -45,12 +45,9 @@ class Wait(NamedTuple):
 
 @dataclass(eq=False)
 class GroupPending:
-    """Messages in flight. `wait` returns when they have been sent and received; waiting again returns at once.
+    """Messages in flight, whose tensors are kept alive. A handle is awaited once: gloo hangs on a second wait."""
 
-    The tensors are kept alive, and a handle is awaited exactly once: gloo hangs on a second wait.
-    """
-
-    link: "GroupLink | None"
+    link: "GroupLink"
     moment: str
     handles: list[Handle] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -61,7 +58,6 @@ class GroupPending:
     def wait(self) -> None:
         if not self.handles:
             return
-        assert self.link is not None
         start = time.perf_counter()
         self.link.wait_for(self)
         self.handles.clear()
@@ -82,19 +78,16 @@ class GroupLink:
     knows none.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[GroupLink] | None" = None
-    ) -> None:
-        self.group, self.name = group, name
-        self.world_size = len(members)
+    def __init__(self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[GroupLink]") -> None:
+        self.group, self.name, self.world_size = group, name, len(members)
         self.reorder(members)
         self.failure: str | None = None
-        self.links = [] if links is None else links  # those that break when one of them does
-        self.links.append(self)
+        self.links = links  # those that break when one of them does
+        links.append(self)
         # Which transport serves which type of device. (dist.get_backend names one, or the user's text, or "undefined".)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
-        self._waiter: Waiter | None = None
+        self._watcher: Watcher | None = None
         self._sentinels: dict[int, Sentinel] = {}  # by peer
         self.waits: list[Wait] | None = None  # a list while waits are recorded
 
@@ -115,20 +108,19 @@ class GroupLink:
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
     def wait_for(self, pending: GroupPending) -> None:
-        """Wait for messages, one after the other.
+        """Wait for messages, one after the other; on gloo in a thread, to watch the peer meanwhile.
 
-        On gloo in a thread, to watch the peer meanwhile. When a connection breaks, gloo ends the waits for messages
-        that have not begun, but not for one that is partly through (signalException in gloo/transport/tcp/pair.cc):
-        that one lasts until its timeout. A receive that has not begun tells of it (`Sentinel`).
+        When a connection breaks, gloo ends the waits for messages that have not begun, but one that is partly through
+        (signalException in gloo/transport/tcp/pair.cc) lasts until its timeout. So a `Sentinel` tells of it.
         """
         handles, progress = tuple(pending.handles), pending.progress or Progress()
         if not self.on_gloo(pending.tensors[0]):
-            wait_for_each(handles, progress)
+            progress.follow(handles)
         elif pending.progress is None:
-            if self._waiter is None:
-                self._waiter = Waiter()
+            if self._watcher is None:
+                self._watcher = Watcher()
                 with_threads.add(self)
-            self._waiter.queue.put((handles, progress))
+            self._watcher.queue.put((progress, handles))
         while not progress.ended.wait(_WATCH_SECONDS):
             self._watch(handles, progress, pending.moment)
         if progress.error is not None:
@@ -159,9 +151,9 @@ class GroupLink:
     def abandon(self, reason: str) -> None:
         """Break the group after a failure of this rank, so that the others fail at once instead of waiting for it.
 
-        On gloo neither abort, shutdown nor destroying the group closes its connections. A receive that runs out of time
-        closes them all; its tag is one that nobody sends with, since a message that does not fit would end the process.
-        Where the connection is broken already a receive fails without running out of time, so every peer is tried.
+        On gloo neither abort, shutdown nor destroying the group closes its connections, but a receive that runs out of
+        time closes all. Its tag is one that nobody sends with: a message that does not fit would end the process. Every
+        peer is tried, since a receive over a broken connection does not run out of time.
         """
         if self.failure or self.world_size == 1:
             return
@@ -202,35 +194,25 @@ class GroupLink:
         """End the waits that threads are in, and so the threads."""
         self._disconnect()
         self._sentinels.clear()
-        self._waiter = None
-
-    def _refuse_if_broken(self) -> None:
-        if self.failure:
-            raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
+        self._watcher = None
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str
     ) -> GroupPending:
         """Start sending and receiving contiguous tensors, each with its peer. `moment` is quoted in errors."""
-        self._refuse_if_broken()
-        messages: list[_Message] = []
-        messages += [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
-        messages += [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]
-        return self._post(messages, moment)
+        leave = [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
+        come = [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]
+        return self._post([*leave, *come], moment)
 
-    def carry(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> GroupPending:
+    def carry(self, sends: Messages, receives: Messages, moment: str) -> GroupPending:
         """`exchange`, for messages of a plan."""
         return self.exchange([(x, m.peer) for x, m in sends], [(x, m.peer) for x, m in receives], moment)
 
-    def carry_apart(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> tuple[GroupPending, GroupPending]:
+    def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[GroupPending, GroupPending]:
         """`carry`, to wait apart for what is sent and for what is received.
 
-        Where a batch is one thing to wait for, both are that one. (Two batches would deadlock: in NCCL's stream the
-        receives would stand behind the sends, on every rank of a ring.)
+        On NCCL both are one batch: of two, its stream would put the receives behind the sends, on every rank of a ring,
+        and so all would wait for ever.
         """
         if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
             return self.carry(sends, (), moment), self.carry((), receives, moment)
@@ -239,7 +221,8 @@ class GroupLink:
 
     def _post(self, messages: Sequence[_Message], moment: str) -> GroupPending:
         """Post messages, together where the transport can."""
-        self._refuse_if_broken()
+        if self.failure:
+            raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
         pending = GroupPending(self, moment)
         self._pending.add(pending)
         messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
@@ -247,12 +230,10 @@ class GroupLink:
         on_gloo = all(map(self.on_gloo, pending.tensors))
         # On gloo one by one, so that an error has one deed.
         for batch in [[message] for message in messages] if on_gloo else [messages]:
-            deeds = [deed for *_, deed in batch]
-            peers = [peer for *_, peer, _ in batch]
+            peers, deeds = [peer for *_, peer, _ in batch], [deed for *_, deed in batch]
             try:
-                works = dist.batch_isend_irecv(
-                    [dist.P2POp(op, x, group=self.group, group_peer=self.order[peer]) for op, x, peer, _ in batch]
-                )
+                ops = [dist.P2POp(op, x, group=self.group, group_peer=self.order[peer]) for op, x, peer, _ in batch]
+                works = dist.batch_isend_irecv(ops)
             except RuntimeError as error:
                 self.fail(moment, ", ".join(deeds), error)
             except ValueError as error:  # torch does not know the group any more
@@ -264,41 +245,41 @@ class GroupLink:
         if self.waits is not None and on_gloo and pending.handles:
             pending.progress = Progress()
             with_threads.add(self)
-            start_thread(wait_for_each, list(pending.handles), pending.progress)
+            start_thread(pending.progress.follow, list(pending.handles))
         return pending
 
     def _stages(self, x: Tensor) -> bool:
         """Whether a tensor must travel through host memory: gloo cannot send CUDA tensors. (No GPU has run this.)"""
         return x.is_cuda and self.on_gloo(x)
 
-    def _staged(self, x: Tensor, is_filled: bool, pending: GroupPending | None = None) -> Tensor:
+    def _staged(self, x: Tensor, is_sent: bool, pending: GroupPending) -> Tensor:
         """The tensor, or a pinned copy of it on the host; a received copy is brought back when it is there."""
         if not self._stages(x):
             return x
         host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=torch.cuda.is_available())
-        if is_filled:
+        if is_sent:
             host.copy_(x)  # waits for the kernels that write x
-        elif pending is not None:
+        else:
             pending.unstaged.append((x, host))
         return host
 
     def all_to_all(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Everybody's record (all of one shape and dtype), in the order of ranks. Nobody returns before all have come.
+        """Every rank's record (all of one shape and dtype). No rank returns before all have come.
 
         Point to point, like all that follows, so that an error can name the rank that did not come.
         """
         records = [record if peer == self.rank else torch.empty_like(record) for peer in range(self.world_size)]
-        others = [(peer, f"rank {self.members[peer]} did not enter {moment}") for peer in self._others()]
-        messages: list[_Message] = [(dist.isend, record, peer, deed) for peer, deed in others]
-        messages += [(dist.irecv, records[peer], peer, deed) for peer, deed in others]
-        self._post(messages, f"{moment}, handshake").wait()
+        deeds = {peer: f"rank {self.members[peer]} did not enter {moment}" for peer in self._others()}
+        leave = [(dist.isend, record, peer, deed) for peer, deed in deeds.items()]
+        come = [(dist.irecv, records[peer], peer, deed) for peer, deed in deeds.items()]
+        self._post([*leave, *come], f"{moment}, handshake").wait()
         return records
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]
 
     def texts(self, text: str, moment: str) -> list[str]:
-        """Everybody's text, up to 1,024 bytes each."""
+        """Every rank's text, up to 1,024 bytes each."""
         record = torch.zeros(1024, dtype=torch.uint8, device="cpu")
         encoded = text.encode(errors="backslashreplace")[: len(record)]  # a name may hold what is no letter
         record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
@@ -317,11 +298,11 @@ class GroupLink:
         self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
         """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes."""
-        pieces = list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
-        pieces[self.rank].copy_(parts[self.rank])
+        received = list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
+        received[self.rank].copy_(parts[self.rank])
         sends = [(parts[peer].contiguous(), peer) for peer in self._others() if len(parts[peer])]
-        self.exchange(sends, [(pieces[peer], peer) for peer in self._others() if sizes[peer]], moment).wait()
-        return pieces
+        self.exchange(sends, [(received[peer], peer) for peer in self._others() if sizes[peer]], moment).wait()
+        return received
 
 
 def _reason(error: Exception) -> str:

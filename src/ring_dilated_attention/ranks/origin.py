@@ -1,7 +1,7 @@
 """What a shard remembers of how it was cut, so that it is not taken for another one.
 
-The mark is on the tensor, and goes where that goes, into what copy, pickle and torch.save make of it too. An op makes
-another tensor, of which nothing is known but its length: what looks like a mistake is warned of (`Ranks.notice`).
+The mark is an attribute of the tensor; copy, pickle and torch.save keep it. An op makes another tensor, of which only
+the length is known: what looks like a mistake is warned of (`Ranks.notice`).
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,8 @@ class Origin(NamedTuple):
 def remember(x: Tensor, ranks: Ranks, lengths: Sequence[int]) -> Tensor:
     """x itself, which are this rank's rows."""
     shard = tuple((span.start, span.stop) for span in ranks.shards(lengths)[ranks.rank])
-    # Of plain tuples, which torch.load(weights_only=True) takes.
     mark = (ranks.cut.sharding, tuple(lengths), ranks.rank, shard)
-    setattr(x, _MARK, mark)
+    setattr(x, _MARK, mark)  # plain tuples, which torch.load(weights_only=True) takes
     _last[:] = [Origin(*mark)]
     return x
 

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import combinations, islice
+from itertools import chain, combinations, islice
 from threading import Thread, _DummyThread, current_thread
 
 import torch
@@ -29,30 +29,32 @@ def host_name() -> str:
 
 
 class _EmptyGroup(dist.ProcessGroup):
-    """Of this rank alone: no connections, no threads, nothing but a place in torch's list of groups."""
+    """A group of this rank alone: no connections, no threads, nothing but a place in torch's list of groups."""
 
 
 _EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000
 
 
 def _give_back(links: list[GroupLink]) -> None:
-    """Close them. torch names a group of some ranks by these and the number of groups there are, and its store keeps
-    the addresses under that name: a later group of that name would connect to ports that are closed. So each leaves an
-    empty one in its place, on every rank alike, and the number never comes again."""
+    """Close the links, and leave an empty group in the place of each, on every rank alike.
+
+    torch names a group of some ranks by these ranks and by the number of groups that there are, and its store keeps the
+    addresses under that name: a later group of the same name would connect to ports that are closed.
+    """
     for link in links:
         link.close()
-    if dist.is_initialized() and dist.get_world_size() > 2:  # of two ranks all groups are of all
+    if dist.is_initialized() and dist.get_world_size() > 2:  # any group of two ranks is of all
         for _ in links:
             _leave_empty_group()
 
 
 def _leave_empty_group() -> None:
-    """Its name may be that of an empty one which is there already: whom it is said to hold makes another of it."""
+    """Make an empty group. Where one of its name is there already, it is said to hold other ranks, for another name."""
     if _EMPTY not in dist.Backend.backend_list:
         dist.Backend.register_backend(_EMPTY, _make_empty_group, devices=["cpu"])
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    others = [other for other in range(world_size) if other != rank]
-    said = (held for number in range(world_size) for held in combinations(others, number))
+    rank = dist.get_rank()
+    others = [other for other in range(dist.get_world_size()) if other != rank]
+    said = chain.from_iterable(combinations(others, number) for number in range(len(others) + 1))
     for held in islice(said, _MOST_NAMES):
         with suppress(ValueError):
             dist.new_group([rank, *held], backend=_EMPTY, use_local_synchronization=True)
@@ -64,8 +66,7 @@ def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: ti
 
 
 class Processes(Ranks):
-    """The processes of a group. Their communicators are their own: a failed message breaks its group, and the user's
-    must stay whole.
+    """The processes of a group, with communicators of their own: a failed message breaks a group, but not the user's.
 
     control: all ranks, over gloo. all: all ranks, for data. inner: those that deal heads to each other, on a 2-D mesh.
     outer: those of the ring.
@@ -114,8 +115,8 @@ class Processes(Ranks):
             self.outer = self._open("chunks", None, chunks) if len(chunks) > 1 else None
 
     def _told(self) -> list[str]:
-        """Everybody's host, and below it the contexts that were dropped. Those that all dropped are closed: torch
-        numbers its groups by how many there are, so that ranks must give them back together."""
+        """Every rank's host, and below it the contexts that it dropped. Those that all dropped are closed: ranks must
+        give groups back together, since torch numbers its groups by how many there are."""
         told = self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names")
         for name in set.intersection(*(set(text.split("\n")[1:]) for text in told)):
             _give_back(_dropped.pop(name, []))
@@ -124,7 +125,13 @@ class Processes(Ranks):
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
         """A communicator of these global ranks, in this order."""
         try:
-            group = self._new_group(purpose, backend, members)
+            group = dist.new_group(
+                members,
+                timeout=self.timeout,
+                backend=backend,
+                use_local_synchronization=len(members) != dist.get_world_size(),
+                group_desc=f"ring_dilated_attention:{purpose}",
+            )
             self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or hash
             link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
             link.open()
@@ -135,22 +142,13 @@ class Processes(Ranks):
             ) from error
         return link
 
-    def _new_group(self, purpose: str, backend: str | None, members: list[int]) -> dist.ProcessGroup:
-        return dist.new_group(
-            members,
-            timeout=self.timeout,
-            backend=backend,
-            use_local_synchronization=len(members) != dist.get_world_size(),
-            group_desc=f"ring_dilated_attention:{purpose}",
-        )
-
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         with self.turn:  # what a thread is refused is told to the other ranks between the owner's calls
             return agree(self.control, length, fields, self._why_other_thread() or failure)
 
     def _why_other_thread(self) -> str | None:
-        """Why the thread that is here may make no call, or None: calls of two threads would take each other's messages.
-        autograd's own threads, in a backward, count as the owner, who waits for them."""
+        """Why this thread may make no call, or None: calls of two threads would take each other's messages. autograd's
+        own threads, in a backward, count as the owner, which waits for them."""
         here = current_thread()
         self.owner = self.owner or here
         if here is self.owner or (isinstance(here, _DummyThread) and torch._C._current_graph_task_id() != -1):
@@ -164,18 +162,16 @@ class Processes(Ranks):
         self.expected = tuple(lengths)
 
     def notice(self, lengths: Sequence[int]) -> None:
-        total, size = sum(lengths), max(-(-sum(lengths) // self.world_size), 1)
-        if self.cut.lengths is not None or tuple(lengths) == self.expected or self.notice_whole(lengths):
+        given, total = tuple(lengths), sum(lengths)
+        if self.cut.lengths is not None or given == self.expected or self.notice_whole(given):
             return
-        alike = [max(min(size, total - k * size), 0) for k in range(self.world_size)]  # as torch.chunk cuts
-        if doubt := why_doubtful(lengths, self):
+        near_equal, size = self.cut.default_lengths(total), max(-(-total // self.world_size), 1)
+        chunked = tuple(max(min(size, total - k * size), 0) for k in range(self.world_size))  # as torch.chunk cuts
+        if doubt := why_doubtful(given, self):
             self.warn_once("origin", doubt)
-        elif tuple(lengths) not in (self.cut.default_lengths(total), tuple(alike)):
-            self.warn_once(
-                "cut",
-                f"ranks have {tuple(lengths)} positions, which no near-equal cut of one sequence of {total} gives "
-                f"({self.cut.default_lengths(total)}). If they are meant, say so: ContextParallel(lengths=...)",
-            )
+        elif given not in (near_equal, chunked):
+            text = f"ranks have {given} positions, which no near-equal cut of one sequence of {total} gives "
+            self.warn_once("cut", text + f"({near_equal}). If they are meant, say so: ContextParallel(lengths=...)")
 
     def notice_whole(self, lengths: Sequence[int]) -> bool:
         if not sum(lengths) or set(lengths) != {self.last_whole}:
@@ -221,7 +217,7 @@ class Processes(Ranks):
         return choose_exchange(job, sizes)
 
     def links(self, exchange: str, job: Job) -> Links:
-        return Links(None, self.all) if exchange == "all_to_all" else Links(self.outer, self.inner)
+        return (None, self.all) if exchange == "all_to_all" else (self.outer, self.inner)
 
     def abandon(self, reason: str) -> None:
         for link in self.opened:
@@ -239,12 +235,8 @@ def note_dropped(opened: list[GroupLink], name: str) -> None:
     """A finaliser of contexts. It talks to nobody and destroys nothing: that is left to the next context."""
     if opened:
         _dropped[name] = opened
-        warnings.warn(
-            f"{name} was dropped without close(): its connections and threads are kept until all ranks make another "
-            "ContextParallel",
-            ResourceWarning,
-            stacklevel=2,
-        )
+        text = f"{name} was dropped without close(): its connections and threads are kept until all ranks make another "
+        warnings.warn(text + "ContextParallel", ResourceWarning, stacklevel=2)
 
 
 @contextmanager

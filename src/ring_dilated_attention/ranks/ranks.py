@@ -1,10 +1,10 @@
 """What ranks do in a call: handshake -> plan -> program; and what differs between their kinds."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import RLock
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,27 +13,23 @@ from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.sharding import Cut, Shard, documents_of
+from ..plan.sharding import Cut, Shard, check_documents, document_positions, documents_of
 from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
+from .borders import validate_cu_seqlens
 from .call import Begun, Call
-from .handshake import all_or_none
 
-
-class Links(NamedTuple):
-    """What connects a rank in one call: with the others of its ring, and with those that deal heads to each other."""
-
-    ring: Link | None
-    heads: Dealer | None
+# What connects a rank in one call: with the others of its ring, and with those that deal heads to each other.
+Links = tuple[Link | None, Dealer | None]
 
 
 class Ranks:
     """The ranks that share sequences, seen from this process, which is alone. Other kinds override what differs.
 
-    rank: its place in the ring. world_size: processes. name: by which errors call them, "" for one alone. calls: its
-    forwards so far, the same on every rank.
+    rank: its place in the ring. name: of the context in errors, "" for one alone. calls: forwards so far, the same on
+    every rank.
     """
 
     rank, world_size, name = 0, 1, ""
@@ -43,6 +39,7 @@ class Ranks:
         self.last_whole: int | None = None  # the length of the sequence that was cut last
         self.warned: set[str] = set()  # of what
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
+        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
         """Every process's number of rows of a sequence that it cuts."""
@@ -52,15 +49,50 @@ class Ranks:
         """Every process's shard, given every process's number of rows."""
         return self.cut.shards_of(lengths)
 
-    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        """Every rank's number of rows, once all turn out to make the same call.
+    def positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
+        """Positions within their document of this rank's rows, (N_local,), int64, on the CPU."""
+        borders = [0, sum(lengths)]
+        if cu_seqlens is not None:
+            validate_cu_seqlens(cu_seqlens, 1)
+            borders = cu_seqlens.tolist()
+            check_documents(borders, sum(lengths))
+        ranges = document_positions(self.shards(lengths)[self.rank], borders)
+        return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in (range(0), *ranges)])
 
-        Raises:
-            ValueError: on every rank, if any refuses or fields differ.
-        """
+    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+        """Every rank's number of rows, once all turn out to make the same call (`handshake.agree`)."""
         if failure:
             raise ValueError(failure)
         return (length,)
+
+    def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
+        """`agree`, and a warning where the rows look like the whole sequence on every rank."""
+        lengths = self.agree(length, fields, failure)
+        self.notice_whole(lengths)
+        return lengths
+
+    @contextmanager
+    def all_or_none(self, *agreed: type[Exception]) -> Iterator[None]:
+        """What fails on this rank alone (memory, say) breaks the connections: the other ranks fail, and do not wait.
+
+        agreed: the errors that all ranks raise alike. They break nothing.
+        """
+        try:
+            yield
+        except agreed:
+            raise
+        except BaseException as error:
+            self.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Tell the other ranks, which wait for the handshake of a call, whatever this one raises before it."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(0, {}, str(error) or type(error).__name__)
+            raise
 
     def notice(self, lengths: Sequence[int]) -> None:
         """Warn, once, of numbers of rows that look like a mistake."""
@@ -96,7 +128,7 @@ class Ranks:
         self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
         """`scatter`, in a call that all have agreed on: if this rank cannot make its parts, the others fail at once."""
-        with all_or_none(self):
+        with self.all_or_none():
             return self.scatter(make_parts(), sizes, like, moment)
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:
@@ -105,7 +137,7 @@ class Ranks:
 
     def links(self, exchange: str, job: Job) -> Links:
         """What connects this rank under an exchange."""
-        return Links(None, None)
+        return None, None
 
     def abandon(self, reason: str) -> None:
         """Break the connections, so that other ranks fail at once instead of waiting for this one."""
@@ -118,18 +150,18 @@ class Ranks:
     ) -> tuple[Tensor, Tensor, Begun]:
         """out (B, N, H, D), lse (B, N, H), and what the backward takes from here."""
         number = self.calls + 1 if self.name else 0  # alone there is nobody to agree with
-        with all_or_none(self, ValueError):
+        with self.all_or_none(ValueError):
             begin = partial(Begun.now, number, call, query, cu_seqlens)
             begun, rank_plan, means, query = self.route(call, "forward", begin, query, key)
         self.calls = number  # on all ranks or on none: a call that one rank refused has no number
-        with all_or_none(self):
+        with self.all_or_none():
             return *executor.forward(rank_plan, means, query, key, value), begun
 
     def backward(self, call: Call, begun: Begun, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, N, H, D), dk and dv (B, N, G, D)."""
-        with all_or_none(self, ValueError):
+        with self.all_or_none(ValueError):
             _, rank_plan, means, query = self.route(call, "backward", lambda: begun, rows.query, rows.key)
-        with all_or_none(self):
+        with self.all_or_none():
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
                 # The loss of a rank may not use lse: all deal its gradient, or none.
                 rows = rows._replace(dlse=torch.zeros_like(rows.lse))
@@ -139,24 +171,21 @@ class Ranks:
         self, call: Call, stage: str, begin: Callable[[], Begun], query: Tensor, key: Tensor
     ) -> tuple[Begun, RankPlan, Means, Tensor]:
         """What this rank does, by what means, and the query that kernels take: handshake, choose the exchange, plan."""
-        try:
+        with self.refusing():
             begun = begin()
             fields = self.fields(call, stage, begun, query, key)
             scaled = call.scaled(query)
-        except Exception as error:
-            self.agree(0, {}, str(error) or type(error).__name__)  # the others are told at once
-            raise
         lengths = self.agree(query.shape[1], fields, None)
         self.notice(lengths)
         documents, num_kv_heads = documents_of(begun.borders, sum(lengths)), call.num_kv_heads(key.shape[2])
         job = Job(call.pattern, self.shards(lengths), call.num_heads, num_kv_heads, documents, call.held)
         exchange = self.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size())).exchange
         rank_plan = plan_exchange(exchange, job, self.rank, self.cut.inner)
-        links, kernel = self.links(exchange, job), BACKENDS[begun.kernel]
+        kernel = BACKENDS[begun.kernel]
         whole = None
         if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
             whole = kernel.choose_pass(call.pattern, job.borders).found
-        means = Means(kernel, call.kernel_scale, links.ring, links.heads, whole, call.factor)
+        means = Means(kernel, call.kernel_scale, *self.links(exchange, job), whole, call.factor)
         return begun, rank_plan, means, scaled
 
     def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:

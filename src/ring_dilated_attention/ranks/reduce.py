@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .handshake import all_or_none
 from .ranks import Ranks
 
 
@@ -16,18 +15,16 @@ def all_reduce(ranks: Ranks, x: Tensor) -> Tensor:
     """The sum of all ranks' tensors, which are small. Not differentiable."""
     ranks.check_all_here("all_reduce")
     ranks.agree(0, {"call": "all_reduce", "shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type}, None)
-    with all_or_none(ranks):
+    with ranks.all_or_none():
         parts = ranks.gather(x.detach().unsqueeze(0), [1] * ranks.world_size, 0, "all_reduce")
         return torch.cat(parts).sum(0, dtype=x.dtype)
 
 
 def mean_loss(ranks: Ranks, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
     """As `ContextParallel.mean_loss`."""
-    try:
+    ranks.check_all_here("mean_loss")
+    with ranks.refusing():
         both = _sum_and_count(local_sum, local_count)
-    except Exception as error:
-        ranks.agree(0, {}, str(error) or type(error).__name__)  # the others are told at once
-        raise
     total, count = all_reduce(ranks, both)
     if not 1 <= count < math.inf:
         raise ValueError(f"the ranks have {count:g} terms of a loss in all: a mean needs one at least.")
@@ -58,10 +55,7 @@ class GlobalMean(torch.autograd.Function):
     """The ranks' sums s_0 ... s_{p-1} over n terms in all.
 
     forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n
-    backward, on rank k:     ds_k = dL * p / n
-
-    Rank k's backward computes its part of the gradient of the *sum* of all s, so the ranks' gradients add up to
-    p * dL/dparameters, and their mean is the gradient of L.
+    backward, on rank k:     ds_k = dL * p / n, so that the *mean* of the ranks' gradients is the gradient of L
     """
 
     @staticmethod
@@ -77,8 +71,8 @@ class GlobalMean(torch.autograd.Function):
 class SumOverRanks(torch.autograd.Function):
     """Forward: the sum of all ranks' tensors, on each. Backward: the sum of all ranks' gradients.
 
-    Where what follows is the same on every rank, that is p times the gradient of one rank: so the *mean* of the ranks'
-    gradients of parameters, which DDP and FSDP2 take, is right before the sum and after it.
+    If what follows is the same on every rank, this is p times the gradient of one rank. So the *mean* of the ranks'
+    gradients, which DDP and FSDP2 take, is right for parameters before the sum and after it.
     """
 
     @staticmethod

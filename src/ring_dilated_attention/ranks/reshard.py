@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.sharding import Shard, shard_length
-from .handshake import all_or_none
+from ..plan.sharding import Shard, Span, shard_length
 from .ranks import Ranks
 
 
@@ -27,18 +26,18 @@ def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
 
 
 def own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
-    parts = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
-    return torch.cat(parts or [x.narrow(dim, 0, 0)], dim=dim)  # a copy: a view would keep the full tensor alive
+    spans = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
+    return torch.cat(spans or [x.narrow(dim, 0, 0)], dim=dim)  # a copy: a view would keep the full tensor alive
 
 
 def _all_rows(x: Tensor, ranks: Ranks, shards: Sequence[Shard], dim: int, moment: str) -> Tensor:
-    with all_or_none(ranks):
+    with ranks.all_or_none():
         gathered = ranks.gather(x, [shard_length(shard) for shard in shards], dim, moment)
-        parts = []
+        found: dict[Span, Tensor] = {}
         for shard, rows in zip(shards, gathered, strict=True):
-            pieces = rows.split([span.stop - span.start for span in shard], dim=dim) if shard else ()
-            parts += [(span.start, piece) for span, piece in zip(shard, pieces, strict=True)]
-        return torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])] or [x], dim=dim)
+            if shard:
+                found |= zip(shard, rows.split([span.stop - span.start for span in shard], dim=dim), strict=True)
+        return torch.cat([found[span] for span in sorted(found)] or [x], dim=dim)
 
 
 class ShardRows(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import math
 import numbers
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ from torch import Tensor
 from ..kernels.choose import check_backend, choose
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
+from ..run.dilated_cache import DilatedCache
 from .borders import validate_cu_seqlens
+from .call import Call
 from .context import ContextParallel
 from .origin import origin_of, why_foreign
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_cuts(parallel: ContextParallel | None, **tensors: object) -> None:
@@ -36,20 +41,47 @@ def check_objects(pattern: Any, parallel: Any, backend: Any) -> None:
     check_backend(backend)
 
 
-def validate(
-    query: Any,
-    key: Any,
-    value: Any,
+def call_of(
+    tensors: tuple[Any, Any, Any],
     pattern: Any,
     parallel: Any,
     cu_seqlens: Any,
     scale: Any,
     backend: Any,
+    return_lse: Any,
     heads_held: Any,
     num_heads: Any,
-) -> range:
-    """Everything that can be said before ranks talk to each other. Returns the query heads that the tensors hold."""
-    tensors = {"query": query, "key": key, "value": value}
+) -> Call:
+    """The call that these arguments make, after all checks that need no other rank. `tensors` are query, key, value."""
+    _check_tensors(dict(zip(("query", "key", "value"), tensors, strict=True)))
+    check_objects(pattern, parallel, backend)
+    query, key, _ = tensors
+    (batch, seq_len, num_held, head_dim), num_kv_held = query.shape, key.shape[2]
+    heads = held_heads(num_held, max(num_held // max(num_kv_held, 1), 1), heads_held, num_heads)
+    num_heads = num_held if num_heads is None else num_heads
+    pattern.check_heads(num_heads, num_kv_held * num_heads // num_held)
+    _check_scale(scale, torch.float64 if query.dtype == torch.float64 else torch.float32)
+    if cu_seqlens is not None:
+        validate_cu_seqlens(cu_seqlens, batch)
+    if query.device.type == "meta":  # such tensors would never reach the choice of a kernel: torch answers by itself
+        choose(backend, query)
+    if not isinstance(return_lse, bool):
+        raise ValueError(f"return_lse must be True or False, got {return_lse!r}.")
+    if parallel is None and num_held > seq_len and num_held > 256:  # a shard may well be that short
+        warnings.warn(
+            f"query has {num_held} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
+            "The layout is (batch, seq, heads, head_dim).",
+            stacklevel=3,
+        )
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    wanted = zip("qkv", tensors, strict=True) if torch.is_grad_enabled() else ()
+    needs_grad = "".join(name for name, x in wanted if x.requires_grad)
+    context = "" if parallel is None else parallel.key
+    return Call(pattern, scale, backend, needs_grad, return_lse, heads, num_heads, context)
+
+
+def _check_tensors(tensors: Mapping[str, Any]) -> None:
+    """Raise ValueError unless query, key and value fit each other."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor (batch, seq, heads, head_dim), got {type(x).__name__}.")
@@ -59,48 +91,80 @@ def validate(
             raise ValueError(
                 f"{name} must be (batch, seq, heads, head_dim), got {x.dim()} dimensions: {tuple(x.shape)}."
             )
-    check_objects(pattern, parallel, backend)
     for name in ("dtype", "device"):
         values = {n: getattr(x, name) for n, x in tensors.items()}
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{n} has {v}" for n, v in values.items())
             raise ValueError(f"query, key and value must share one {name}: {listed}. Convert them with .to().")
-    batch, seq_len, num_held, head_dim = query.shape
-    if key.shape != value.shape:
-        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} must have the same shape.")
-    if key.shape[:2] != query.shape[:2] or key.shape[3] != head_dim:
+    query, key, value = (tuple(x.shape) for x in tensors.values())
+    if key != value:
+        raise ValueError(f"key {key} and value {value} must have the same shape.")
+    if key[:2] != query[:2] or key[3] != query[3]:
         raise ValueError(
-            f"query {tuple(query.shape)} and key {tuple(key.shape)} must agree in batch, seq and head_dim; only the "
-            "number of heads may differ (this is self-attention)."
+            f"query {query} and key {key} must agree in batch, seq and head_dim; only the number of heads may differ "
+            "(this is self-attention)."
         )
-    if not (batch and num_held and head_dim):
-        raise ValueError(f"query {tuple(query.shape)} has an empty batch, heads or head_dim.")
-    heads = held_heads(num_held, max(num_held // max(key.shape[2], 1), 1), heads_held, num_heads)
-    pattern.check_heads(num_heads or num_held, key.shape[2] * (num_heads or num_held) // num_held)
-    _validate_scale(scale, torch.float64 if query.dtype == torch.float64 else torch.float32)
-    if cu_seqlens is not None:
-        validate_cu_seqlens(cu_seqlens, batch)
-    if query.device.type == "meta":  # such tensors would never reach the choice of a kernel: torch answers by itself
-        choose(backend, query)
-    if parallel is None and num_held > seq_len and num_held > 256:  # a shard may well be that short
-        warnings.warn(
-            f"query has {num_held} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
-            "The layout is (batch, seq, heads, head_dim).",
-            stacklevel=3,
-        )
-    return heads
+    if not (query[0] and query[2] and query[3]):
+        raise ValueError(f"query {query} has an empty batch, heads or head_dim.")
 
 
-def _validate_scale(scale: Any, dtype: torch.dtype) -> None:
-    is_number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+def _check_scale(scale: Any, dtype: torch.dtype) -> None:
+    if scale is None:
+        return
+    is_number, largest = isinstance(scale, numbers.Real) and not isinstance(scale, bool), torch.finfo(dtype).max
     try:
         is_finite = is_number and abs(float(scale)) < math.inf
     except OverflowError:
         is_finite = False
-    if scale is not None and not is_finite:
+    if not is_finite:
         raise ValueError(f"scale must be a finite number or None, got {scale!r}.")
-    if scale is not None and abs(float(scale)) > torch.finfo(dtype).max:
+    if abs(float(scale)) > largest:
         raise ValueError(
-            f"scale={float(scale):g} is beyond {torch.finfo(dtype).max:.1e}, the largest {dtype} number, in which "
-            "scores are made. Pass float64 tensors, or a smaller scale."
+            f"scale={float(scale):g} is beyond {largest:.1e}, the largest {dtype} number, in which scores are made. "
+            "Pass float64 tensors, or a smaller scale."
         )
+
+
+def check_cache(
+    cache: Any, call: Call, query: Tensor, key: Tensor, parallel: Any, cu_seqlens: Any, lengths: Any
+) -> None:
+    """Raise ValueError unless the call can have this cache, or none if it is None."""
+    if cache is None:
+        if lengths is not None:
+            raise ValueError("lengths say how many rows go into a cache, and there is none: pass cache, or cu_seqlens.")
+        return
+    if not isinstance(cache, DilatedCache):
+        raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}.")
+    for name, x in (("parallel", parallel), ("cu_seqlens", cu_seqlens)):
+        if x is not None:
+            raise ValueError(
+                f"cache and {name} cannot go together: a cache holds whole sequences, of which each batch entry is "
+                f"one. Leave out {name}, or fill the cache from ranks with DilatedCache.gather."
+            )
+    if call.pattern != cache.pattern:
+        raise ValueError(f"the cache is of {cache.pattern}, the call of {call.pattern}. Make a cache for each pattern.")
+    pairs: dict[str, tuple[object, object]] = {
+        "batch": (cache.batch, query.shape[0]),
+        "heads": (cache.plan.num_heads, call.num_heads),
+        "first head held": (cache.plan.heads.start, call.heads.start),  # torch.compile knows no equality of ranges
+        "last head held": (cache.plan.heads.stop - 1, call.heads.stop - 1),
+        "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
+        "head dim": (cache.head_dim, query.shape[3]),
+        "dtype": (cache.dtype, query.dtype),
+        "device": (cache.device, query.device),
+    }
+    for name, (own, given) in pairs.items():
+        if own != given:
+            raise ValueError(
+                f"the cache was made for {name} {own}, and the call has {given}. Make a cache for these tensors, or "
+                "convert them."
+            )
+    if call.needs_grad:
+        raise ValueError(
+            "a call with a cache has no gradient, and inputs require one. Call it under torch.no_grad(), or pass "
+            "detached tensors."
+        )
+    is_tensor = isinstance(lengths, Tensor)
+    if lengths is not None and not (is_tensor and lengths.shape == query.shape[:1] and lengths.dtype in INTEGERS):
+        got = f"{lengths.dtype} {tuple(lengths.shape)}" if is_tensor else repr(lengths)
+        raise ValueError(f"lengths must be an integer tensor ({cache.batch},), one for each batch entry, got {got}.")

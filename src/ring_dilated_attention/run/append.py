@@ -1,7 +1,7 @@
 """Appending to a cache: new rows attend to what is cached and to each other, and those that live on are written.
 
-P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a ring, L rows of a ring, m query
-heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all rings.
+P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L rows of one, m query
+heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all buffers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,11 +33,11 @@ def append(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of the new rows, each batch entry at its own position.
 
-    Where that is, is read on the host, which waits for a GPU then; but for one token with a kernel of its own.
+    The host reads the positions, and waits for a GPU, unless a kernel of its own serves one token.
 
     Args:
         memory: written to.
-        progress: (2, B) int64: positions so far, and the lowest that can be gone back to. Moved on.
+        progress: (2, B) int64: positions so far, and the lowest to go back to. Moved on.
         lengths: (B,) how many of its M rows each entry appends; the rest is padding, with out 0 and lse -inf.
 
     Raises:
@@ -53,13 +53,13 @@ def append(
     if any(not 0 <= count <= num_new for count in counts):
         raise ValueError(f"lengths must be between 0 and the {num_new} rows that are given, got {counts}.")
     check_append(plan, positions, counts)
-    parts = list(_alike(positions, counts))
+    runs = list(_alike(positions, counts))
     results = []
     # A row alone is written before it attends. With keep, over one that can still be gone back to.
-    ones = [(memory[:, entries], position) for entries, position, count in parts if count == 1 and plan.keep]
+    ones = [(memory[:, entries], position) for entries, position, count in runs if count == 1 and plan.keep]
     written_over = [(slot, slot.clone()) for one in ones for slot in _next_slots(plan, *one)]
     try:
-        for entries, position, count in parts:
+        for entries, position, count in runs:
             q, k, v = (x[entries, :count] for x in (query, key, value))
             attend = _one if count == 1 else _many
             results.append(attend(plan, kernel, scale, q, k, v, memory[:, entries], position))
@@ -67,18 +67,18 @@ def append(
         for slot, rows in written_over:
             slot.copy_(rows)
         raise
-    for entries, position, count in parts:  # when nothing can fail any more: rows that were seen are written over
+    for entries, position, count in runs:  # when nothing can fail any more: rows that were seen are written over
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
     ends = [position + count for position, count in zip(positions, counts, strict=True)]
     floors = [max(floor, plan.floor(end)) for floor, end in zip(floors, ends, strict=True)]
     progress.copy_(torch.tensor([ends, floors], device="cpu"))
-    if len(parts) == 1 and counts == [num_new] * batch:
+    if len(runs) == 1 and counts == [num_new] * batch:
         return results[0]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulator_dtype(query.dtype), device=query.device)
-    for (entries, _, count), (part, part_lse) in zip(parts, results, strict=True):
-        out[entries, :count], lse[entries, :count] = part, part_lse
+    for (entries, _, count), found in zip(runs, results, strict=True):
+        out[entries, :count], lse[entries, :count] = found
     return out, lse
 
 
@@ -92,26 +92,24 @@ def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[sl
         start = stop
 
 
-def ring_view(memory: Tensor, rings: Buffers) -> Tensor:
-    """Keys and values of rings, (2, B, G, C, D)."""
-    num_rings, (_, batch, _, head_dim) = len(rings.kv_heads), memory.shape
-    rows = memory[:, :, rings.offset : rings.offset + num_rings * rings.capacity]
-    return rows.view(2, batch, num_rings, rings.capacity, head_dim)
+def buffer_view(memory: Tensor, buffers: Buffers) -> Tensor:
+    """Keys and values of buffers, (2, B, G, C, D)."""
+    num_buffers, (_, batch, _, head_dim) = len(buffers.kv_heads), memory.shape
+    rows = memory[:, :, buffers.offset : buffers.offset + num_buffers * buffers.capacity]
+    return rows.view(2, batch, num_buffers, buffers.capacity, head_dim)
 
 
 def _next_slots(plan: CachePlan, memory: Tensor, t: int) -> Iterator[Tensor]:
-    """Where the row at position t goes, ring by ring: (2, B, G, D)."""
-    for _, rings in plan.of_position(t):
-        yield ring_view(memory, rings)[:, :, :, rings.before(t) % rings.capacity]
+    """Where the row at position t goes, buffer by buffer: (2, B, G, D)."""
+    for _, buffers in plan.of_position(t):
+        yield buffer_view(memory, buffers)[:, :, :, buffers.before(t) % buffers.capacity]
 
 
 def _one(
     plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
 ) -> tuple[Tensor, Tensor]:
-    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t, which is written first and then sees itself.
-
-    Where it lies nothing is overwritten that it sees: a ring holds a whole segment.
-    """
+    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t, which is written first and then sees itself. It
+    overwrites nothing that it sees: a buffer holds a whole segment."""
     batch, _, num_heads, head_dim = query.shape
     found = list(plan.of_position(t))
     partials = {branch: i for i, branch in enumerate(dict.fromkeys(branch for branch, _ in found))}
@@ -119,15 +117,15 @@ def _one(
     outs_PBHD = torch.zeros((*shape, head_dim), dtype=dtype, device=query.device)
     lses_PBH = torch.full(shape, -torch.inf, dtype=torch.float64, device=query.device)
     new_2BGD = torch.stack((key[:, 0], value[:, 0]))
-    for branch, rings in found:
-        both_2BGCD, number = ring_view(memory, rings), rings.before(t)
-        both_2BGCD[:, :, :, number % rings.capacity] = new_2BGD[:, :, _slice(rings.kv_heads)]
+    for branch, buffers in found:
+        both_2BGCD, number = buffer_view(memory, buffers), buffers.before(t)
+        both_2BGCD[:, :, :, number % buffers.capacity] = new_2BGD[:, :, _slice(buffers.kv_heads)]
         # Query heads that share keys are rows of one tile: all of them see the same, and it is read once.
-        heads, grouped = _slice(rings.query_heads), (batch, len(rings.kv_heads), -1)
+        heads, grouped = _slice(buffers.query_heads), (batch, len(buffers.kv_heads), -1)
         q_BGmD = query[:, 0, heads].view(*grouped, head_dim)
         out_BGmD = outs_PBHD[partials[branch], :, heads].view(*grouped, head_dim)
         lse_BGm = lses_PBH[partials[branch], :, heads].view(grouped)
-        for i, slots in enumerate(rings.slots(range(rings.seen(t).start, number + 1))):
+        for i, slots in enumerate(buffers.slots(range(buffers.seen(t).start, number + 1))):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
             _add(kernel, scale, q_BGmD, k_BGLD, v_BGLD, out_BGmD, lse_BGm, first=i == 0)
     out_BHD, lse_BH = merged(outs_PBHD, lses_PBH) if len(partials) > 1 else (outs_PBHD[0], lses_PBH[0])
@@ -139,7 +137,7 @@ def _many(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of a chunk from position t on."""
     rank_plan = RankPlan(plan_chunk(plan, t, query.shape[1]), None)
-    # Which ring a key/value head has says the place of its rows: along the heads nothing moves.
+    # Which buffer a key/value head has is said by the place of its rows: along the heads nothing moves.
     keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
     return executor.forward(rank_plan, executor.Means(kernel, scale), query, key, value, cached=(keys, values))
 
@@ -160,58 +158,56 @@ def _add(
 def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
     """Write those rows of a chunk from position t on that can be seen after it."""
     end = t + key.shape[1]
-    for rings in plan.buffers:
-        kept = plan.kept(rings, end)
-        numbers = range(max(kept.start, rings.before(t)), kept.stop)
-        place(rings, numbers, memory, torch.stack([rows_at(x, rings, numbers, t) for x in (key, value)]))
+    for buffers in plan.buffers:
+        kept = plan.kept(buffers, end)
+        numbers = range(max(kept.start, buffers.before(t)), kept.stop)
+        place(buffers, numbers, memory, torch.stack([rows_at(x, buffers, numbers, t) for x in (key, value)]))
 
 
-def rows_at(x_BNHD: Tensor, rings: Buffers, numbers: range, first: int) -> Tensor:
+def rows_at(x_BNHD: Tensor, buffers: Buffers, numbers: range, first: int) -> Tensor:
     """The rows with these numbers, (B, G, L, D), of a tensor whose rows are the positions from `first` on."""
     number = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
-    per_segment = rings.rows_per_segment
-    position = number // per_segment * rings.segment_length + rings.phase + number % per_segment * rings.rate
-    return x_BNHD[:, :, _slice(rings.kv_heads)].index_select(1, position - first).transpose(1, 2)
+    per_segment = buffers.rows_per_segment
+    position = number // per_segment * buffers.segment_length + buffers.phase + number % per_segment * buffers.rate
+    return x_BNHD[:, :, _slice(buffers.kv_heads)].index_select(1, position - first).transpose(1, 2)
 
 
-def place(rings: Buffers, numbers: range, memory: Tensor, both_2BGLD: Tensor) -> None:
+def place(buffers: Buffers, numbers: range, memory: Tensor, both_2BGLD: Tensor) -> None:
     """Write keys and values of the rows with these numbers into their slots."""
     start = 0
-    for slots in rings.slots(numbers):
-        ring_view(memory, rings)[:, :, :, _slice(slots)] = both_2BGLD[:, :, :, start : start + len(slots)]
+    for slots in buffers.slots(numbers):
+        buffer_view(memory, buffers)[:, :, :, _slice(slots)] = both_2BGLD[:, :, :, start : start + len(slots)]
         start += len(slots)
 
 
-def held(rings: Buffers, numbers: range, memory: Tensor) -> Tensor:
+def held(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
     """Keys and values of the rows with these numbers, from their slots: (2, B, G, L, D)."""
-    both = ring_view(memory, rings)
-    return torch.cat([both[:, :, :, _slice(slots)] for slots in rings.slots(numbers)] or [both[:, :, :, :0]], dim=3)
+    both = buffer_view(memory, buffers)
+    return torch.cat([both[:, :, :, _slice(slots)] for slots in buffers.slots(numbers)] or [both[:, :, :, :0]], dim=3)
 
 
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
-    """Of a shard's rows (B, N, G, D), flat, all that a cache of the whole sequence keeps."""
+    """The rows of a shard (B, N, G, D) that a cache of the whole sequence keeps, flat."""
     first = dict(zip(shard, first_rows(shard), strict=False))
-    parts = [
-        rows_at(x[:, first[span] :], rings, numbers, span.start).flatten()
-        for rings, numbers, span in plan.kept_of(shard, position)
-        for x in (key, value)
-    ]
-    return torch.cat(parts) if parts else key.new_empty(0)
+    rows = [key.new_empty(0)]
+    for buffers, numbers, span in plan.kept_of(shard, position):
+        rows += [rows_at(x[:, first[span] :], buffers, numbers, span.start).flatten() for x in (key, value)]
+    return torch.cat(rows)
 
 
 def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> int:
     """Elements of it, for keys like (B, N, G, D)."""
-    rows = sum(len(rings.kv_heads) * len(numbers) for rings, numbers, _ in plan.kept_of(shard, position))
+    rows = sum(len(buffers.kv_heads) * len(numbers) for buffers, numbers, _ in plan.kept_of(shard, position))
     return 2 * like.shape[0] * rows * like.shape[3]
 
 
 def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: Tensor) -> None:
     """Place what `packed` has made."""
     batch, head_dim = memory.shape[1], memory.shape[3]
-    for rings, numbers, _ in plan.kept_of(shard, position):
-        size = 2 * batch * len(rings.kv_heads) * len(numbers) * head_dim
-        both, flat = flat[:size].view(2, batch, len(rings.kv_heads), len(numbers), head_dim), flat[size:]
-        place(rings, numbers, memory, both)
+    for buffers, numbers, _ in plan.kept_of(shard, position):
+        size = 2 * batch * len(buffers.kv_heads) * len(numbers) * head_dim
+        both, flat = flat[:size].view(2, batch, len(buffers.kv_heads), len(numbers), head_dim), flat[size:]
+        place(buffers, numbers, memory, both)
 
 
 def _slice(x: range) -> slice:

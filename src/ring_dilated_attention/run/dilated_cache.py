@@ -9,37 +9,34 @@ import torch
 from torch import Tensor
 
 from ..pattern import DilatedPattern, is_integer
-from ..plan.cache_plan import Buffers, CachePlan, check_append, check_crop, plan_cache
+from ..plan.cache_plan import CachePlan, check_append, check_crop, plan_cache
 from ..plan.job import held_heads
 from .append import held, packed, packed_size, place, unpack
 from .link_contract import Parallel
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class DilatedCache:
     """Keys and values of a batch of sequences, for `dilated_attention(query, key, value, pattern, cache=cache)`.
 
-    A query sees rows of its own segments alone. So a ring of about w / r rows for each branch (w, r), key/value head
-    and phase holds all that any later query sees, at any length: rows are written over when their segment has ended.
-    All memory is allocated here.
+    A query sees rows of its own segments alone. So rolling buffers of about w / r rows, one for each branch (w, r),
+    key/value head and phase, hold all that a later query sees, at any length. All memory is allocated here.
 
     Args:
         pattern: who attends whom; causal.
         batch, num_heads, num_kv_heads, head_dim: the sizes of the query (B, N, H, D) and the key (B, N, G, D); with
             `heads_held`, the heads of the layer.
         dtype, device: of the inputs; torch's defaults.
-        max_len: the most positions of a sequence, if that is known. No ring is larger, so it saves memory where
+        max_len: the most positions of a sequence, if that is known. No buffer is larger, so it saves memory where
             segments are longer, and a dense pattern (one segment for everything) needs it.
         keep: how many positions `crop` can take back where a segment has ended in between.
         heads_held: which of the num_heads query heads the tensors hold (tensor parallelism), as range(3, 6). Calls
             say the same.
 
-    num_rows:  rows of keys, and as many of values, that are allocated for one sequence: with keep=0
-               pattern.cache_rows(num_heads, num_kv_heads, max_len), or what of it is of the heads that are held.
-    num_bytes: of all that is allocated.
-    position:  (B,) int64 on the device: how many positions each sequence has.
+    num_rows: rows of keys, and as many of values, that are allocated for one sequence: with keep=0 and all heads
+        pattern.cache_rows(num_heads, num_kv_heads, max_len). num_bytes: all that is allocated.
+    position: (B,) int64 on the device: how many positions each sequence has.
 
     Raises:
         ValueError: for a pattern that is not causal, sizes that cannot be, or more memory than there is.
@@ -72,7 +69,7 @@ class DilatedCache:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}.")
         self.device = torch.empty(0, device=device).device  # with its index
         self._refuse_what_does_not_fit()
-        # One tensor for all rings: compiled code copies a *list* of tensors that an op writes to, at every call.
+        # One tensor for all buffers: compiled code copies a *list* of tensors that an op writes to, at every call.
         self.memory = torch.empty(2, batch, self.num_rows, head_dim, dtype=self.dtype, device=self.device)
         self.progress = torch.zeros(2, batch, dtype=torch.int64, device=self.device)  # positions; lowest to go back to
 
@@ -97,10 +94,7 @@ class DilatedCache:
         Args:
             key, value: (B, N, G, D), this rank's rows, as they were passed to `dilated_attention`.
             num_heads: query heads; with `heads_held`, of the layer.
-            to: the rank (`parallel.rank`) that gets the cache. By default each rank gets one.
-
-        Returns:
-            The cache, or None on a rank that gets none.
+            to: the rank (`parallel.rank`) that gets the cache; the others get None. By default each rank gets one.
 
         Raises:
             ValueError: on every rank, if one refuses or they disagree.
@@ -112,8 +106,12 @@ class DilatedCache:
         try:
             if to is not None and not 0 <= to < ranks.world_size:
                 raise ValueError(f"to={to}: the ranks are 0 to {ranks.world_size - 1}, and None is each of them.")
-            plan = _plan_of_rows(key, value, pattern, num_heads, max_len, keep, heads_held)
-            batch, length, _, head_dim = key.shape
+            if key.dim() != 4 or key.shape != value.shape:
+                shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
+                raise ValueError(f"key and value must both be (batch, positions, key/value heads, head dim): {shapes}.")
+            batch, length, num_held, head_dim = key.shape
+            num_kv_heads = num_held * num_heads // (len(heads_held) if isinstance(heads_held, range) else num_heads)
+            plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
             if gets_one:
                 cache = cls._of(plan, batch, head_dim, key.dtype, key.device)
             fields = {"call": "DilatedCache.gather", "pattern": pattern, "to": to, "max_len": max_len, "keep": keep}
@@ -122,9 +120,8 @@ class DilatedCache:
         except Exception as error:  # noqa: BLE001  whatever it is: the others would wait
             failure = str(error) or type(error).__name__
         lengths = ranks.agree(length, fields, failure)
-        position = sum(lengths)
+        position, shards = sum(lengths), ranks.shards(lengths)
         check_append(plan, [0], [position])
-        shards = ranks.shards(lengths)
 
         def parts() -> list[Tensor]:
             own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
@@ -176,11 +173,10 @@ class DilatedCache:
     def crop(self, count: int | Sequence[int] | Tensor) -> None:
         """Take back the last positions: as many of every sequence, or of each its own number.
 
-        Within the segments that are open always; where one has ended since, up to `keep` positions. A cache that
-        refuses is as it was.
+        Positions of open segments can always be taken back, and `keep` positions where a segment has ended since.
 
         Raises:
-            ValueError: if a sequence has fewer positions, or rows that it would need again were dropped.
+            ValueError: if a sequence has fewer positions, or needs rows that were dropped. The cache is as it was.
         """
         try:
             counts = torch.as_tensor(count).flatten().tolist()
@@ -206,20 +202,13 @@ class DilatedCache:
     def state_dict(self) -> dict[str, Any]:
         """The sequences so far, for `load_state_dict` and torch.save: only rows that are still seen, on the CPU."""
         positions, floors = self.progress.tolist()
-        return {
-            "cache": self._described(),
-            "keep": self.plan.keep,
-            "progress": self.progress.cpu(),
-            "rows": [
-                self._rows_of(b, position, floor)
-                for b, (position, floor) in enumerate(zip(positions, floors, strict=True))
-            ],
-        }
+        rows = [self._rows_of(*place) for place in zip(range(self.batch), positions, floors, strict=True)]
+        return {"cache": self._described(), "keep": self.plan.keep, "progress": self.progress.cpu(), "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was called. The state of one sequence can be loaded into a batch: a common prefix.
+        """Go on where `state_dict` was called. One sequence can be loaded into a batch: a common prefix.
 
-        The two caches may differ in max_len and keep. (What can be taken back is what both could.)
+        The caches may differ in max_len and keep. What both could take back can be taken back.
 
         Raises:
             ValueError: if the state is of another pattern, shape or dtype, or too long. The cache is as it was.
@@ -233,80 +222,59 @@ class DilatedCache:
             raise ValueError(f"the state has {len(saved)} sequences, and the batch {self.batch} entries: 1 or as many.")
         if not _fit(progress, saved):
             raise ValueError(f"the state is damaged: progress {progress} is not that of sequences with rows.")
-        own = self.plan
+        own, limit = self.plan, self.plan.max_len
         source = plan_cache(own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held)
-        positions, floors = (x * (self.batch // len(saved)) for x in progress.tolist())
-        for position in positions:
-            if self.plan.max_len is not None and position > self.plan.max_len:
+        places = progress.T.tolist()  # of each saved sequence: its positions, and the lowest to go back to
+        for b, (position, floor) in enumerate(places):
+            if limit is not None and position > limit:
                 raise ValueError(
-                    f"the state has {position} positions, and the cache holds max_len={self.plan.max_len}. Make it "
-                    f"with max_len={position} or more."
+                    f"the state has {position} positions, and the cache holds max_len={limit}. Make it with "
+                    f"max_len={position} or more."
                 )
-        for b, (position, floor) in enumerate(zip(positions[: len(saved)], floors, strict=False)):
-            size = sum(len(rings.kv_heads) * len(source.kept(rings, position, floor)) for rings in source.buffers)
-            if tuple(saved[b].shape) != (2, size, self.head_dim) or saved[b].dtype != self.dtype:
+            shape = (2, sum(_sizes(source, position, floor)), self.head_dim)
+            if tuple(saved[b].shape) != shape or saved[b].dtype != self.dtype:
                 raise ValueError(
-                    f"the state is damaged: {position} positions have rows {(2, size, self.head_dim)}, and sequence "
-                    f"{b} has {tuple(saved[b].shape)} of {saved[b].dtype}."
+                    f"the state is damaged: {position} positions have rows {shape}, and sequence {b} has "
+                    f"{tuple(saved[b].shape)} of {saved[b].dtype}."
                 )
-        for b, (position, floor) in enumerate(zip(positions, floors, strict=True)):
+        places = places * (self.batch // len(places))
+        for b, (position, floor) in enumerate(places):
             self._put_rows(b, saved[b % len(saved)].to(self.device), source, position, floor)
-        floors = [max(floor, self.plan.floor(position)) for position, floor in zip(positions, floors, strict=True)]
-        self.progress.copy_(torch.tensor([positions, floors]))
+        self.progress.copy_(torch.tensor([(position, max(floor, own.floor(position))) for position, floor in places]).T)
 
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
-        """The kept rows of a batch entry, (2, rows, D), ring by ring."""
+        """The kept rows of a batch entry, (2, rows, D), buffer by buffer."""
         entry = self.memory[:, b : b + 1]
-        parts = [entry[:, 0, :0].cpu()]
-        for rings in self.plan.buffers:
-            both = held(rings, self.plan.kept(rings, position, floor), entry)
-            parts.append(both[:, 0].flatten(1, 2).cpu())
-        return torch.cat(parts, dim=1)
+        found = (held(buffers, self.plan.kept(buffers, position, floor), entry) for buffers in self.plan.buffers)
+        return torch.cat([entry[:, 0, :0].cpu(), *(both[:, 0].flatten(1, 2).cpu() for both in found)], dim=1)
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
         """Place what `_rows_of` a cache with another plan has made."""
-        entry, start = self.memory[:, b : b + 1], 0
-        own = {self._named(branch, rings): rings for branch, rings in self.plan.by_branch}
-        for branch, there in source.by_branch:
+        entry, parts = self.memory[:, b : b + 1], rows[:, None].split(_sizes(source, position, floor), dim=2)
+        own = {(branch, buffers.phase, buffers.kv_heads): buffers for branch, buffers in self.plan.by_branch}
+        for (branch, there), both in zip(source.by_branch, parts, strict=True):
             saved = source.kept(there, position, floor)
-            if not saved:  # then there may be no such ring here: max_len ends before the first row of its phase
-                continue
-            here = own[self._named(branch, there)]
-            kept = self.plan.kept(here, position, floor)
-            size = len(there.kv_heads) * len(saved)
-            both = rows[:, None, start : start + size].unflatten(2, (len(there.kv_heads), len(saved)))
-            numbers = range(max(saved.start, kept.start), kept.stop)
-            place(here, numbers, entry, both[..., len(saved) - len(numbers) :, :])
-            start += size
-
-    @staticmethod
-    def _named(branch: int, rings: Buffers) -> tuple[int, int, range]:
-        """What tells rings of a pattern apart, whatever their size."""
-        return branch, rings.phase, rings.kv_heads
+            if saved:  # else there may be no such buffer here: max_len ends before the first row of its phase
+                here = own[branch, there.phase, there.kv_heads]
+                numbers = range(max(saved.start, self.plan.kept(here, position, floor).start), saved.stop)
+                rows_of_heads = both.unflatten(2, (len(there.kv_heads), len(saved)))
+                place(here, numbers, entry, rows_of_heads[..., len(saved) - len(numbers) :, :])
 
     def _described(self) -> dict[str, Any]:
         """What must be the same for rows to mean the same, in plain types that torch.load takes."""
         pattern, plan = self.pattern, self.plan
-        return {
-            "segment_lengths": list(pattern.segment_lengths),
-            "dilation_rates": list(pattern.dilation_rates),
-            "phase": pattern.phase,
-            "heads": pattern.heads,
-            "num_heads": plan.num_heads,
-            "num_kv_heads": plan.num_kv_heads,
-            "heads_held": [plan.heads.start, plan.heads.stop],
-            "head_dim": self.head_dim,
-            "dtype": str(self.dtype),
-        }
+        branches = {"segment_lengths": list(pattern.segment_lengths), "dilation_rates": list(pattern.dilation_rates)}
+        rules = {"phase": pattern.phase, "heads": pattern.heads}
+        sizes = {"num_heads": plan.num_heads, "num_kv_heads": plan.num_kv_heads}
+        held = {"heads_held": [plan.heads.start, plan.heads.stop]}
+        return {**branches, **rules, **sizes, **held, "head_dim": self.head_dim, "dtype": str(self.dtype)}
 
     def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
         given = rows.tolist() if isinstance(rows, Tensor) else rows
         entries = list(given) if isinstance(given, Iterable) else [None]
-        if not all(is_integer(row) for row in entries):  # a mask would be taken for the entries 0 and 1
-            raise ValueError(
-                f"{call}({given}) takes the numbers of batch entries, as [0, 2]. Of a mask, pass "
-                "mask.nonzero().flatten()."
-            )
+        if not all(map(is_integer, entries)):  # a mask would be taken for the entries 0 and 1
+            text = f"{call}({given}) takes the numbers of batch entries, as [0, 2]."
+            raise ValueError(f"{text} For a mask, pass mask.nonzero().flatten().")
         if not all(0 <= row < self.batch for row in entries):
             raise ValueError(f"{call}({entries}): the batch has the entries 0 to {self.batch - 1}.")
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
@@ -327,33 +295,30 @@ class DilatedCache:
         if free is None or self._bytes_of_rows() <= free:
             return
         rows = f"{self.num_rows:,} rows of {self.head_dim} {self.dtype} for keys and as many for values"
-        limit = "No ring is larger than max_len" if self.plan.max_len is None else "Give a smaller max_len"
+        product = f"2 * {self.batch} * {self.num_rows:,} * {self.head_dim} * {self.dtype.itemsize}"
+        limit = "No buffer is larger than max_len" if self.plan.max_len is None else "Give a smaller max_len"
         raise ValueError(
-            f"the cache would hold {rows}, for a batch of {self.batch}: 2 * {self.batch} * {self.num_rows:,} * "
-            f"{self.head_dim} * {self.dtype.itemsize} = {self._bytes_of_rows():,} bytes, and {free:,} are free on "
-            f"{self.device}. {limit}, or use a smaller batch, fewer key/value heads or 16 bits."
+            f"the cache would hold {rows}, for a batch of {self.batch}: {product} = {self._bytes_of_rows():,} bytes, "
+            f"and {free:,} are free on {self.device}. {limit}, or use a smaller batch, fewer key/value heads or "
+            "16 bits."
         )
 
 
 def _plan(
-    pattern: DilatedPattern,
-    num_heads: int,
-    num_kv_heads: int,
-    max_len: int | None,
-    keep: int,
-    heads_held: range | None,
+    pattern: DilatedPattern, num_heads: int, num_kv_heads: int, max_len: int | None, keep: int, heads_held: range | None
 ) -> CachePlan:
-    """The plan, with None for heads that are all.
-
-    Raises:
-        ValueError: where there can be none.
-    """
+    """The plan, with None for heads that are all. Raises ValueError where there can be none."""
     if heads_held is not None:
         pattern.check_heads(num_heads, num_kv_heads)
         num_held = len(heads_held) if isinstance(heads_held, range) else num_heads
         held_heads(num_held, num_heads // num_kv_heads, heads_held, num_heads)
-        heads_held = None if len(heads_held) == num_heads else heads_held
+        heads_held = None if num_held == num_heads else heads_held
     return plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
+
+
+def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
+    """How many rows each of the buffers keeps."""
+    return [len(buffers.kv_heads) * len(plan.kept(buffers, position, floor)) for buffers in plan.buffers]
 
 
 def _fit(progress: Any, rows: Any) -> bool:
@@ -364,83 +329,8 @@ def _fit(progress: Any, rows: Any) -> bool:
     return progress.dtype == torch.int64 and bool(((floors >= 0) & (floors <= positions)).all())
 
 
-def _plan_of_rows(
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    num_heads: int,
-    max_len: int | None,
-    keep: int,
-    heads_held: range | None,
-) -> CachePlan:
-    """The plan of a cache for such keys and values."""
-    if key.dim() != 4 or key.shape != value.shape:
-        shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-        raise ValueError(f"key and value must both be (batch, positions, key/value heads, head dim): {shapes}.")
-    num_kv_heads = key.shape[2] * num_heads // (len(heads_held) if isinstance(heads_held, range) else num_heads)
-    return _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
-
-
-def check_call(
-    cache: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    parallel: Any,
-    cu_seqlens: Any,
-    lengths: Any,
-    heads: range,
-    num_heads: int,
-) -> None:
-    """Raise ValueError unless these are arguments of a call with this cache, or without one if it is None.
-
-    heads: those that the tensors hold, of num_heads query heads in all.
-    """
-    if cache is None:
-        if lengths is not None:
-            raise ValueError("lengths say how many rows go into a cache, and there is none: pass cache, or cu_seqlens.")
-        return
-    if not isinstance(cache, DilatedCache):
-        raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}.")
-    for name, x in (("parallel", parallel), ("cu_seqlens", cu_seqlens)):
-        if x is not None:
-            raise ValueError(
-                f"cache and {name} cannot go together: a cache holds whole sequences, of which each batch entry is "
-                f"one. Leave out {name}, or fill the cache from ranks with DilatedCache.gather."
-            )
-    if pattern != cache.pattern:
-        raise ValueError(f"the cache is of {cache.pattern}, the call of {pattern}. Make a cache for each pattern.")
-    pairs: dict[str, tuple[object, object]] = {
-        "batch": (cache.batch, query.shape[0]),
-        "heads": (cache.plan.num_heads, num_heads),
-        "first head held": (cache.plan.heads.start, heads.start),  # torch.compile knows no equality of ranges
-        "last head held": (cache.plan.heads.stop - 1, heads.stop - 1),
-        "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
-        "head dim": (cache.head_dim, query.shape[3]),
-        "dtype": (cache.dtype, query.dtype),
-        "device": (cache.device, query.device),
-    }
-    for name, (own, given) in pairs.items():
-        if own != given:
-            raise ValueError(
-                f"the cache was made for {name} {own}, and the call has {given}. Make a cache for these tensors, or "
-                "convert them."
-            )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        raise ValueError(
-            "a call with a cache has no gradient, and inputs require one. Call it under torch.no_grad(), or pass "
-            "detached tensors."
-        )
-    if lengths is None:
-        return
-    if not isinstance(lengths, Tensor) or lengths.shape != query.shape[:1] or lengths.dtype not in INTEGERS:
-        got = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else repr(lengths)
-        raise ValueError(f"lengths must be an integer tensor ({cache.batch},), one for each batch entry, got {got}.")
-
-
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be allocated; None where nobody says."""
+    """Memory that can still be allocated, or None if that is unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":

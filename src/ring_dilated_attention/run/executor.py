@@ -3,7 +3,9 @@
 B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head dim.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
@@ -18,15 +20,14 @@ from ..plan.rows import Block, Rows
 from ..plan.step import CACHED_ROWS, OWN_ROWS, BufferSlice, Terms, packed
 from .link_contract import Dealer, Link, Pending
 from .merge import merge_
-from .views import accumulator_dtype, block_views, folds, row_numbers, rows_view
+from .views import accumulator_dtype, block_views, folds, rows_view
 
 
 class Means(NamedTuple):
     """By what means a rank carries out its programs.
 
     link: to the other ranks of the ring. dealer: to those that deal heads to each other. whole: the kernel's own way to
-    make all of a stage. factor: of dq beside the scale. It is taken before dq is rounded: without it, dq may be beyond
-    float16.
+    make all of a stage. factor: dq is multiplied by it before it is rounded (without it, it may be beyond float16).
     """
 
     kernel: Kernel
@@ -46,14 +47,14 @@ def forward(
     """
     names = ("query", "key", "value", "cached key", "cached value")
     given = dict(zip(names, (query, key, value, *cached), strict=False))
-    made = _Executor(rank_plan, means, given).carry_out("forward")
+    made = _Executor("forward", rank_plan, means, given).carry_out()
     return made["out"], made["lse"]
 
 
 def backward(rank_plan: RankPlan, means: Means, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows; `rows` are all of them."""
     given = {name: x for name, x in rows._asdict().items() if x is not None}
-    made = _Executor(rank_plan, means, given).carry_out("backward")
+    made = _Executor("backward", rank_plan, means, given).carry_out()
     return made["dq"], made["dk"], made["dv"]
 
 
@@ -63,8 +64,8 @@ _LIKE = {"out": "query", "dq": "query", "dk": "key", "dv": "value"}
 class _Executor:
     """One stage of one call. `alive` is everything that is held, by the program's names."""
 
-    def __init__(self, rank_plan: RankPlan, means: Means, given: Mapping[str, Tensor]) -> None:
-        self.plan, self.dealing = rank_plan
+    def __init__(self, stage: str, rank_plan: RankPlan, means: Means, given: Mapping[str, Tensor]) -> None:
+        self.stage, (self.plan, self.dealing) = stage, rank_plan
         self.means, self.kernel = means, means.kernel
         self.alive = dict(given)
         query = given["query"]
@@ -73,11 +74,9 @@ class _Executor:
         self.sum_dtype = accumulator_dtype(query.dtype)
         self.results: dict[str, Tensor] = {}  # of the tile at hand
         self.posted: dict[str, tuple[Pending, Pending]] = {}  # by ticket: what leaves, what comes
-        self.stage = ""
 
-    def carry_out(self, stage: str) -> dict[str, Tensor]:
+    def carry_out(self) -> dict[str, Tensor]:
         """What is alive in the end."""
-        self.stage = stage
         terms = Terms(
             in_place=self.kernel.IN_PLACE,
             is_whole=self.means.whole is not None,
@@ -90,7 +89,7 @@ class _Executor:
             distances=self.distances(),
             itemsize=self.dtype.itemsize,
         )
-        for step in program_of(self.plan, stage, terms):
+        for step in program_of(self.plan, self.stage, terms):
             self.do[type(step)](self, step)
         return self.alive
 
@@ -107,11 +106,9 @@ class _Executor:
     def deal(self, step: steps.Deal) -> None:
         assert self.dealing is not None
         assert self.means.dealer is not None
-        x = self.alive.pop(step.name)
-        has_numbers = x.dim() == 3
         turn, way = (to_heads, "heads for positions") if step.to_heads else (to_positions, "positions for heads")
-        dealt = turn(x.unsqueeze(-1) if has_numbers else x, self.dealing, self.means.dealer, f"{self.stage}, {way}")
-        self.alive[step.name] = dealt.squeeze(-1) if has_numbers else dealt
+        x = self.alive.pop(step.name)
+        self.alive[step.name] = turn(x, self.dealing, self.means.dealer, f"{self.stage}, {way}")
 
     def pack(self, step: steps.Pack) -> None:
         buffer = self.alive[step.name] = self.flat(step.size, self.dtype)
@@ -132,7 +129,7 @@ class _Executor:
 
     def post(self, step: steps.Post) -> None:
         assert self.means.link is not None
-        sends, receives = ([(self.part(part), part.message) for part in parts] for parts in (step.sends, step.receives))
+        sends, receives = ([(self.slice_of(x), x.message) for x in slices] for slices in (step.sends, step.receives))
         if step.is_apart:
             self.posted[step.ticket] = self.means.link.carry_apart(sends, receives, step.moment)
         else:
@@ -146,12 +143,12 @@ class _Executor:
         if step.received:
             received.wait()
 
-    def part(self, part: BufferSlice) -> Tensor:
+    def slice_of(self, where: BufferSlice) -> Tensor:
         unit = self.batch * self.head_dim
-        return self.alive[part.name][part.start * unit : (part.start + part.message.size) * unit]
+        return self.alive[where.name][where.start * unit : (where.start + where.message.size) * unit]
 
     def zero(self, step: steps.Zero) -> None:
-        self.part(step.where).zero_()
+        self.slice_of(step.where).zero_()
 
     def start(self, step: steps.Start) -> None:
         """Rows that no first tile writes must hold the identity: 0, and (0, -inf) of out and lse."""
@@ -180,7 +177,7 @@ class _Executor:
             q = self.rows("query", tile.query, entry) if q is None else q
             k, v = self.keys(step)
             if self.kernel.IN_PLACE:
-                out, lse = self.rows("out", tile.query, entry), self.numbers("lse", tile.query, entry)
+                out, lse = (self.rows(name, tile.query, entry) for name in ("out", "lse"))
                 self.kernel.forward_into(q, k, v, out, lse, tile.is_causal, scale, first=tile.first_query)
             else:
                 out, lse = self.kernel.forward(q, k, v, tile.is_causal, scale)
@@ -201,10 +198,6 @@ class _Executor:
     def rows(self, name: str, rows: Rows, entry: int | None) -> Tensor:
         x = self.alive[name]
         return rows_view(x if entry is None else x[entry : entry + 1], rows)
-
-    def numbers(self, name: str, rows: Rows, entry: int | None) -> Tensor:
-        x = self.alive[name]
-        return row_numbers(x if entry is None else x[entry : entry + 1], rows)
 
     def keys(self, step: steps.Compute) -> tuple[Tensor, Tensor]:
         """Keys and values of a tile: own rows, rows of a cache, or a block of a buffer of chunks."""
@@ -229,43 +222,41 @@ class _Executor:
         return both[("dk", "dv").index(name)]
 
     def backward_rows(self, step: steps.Compute) -> BackwardRows:
-        rows, entry = step.tile.query, step.entry
-        dout, query, out = (self.rows(name, rows, entry) for name in ("dout", "query", "out"))
-        lse = self.numbers("lse", rows, entry)
-        dlse, delta = (self.numbers(name, rows, entry) if name in self.alive else None for name in ("dlse", "delta"))
-        return BackwardRows(dout, dlse, query, *self.keys(step), out, lse, delta)
+        def own(name: str) -> Tensor:
+            return self.rows(name, step.tile.query, step.entry)
+
+        dlse, delta = (own(name) if name in self.alive else None for name in ("dlse", "delta"))
+        return BackwardRows(own("dout"), dlse, own("query"), *self.keys(step), own("out"), own("lse"), delta)
 
     def merge(self, step: steps.Merge) -> None:
-        out_part, lse_part = self.results.pop("out"), self.results.pop("lse")
+        partial_out, partial_lse = self.results.pop("out"), self.results.pop("lse")
         if step.how == "adopt":
-            self.adopt("out", out_part)
-            shape = (lse_part.shape[0], lse_part.shape[2], lse_part.shape[1])
-            lse = torch.empty(shape, dtype=torch.float64, device=self.device)
-            self.alive["lse"] = lse.copy_(lse_part.transpose(1, 2)).view(self.alive["query"].shape[:3])
+            self.adopt("out", partial_out)
+            lse = partial_lse.transpose(1, 2).to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+            self.alive["lse"] = lse.view(self.alive["query"].shape[:3])
             return
-        rows, entry = step.tile.query, step.entry
-        out, lse = self.rows("out", rows, entry), self.numbers("lse", rows, entry)
+        out, lse = (self.rows(name, step.tile.query, step.entry) for name in ("out", "lse"))
         if step.how == "write":
-            out.copy_(out_part)
-            lse.copy_(lse_part)
+            out.copy_(partial_out)
+            lse.copy_(partial_lse)
         else:
-            merge_(out, lse, out_part, lse_part)
+            merge_(out, lse, partial_out, partial_lse)
 
-    def adopt(self, name: str, part_BHMD: Tensor) -> None:
-        """A partial of all rows as the accumulator. Contiguous, so that later tiles' views are no copies and the custom
-        ops return what their fakes say: most kernels' results lie so in memory."""
-        self.alive[name] = part_BHMD.transpose(1, 2).contiguous().view(self.alive[_LIKE[name]].shape)
+    def adopt(self, name: str, result_BHMD: Tensor) -> None:
+        """Take a tile's result of all rows as the accumulator. It is made contiguous, as most kernels' results are in
+        memory already: then views of later tiles are no copies, and the custom ops return what their fakes say."""
+        self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(self.alive[_LIKE[name]].shape)
 
     def add(self, step: steps.Add) -> None:
-        part = self.results.pop(step.name)
+        result = self.results.pop(step.name)
         if step.how == "adopt":
-            self.adopt(step.name, part)
+            self.adopt(step.name, result)
             return
         total = self.sum_of(step.name, step)
-        (total.copy_ if step.how == "write" else total.add_)(part)
+        (total.copy_ if step.how == "write" else total.add_)(result)
 
     def home(self, step: steps.Home) -> None:
-        arrived = self.part(step.where)
+        arrived = self.slice_of(step.where)
         for rows, block in self.plan.packs_of(step.where.message):
             views = block_views(arrived, block, self.batch, self.head_dim)
             for name, gradient in zip(("dk", "dv"), views, strict=True):
@@ -295,36 +286,31 @@ class _Executor:
 _Executor.do |= {kind: getattr(_Executor, kind.__name__.lower()) for kind in get_args(steps.Step)}
 
 
-# Heads for positions, and back (plan/dealing.py). T positions of the group, h = H / p heads of this rank.
+# Heads for positions, and back (plan/dealing.py). T positions of the group, h = H / p heads of this rank. Also for
+# tensors with one number for each row and head, which have no D.
 
 
 def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
     """(B, N, H, D) -> (B, T, h, D), in the order of the sequence."""
-    batch, _, num_heads, head_dim = x_BNHD.shape
+    batch, _, num_heads, *dims = x_BNHD.shape
     share = num_heads // dealing.size
     parts = [part.flatten() for part in x_BNHD.split(share, dim=2)]
-    sizes = [batch * length * share * head_dim for length in dealing.lengths]
+    sizes = [batch * length * share * math.prod(dims) for length in dealing.lengths]
     received = dealer.all_to_all_single(parts, sizes, x_BNHD, moment)
     del parts
-    rows = [part.view(batch, n, share, head_dim) for part, n in zip(received, dealing.lengths, strict=True)]
-    pieces = [rows[k][:, first : first + length] for k, first, length in dealing.runs]
-    return torch.cat(pieces or [rows[0]], dim=1)
+    rows = [part.view(batch, n, share, *dims) for part, n in zip(received, dealing.lengths, strict=True)]
+    return torch.cat([rows[k][:, first : first + n] for k, first, n in dealing.runs] or [rows[0]], dim=1)
 
 
 def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
     """(B, T, h, D) -> (B, N, H, D)."""
-    batch, _, share, head_dim = x_BThD.shape
+    batch, _, share, *dims = x_BThD.shape
     own = dealing.lengths[dealing.place]
-    pieces: list[list[tuple[int, Tensor]]] = [[] for _ in dealing.lengths]
-    row = 0
-    for k, first, length in dealing.runs:
-        pieces[k].append((first, x_BThD[:, row : row + length]))
-        row += length
-    parts = [
-        torch.cat([x for _, x in sorted(found, key=lambda entry: entry[0])] or [x_BThD[:, :0]], dim=1).flatten()
-        for found in pieces
-    ]
-    sizes = [batch * own * share * head_dim] * dealing.size
+    runs = zip(dealing.runs, x_BThD.split([n for *_, n in dealing.runs], dim=1), strict=True)
+    in_order = sorted(runs, key=itemgetter(0))  # by place, and there by row
+    of_place = [[rows for (k, *_), rows in in_order if k == place] for place in range(dealing.size)]
+    parts = [torch.cat(found or [x_BThD[:, :0]], dim=1).flatten() for found in of_place]
+    sizes = [batch * own * share * math.prod(dims)] * dealing.size
     received = dealer.all_to_all_single(parts, sizes, x_BThD, moment)
     del parts
-    return torch.cat([part.view(batch, own, share, head_dim) for part in received], dim=2)
+    return torch.cat([part.view(batch, own, share, *dims) for part in received], dim=2)

@@ -16,17 +16,16 @@ class Pending(Protocol):
         """Return when they have been sent and received; at once if asked again."""
 
 
-class Link(Protocol):
-    """Carries the messages of a plan, each a contiguous tensor."""
+Messages = Sequence[tuple[Tensor, Message]]  # of a plan, each with its contiguous tensor
 
-    def carry(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> Pending:
+
+class Link(Protocol):
+    """Carries the messages of a plan."""
+
+    def carry(self, sends: Messages, receives: Messages, moment: str) -> Pending:
         """Start sending and receiving. `moment` is quoted in errors."""
 
-    def carry_apart(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> tuple[Pending, Pending]:
+    def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[Pending, Pending]:
         """The same, to wait apart for what is sent and for what is received."""
 
 
@@ -40,24 +39,20 @@ class Dealer(Protocol):
 
 
 class Owners(Protocol):
-    """The ranks that hold a sequence together."""
+    """The ranks that hold a sequence together (`ranks.Ranks` says what each method does)."""
 
     rank: int
     world_size: int
 
-    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        """Every rank's number of rows, once all turn out to make the same call; an error on all if any refuses."""
+    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]: ...
 
-    def check_all_here(self, method: str) -> None:
-        """Raise ValueError where other ranks' tensors cannot be had."""
+    def check_all_here(self, method: str) -> None: ...
 
-    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
-        """Every rank's shard, given every rank's number of rows."""
+    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]: ...
 
     def deliver(
         self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], like: Tensor, moment: str
-    ) -> list[Tensor]:
-        """Make a flat part for every rank (parts may be empty), send it, and receive one from each, of these sizes."""
+    ) -> list[Tensor]: ...
 
 
 class Parallel(Protocol):

@@ -15,36 +15,28 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    """The same with neighbours in the last dim side by side, which kernels rely on. (`contiguous` leaves a tensor of
-    one number as it is, whatever its strides.)"""
+    """x with a last stride of 1, as kernels need it. (`contiguous` does not change the strides of a single number.)"""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
-    """The rows as a view (B·S, heads, M, D). No copy: batch and segments must be one stride (`folds`), or one be 1."""
-    sizes, strides, offset = _view(x_BNHD, rows)
-    return x_BNHD.as_strided((*sizes, x_BNHD.shape[3]), (*strides, 1), offset)
+    """The rows as a view (B·S, heads, M, D), or (B·S, heads, M) of a tensor (B, N, H).
 
-
-def row_numbers(x_BNH: Tensor, rows: Rows) -> Tensor:
-    """The same of a tensor with one number per row and head: (B·S, heads, M)."""
-    return x_BNH.as_strided(*_view(x_BNH, rows))
-
-
-def _view(x_BNH: Tensor, rows: Rows) -> tuple[tuple[int, int, int], tuple[int, int, int], int | torch.SymInt]:
-    """Sizes and strides of (B·S, heads, M), and where the view begins."""
-    (heads, first, shift, step, num_rows, segments, segment_step), batch = rows, x_BNH.shape[0]
-    entry, position, head = x_BNH.stride()[:3]
-    if segments > 1 or batch == 1:  # of one entry, torch may say any stride; kernels compare them
+    No copy: batch and segments must be one stride (`folds`), or one of them 1.
+    """
+    (heads, first, shift, step, num_rows, segments, segment_step), batch = rows, x_BNHD.shape[0]
+    entry, position, head, *_ = x_BNHD.stride()
+    if segments > 1 or batch == 1:  # torch may give one entry any stride, and kernels compare strides
         assert batch == 1 or entry == segments * segment_step * position, "batch and segments are two strides"
         entry = segment_step * position
-    strides = (entry, heads.step * head + shift * position, step * position)
-    offset = x_BNH.storage_offset() + first * position + heads.start * head
-    return (batch * segments, len(heads), num_rows), strides, offset
+    strides = (entry, heads.step * head + shift * position, step * position, 1)
+    offset = x_BNHD.storage_offset() + first * position + heads.start * head
+    sizes = (batch * segments, len(heads), num_rows, *x_BNHD.shape[3:])
+    return x_BNHD.as_strided(sizes, strides[: x_BNHD.dim()], offset)
 
 
 def folds(x_BN: Tensor) -> bool:
-    """Whether segments that fill the positions are one stride together with the batch."""
+    """Whether batch and segments are one stride, if the segments fill the positions."""
     return x_BN.shape[0] == 1 or x_BN.stride(0) == x_BN.shape[1] * x_BN.stride(1)
 
 

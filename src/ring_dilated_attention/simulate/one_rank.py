@@ -148,4 +148,4 @@ class OneRank(Ranks):
         return Choice("ring", "one rank runs, and the others are imitated")
 
     def links(self, exchange: str, job: Job) -> Links:
-        return Links(OneRankLink(self.rank, self.others, chunk_finder(job, self.rank)), None)
+        return OneRankLink(self.rank, self.others, chunk_finder(job, self.rank)), None

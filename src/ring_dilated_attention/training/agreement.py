@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ..ranks.context import ContextParallel
-from ..ranks.handshake import all_or_none
 from .files import in_words
 
 T = TypeVar("T")
@@ -63,7 +62,7 @@ def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
     moment = "the exchange of what ranks are doing"
     content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = parallel.ranks.agree(len(content), {"call": moment}, None)
-    with all_or_none(parallel.ranks):
+    with parallel.ranks.all_or_none():
         rows = parallel.ranks.gather(content, lengths, 0, moment)
     return [json.loads(bytes(row.tolist())) for row in rows]
 

@@ -163,7 +163,7 @@ def storage(folder: Path) -> dict[str, Any]:
 
 def meet(parallel: ContextParallel) -> None:
     """Returns on all ranks at about the same time."""
-    parallel.handshake(1, CALL)
+    parallel.ranks.handshake(1, CALL)
 
 
 def gathered(parallel: ContextParallel, own: dict[str, Any]) -> list[dict[str, Any]]:

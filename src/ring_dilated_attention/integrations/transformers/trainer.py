@@ -62,7 +62,7 @@ class SameSample:
         parallel = self._sharded().parallel
         if parallel.world_size == 1:
             return loader
-        members = parallel.handshake(dist.get_rank(), {"call": "SameSample"})
+        members = parallel.ranks.handshake(dist.get_rank(), {"call": "SameSample"})
         lowest = torch.tensor([min(members)], device=self.accelerator.device)
         groups = sorted(set(self.accelerator.gather(lowest).tolist()))
         dealt = loader.batch_sampler if isinstance(loader.batch_sampler, BatchSamplerShard) else loader.dataset

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ranks.handshake import all_or_none
 from ...ranks.ranks import Ranks
 from ...ranks.reshard import rows_fields
 from .zero_rows import Move
@@ -39,7 +38,7 @@ def _carry(x: Tensor, moves: Sequence[Move], ranks: Ranks | None, fill: float, m
         return y
     ranks.check_all_here(moment)
     ranks.agree(x.shape[1], rows_fields(moment, x, 1), None)
-    with all_or_none(ranks):
+    with ranks.all_or_none():
         row_size = x.shape[0] * math.prod(x.shape[2:])
         leaving: list[list[Tensor]] = [[x.new_empty(0)] for _ in range(ranks.world_size)]
         coming: list[list[Move]] = [[] for _ in range(ranks.world_size)]

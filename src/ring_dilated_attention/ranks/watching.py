@@ -1,4 +1,4 @@
-"""Threads that wait for messages, and their end. gloo's own waits last until a timeout, whatever the peer does."""
+"""Threads that watch messages and peers, since gloo's own waits last until a timeout, whatever the peer does."""
 
 import atexit
 import time
@@ -45,18 +45,18 @@ def _end_all_threads() -> None:
 
 
 class Sentinel:
-    """A receive that nobody answers. It fails as soon as the connection does, also where an end closed its context.
+    """Watches a peer by a receive that nobody answers: it fails as soon as the connection does.
 
-    One for each peer that was ever waited for long, in a thread of its own: one for each look would stay with gloo.
+    A thread for each peer that was ever waited for long; one for each look would stay with gloo.
     """
 
     def __init__(self, receive: Callable[[], dist.Work]) -> None:
         self.error: RuntimeError | None = None
         posted = Event()
-        start_thread(self._wait, receive, posted)
+        start_thread(self._watch, receive, posted)
         posted.wait()  # or a `close` might come before it
 
-    def _wait(self, receive: Callable[[], dist.Work], posted: Event) -> None:
+    def _watch(self, receive: Callable[[], dist.Work], posted: Event) -> None:
         # torch's profiler frees its events when it stops. A message that it has seen writes into its own when it ends.
         if hasattr(torch.autograd, "_enable_record_function"):
             torch.autograd._enable_record_function(False)  # in this thread
@@ -71,20 +71,30 @@ class Sentinel:
 
 
 class Progress:
-    """Of the waits for some messages."""
+    """How many of some messages have come through, the error of the next, and when the last one ended."""
 
     def __init__(self) -> None:
-        self.num_done = 0
+        self.num_done, self.end = 0, 0.0
         self.error: RuntimeError | None = None
-        self.end = 0.0
         self.ended = Event()
 
+    def follow(self, handles: Sequence[Handle]) -> None:
+        """Wait for each message."""
+        try:
+            for handle in handles:
+                handle.work.wait()
+                self.num_done += 1
+        except RuntimeError as error:
+            self.error = error
+        self.end = time.perf_counter()
+        self.ended.set()
 
-_Queue = SimpleQueue[tuple[Sequence[Handle], Progress] | None]
+
+_Queue = SimpleQueue[tuple[Progress, Sequence[Handle]] | None]
 
 
-class Waiter:
-    """Waits for messages in a thread of its own, for as long as it lives."""
+class Watcher:
+    """Follows messages in a thread of its own, for as long as it lives."""
 
     def __init__(self) -> None:
         self.queue: _Queue = SimpleQueue()
@@ -94,16 +104,6 @@ class Waiter:
 
 def _serve(queue: _Queue) -> None:
     while (entry := queue.get()) is not None:
-        wait_for_each(*entry)
-        del entry  # and with it the messages' memory
-
-
-def wait_for_each(handles: Sequence[Handle], progress: Progress) -> None:
-    try:
-        for handle in handles:
-            handle.work.wait()
-            progress.num_done += 1
-    except RuntimeError as error:
-        progress.error = error
-    progress.end = time.perf_counter()
-    progress.ended.set()
+        progress, handles = entry
+        progress.follow(handles)
+        del entry, progress, handles  # and with them the messages' memory
