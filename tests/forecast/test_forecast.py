@@ -7,8 +7,8 @@ from statistics import median
 import pytest
 
 from ring_dilated_attention.forecast import call
-from ring_dilated_attention.forecast.call import Way, all_plans, exposed_of, forecast, step_of
-from ring_dilated_attention.forecast.clock import Hardware
+from ring_dilated_attention.forecast.call import Way, all_plans, forecast
+from ring_dilated_attention.forecast.clock import Hardware, model_step
 from ring_dilated_attention.forecast.large import MEMORY_ERRORS, TIME_ERRORS
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
@@ -72,8 +72,10 @@ def test_figures_are_those_of_the_plans(seed):
     assert (found.forward_bytes, found.sent_bytes) == (max(x for x, _ in sent), max(map(sum, sent)))
     peaks = [attention_memory(x.plan, sizes, traits, x.dealing).forward_backward for x in plans]
     assert found.peak.num_bytes == max(peak.num_bytes for peak in peaks)
-    step = step_of(plans, sizes, hardware)
-    assert (found.time.seconds, found.time.is_about, found.exposed) == (step.step_seconds, False, exposed_of(step))
+    dealings = [x.dealing for x in plans if x.dealing is not None]
+    step = model_step([x.plan for x in plans], sizes, hardware, dealings or None)
+    exposed = 1 - step.efficiency / step.balance
+    assert (found.time.seconds, found.time.is_about, found.exposed) == (step.step_seconds, False, exposed)
     assert sum(share.sent for share in found.branches) == sum(x.plan.sent()[0] for x in plans)
     assert max(len(x.plan.hops) for x in plans) <= found.num_hops or way.exchange == "all_gather"
 

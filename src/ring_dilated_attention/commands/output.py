@@ -31,15 +31,15 @@ def check_writable(option: str, folder: Path, file: str | None = None) -> None:
         raise ValueError(f"{option} {path} cannot be written: {why}. Choose another place.") from error
 
 
-def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """A table for a terminal, all columns but the first to the right. Headers may have several lines."""
+def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], num_left: int = 1) -> str:
+    """A table for a terminal, its first columns to the left. Headers may have several lines."""
     tallest = max(header.count("\n") for header in headers)
     tall = [("\n" * (tallest - header.count("\n")) + header).split("\n") for header in headers]
     lines = [*zip(*tall, strict=True), *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     return "\n".join(
-        "  ".join([x[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(x[1:], widths[1:], strict=True))]).rstrip()
-        for x in lines
+        "  ".join(line[i].ljust(w) if i < num_left else line[i].rjust(w) for i, w in enumerate(widths)).rstrip()
+        for line in lines
     )
 
 

@@ -25,13 +25,14 @@ Pieces = Sequence[tuple[int, int]]  # where they start and stop, counted from th
 class Share(NamedTuple):
     """What a rank has to do with a segment of a branch that it does not own as a whole piece.
 
-    place: the branch, and the position at which the segment starts.
+    place: the branch, and the position at which the segment starts. starts: of its pieces of the segment, from there.
     pairs: that it computes.
     rows, received: of keys and values, its own, by the chunks in which they may travel, and those of others; in units
         of B * D elements.
     """
 
     place: tuple[int, int]
+    starts: tuple[int, ...]
     pairs: int
     rows: tuple[int, ...]
     received: int
@@ -138,6 +139,7 @@ class Counter:
         own = [2 * rows for rows in keys.own(pieces)]
         return Share(
             (branch, origin),
+            tuple(start for start, _ in pieces),
             self._pairs(branch, pieces, length),
             # If causal, others need a later piece at other hops, so that it is a chunk by itself.
             tuple(own) if is_causal else (sum(own),),
@@ -179,7 +181,7 @@ def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> 
     segments: dict[tuple[int, int], Segment] = {}
     for rank in range(counter.job.num_ranks):
         ranks.append(counter.of(rank))
-        for place, _, rows, received in ranks[-1].shares:
+        for place, _, _, rows, received in ranks[-1].shares:
             sharers, largest, total = segments.get(place, _NOBODY)
             segments[place] = Segment(sharers + any(rows), _largest(largest, rows), total + received)
         step()
