@@ -10,9 +10,9 @@ from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.plan import compare as command
 from ring_dilated_attention.commands.plan.model import advice_on as advice_on_model
 from ring_dilated_attention.forecast import call
+from ring_dilated_attention.forecast.advice import advice
 from ring_dilated_attention.forecast.call import Figures, Time, Way, forecast
 from ring_dilated_attention.forecast.clock import Hardware
-from ring_dilated_attention.forecast.advice import advice
 from ring_dilated_attention.forecast.compare import Alternative, Call, alternatives, recommended
 from ring_dilated_attention.forecast.ledger import Item, Peak
 from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape

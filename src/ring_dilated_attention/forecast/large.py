@@ -59,7 +59,7 @@ def peak_memory(
 
 
 def _coming_home(counter: Counter, counted: JobCount) -> list[int]:
-    """For each rank the rows of gradients that come home at once: of its chunks, one from every rank that needs them."""
+    """For each rank the rows of gradients that come home at once: its chunks', one from each rank that needs them."""
     shares = [
         [share for share in counter.of(rank).shares if any(share.rows) and counted.segments[share.place].received]
         for rank in range(counter.job.num_ranks)

@@ -4,9 +4,9 @@ import argparse
 import json
 from typing import Any
 
+from ...forecast.advice import advice
 from ...forecast.call import MOST_PLANNED
 from ...forecast.clock import time_text
-from ...forecast.advice import advice
 from ...forecast.compare import Alternative, alternatives, recommended, ways_of
 from ...forecast.large import ERRORS_TEXT
 from ...kernels.traits import TRAITS
