@@ -9,7 +9,6 @@ from itertools import product
 import pytest
 
 from ring_dilated_attention.commands import cli
-from ring_dilated_attention.commands.plan import call as command
 from ring_dilated_attention.commands.plan import figures
 from ring_dilated_attention.forecast import call
 from ring_dilated_attention.forecast.clock import Hardware, RankTime, model_step
@@ -341,8 +340,7 @@ def test_queries_without_keys_are_said(capsys):
 def as_if_many(capsys, monkeypatch, *arguments):
     """What is found of ranks as if they were many, and by the plans of all."""
     with monkeypatch.context() as many:
-        for module in (call, command):
-            many.setattr(module, "MOST_PLANNED", 4)
+        many.setattr(call, "MOST_PLANNED", 4)
         found = planned(capsys, *arguments)
     return found, planned(capsys, *arguments)
 

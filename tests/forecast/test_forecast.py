@@ -1,14 +1,15 @@
 """Forecasts against plans, ledger and clock of all ranks, in random jobs; and estimates of many ranks against those."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
 import pytest
 
 from ring_dilated_attention.forecast import call
-from ring_dilated_attention.forecast.call import Way, all_plans, exposed_of, forecast, step_of
-from ring_dilated_attention.forecast.clock import Hardware
+from ring_dilated_attention.forecast.call import Way, all_plans, forecast
+from ring_dilated_attention.forecast.clock import Hardware, model_step
 from ring_dilated_attention.forecast.large import MEMORY_ERRORS, TIME_ERRORS
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
@@ -72,8 +73,10 @@ def test_figures_are_those_of_the_plans(seed):
     assert (found.forward_bytes, found.sent_bytes) == (max(x for x, _ in sent), max(map(sum, sent)))
     peaks = [attention_memory(x.plan, sizes, traits, x.dealing).forward_backward for x in plans]
     assert found.peak.num_bytes == max(peak.num_bytes for peak in peaks)
-    step = step_of(plans, sizes, hardware)
-    assert (found.time.seconds, found.time.is_about, found.exposed) == (step.step_seconds, False, exposed_of(step))
+    dealings = [x.dealing for x in plans if x.dealing is not None]
+    step = model_step([x.plan for x in plans], sizes, hardware, dealings or None)
+    exposed = 1 - step.efficiency / step.balance
+    assert (found.time.seconds, found.time.is_about, found.exposed) == (step.step_seconds, False, exposed)
     assert sum(share.sent for share in found.branches) == sum(x.plan.sent()[0] for x in plans)
     assert max(len(x.plan.hops) for x in plans) <= found.num_hops or way.exchange == "all_gather"
 
@@ -125,6 +128,26 @@ def estimates(seed: int, number: int, monkeypatch, way: Way | None = None):
             many.setattr(call, "MOST_PLANNED", 1)
             yield forecast(job, one, sizes, traits=traits, hardware=hardware), exact
         number -= 1
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_memory_of_uneven_shards_is_not_below_that_of_the_plans(seed, monkeypatch):
+    """Of 65 to 80 ranks, whose longest shard and largest chunk need not be of one rank: at most 5 % below."""
+    rng = random.Random(seed)
+    num_ranks, each = rng.choice([65, 70, 80]), rng.choice([8, 16])
+    lengths = [each] * num_ranks
+    for rank in rng.sample(range(num_ranks), rng.choice([1, 5, num_ranks])):
+        lengths[rank] = rng.randrange(3 * each)
+    n, num_kv_heads = sum(lengths), rng.choice([1, 2])
+    pattern = DilatedPattern([rng.choice([n, rng.randint(each // 2, 8 * each)])], [rng.choice([1, 2, 3, 8, 39])])
+    pattern = replace(pattern, is_causal=rng.random() < 0.5)
+    way = rng.choice([Way(), Way("all_gather")])
+    job = Job(pattern, Cut("contiguous", num_ranks).shards_of(lengths), num_kv_heads, num_kv_heads)
+    sizes, traits = Sizes(1, 64, 2), TRAITS[rng.choice(["cpu", "triton"])]
+    found = forecast(job, way, sizes, traits=traits)
+    monkeypatch.setattr(call, "MOST_PLANNED", 128)
+    assert not found.is_planned
+    assert found.peak_bytes >= MEMORY_ERRORS[0] * forecast(job, way, sizes, traits=traits).peak_bytes
 
 
 @pytest.mark.parametrize("seed", range(2))

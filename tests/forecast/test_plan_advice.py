@@ -8,11 +8,12 @@ import pytest
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.plan import compare as command
+from ring_dilated_attention.commands.plan.model import advice_on as advice_on_model
 from ring_dilated_attention.forecast import call
-from ring_dilated_attention.forecast import model as planned
+from ring_dilated_attention.forecast.advice import advice
 from ring_dilated_attention.forecast.call import Figures, Time, Way, forecast
 from ring_dilated_attention.forecast.clock import Hardware
-from ring_dilated_attention.forecast.compare import Alternative, Call, advice_on, alternatives, recommended
+from ring_dilated_attention.forecast.compare import Alternative, Call, alternatives, recommended
 from ring_dilated_attention.forecast.ledger import Item, Peak
 from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape
 from ring_dilated_attention.kernels.traits import TRAITS
@@ -32,6 +33,10 @@ def said_of(capsys):
 
 def seconds_of(one):
     return one.figures.time.seconds
+
+
+def advice_on(call, one, hardware):
+    return advice(call.job(one.sharding, one.way.inner), one.way, call.sizes, one.known, hardware)
 
 
 def test_alternatives_are_ordered_by_their_figures():
@@ -152,7 +157,7 @@ def test_no_rate_helps_where_latency_binds(capsys):
 
 def way(i=0, seconds=1.0, peak=100, exchange="ring", sharding="zigzag"):
     """Figures of which only what a recommendation reads is given."""
-    figures = Figures(1, 1, 0, 1.0, 1, [], i, i, Peak((Item("x", peak),)), Time(seconds), 0.0, True)
+    figures = Figures(1, 1, 0, 1.0, 1, [], i, i, Peak((Item("x", peak),)), Time(seconds))
     return Alternative("dilated", Way(exchange), sharding, figures)
 
 
@@ -265,8 +270,10 @@ def test_a_model_says_that_its_gradients_bind(capsys):
 def test_a_model_of_one_rank_a_sequence_waits_for_nobody():
     pattern, hardware = DilatedPattern((512, 32 * 512), (1, 8)), Hardware(1e12, 1e8, 1e-5)
     job = ModelJob(Shape(1, 64, 256, 256, 4, 4), pattern, 32 * 512, 1, Mesh(1, 32))
-    assert planned.attention_advice(job, hardware) is not None
-    assert planned.attention_advice(replace(job, mesh=Mesh(4, 1)), hardware) is None
+    assert any("attention of one layer" in line for line in advice_on_model(job, hardware))
+    assert not any(
+        "attention of one layer" in line for line in advice_on_model(replace(job, mesh=Mesh(4, 1)), hardware)
+    )
 
 
 def test_a_time_that_is_estimated_is_marked(capsys):

@@ -134,6 +134,14 @@ def test_what_fits_is_the_border():
     assert planned.longest_sequence(job, "kept", TRAITS["cpu"], 1000) == 0
 
 
+def test_the_search_for_the_longest_sequence_ends():
+    """Catches a search without end where the job's length is no multiple of the ranks and hardly too long."""
+    _, job = job_of(SMALL, 100, Mesh(1, 8))
+    memory = total_of(replace(job, seq_len=88))
+    assert total_of(job) > memory
+    assert planned.longest_sequence(job, "kept", TRAITS["cpu"], memory) == 88
+
+
 def total_of(job):
     return model_memory(job, "kept", TRAITS["cpu"]).total
 

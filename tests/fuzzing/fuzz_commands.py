@@ -30,7 +30,7 @@ from ring_dilated_attention.commands import (
     train,
 )
 from ring_dilated_attention.commands.doctor import examination
-from ring_dilated_attention.commands.plan import call, compare, figures
+from ring_dilated_attention.commands.plan import figures
 from ring_dilated_attention.commands.plan import options as plan_options
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
@@ -421,7 +421,7 @@ def _remove_all_unfinished(target: Path, run: str) -> None:
 
 BREAKAGES = {
     "numbers are not checked": broken("check_at_least", nothing, plan_options, slices),
-    "more ranks than positions are taken": broken("check_ranks_fit", nothing, call, compare, slices, train),
+    "more ranks than positions are taken": broken("check_ranks_fit", nothing, plan_options, slices, train),
     "other's files are overwritten": broken("check_mine", nothing, files, figures, report, run, slices),
     "unfinished is whatever is called so": broken("_remove_superfluous", _remove_all_unfinished, checkpoint),
     "errors of the system are not caught": broken("in_words", None, terminal),

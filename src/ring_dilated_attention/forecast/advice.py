@@ -1,6 +1,5 @@
 """Where a step is bound by communication: which branch sends for how little work, and what would help. No torch."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,7 +7,8 @@ from ..pattern import DilatedPattern
 from ..plan.counts import branch_pairs
 from ..plan.job import Job
 from ..plan.sizes import Sizes
-from .call import Figures, Time, Way
+from .call import Figures, Way, forecast
+from .clock import Hardware
 
 # A part of a step that is only waiting; above it, more is gained on the way than in the kernel.
 BOUND_BY_COMMUNICATION = 0.2
@@ -18,14 +18,8 @@ WORTH_IT = 0.95
 OTHERWISE = "fewer ranks, or a link that is faster or has less latency, would help"
 
 
-def advice(
-    job: Job, way: Way, sizes: Sizes, figures: Figures, again: Callable[[DilatedPattern], Time | None]
-) -> str | None:
-    """One or two sentences, or None where a step is not bound by communication or was not timed.
-
-    Args:
-        again: the time of the same step under another pattern, None where it is not known.
-    """
+def advice(job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardware) -> str | None:
+    """One or two sentences, or None where a step is not bound by communication or was not timed."""
     if figures.time is None or figures.exposed < BOUND_BY_COMMUNICATION:
         return None
     bound = f"bound by communication: a rank waits {_share(figures.exposed)} of the step"
@@ -44,9 +38,8 @@ def advice(
     )
     if sparser is None:
         return f"{said}{OTHERWISE}"
-    then = again(sparser)
-    if then is None:
-        return f"{said}at rate {SPARSER * rate:,} instead of {rate:,} it would send {1 / SPARSER:.0%} of that"
+    then = forecast(job._replace(pattern=sparser), way, sizes, hardware=hardware).time
+    assert then is not None
     if then.seconds > WORTH_IT * figures.time.seconds:
         return f"{said}a higher rate would gain less than {1 - WORTH_IT:.0%}; {OTHERWISE}"
     return (

@@ -4,7 +4,7 @@ What ranks compute and receive is counted, of any number of them. What they hold
 plans if they are few, and estimated (`large.py`) if they are many.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from ..plan.sharding import shard_length
 from ..plan.sizes import Sizes, Traits
 from . import large
 from .clock import Hardware, StepTime, model_step, time_text
-from .ledger import Peak, attention_memory
+from .ledger import AttentionMemory, Peak, attention_memory
 
 # Ranks of which every one is planned and timed.
 MOST_PLANNED = 64
@@ -65,11 +65,10 @@ class BranchShare(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The ranks at one place of groups that deal heads, or all ranks where none do. dealing: how the first one does."""
+    """The ranks at one place of groups that deal heads, or all ranks where none do."""
 
     counter: Counter
     counted: JobCount
-    dealing: Dealing | None
 
 
 class Counted(NamedTuple):
@@ -131,12 +130,18 @@ def count(job: Job, way: Way, step: Callable[[], object] = lambda: None) -> Coun
         ValueError: if heads cannot be dealt.
     """
     size = dealers(way.exchange, job, way.inner)
-    rings = []
-    for place in range(size):
-        ring, dealings = (job, [None]) if size == 1 else dealt(job, size, place)
-        counter = Counter(ring)
-        rings.append(Ring(counter, count_ranks(counter, step), dealings[0]))
-    return Counted(job, way, rings)
+    counters = [Counter(job if size == 1 else dealt(job, size, place)[0]) for place in range(size)]
+    return Counted(job, way, [Ring(counter, count_ranks(counter, step)) for counter in counters])
+
+
+class RankFigures(NamedTuple):
+    """What one planned rank owns, computes, sends and, if a kernel is given, holds."""
+
+    num_rows: int
+    pairs: int
+    forward_bytes: int
+    sent_bytes: int
+    memory: AttentionMemory | None
 
 
 class Figures(NamedTuple):
@@ -148,7 +153,7 @@ class Figures(NamedTuple):
     peak: in a forward with its backward, if a kernel is given.
     time: if hardware is given, and tests held it against the clock. exposed: the share of it in which the busiest rank
         waits.
-    is_planned: of few ranks, by the plans of all; else peak and time are estimates.
+    ranks, step: of few ranks, each by its plan, and their times; else peak and time are estimates.
     """
 
     pairs: int
@@ -157,12 +162,29 @@ class Figures(NamedTuple):
     balance: float
     num_hops: int
     branches: list[BranchShare]
-    forward_bytes: int
-    sent_bytes: int
-    peak: Peak | None
-    time: Time | None
-    exposed: float
-    is_planned: bool
+    forward_bytes: int = 0
+    sent_bytes: int = 0
+    peak: Peak | None = None
+    time: Time | None = None
+    exposed: float = 0.0
+    ranks: tuple[RankFigures, ...] = ()
+    step: StepTime | None = None
+
+    @property
+    def is_planned(self) -> bool:
+        return bool(self.ranks)
+
+    @property
+    def peak_bytes(self) -> int:
+        """For figures of a kernel."""
+        assert self.peak is not None
+        return self.peak.num_bytes
+
+    @property
+    def seconds(self) -> float:
+        """For figures that were timed."""
+        assert self.time is not None
+        return self.time.seconds
 
 
 def forecast(
@@ -190,14 +212,8 @@ def forecast(
         balance=sum(pairs) / (len(pairs) * most) if most else 1.0,
         num_hops=counted.num_hops,
         branches=counted.branches,
-        forward_bytes=0,
-        sent_bytes=0,
-        peak=None,
-        time=None,
-        exposed=0.0,
-        is_planned=job.num_ranks <= MOST_PLANNED,
     )
-    if found.is_planned:
+    if job.num_ranks <= MOST_PLANNED:
         return _of_plans(found, all_plans(job, way), sizes, traits, hardware)
     return _of_counts(found, counted, sizes, traits, hardware)
 
@@ -209,50 +225,51 @@ def all_plans(job: Job, way: Way) -> list[RankPlan]:
 def _of_plans(
     found: Figures, plans: list[RankPlan], sizes: Sizes, traits: Traits | None, hardware: Hardware | None
 ) -> Figures:
-    sent = [tuple(plan.bytes_sent(sizes, backward=backward) for backward in (False, True)) for plan in plans]
-    peaks = [attention_memory(x.plan, sizes, traits, x.dealing).forward_backward for x in plans if traits is not None]
-    step = None if hardware is None else step_of(plans, sizes, hardware)
-    return found._replace(
-        forward_bytes=max(forward for forward, _ in sent),
-        sent_bytes=max(map(sum, sent)),
-        peak=max(peaks, key=lambda peak: peak.num_bytes, default=None),
-        time=None if step is None else Time(step.step_seconds),
-        exposed=0.0 if step is None else exposed_of(step),
+    ranks = []
+    for x in plans:
+        forward, backward = (x.bytes_sent(sizes, backward=backward) for backward in (False, True))
+        memory = None if traits is None else attention_memory(x.plan, sizes, traits, x.dealing)
+        ranks.append(RankFigures(x.num_rows, x.plan.pairs, forward, forward + backward, memory))
+    found = found._replace(
+        forward_bytes=max(rank.forward_bytes for rank in ranks),
+        sent_bytes=max(rank.sent_bytes for rank in ranks),
+        peak=_largest(rank.memory.forward_backward for rank in ranks if rank.memory is not None),
+        ranks=tuple(ranks),
     )
-
-
-def step_of(plans: list[RankPlan], sizes: Sizes, hardware: Hardware) -> StepTime:
+    if hardware is None:
+        return found
     dealings = [x.dealing for x in plans if x.dealing is not None]
-    return model_step([x.plan for x in plans], sizes, hardware, dealings or None)
-
-
-def exposed_of(step: StepTime) -> float:
-    """The share of a step in which its busiest rank waits."""
-    return 1 - step.efficiency / step.balance if step.balance else 0.0
+    step = model_step([x.plan for x in plans], sizes, hardware, dealings or None)
+    exposed = 1 - step.efficiency / step.balance if step.balance else 0.0
+    return found._replace(time=Time(step.step_seconds), exposed=exposed, step=step)
 
 
 def _of_counts(
     found: Figures, counted: Counted, sizes: Sizes, traits: Traits | None, hardware: Hardware | None
 ) -> Figures:
     forward, both = counted.most_moved(sizes)
-    rings, time, exposed = counted.rings, None, 0.0
-    peaks = [
-        large.peak_memory(
-            counter.job, ring, sizes, traits, dealing=dealing, is_gathered=counted.way.exchange == "all_gather"
-        )
-        for counter, ring, dealing in _unlike(rings)
-        if traits is not None
-    ]
+    found = found._replace(forward_bytes=forward, sent_bytes=both)
+    if traits is not None:
+        found = found._replace(peak=_peak_of_counts(counted, sizes, traits))
     if hardware is not None and counted.way == Way():
-        seconds = large.step_seconds(*rings[0][:2], sizes, hardware)
-        work = hardware.work_seconds(found.most_pairs, sizes)
-        time, exposed = Time(seconds, is_about=True), max(0.0, 1 - work / seconds)
-    peak = max(peaks, key=lambda peak: peak.num_bytes, default=None)
-    return found._replace(forward_bytes=forward, sent_bytes=both, peak=peak, time=time, exposed=exposed)
+        seconds = large.step_seconds(*counted.rings[0], sizes, hardware)
+        exposed = max(0.0, 1 - hardware.work_seconds(found.most_pairs, sizes) / seconds)
+        found = found._replace(time=Time(seconds, is_about=True), exposed=exposed)
+    return found
 
 
-def _unlike(rings: list[Ring]) -> list[Ring]:
-    """Of many places that deal heads those that may hold most: with the largest buffers, and with most work."""
-    keys: list[Callable[[Ring], int]] = [lambda x: max(x.counted.buffers), lambda x: max(x.counted.pairs)]
-    places = {max(range(len(rings)), key=lambda place: key(rings[place])) for key in keys}
-    return [rings[place] for place in sorted(places)]
+def _peak_of_counts(counted: Counted, sizes: Sizes, traits: Traits) -> Peak | None:
+    """That of the rings that may hold most: with the largest buffers, and with most work."""
+    size, longest = len(counted.rings), max(map(shard_length, counted.job.shards))
+    dealing = None if size == 1 else Dealing(0, (longest,) * size, ())
+    by_buffers = max(counted.rings, key=lambda ring: max(ring.counted.buffers))
+    by_work = max(counted.rings, key=lambda ring: max(ring.counted.pairs))
+    is_gathered = counted.way.exchange == "all_gather"
+    return _largest(
+        large.peak_memory(*ring, sizes, traits, dealing=dealing, is_gathered=is_gathered)
+        for ring in ([by_work] if by_work is by_buffers else [by_work, by_buffers])
+    )
+
+
+def _largest(peaks: Iterable[Peak]) -> Peak | None:
+    return max(peaks, key=lambda peak: peak.num_bytes, default=None)

@@ -96,14 +96,17 @@ class StepTime(NamedTuple):
     @property
     def efficiency(self) -> float:
         """T1 / (p Tp). One rank computes the same tiles' pairs and waits for nobody, so T1 is the sum of computing."""
-        whole = len(self.ranks) * self.step_seconds
-        return sum(rank.computing_seconds for rank in self.ranks) / whole if whole else 1.0
+        return self._mean_computing / self.step_seconds if self.step_seconds else 1.0
 
     @property
     def balance(self) -> float:
         """Mean work over the largest: the efficiency if nobody waited for messages."""
         largest = max(rank.computing_seconds for rank in self.ranks)
-        return sum(r.computing_seconds for r in self.ranks) / (len(self.ranks) * largest) if largest else 1.0
+        return self._mean_computing / largest if largest else 1.0
+
+    @property
+    def _mean_computing(self) -> float:
+        return sum(rank.computing_seconds for rank in self.ranks) / len(self.ranks)
 
 
 def model_step(
@@ -145,14 +148,7 @@ _PRODUCTS = {"partial": 2, "gradients": 5, "dq": 2, "dk and dv": 3}
 class _Rank:
     """A rank's clock, and what it did until now."""
 
-    def __init__(
-        self,
-        number: int,
-        plan: Plan,
-        network: "Network",
-        sizes: Sizes,
-        dealing: Dealing | None,
-    ) -> None:
+    def __init__(self, number: int, plan: Plan, network: "Network", sizes: Sizes, dealing: Dealing | None) -> None:
         self.number, self.plan, self.network = number, plan, network
         self.sizes, self.dealing = sizes, dealing
         self.now = self.computing = self.exposed = 0.0

@@ -8,8 +8,7 @@ from ..plan.dealing import check_dealing
 from ..plan.job import Job
 from ..plan.sharding import SHARDINGS, Cut
 from ..plan.sizes import Sizes, Traits
-from .advice import advice
-from .call import Figures, Time, Way, forecast
+from .call import Figures, Way, forecast
 from .clock import Hardware
 
 # Two steps whose times differ by less are alike: what sends less, then what holds less, is better.
@@ -26,8 +25,8 @@ class Call(NamedTuple):
     num_kv_heads: int
     sizes: Sizes
 
-    def job(self, sharding: str = "contiguous", inner: int = 1) -> Job:
-        cut = Cut(sharding, self.num_ranks, inner=inner)
+    def job(self, sharding: str = "contiguous", inner: int = 1, align: int = 1) -> Job:
+        cut = Cut(sharding, self.num_ranks, align, inner=inner)
         shards = cut.shards_of(cut.default_lengths(self.seq_len))
         return Job(self.pattern, shards, self.num_heads, self.num_kv_heads)
 
@@ -48,6 +47,12 @@ class Alternative(NamedTuple):
     @property
     def name(self) -> str:
         return f"2-D, {self.way.inner} deal" if self.way.inner > 1 else self.way.exchange.replace("_", "-")
+
+    @property
+    def known(self) -> Figures:
+        """The figures of one that has some."""
+        assert self.figures is not None, self.why_not
+        return self.figures
 
 
 def ways_of(call: Call) -> list[Alternative]:
@@ -81,66 +86,37 @@ def alternatives(
     return found
 
 
-class _Known(NamedTuple):
-    """A way that was timed."""
-
-    one: Alternative
-    seconds: float
-    sent_bytes: int
-    peak_bytes: int
-    balance: float
-
-
 def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alternative | None, str]:
     """The fastest of those that were timed, fit and compute the pattern, and the reason in a sentence."""
-    ways = [one for one in found if one.function == "dilated" and one.figures is not None]
-    fitting = [one for one in ways if memory_bytes is None or _peak(one) <= memory_bytes]
+    ways = [one for one in found if one.function == "dilated" and not one.why_not]
+    fitting = [one for one in ways if memory_bytes is None or one.known.peak_bytes <= memory_bytes]
     if not fitting:
-        least = min(ways, key=_peak)
-        return None, f"none fits: the least, {least.name} {least.sharding}, holds {_peak(least) / 1e6:,.1f} MB"
-    timed = [
-        _Known(one, one.figures.time.seconds, one.figures.sent_bytes, _peak(one), one.figures.balance)
-        for one in fitting
-        if one.figures is not None and one.figures.time is not None
-    ]
+        least = min(ways, key=lambda one: one.known.peak_bytes)
+        return (
+            None,
+            f"none fits: the least, {least.name} {least.sharding}, holds {least.known.peak_bytes / 1e6:,.1f} MB",
+        )
+    timed = [one for one in fitting if one.known.time is not None]
     if not timed:
         return None, "none: no way that fits was timed"
-    fastest = min(known.seconds for known in timed)
-    alike = [known for known in timed if known.seconds <= ALIKE * fastest]
-    best = min(alike, key=lambda known: (known.sent_bytes, known.peak_bytes, known.one.way.inner))
+    fastest = min(one.known.seconds for one in timed)
+    alike = [one for one in timed if one.known.seconds <= ALIKE * fastest]
+    best = min(alike, key=lambda one: (one.known.sent_bytes, one.known.peak_bytes, one.way.inner))
     others = " (of the ways that were timed)" if len(timed) < len(fitting) else ""
-    return best.one, _reason(best, alike, timed) + others
+    return best, _reason(best, alike, timed) + others
 
 
-def _peak(one: Alternative) -> int:
-    assert one.figures is not None
-    assert one.figures.peak is not None
-    return one.figures.peak.num_bytes
-
-
-def _reason(best: _Known, alike: list[_Known], timed: list[_Known]) -> str:
+def _reason(best: Alternative, alike: list[Alternative], timed: list[Alternative]) -> str:
     """Why it is the best of those that are alike, and of what is known of the others."""
+    why = "the fastest"
     if len(alike) > 1:
         ways_alike = "another way, and of the two" if len(alike) == 2 else f"{len(alike) - 1} other ways, and of these"
-        holds = " and holds" if best.peak_bytes == min(known.peak_bytes for known in alike) else ""
+        holds = " and holds" if best.known.peak_bytes == min(one.known.peak_bytes for one in alike) else ""
         why = f"as fast as {ways_alike} it sends{holds} least"
-    else:
-        why = "the fastest"
-    others = [known for known in timed if known not in alike]
-    if others:
-        second = min(others, key=lambda known: known.seconds)
-        longer = second.seconds / best.seconds - 1
-        why += f"; {second.one.name} {second.one.sharding} would take {longer:.0%} longer"
-        why += " (its work is less balanced)" if second.balance < 0.95 * best.balance else ""
-    return why
-
-
-def advice_on(call: Call, best: Alternative, hardware: Hardware) -> str | None:
-    """What `advice` says of one of `alternatives`."""
-
-    def again(pattern: DilatedPattern) -> Time | None:
-        job = call._replace(pattern=pattern).job(best.sharding, best.way.inner)
-        return forecast(job, best.way, call.sizes, hardware=hardware).time
-
-    assert best.figures is not None
-    return advice(call.job(best.sharding), best.way, call.sizes, best.figures, again)
+    others = [one for one in timed if one not in alike]
+    if not others:
+        return why
+    second = min(others, key=lambda one: one.known.seconds)
+    longer = second.known.seconds / best.known.seconds - 1
+    less_balanced = " (its work is less balanced)" if second.known.balance < 0.95 * best.known.balance else ""
+    return f"{why}; {second.name} {second.sharding} would take {longer:.0%} longer{less_balanced}"

@@ -9,31 +9,11 @@ keys and values of one tile that torch's bfloat16 kernel makes on CPUs with AMX,
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+from ..plan import step as steps
 from ..plan.dealing import Dealing
 from ..plan.plan import Plan
 from ..plan.program import make_program
 from ..plan.sizes import Sizes, Traits
-from ..plan.step import (
-    Add,
-    Compute,
-    Copy,
-    Deal,
-    Finish,
-    Free,
-    Home,
-    Merge,
-    Pack,
-    Post,
-    Prepare,
-    Start,
-    Step,
-    Take,
-    Terms,
-    Wait,
-    Whole,
-    Zero,
-    packed,
-)
 
 
 class Item(NamedTuple):
@@ -73,7 +53,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
         raise ValueError(
             "a kernel of whole passes serves one device, and here chunks come from others. Choose another kernel."
         )
-    terms = Terms(
+    terms = steps.Terms(
         in_place=traits.in_place,
         is_whole=traits.is_whole,
         widens=sizes.itemsize < sizes.sum_itemsize,
@@ -103,7 +83,7 @@ def row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
 class _Ledger:
     """What is held now, by name, and what was held when it was most."""
 
-    def __init__(self, plan: Plan, sizes: Sizes, terms: Terms, traits: Traits) -> None:
+    def __init__(self, plan: Plan, sizes: Sizes, terms: steps.Terms, traits: Traits) -> None:
         self.plan, self.sizes, self.terms, self.traits = plan, sizes, terms, traits
         self.held: dict[str, int] = {}
         self.now = self.largest = 0
@@ -160,7 +140,7 @@ class _Ledger:
 
     # One method for each step.
 
-    def deal(self, step: Deal) -> None:
+    def deal(self, step: steps.Deal) -> None:
         """Copies of the parts that leave, those that come, and the tensor that is made of them."""
         own, dealt = self.tensor(step.name, is_dealt=False), self.tensor(step.name)
         leaves, comes = (own, dealt) if step.to_heads else (dealt, own)
@@ -171,31 +151,31 @@ class _Ledger:
         if not step.to_heads:
             self.let_go(step.name)
 
-    def pack(self, step: Pack) -> None:
+    def pack(self, step: steps.Pack) -> None:
         self.hold(step.name, step.size * self.sizes.unit * self.sizes.itemsize)
 
-    def take(self, step: Take) -> None:
+    def take(self, step: steps.Take) -> None:
         itemsize = self.sizes.sum_itemsize if step.is_sum else self.sizes.itemsize
         self.hold(step.name, step.size * self.sizes.unit * itemsize)
 
-    def free(self, step: Free) -> None:
+    def free(self, step: steps.Free) -> None:
         for name in step.names:
             self.let_go(name)
 
-    def start(self, step: Start) -> None:
+    def start(self, step: steps.Start) -> None:
         self.hold(step.name, self.summed(self.tensor(step.name)))
         if step.name == "out":
             self.hold("lse", self.wide(self.tensor("lse")))
 
-    def prepare(self, step: Prepare) -> None:
+    def prepare(self, step: steps.Prepare) -> None:
         self.hold("delta", self.tensor("delta"))
 
-    def copy(self, step: Copy) -> None:
+    def copy(self, step: steps.Copy) -> None:
         entries, rows = self.sizes.batch if step.entry is None else 1, step.rows
         num_rows = entries * rows.segments * len(rows.heads) * rows.num_rows
-        self.hold(packed(step.name), num_rows * self.sizes.head_dim * self.sizes.itemsize)
+        self.hold(steps.packed(step.name), num_rows * self.sizes.head_dim * self.sizes.itemsize)
 
-    def compute(self, step: Compute) -> None:
+    def compute(self, step: steps.Compute) -> None:
         if not self.terms.in_place:
             query, key, width = step.tile.query, step.tile.key, self.sizes.head_dim * self.sizes.itemsize
             segments = query.segments * (self.sizes.batch if step.entry is None else 1)
@@ -208,7 +188,7 @@ class _Ledger:
             self.hold("results of one tile", sum(self.results.values()))
         self.pass_by("kernel scratch", self.traits.scratch(step, self.sizes, self.plan.num_heads))
 
-    def merge(self, step: Merge) -> None:
+    def merge(self, step: steps.Merge) -> None:
         out, lse = self.results["out"], self.results["lse"]
         if step.how == "adopt":
             self.hold("results of one tile", lse)
@@ -222,7 +202,7 @@ class _Ledger:
             self.pass_by("merging", self.wide(lse) + max(copy + cast, self.wide(lse) + 2 * copy))
         self.let_go("results of one tile")
 
-    def add(self, step: Add) -> None:
+    def add(self, step: steps.Add) -> None:
         part = self.results[step.name]
         if step.how == "add" and self.terms.widens:
             self.pass_by("adding", self.summed(part))
@@ -231,20 +211,21 @@ class _Ledger:
         if step.how == "adopt":
             self.hold(step.name, part)
 
-    def finish(self, step: Finish) -> None:
+    def finish(self, step: steps.Finish) -> None:
         if step.name == "lse" or self.terms.widens:
             self.pass_by("result in its dtype", self.tensor(step.name))
         self.hold(step.name, self.tensor(step.name))
 
-    def whole(self, step: Whole) -> None:
+    def whole(self, step: steps.Whole) -> None:
         for name in ("out", "lse") if step.stage == "forward" else ("delta", "dq", "dk", "dv"):
             self.hold(name, self.tensor(name))
 
-    def nothing(self, step: Step) -> None:
+    def nothing(self, step: steps.Step) -> None:
         """Moves or writes what is there."""
 
     carry: ClassVar[dict[type, Callable[["_Ledger", Any], None]]] = {
-        Deal: deal, Pack: pack, Take: take, Free: free, Start: start, Prepare: prepare, Copy: copy,
-        Compute: compute, Merge: merge, Add: add, Finish: finish, Whole: whole,
-        Post: nothing, Wait: nothing, Zero: nothing, Home: nothing,
+        steps.Deal: deal, steps.Pack: pack, steps.Take: take, steps.Free: free, steps.Start: start,
+        steps.Prepare: prepare, steps.Copy: copy, steps.Compute: compute, steps.Merge: merge, steps.Add: add,
+        steps.Finish: finish, steps.Whole: whole,
+        steps.Post: nothing, steps.Wait: nothing, steps.Zero: nothing, steps.Home: nothing,
     }  # fmt: skip

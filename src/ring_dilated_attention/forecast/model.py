@@ -22,6 +22,8 @@ The gradient of a matrix is computed apart from the one that is kept (DDP's buck
 then added to it; the head's is summed over chunks first.
 """
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
@@ -30,7 +32,6 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 from ..plan.counts import pairs
 from ..plan.sizes import Sizes, Traits
-from .advice import advice
 from .call import Figures, Time, Way, forecast
 from .clock import Hardware
 from .compare import Call
@@ -118,6 +119,11 @@ class ModelJob:
         """One layer's attention."""
         heads = self.shape.num_heads, self.shape.num_kv_heads
         return Call(self.pattern, self.seq_len, self.mesh.sequence, *heads, self.sizes)
+
+    @property
+    def tokens(self) -> int:
+        """Of one step, over all ranks."""
+        return self.batch * self.mesh.data * self.seq_len
 
     @property
     def rows(self) -> int:
@@ -261,84 +267,62 @@ def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts
     return StepParts(products / hardware.flops_per_second, layers, sum_seconds)
 
 
-def attention_advice(job: ModelJob, hardware: Hardware) -> str | None:
-    """What `advice` says of one layer's attention."""
-
-    def again(pattern: DilatedPattern) -> Time | None:
-        return attention_of(replace(job, pattern=pattern), hardware=hardware).time
-
-    if job.mesh.sequence == 1:
-        return None
-    found = attention_of(job, hardware=hardware)
-    return advice(job.call.job(job.sharding), Way(), job.sizes, found, again)
-
-
 def flops_of_step(job: ModelJob) -> int:
     """Useful ones, of all ranks: 6 for each entry of a matrix and position, 14 D for each pair."""
-    shape, tokens = job.shape, job.batch * job.mesh.data * job.seq_len
+    shape = job.shape
     matrices = shape.num_layers * shape.block_matrices + shape.vocab_size * shape.embed_dim
     attention = 14 * shape.head_dim * pairs(job.pattern, job.seq_len, shape.num_heads) * job.batch * job.mesh.data
-    return 6 * tokens * matrices + shape.num_layers * attention
+    return 6 * job.tokens * matrices + shape.num_layers * attention
 
 
 def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> int:
     """Positions at which memory suffices, at least the job's own if those do; 0 if not even one for each rank fits.
     Longer sequences hold more, so halving finds it, to SEARCHED_TO of the length."""
-    found = _longest_sequence(job, activations, None, num_bytes)  # at once, and mostly the answer
-    if not found or fits(replace(job, seq_len=found), activations, traits, num_bytes):
-        return found
-    return _longest_sequence(job, activations, traits, num_bytes)
 
+    def longest(suffices: Callable[[ModelJob], bool]) -> ModelJob | None:
+        ranks = job.mesh.sequence
+        least, most = 0, job.seq_len
+        while most < LONGEST * ranks and suffices(replace(job, seq_len=most)):
+            least, most = most, 2 * most
+        while most - least > max(ranks, least * SEARCHED_TO):
+            middle = max((least + most) // 2, least + ranks) // ranks * ranks
+            least, most = (middle, most) if suffices(replace(job, seq_len=middle)) else (least, middle)
+        return replace(job, seq_len=least) if least else None
 
-def _longest_sequence(job: ModelJob, activations: str, traits: Traits | None, num_bytes: int) -> int:
-    ranks = job.mesh.sequence
-
-    def suffices(seq_len: int) -> bool:
-        return fits(replace(job, seq_len=seq_len), activations, traits, num_bytes)
-
-    least, most = 0, job.seq_len
-    while most < LONGEST * ranks and suffices(most):
-        least, most = most, 2 * most
-    while not least:
-        half = most // 2 // ranks * ranks
-        if not half:
-            return 0
-        least, most = (half, most) if suffices(half) else (0, half)
-    while most - least > max(ranks, least * SEARCHED_TO):
-        middle = (least + most) // 2 // ranks * ranks
-        least, most = (middle, most) if suffices(middle) else (least, middle)
-    return least
+    found = _fitting(longest, activations, traits, num_bytes)
+    return 0 if found is None else found.seq_len
 
 
 def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> Mesh | None:
     """The fewest sequence-parallel ranks on which the length fits, up to MOST_RANKS, and never more than the job's if
     those do; None if none do. Data parallel ranks and the cut of the states stay; a cut over all ranks goes on being
     one. More ranks hold less each, so halving finds it."""
-    found = _smallest_mesh(job, activations, None, num_bytes)  # as in longest_sequence
-    if found is None or fits(replace(job, mesh=found), activations, traits, num_bytes):
-        return found
-    return _smallest_mesh(job, activations, traits, num_bytes)
-
-
-def _smallest_mesh(job: ModelJob, activations: str, traits: Traits | None, num_bytes: int) -> Mesh | None:
     mesh = job.mesh
     is_over_all = mesh.shards == mesh.num_ranks > 1
     unit = 1 if is_over_all else mesh.shards // gcd(mesh.shards, mesh.data)  # the cut has to divide all ranks
 
-    def of(count: int) -> Mesh:
+    def of(count: int) -> ModelJob:
         ranks = count * unit
-        return Mesh(mesh.data, ranks, mesh.data * ranks if is_over_all else mesh.shards)
+        return replace(job, mesh=Mesh(mesh.data, ranks, mesh.data * ranks if is_over_all else mesh.shards))
 
-    def suffices(count: int) -> bool:
-        return fits(replace(job, mesh=of(count)), activations, traits, num_bytes)
+    def smallest(suffices: Callable[[ModelJob], bool]) -> ModelJob | None:
+        counts = range(1, min(MOST_RANKS, job.seq_len) // unit + 1)
+        own = mesh.sequence // unit
+        if suffices(of(own)):
+            counts = range(1, own + 1)
+        index = bisect_left(counts, True, key=lambda count: suffices(of(count)))
+        return of(counts[index]) if index < len(counts) else None
 
-    most = mesh.sequence // unit
-    if not suffices(most):
-        most = min(MOST_RANKS, job.seq_len) // unit
-        if not most or not suffices(most):
-            return None
-    least = 0
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (least, middle) if suffices(middle) else (middle, most)
-    return of(most)
+    found = _fitting(smallest, activations, traits, num_bytes)
+    return None if found is None else found.mesh
+
+
+def _fitting(
+    search: Callable[[Callable[[ModelJob], bool]], ModelJob | None], activations: str, traits: Traits, num_bytes: int
+) -> ModelJob | None:
+    """What a search finds. It runs without the attention's moment first, which takes no time and is mostly the
+    answer."""
+    found = search(lambda job: fits(job, activations, None, num_bytes))
+    if found is None or fits(found, activations, traits, num_bytes):
+        return found
+    return search(lambda job: fits(job, activations, traits, num_bytes))

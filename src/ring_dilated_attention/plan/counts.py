@@ -26,11 +26,13 @@ class Share(NamedTuple):
     """What a rank computes and receives of a segment that it does not own as a whole.
 
     place: the branch, and the position at which the segment starts.
+    starts: of its pieces of the segment, counted from there.
     rows: its own rows of keys and values, by the chunks in which they may travel, in units of B * D elements.
     received: those of others, in the same units.
     """
 
     place: tuple[int, int]
+    starts: tuple[int, ...]
     pairs: int
     rows: tuple[int, ...]
     received: int
@@ -135,7 +137,8 @@ class Counter:
         own = [2 * rows for rows in keys.own(pieces)]
         # If causal, others need a later piece at other hops, so that it is a chunk by itself.
         rows = tuple(own) if is_causal else (sum(own),)
-        return Share((branch, origin), pairs, rows, 2 * keys.foreign(pieces, length, is_causal=is_causal))
+        starts = tuple(start for start, _ in pieces)
+        return Share((branch, origin), starts, pairs, rows, 2 * keys.foreign(pieces, length, is_causal=is_causal))
 
 
 class Segment(NamedTuple):
@@ -178,7 +181,7 @@ def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> 
     segments: dict[tuple[int, int], Segment] = {}
     for rank in range(counter.job.num_ranks):
         ranks.append(counter.of(rank))
-        for place, _, rows, received in ranks[-1].shares:
+        for place, _, _, rows, received in ranks[-1].shares:
             sharers, largest, total = segments.get(place, Segment(0, (), 0))
             largest = tuple(map(max, zip_longest(largest, rows, fillvalue=0)))
             segments[place] = Segment(sharers + any(rows), largest, total + received)

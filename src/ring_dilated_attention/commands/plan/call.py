@@ -2,36 +2,25 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...forecast.advice import advice
-from ...forecast.call import MOST_PLANNED, Counted, Figures, Time, Way, all_plans, count, exposed_of, forecast, step_of
-from ...forecast.clock import StepTime
-from ...forecast.ledger import attention_memory
+from ...forecast.call import MOST_PLANNED, Counted, Way, count, forecast
+from ...forecast.compare import Call
 from ...kernels.traits import TRAITS
-from ...pattern import DilatedPattern
 from ...plan.exchange import EXCHANGES, Choice, choice_by
 from ...plan.job import Job
-from ...plan.sharding import SHARDINGS, default_lengths, make_shards
-from ...plan.sizes import Sizes
+from ...plan.sharding import SHARDINGS
+from ...plan.sizes import Sizes, Traits
 from ..hardware import Machine, machine_for
 from ..hardware import add_options as add_hardware_options
-from ..limits import check_ranks_fit
 from ..numbers import count as whole_number
 from ..output import progress_bar, wrapped
 from . import report
 from .figures import check_picture, draw
-from .options import (
-    add_call,
-    add_head_dim,
-    answered,
-    check_shards,
-    complete,
-    documents_of,
-    pattern_of,
-    sizes_of,
-)
+from .options import add_call, add_head_dim, answered, call_of, check_shards, documents_of
 
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi --dilation-rates 1 16 256
@@ -93,121 +82,74 @@ def run(arguments: argparse.Namespace) -> int:
     return answered(lambda: answer(arguments))
 
 
-class Asked(NamedTuple):
-    """An attention call, and what is asked about it. asked_for: the exchange, or "auto"."""
-
-    job: Job
-    sharding: str
-    asked_for: str
-    sizes: Sizes
-    kernel: str
-    machine: Machine | None
-
-    def with_sharding(self, sharding: str) -> Job:
-        """The same over near-equal shards."""
-        lengths = default_lengths(sharding, self.job.seq_len, self.job.num_ranks)
-        return self.job._replace(shards=make_shards(sharding, lengths))
-
-
 def answer(arguments: argparse.Namespace) -> None:
     """Print what is asked.
 
     Raises:
         ValueError: for a call that cannot be.
     """
-    asked = asked_of(arguments)
+    call, machine = call_of(arguments), machine_for(arguments)
+    job = job_of(call, arguments)
     if arguments.picture is not None:
         check_picture(arguments.picture)
-    found = figures(asked)
+    with progress_bar(job.num_ranks * len(SHARDINGS), "rank", delay=2) as bar:
+        counted, choice = counted_of(job, call.sizes, arguments.exchange, bar.update)
+        found = figures(counted, call.sizes, TRAITS[arguments.kernel], machine)
+        found["exchange"] = choice._asdict()
+        found["shardings"] = compared(call, counted, machine, bar.update) if job.num_ranks > 1 else []
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
         lengths = arguments.documents or [arguments.seq_len]
-        print(wrapped(asked.job.pattern.explain(arguments.heads, lengths)))
-        print(report.text(found, asked.machine))
+        print(wrapped(job.pattern.explain(arguments.heads, lengths)))
+        print(report.text(found, machine))
     if arguments.picture is not None:
-        draw(arguments.picture, asked.job, found["exchange"]["exchange"])
+        draw(arguments.picture, job, choice.exchange)
 
 
-def asked_of(arguments: argparse.Namespace) -> Asked:
-    complete(arguments)
-    arguments.ranks = 1 if arguments.ranks is None else arguments.ranks
-    pattern, machine = pattern_of(arguments), machine_for(arguments)
-    check_ranks_fit(arguments.ranks, arguments.seq_len)
+def job_of(call: Call, arguments: argparse.Namespace) -> Job:
     documents = documents_of(arguments)
     if arguments.sharding == "zigzag" and arguments.align != 1:
         raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
-    lengths = default_lengths(arguments.sharding, arguments.seq_len, arguments.ranks, arguments.align)
-    shards = make_shards(arguments.sharding, lengths)
-    check_shards(shards, arguments.align)
-    job = Job(pattern, shards, arguments.heads, arguments.kv_heads, documents)
-    sizes, kernel = sizes_of(arguments), arguments.kernel
-    return Asked(job, arguments.sharding, arguments.exchange, sizes, kernel, machine)
+    job = call.job(arguments.sharding, align=arguments.align)._replace(documents=documents)
+    check_shards(job.shards, arguments.align)
+    return job
 
 
-def figures(asked: Asked) -> dict[str, Any]:
-    """All that is printed, as JSON has it."""
-    job, hardware = asked.job, None if asked.machine is None else asked.machine.hardware
-    with progress_bar(job.num_ranks * len(SHARDINGS), "rank", delay=2) as bar:
-        counted, choice = counted_of(asked, bar.update)
-        if job.num_ranks <= MOST_PLANNED:
-            found, said = _each_rank(asked, counted)
-        else:
-            traits = TRAITS[asked.kernel]
-            said = forecast(job, counted.way, asked.sizes, traits=traits, hardware=hardware, counted=counted)
-            found = report.of_many(said, job, asked.sizes)
-        shardings = compared(asked, counted, bar.update) if job.num_ranks > 1 else []
-    found |= {"exchange": choice._asdict(), "shardings": [row._asdict() for row in shardings]}
+def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object]) -> tuple[Counted, Choice]:
+    """All ranks, counted, and the exchange that was asked for or that a call would choose."""
+    choice = Choice(asked_for, "asked for")
+    if job.num_ranks == 1:
+        return count(job, Way(), step), Choice("none", "one rank: nothing to send")
+    if asked_for == "auto":
+        ring = count(job, Way(), step)
+        choice = choice_by(ring.rings[0].counted, job, sizes)
+        if choice.exchange != "all_to_all":
+            return ring._replace(way=Way(choice.exchange)), choice
+    return count(job, Way(choice.exchange), step), choice
+
+
+def figures(counted: Counted, sizes: Sizes, traits: Traits, machine: Machine | None) -> dict[str, Any]:
+    """What is known of the ranks that were counted, as JSON has it."""
+    job, way, hardware = counted.job, counted.way, None if machine is None else machine.hardware
+    said = forecast(job, way, sizes, traits=traits, hardware=hardware, counted=counted)
+    found = report.of_each(said, sizes) if said.is_planned else report.of_many(said, job.num_ranks, sizes)
     if hardware is not None:
-        found["advice"] = advised(asked, counted.way, said)
+        if said.step is not None:
+            found["model"] = report.model_json(said.step, hardware)
+        found["advice"] = advice(job, way, sizes, said, hardware)
     return found
 
 
-def counted_of(asked: Asked, step: Any) -> tuple[Counted, Choice]:
-    """All ranks, counted, and the exchange that was asked for or that a call would choose."""
-    if asked.asked_for == "auto" and asked.job.num_ranks > 1:
-        ring = count(asked.job, Way(), step)
-        choice = choice_by(ring.rings[0].counted, asked.job, asked.sizes)
-        if choice.exchange != "all_to_all":
-            return ring._replace(way=Way(choice.exchange)), choice
-    elif asked.job.num_ranks == 1:
-        return count(asked.job, Way(), step), Choice("none", "one rank: nothing to send")
-    else:
-        choice = Choice(asked.asked_for, "asked for")
-    return count(asked.job, Way(choice.exchange), step), choice
-
-
-def _each_rank(asked: Asked, counted: Counted) -> tuple[dict[str, Any], Figures]:
-    """By the plans of all ranks."""
-    plans = all_plans(asked.job, counted.way)
-    memories = [attention_memory(x.plan, asked.sizes, TRAITS[asked.kernel], x.dealing) for x in plans]
-    rows = report.rank_rows(plans, memories, asked.sizes)
-    figures = forecast(asked.job, counted.way, asked.sizes, counted=counted)
-    found = report.of_each(rows, memories, figures, asked.sizes, is_dealt=counted.way.is_dealt)
-    if asked.machine is not None:
-        step: StepTime = step_of(plans, asked.sizes, asked.machine.hardware)
-        found["model"] = report.model_json(step, asked.machine.hardware)
-        figures = figures._replace(time=Time(step.step_seconds), exposed=exposed_of(step))
-    return found, figures
-
-
-def advised(asked: Asked, way: Way, said: Figures) -> str | None:
-    assert asked.machine is not None
-    hardware = asked.machine.hardware
-
-    def again(pattern: DilatedPattern) -> Time | None:
-        return forecast(asked.job._replace(pattern=pattern), way, asked.sizes, hardware=hardware).time
-
-    return advice(asked.job, way, asked.sizes, said, again)
-
-
-def compared(asked: Asked, counted: Counted, step: Any) -> list[report.ShardingRow]:
+def compared(call: Call, counted: Counted, machine: Machine | None, step: Callable[[], object]) -> list[dict[str, Any]]:
     """Every sharding of the same sequence: none is always better (zigzag is not for causal w = 0.6 n on 4 ranks)."""
-    hardware, found = None if asked.machine is None else asked.machine.hardware, []
+    hardware, found = None if machine is None else machine.hardware, []
     for sharding in SHARDINGS:
-        job = asked.with_sharding(sharding)
-        same = counted if job == asked.job else None
-        row = forecast(job, counted.way, asked.sizes, hardware=hardware, counted=same, step=step)
-        seconds = None if row.time is None else row.time.seconds
-        found.append(report.ShardingRow(sharding, row.balance, row.sent_bytes, seconds))
+        job = call.job(sharding)._replace(documents=counted.job.documents)
+        same = counted if job == counted.job else None
+        row = forecast(job, counted.way, call.sizes, hardware=hardware, counted=same, step=step)
+        seconds = None if row.time is None else row.seconds
+        found.append(
+            {"sharding": sharding, "balance": row.balance, "sent_bytes": row.sent_bytes, "step_seconds": seconds}
+        )
     return found

@@ -4,18 +4,17 @@ import argparse
 import json
 from typing import Any
 
+from ...forecast.advice import advice
 from ...forecast.call import MOST_PLANNED
-from ...forecast.clock import Hardware, time_text
-from ...forecast.compare import Alternative, Call, advice_on, alternatives, recommended, ways_of
+from ...forecast.clock import time_text
+from ...forecast.compare import Alternative, alternatives, recommended, ways_of
 from ...forecast.large import ERRORS_TEXT
 from ...kernels.traits import TRAITS
-from ...plan.sizes import Traits
 from ..hardware import add_options as add_hardware_options
 from ..hardware import described, machine_for
-from ..limits import check_ranks_fit
 from ..numbers import count
 from ..output import aligned, progress_bar, wrapped
-from .options import add_call, add_head_dim, answered, complete, pattern_of, sizes_of
+from .options import add_call, add_head_dim, answered, call_of
 
 EXAMPLES = f"""examples:
   rda plan compare --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 128Ki 1Mi --dilation-rates 1 16 64 --causal \\
@@ -45,48 +44,37 @@ def answer(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: for a call that cannot be, or without the rates of a machine.
     """
-    complete(arguments)
-    arguments.ranks = 1 if arguments.ranks is None else arguments.ranks
-    pattern, machine = pattern_of(arguments), machine_for(arguments)
-    check_ranks_fit(arguments.ranks, arguments.seq_len)
+    call, machine = call_of(arguments), machine_for(arguments)
     if machine is None:
         raise ValueError("rda plan compare compares times: give --hardware, or --flops and --bandwidth")
-    heads = arguments.heads, arguments.kv_heads
-    call = Call(pattern, arguments.seq_len, arguments.ranks, *heads, sizes_of(arguments))
-    memory = arguments.memory or machine.memory_bytes
-    found = found_for(call, machine.hardware, machine.source, TRAITS[arguments.kernel], memory)
-    print(json.dumps(found, indent=1) if arguments.json else text(found))
-
-
-def found_for(
-    call: Call, hardware: Hardware, source: str, traits: Traits, memory_bytes: int | None = None
-) -> dict[str, Any]:
-    """Rows, recommendation and advice, as JSON has them."""
+    hardware, said = machine.hardware, None
     with progress_bar(len(ways_of(call)) * call.num_ranks, "rank", delay=2) as bar:
-        rows = alternatives(call, hardware, traits, bar.update)
-        best, reason = recommended(rows, memory_bytes)
-        said = None if best is None else advice_on(call, best, hardware)
-    return {
-        "assumed": described(hardware, source),
+        rows = alternatives(call, hardware, TRAITS[arguments.kernel], bar.update)
+        best, reason = recommended(rows, arguments.memory or machine.memory_bytes)
+        if best is not None:
+            job = call.job(best.sharding, best.way.inner)
+            said = advice(job, best.way, call.sizes, best.known, hardware)
+    found = {
+        "assumed": described(hardware, machine.source),
         "num_ranks": call.num_ranks,
         "alternatives": [_as_json(row) for row in rows],
         "recommended": None if best is None else _as_json(best),
         "reason": reason,
         "advice": said,
     }
+    print(json.dumps(found, indent=1) if arguments.json else text(found))
 
 
 def _as_json(row: Alternative) -> dict[str, Any]:
     named = {"function": row.function, **row.way._asdict(), "sharding": row.sharding, "name": row.name}
-    if row.figures is None:
+    if row.why_not:
         return named | {"why_not": row.why_not}
-    found = row.figures
-    assert found.peak is not None
+    found = row.known
     return named | {
         "balance": found.balance,
         "sent_bytes": found.sent_bytes,
-        "peak_bytes": found.peak.num_bytes,
-        "step_seconds": None if found.time is None else found.time.seconds,
+        "peak_bytes": found.peak_bytes,
+        "step_seconds": None if found.time is None else found.seconds,
         "exposed": None if found.time is None else found.exposed,
         "is_planned": found.is_planned,
         "why_not": "",
@@ -94,38 +82,24 @@ def _as_json(row: Alternative) -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    step, *moved = ("step", "sent,\nMB", "peak,\nMB")
-    if found["num_ranks"] > MOST_PLANNED:
-        step, *moved = ("step,\nabout", "received,\nMB", "peak, MB,\nabout")
-    headers = ("function", "exchange", "sharding", step, "waits", "balance", *moved)
-    rows: list[tuple[str, ...]] = []
-    impossible: list[str] = []
-    for row in found["alternatives"]:
-        if row["why_not"]:
-            impossible.append(f"{row['name']}: {row['why_not']}")
-            continue
-        rows.append((row["function"], row["name"], row["sharding"], *_numbers(row)))
-    lines = [wrapped(found["assumed"]), "", _texts_left(headers, rows)]
-    lines += [wrapped(f"left out: {line}") for line in dict.fromkeys(impossible)]
-    lines += [wrapped(ERRORS_TEXT)] if found["num_ranks"] > MOST_PLANNED else []
+    is_about = found["num_ranks"] > MOST_PLANNED
+    headers = ("function", "exchange", "sharding", "step", "waits", "balance", "sent,\nMB", "peak,\nMB")
+    if is_about:
+        headers = (*headers[:3], "step,\nabout", *headers[4:6], "received,\nMB", "peak, MB,\nabout")
+    ways = [row for row in found["alternatives"] if not row["why_not"]]
+    rows = [(row["function"], row["name"], row["sharding"], *_numbers(row)) for row in ways]
+    left_out = dict.fromkeys(f"{row['name']}: {row['why_not']}" for row in found["alternatives"] if row["why_not"])
     best = found["recommended"]
     name = "" if best is None else f"{best['name']}, {best['sharding']} shards: "
+    lines = [wrapped(found["assumed"]), "", aligned(headers, rows, num_left=3)]
+    lines += [wrapped(f"left out: {line}") for line in left_out]
+    lines += [wrapped(ERRORS_TEXT)] if is_about else []
     lines += ["", wrapped(f"recommended: {name}{found['reason']}")]
     return "\n".join(lines + ([wrapped(found["advice"])] if found["advice"] else []))
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, ...]:
-    sizes = f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['peak_bytes'] / 1e6:,.1f}"
-    if row["step_seconds"] is None:
-        return "no time", "", f"{row['balance']:.1%}", *sizes
-    return time_text(row["step_seconds"]), f"{row['exposed']:.0%}", f"{row['balance']:.1%}", *sizes
-
-
-def _texts_left(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """The first three columns are words: padded, so that they stand to the left like the first."""
-    widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(3)]
-
-    def padded(row: tuple[str, ...]) -> tuple[str, ...]:
-        return ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), *row[3:])
-
-    return aligned(padded(headers), [padded(row) for row in rows])
+    time = ("no time", "")
+    if row["step_seconds"] is not None:
+        time = time_text(row["step_seconds"]), f"{row['exposed']:.0%}"
+    return *time, f"{row['balance']:.1%}", f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['peak_bytes'] / 1e6:,.1f}"

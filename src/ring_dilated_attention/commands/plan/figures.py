@@ -51,8 +51,7 @@ def draw(path: Path, job: Job, exchange: str = "ring") -> None:
     branches = count(job, Way()).branches
     pictures = {files[0]: _pattern_or_sketch(job, branches, exchange)}
     if why is None:
-        plans = [make_plan(job, rank) for rank in range(job.num_ranks)]
-        pictures[files[1]] = draw_ring(job.shards, plans, branches)
+        pictures[files[1]] = draw_ring(job, branches)
     _save(pictures)
     print(*pictures, sep="\n", file=sys.stderr)
     if why is not None:
@@ -156,14 +155,9 @@ def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figu
         Patch(color=BRANCH_COLOURS[i % len(BRANCH_COLOURS)], label=f"segments of {w}, rate {r}")
         for i, (w, r) in enumerate(pattern.branches)
     ]
-    dot: dict[str, Any] = {
-        "linestyle": "none",
-        "marker": "o",
-        "markersize": 4,
-        "markeredgecolor": INK,
-        "markerfacecolor": "white",
-    }
-    entries.append(Line2D([], [], label="each dot: one more branch has the pair", **dot))
+    dot = Line2D([], [], ls="none", marker="o", markersize=4, markeredgecolor=INK, markerfacecolor="white")
+    dot.set_label("each dot: one more branch has the pair")
+    entries.append(dot)
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
     figure.suptitle(f"Which keys a query sees{', causal' if pattern.is_causal else ''}", fontsize=11)
     return figure
@@ -187,20 +181,20 @@ def _draw_head(axes: "Axes", pattern: DilatedPattern, seq_len: int, num_heads: i
         for k in range(len(cells[i][j]) - 1)
     ]
     axes.scatter([x for x, _ in dots], [y for _, y in dots], s=100 / seq_len, c="white", linewidths=0, zorder=3)
-    axes.set_xticks([x - 0.5 for x in range(1, seq_len)], minor=True)
-    axes.set_yticks([x - 0.5 for x in range(1, seq_len)], minor=True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks([x - 0.5 for x in range(1, seq_len)], minor=True)
+        axis.set_ticks(range(0, seq_len, max(1, seq_len // 4)))
     axes.grid(which="minor", color="white", linewidth=0.5)
     axes.tick_params(which="both", length=0, labelsize=7)
-    axes.set_xticks(range(0, seq_len, max(1, seq_len // 4)))
-    axes.set_yticks(range(0, seq_len, max(1, seq_len // 4)))
     axes.spines[:].set_visible(False)
     phases = [pattern.phase_of(i, head, num_heads) for i in range(len(pattern.branches))]
     axes.set_title(f"head {head}: phases {', '.join('none' if p is None else str(p) for p in phases)}", fontsize=9)
     axes.set_xlabel("key")
 
 
-def draw_ring(shards: Sequence[Shard], plans: Sequence[Plan], shares: Sequence[BranchShare]) -> "Figure":
+def draw_ring(job: Job, shares: Sequence[BranchShare]) -> "Figure":
     """Above, who owns which positions and what travels; below, hop by hop, what each rank computes and sends."""
+    shards, plans = job.shards, [make_plan(job, rank) for rank in range(job.num_ranks)]
     num_hops = max(len(plan.hops) for plan in plans)
     heights = [0.75 + 0.27 * len(shares), 0.75 * (num_hops + 1)]
     figure = _figure(1.6 * len(shards) + 3, sum(heights) + 0.5)
@@ -216,21 +210,17 @@ def draw_ring(shards: Sequence[Shard], plans: Sequence[Plan], shares: Sequence[B
 def _draw_shards(axes: "Axes", shards: Sequence[Shard], plans: Sequence[Plan]) -> None:
     seq_len = sum(map(shard_length, shards))
     width = len(shards) / seq_len  # of a position; the strip is as wide as the columns of ranks below
-
+    is_short = seq_len <= MOST_POSITIONS
     for rank, (shard, plan) in enumerate(zip(shards, plans, strict=True)):
-        colour = RANK_COLOURS[rank]
-        if seq_len <= MOST_POSITIONS:
-            positions = [t for span in shard for t in range(span.start, span.stop)]
-            travelling = {positions[row] for row in _packed_rows(plan, head=0)}
-            for t in positions:
-                _draw_position(axes, t * width - 0.5, width, colour, is_filled=t in travelling)
-        for span in shard:
-            if seq_len > MOST_POSITIONS:
-                _draw_position(axes, span.start * width - 0.5, (span.stop - span.start) * width, colour, is_filled=True)
-            middle = (span.start + span.stop) / 2 * width - 0.5
-            axes.text(middle, 1.3, f"rank {rank}", ha="center", fontsize=9, color=INK)
-    is_drawn = seq_len <= MOST_POSITIONS
-    _label(axes, 0.5, "positions; filled: rows\nof head 0 that travel" if is_drawn else f"{seq_len:,} positions")
+        positions = [t for span in shard for t in range(span.start, span.stop)] if is_short else []
+        travelling = {positions[row] for row in _packed_rows(plan, head=0)} if is_short else set()
+        for t in positions:
+            _draw_position(axes, t * width - 0.5, width, RANK_COLOURS[rank], is_filled=t in travelling)
+        for start, stop in shard:
+            if not is_short:
+                _draw_position(axes, start * width - 0.5, (stop - start) * width, RANK_COLOURS[rank], is_filled=True)
+            axes.text((start + stop) / 2 * width - 0.5, 1.3, f"rank {rank}", ha="center", fontsize=9, color=INK)
+    _label(axes, 0.5, "positions; filled: rows\nof head 0 that travel" if is_short else f"{seq_len:,} positions")
 
 
 def _draw_branches(axes: "Axes", shards: Sequence[Shard], shares: Sequence[BranchShare]) -> None:
@@ -239,9 +229,7 @@ def _draw_branches(axes: "Axes", shards: Sequence[Shard], shares: Sequence[Branc
     width = len(shards) / seq_len
     for branch, share in enumerate(shares):
         y, w = -0.7 - 0.8 * branch, share.segment_length
-        style: dict[str, Any] = (
-            {"color": INK, "linewidth": 2.4} if share.travels else {"color": FAINT, "linewidth": 1.2}
-        )
+        style: dict[str, Any] = {"color": INK if share.travels else FAINT, "linewidth": 2.4 if share.travels else 1.2}
         if seq_len <= MOST_SEGMENTS * w:
             gap = 0.12 if seq_len <= MOST_POSITIONS else 0.004 * seq_len
             for start in range(0, seq_len, w):
@@ -251,8 +239,7 @@ def _draw_branches(axes: "Axes", shards: Sequence[Shard], shares: Sequence[Branc
         else:
             axes.plot([-0.5, len(shards) - 0.5], [y, y], linestyle=(0, (1, 1)), **style)
         what = f"travel ({share.num_sharing} ranks)" if share.travels else "stay"
-        shown = min(w, seq_len)
-        _label(axes, y, f"segments of {shown:,}, rate {share.dilation_rate:,}: {what}")
+        _label(axes, y, f"segments of {min(w, seq_len):,}, rate {share.dilation_rate:,}: {what}")
     axes.set_ylim(-0.3 - 0.8 * len(shares), 2)
     axes.axis("off")
 
@@ -286,9 +273,8 @@ def _draw_hops(axes: "Axes", plans: Sequence[Plan], num_hops: int) -> None:
         y = -0.75 * moment
         for rank, plan in enumerate(plans):
             sources = [rank] if moment == 0 else _owners(_hop(plan, moment - 1))
-            box = FancyBboxPatch(
-                (rank - 0.31, y - 0.27), 0.62, 0.54, boxstyle="round,pad=0,rounding_size=0.06", linewidth=1
-            )
+            shape = "round,pad=0,rounding_size=0.06"
+            box = FancyBboxPatch((rank - 0.31, y - 0.27), 0.62, 0.54, boxstyle=shape, linewidth=1)
             box.set(facecolor="white" if sources else EMPTY, edgecolor=RANK_COLOURS[rank])
             axes.add_patch(box)
             _draw_work(axes, rank, y, sources, is_local=moment == 0)
@@ -314,9 +300,8 @@ def _draw_work(axes: "Axes", rank: int, y: float, sources: Sequence[int], *, is_
     if not sources:
         axes.text(rank, y, "idle", ha="center", va="center", fontsize=8, color=FAINT)
         return
-    text = (
-        f"queries of {rank}\n× own keys" if is_local else f"queries of {rank}\n× keys of {', '.join(map(str, sources))}"
-    )
+    keys = "own keys" if is_local else f"keys of {', '.join(map(str, sources))}"
+    text = f"queries of {rank}\n× {keys}"
     axes.text(rank + 0.06, y, text, ha="center", va="center", fontsize=8, color=INK)
     for i, source in enumerate(sources):
         height = 0.4 / len(sources)
@@ -327,13 +312,7 @@ def _draw_work(axes: "Axes", rank: int, y: float, sources: Sequence[int], *, is_
 def _draw_message(axes: "Axes", rank: int, message: Message, y: float, num_ranks: int) -> None:
     """An arrow in the colour of the chunk's owner. Between the two ends of the ring it leaves at one side and comes in
     at the other."""
-    arrow: dict[str, Any] = {
-        "arrowstyle": "-|>",
-        "color": RANK_COLOURS[message.owner],
-        "linewidth": 2,
-        "shrinkA": 0,
-        "shrinkB": 0,
-    }
+    arrow = dict(arrowstyle="-|>", color=RANK_COLOURS[message.owner], linewidth=2, shrinkA=0, shrinkB=0)
     style: dict[str, Any] = {"arrowprops": arrow, "annotation_clip": False}
     if message.peer == rank + 1:
         axes.annotate("", xy=(rank + 0.68, y), xytext=(rank + 0.32, y), **style)
@@ -359,13 +338,10 @@ def draw_readme(folder: Path) -> list[Path]:
     """The two pictures of the README: a causal pattern, and a ring of four in which one of two branches travels."""
     shown = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True)
     job = Job(DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8, 8, 8, 8)), 4, 4)
-    plans = [make_plan(job, rank) for rank in range(4)]
     files = pictures_at(folder)
-    figures = draw_pattern(shown, 32, 4), draw_ring(job.shards, plans, count(job, Way()).branches)
-    _save(dict(zip(files, figures, strict=True)))
+    _save({files[0]: draw_pattern(shown, 32, 4), files[1]: draw_ring(job, count(job, Way()).branches)})
     return list(files)
 
 
 if __name__ == "__main__":
-    for path in draw_readme(Path(sys.argv[1] if len(sys.argv) > 1 else "docs")):
-        print(path)
+    print(*draw_readme(Path(sys.argv[1] if len(sys.argv) > 1 else "docs")), sep="\n")

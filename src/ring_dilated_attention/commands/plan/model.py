@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...forecast.advice import BOUND_BY_COMMUNICATION
-from ...forecast.call import MOST_PLANNED, Time
+from ...forecast.advice import BOUND_BY_COMMUNICATION, advice
+from ...forecast.call import MOST_PLANNED, Time, Way
 from ...forecast.clock import Hardware, time_text
 from ...forecast.large import ERRORS_TEXT
 from ...forecast.model import (
@@ -17,7 +17,6 @@ from ...forecast.model import (
     Mesh,
     ModelJob,
     Shape,
-    attention_advice,
     attention_of,
     flops_of_step,
     longest_sequence,
@@ -29,6 +28,7 @@ from ...kernels.traits import TRAITS
 from ...models.saved_run import find_checkpoint, read_state
 from ...pattern import DilatedPattern
 from ...plan.sharding import SHARDINGS
+from ...plan.sizes import Traits
 from ...training.options import in_short
 from ..hardware import ITEMSIZE, Machine, described, machine_for
 from ..hardware import add_options as add_hardware_options
@@ -97,9 +97,22 @@ def answer(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--tokens must be from 1 to {LARGEST:,}, got {arguments.tokens:g}")
     fill_in(arguments)
     complete(arguments)
-    question = asked(arguments, pattern_of(arguments), machine_for(arguments))
-    found = figures(question)
-    print(json.dumps(found, indent=1) if arguments.json else text(question, found))
+    pattern, machine = pattern_of(arguments), machine_for(arguments)
+    job = job_of(arguments, pattern)
+    memory = arguments.memory or (machine.memory_bytes if machine is not None else None)
+    asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory)
+    found = figures(asked)
+    print(json.dumps(found, indent=1) if arguments.json else text(asked, found))
+
+
+class Asked(NamedTuple):
+    """A model to plan, and what is asked about it."""
+
+    job: ModelJob
+    traits: Traits
+    machine: Machine | None
+    tokens: float | None
+    memory: int | None
 
 
 def fill_in(arguments: argparse.Namespace) -> None:
@@ -108,27 +121,19 @@ def fill_in(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: for configs that cannot be read, and what neither says.
     """
-    if arguments.config is not None:
-        found = read_config(arguments.config)
-        for name, value in found.items():
-            if getattr(arguments, name) is None or getattr(arguments, name) is False:
-                setattr(arguments, name, value)
-    for name in ("layers", "embed_dim"):
+    for name, value in (read_config(arguments.config) if arguments.config is not None else {}).items():
+        if getattr(arguments, name) is None or getattr(arguments, name) is False:
+            setattr(arguments, name, value)
+    for name in ("layers", "embed_dim", "seq_len", "segment_lengths", "dilation_rates"):
         if getattr(arguments, name) is None:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is missing: a model needs --layers and --embed-dim, or --config"
-            )
-    for name in ("seq_len", "segment_lengths", "dilation_rates"):
-        if getattr(arguments, name) is None:
-            raise ValueError(f"--{name.replace('_', '-')} is missing")
+            remedy = ": a model needs --layers and --embed-dim, or --config" if name in ("layers", "embed_dim") else ""
+            raise ValueError(f"--{name.replace('_', '-')} is missing{remedy}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The fields that a plan needs, by our names."""
-    file = path
-    if path.is_dir() and (path / "config.json").is_file():
-        file = path / "config.json"
-    elif path.is_dir():
+    file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
         checkpoint = find_checkpoint(path)
         if checkpoint is None:
             raise ValueError(f"--config {path} has neither a config.json nor a checkpoint of rda train")
@@ -144,22 +149,18 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _taken(where: str, fields: dict[str, Any]) -> dict[str, Any]:
-    found, missing = {}, []
-    for name, keys in _FIELDS.items():
-        values = [fields[key] for key in keys if fields.get(key) is not None]
-        if values:
-            found[name] = values[0]
-        elif name not in _OPTIONAL:
-            missing.append(" or ".join(keys))
+    there = {name: [fields[key] for key in keys if fields.get(key) is not None] for name, keys in _FIELDS.items()}
+    missing = [" or ".join(_FIELDS[name]) for name, values in there.items() if not values and name not in _OPTIONAL]
     if missing:
         raise ValueError(f"--config {where} lacks {'; '.join(missing)}: add them, or give --layers, --embed-dim, ...")
+    found = {name: values[0] for name, values in there.items() if values}
     for name, value in found.items():
-        is_list, is_branches = isinstance(value, list), name in ("segment_lengths", "dilation_rates")
-        if is_list != is_branches:
+        is_branches = name in ("segment_lengths", "dilation_rates")
+        if isinstance(value, list) != is_branches:
             raise ValueError(
                 f"--config {where}: {name} = {value!r} must be {'a list' if is_branches else 'one number'}"
             )
-        entries = value if is_list else [value]
+        entries = value if is_branches else [value]
         if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in entries):
             raise ValueError(f"--config {where}: {name} = {value!r} must be of integers of at least 1")
     _check_kind(where, fields, found)
@@ -169,17 +170,16 @@ def _taken(where: str, fields: dict[str, Any]) -> dict[str, Any]:
 def _check_kind(where: str, fields: dict[str, Any], found: dict[str, Any]) -> None:
     """Refuse models whose sizes would be far from a LongNetLM's."""
     experts = next((key for key in _EXPERTS if isinstance(fields.get(key), int) and fields[key] > 1), None)
-    if experts is not None:
-        raise ValueError(
-            f"--config {where}: {experts} = {fields[experts]} is a model of experts, which is not planned: give "
-            "--layers, --embed-dim, ... of a model without"
-        )
     head_dim, embed_dim, heads = fields.get("head_dim"), found["embed_dim"], found["heads"]
-    if head_dim is not None and (not isinstance(head_dim, int) or head_dim * heads != embed_dim):
-        raise ValueError(
-            f"--config {where}: head_dim = {head_dim!r} over {heads:,} heads is not the width of {embed_dim:,}, which "
-            "is not planned: give --layers, --embed-dim, --heads, ... of a model where it is"
-        )
+    if experts is not None:
+        why = f"{experts} = {fields[experts]} is a model of experts"
+    elif head_dim is not None and (not isinstance(head_dim, int) or head_dim * heads != embed_dim):
+        why = f"head_dim = {head_dim!r} over {heads:,} heads is not the width of {embed_dim:,}"
+    else:
+        return
+    raise ValueError(
+        f"--config {where}: {why}, which is not planned: give --layers, --embed-dim, --heads, ... of another model"
+    )
 
 
 def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
@@ -205,17 +205,7 @@ def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
     return mesh
 
 
-class Asked(NamedTuple):
-    """A model to plan, and what is asked about it."""
-
-    job: ModelJob
-    kernel: str
-    machine: Machine | None
-    tokens: float | None
-    memory: int | None
-
-
-def asked(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machine | None) -> Asked:
+def job_of(arguments: argparse.Namespace, pattern: DilatedPattern) -> ModelJob:
     heads, embed_dim = arguments.heads, arguments.embed_dim
     if embed_dim % heads:
         raise ValueError(f"--embed-dim {embed_dim:,} over --heads {heads} is a head dim of {embed_dim / heads:g}")
@@ -225,74 +215,55 @@ def asked(arguments: argparse.Namespace, pattern: DilatedPattern, machine: Machi
             f"--seq-len {arguments.seq_len:,} over {mesh.sequence:,} ranks: "
             f"{mesh.sequence - arguments.seq_len:,} would own nothing. Take fewer."
         )
-    kv_heads = arguments.kv_heads
-    shape = Shape(
-        arguments.layers,
-        embed_dim,
-        arguments.ffn_dim or 4 * embed_dim,
-        arguments.vocab or 256,
-        heads,
-        kv_heads,
-        itemsize=ITEMSIZE[arguments.dtype],
-        param_itemsize=max(4, ITEMSIZE[arguments.dtype]),
-    )
-    for name, value in shape._asdict().items():
-        if value < 1:
-            raise ValueError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
+    itemsize = ITEMSIZE[arguments.dtype]
+    sizes = (arguments.layers, embed_dim, arguments.ffn_dim or 4 * embed_dim, arguments.vocab or 256)
+    shape = Shape(*sizes, heads, arguments.kv_heads, itemsize, max(4, itemsize))
     if shape.num_parameters > MOST_PARAMETERS:
         raise ValueError(
             f"a model of {shape.num_layers:,} layers of {embed_dim:,} (feed-forward {shape.ffn_dim:,}, vocabulary "
             f"{shape.vocab_size:,}) has more than {MOST_PARAMETERS:.0e} parameters: give smaller sizes"
         )
-    job = ModelJob(shape, pattern, arguments.seq_len, arguments.batch, mesh, arguments.sharding)
-    memory = arguments.memory or (machine.memory_bytes if machine is not None else None)
-    return Asked(job, arguments.kernel, machine, arguments.tokens, memory)
+    return ModelJob(shape, pattern, arguments.seq_len, arguments.batch, mesh, arguments.sharding)
 
 
-def figures(question: Asked) -> dict[str, Any]:
-    job = question.job
-    tokens = job.batch * job.mesh.data * job.seq_len
-    found: dict[str, Any] = {
+def figures(asked: Asked) -> dict[str, Any]:
+    job, machine = asked.job, asked.machine
+    with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
+        memory = {how: _column(asked, how, bar.update) for how in ACTIVATIONS}
+    found = {
         "mesh": job.mesh._asdict(),
         "counted_as": "LongNetLM",
         "pattern": asdict(job.pattern),
         "num_parameters": job.shape.num_parameters,
-        "tokens_per_step": tokens,
+        "tokens_per_step": job.tokens,
         "flops_per_step": flops_of_step(job),
-        "memory": {},
+        "memory": memory,
     }
-    with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
-        for how in ACTIVATIONS:
-            found["memory"][how] = _column(question, how, tokens, bar.update)
-    if question.machine is not None:
-        found["advice"] = advice_on(job, question.machine.hardware)
-    return found
+    return found if machine is None else found | {"advice": advice_on(job, machine.hardware)}
 
 
-def _column(question: Asked, how: str, tokens: int, step: Callable[[], object]) -> dict[str, Any]:
+def _column(asked: Asked, how: str, step: Callable[[], object]) -> dict[str, Any]:
     """With activations kept, or not. step: called three times."""
-    job, traits = question.job, TRAITS[question.kernel]
+    job, traits = asked.job, asked.traits
     memory = model_memory(job, how, traits)
     row: dict[str, Any] = memory._asdict() | {"total": memory.total}
     step()
-    if question.machine is not None:
-        parts = step_parts(job, how, question.machine.hardware)
+    if asked.machine is not None:
+        parts = step_parts(job, how, asked.machine.hardware)
         whole = parts.all.seconds
-        row["step"] = {
-            "matrices": parts.matrices,
+        row["step"] = parts._asdict() | {
             "attention": parts.attention.seconds,
-            "gradients": parts.gradients,
             "seconds": whole,
             "is_about": parts.all.is_about,
         }
-        row["tokens_per_second"] = tokens / whole
-        if question.tokens is not None:
-            row["training_seconds"] = question.tokens / tokens * whole
-    if question.memory is not None:
-        row["fits"] = memory.total <= question.memory
-        row["longest_sequence"] = longest_sequence(job, how, traits, question.memory)
+        row["tokens_per_second"] = job.tokens / whole
+        if asked.tokens is not None:
+            row["training_seconds"] = asked.tokens / job.tokens * whole
+    if asked.memory is not None:
+        row["fits"] = memory.total <= asked.memory
+        row["longest_sequence"] = longest_sequence(job, how, traits, asked.memory)
         step()
-        mesh = smallest_mesh(job, how, traits, question.memory)
+        mesh = smallest_mesh(job, how, traits, asked.memory)
         row["smallest_mesh"] = None if mesh is None else mesh._asdict()
         step()
     return row
@@ -300,11 +271,11 @@ def _column(question: Asked, how: str, tokens: int, step: Callable[[], object]) 
 
 def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     """Where a step is bound by communication, with activations kept, and what would help."""
-    parts = step_parts(job, "kept", hardware)
-    waits = attention_of(job, hardware=hardware).exposed * parts.attention.seconds
-    said = []
+    parts, attention, said = step_parts(job, "kept", hardware), attention_of(job, hardware=hardware), []
+    waits = attention.exposed * parts.attention.seconds
     if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * parts.all.seconds:
-        said.append(f"attention of one layer: {attention_advice(job, hardware)}")
+        one_layer = advice(job.call.job(job.sharding), Way(), job.sizes, attention, hardware)
+        said.append(f"attention of one layer: {one_layer}")
     share = parts.gradients / parts.all.seconds
     if share >= BOUND_BY_COMMUNICATION:
         said.append(
@@ -314,81 +285,75 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     return said
 
 
-def text(question: Asked, found: dict[str, Any]) -> str:
-    job = question.job
-    parameters = scaled(found["num_parameters"], "parameters")
-    ranks = f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)})"
-    each = -(-job.seq_len // job.mesh.sequence)
+def text(asked: Asked, found: dict[str, Any]) -> str:
+    job, columns = asked.job, [found["memory"][how] for how in ACTIVATIONS]
+    branches = "; ".join(map(str, job.pattern.branches))
     lines = [
-        wrapped(
-            f"counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): {parameters}"
-        ),
-        wrapped(f"{ranks}; each {each:,} of {job.seq_len:,} positions, batch {job.batch}"),
-        wrapped(pattern_line(job.pattern)),
-        aligned(("a rank holds", *ACTIVATIONS), _memory_rows(found)),
+        "counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): "
+        f"{scaled(found['num_parameters'], 'parameters')}",
+        f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); each "
+        f"{-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
+        # Which may stand in a config, where nobody looked.
+        f"pattern: {branches}; {'causal' if job.pattern.is_causal else 'not causal'}",
     ]
-    columns = [found["memory"][how] for how in ACTIVATIONS]
-    if question.machine is not None:
-        lines += ["", wrapped(described(question.machine.hardware, question.machine.source))]
-        lines.append(aligned(("a step takes", *ACTIVATIONS), _time_rows(question, columns)))
+    lines = [*map(wrapped, lines), _table("a rank holds", _memory_rows(columns))]
+    if asked.machine is not None:
+        lines += ["", wrapped(described(asked.machine.hardware, asked.machine.source))]
+        lines.append(_table("a step takes", _time_rows(columns, asked.tokens)))
         lines += map(wrapped, found["advice"])
     if job.mesh.sequence > MOST_PLANNED:
         lines.append(wrapped(ERRORS_TEXT))
-    if question.memory is not None:
-        rows = [
-            ("fits", *("yes" if row["fits"] else "no" for row in columns)),
-            (f"longest sequence, to {SEARCHED_TO:.1%}", *(f"{row['longest_sequence']:,}" for row in columns)),
-            ("fewest ranks for this length", *(_mesh_text(row["smallest_mesh"]) for row in columns)),
-        ]
-        lines += ["", aligned((f"in {size_text(question.memory)} a rank", *ACTIVATIONS), rows)]
+    if asked.memory is not None:
+        lines += ["", _table(f"in {size_text(asked.memory)} a rank", _rows_of_fits(columns))]
         if not any(row["fits"] for row in columns):
-            lines.append(wrapped(_remedy(question)))
+            lines.append(wrapped(_remedy(job, asked.traits, asked.memory)))
     return "\n".join(lines)
 
 
-def pattern_line(pattern: DilatedPattern) -> str:
-    """Which may stand in a config, where nobody looked."""
-    branches = "; ".join(map(str, pattern.branches))
-    return f"pattern: {branches}; {'causal' if pattern.is_causal else 'not causal'}"
+# What stands in a line of a table: its name, and the text of each column.
+Lines = dict[str, list[str]]
 
 
-def _memory_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+def _table(title: str, lines: Lines) -> str:
+    return aligned((title, *ACTIVATIONS), [(name, *cells) for name, cells in lines.items()])
+
+
+def _memory_rows(columns: list[dict[str, Any]]) -> Lines:
     names = ("parameters", "gradients", "optimiser", "activations", "working", "total", "host")
-    return [(name, *(size_text(found["memory"][how][name]) for how in ACTIVATIONS)) for name in names]
+    return {name: [size_text(row[name]) for row in columns] for name in names}
 
 
-def _time_rows(question: Asked, columns: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    def about(row: dict[str, Any], seconds: float) -> str:
-        return Time(seconds, is_about=row["step"]["is_about"]).text
-
-    rows = [
-        ("products with weights", *(time_text(row["step"]["matrices"]) for row in columns)),
-        ("attention", *(about(row, row["step"]["attention"]) for row in columns)),
-        ("sum of gradients", *(time_text(row["step"]["gradients"]) for row in columns)),
-        ("in all", *(about(row, row["step"]["seconds"]) for row in columns)),
-        ("tokens/s", *(f"{row['tokens_per_second']:,.0f}" for row in columns)),
-    ]
-    if question.tokens is not None:
-        rows.append((f"for {question.tokens:.3g} tokens", *(about(row, row["training_seconds"]) for row in columns)))
+def _time_rows(columns: list[dict[str, Any]], tokens: float | None) -> Lines:
+    steps = [row["step"] for row in columns]
+    rows = {
+        "products with weights": [time_text(step["matrices"]) for step in steps],
+        "attention": [Time(step["attention"], step["is_about"]).text for step in steps],
+        "sum of gradients": [time_text(step["gradients"]) for step in steps],
+        "in all": [Time(step["seconds"], step["is_about"]).text for step in steps],
+        "tokens/s": [f"{row['tokens_per_second']:,.0f}" for row in columns],
+    }
+    if tokens is not None:
+        whole = [Time(row["training_seconds"], row["step"]["is_about"]).text for row in columns]
+        rows[f"for {tokens:.3g} tokens"] = whole
     return rows
 
 
-def _mesh_text(mesh: dict[str, int] | None) -> str:
-    return "none" if mesh is None else str(Mesh(**mesh))
+def _rows_of_fits(columns: list[dict[str, Any]]) -> Lines:
+    meshes = [row["smallest_mesh"] for row in columns]
+    return {
+        "fits": ["yes" if row["fits"] else "no" for row in columns],
+        f"longest sequence, to {SEARCHED_TO:.1%}": [f"{row['longest_sequence']:,}" for row in columns],
+        "fewest ranks for this length": ["none" if mesh is None else str(Mesh(**mesh)) for mesh in meshes],
+    }
 
 
-def _remedy(question: Asked) -> str:
+def _remedy(job: ModelJob, traits: Traits, memory: int) -> str:
     """The smallest mesh on which it fits; where none does with the states as they are cut, cut over all ranks."""
-    assert question.memory is not None
-    job, traits = question.job, TRAITS[question.kernel]
-    over_all = job.mesh._replace(shards=job.mesh.num_ranks)
-    if over_all.num_ranks == 1:  # one rank has nothing to share: two
-        over_all = Mesh(1, 2, 2)
+    # One rank has nothing to share: two.
+    over_all = job.mesh._replace(shards=job.mesh.num_ranks) if job.mesh.num_ranks > 1 else Mesh(1, 2, 2)
     for mesh in (job.mesh, over_all):
-        fitting = []
-        for how in ACTIVATIONS:
-            smallest = smallest_mesh(replace(job, mesh=mesh), how, traits, question.memory)
-            fitting += [] if smallest is None else [(smallest.num_ranks, ACTIVATIONS.index(how), smallest)]
+        meshes = [smallest_mesh(replace(job, mesh=mesh), how, traits, memory) for how in ACTIVATIONS]
+        fitting = [(mesh.num_ranks, i, mesh) for i, mesh in enumerate(meshes) if mesh is not None]
         if fitting:
             _, index, smallest = min(fitting)
             return f"it does not fit; --mesh {smallest} would do, with activations {ACTIVATIONS[index]}"

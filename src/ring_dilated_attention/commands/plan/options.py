@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable
 from itertools import accumulate
 
+from ...forecast.compare import Call
 from ...kernels.traits import TRAITS
 from ...pattern import PHASE_RULES, DilatedPattern
 from ...plan.sharding import Shard, shard_length
 from ...plan.sizes import Sizes
 from ..hardware import ITEMSIZE
-from ..limits import MOST_HEADS, MOST_RANKS, check_at_least, check_each
+from ..limits import MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_ranks_fit
 from ..numbers import count
 
 
@@ -82,8 +83,13 @@ def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
     return pattern
 
 
-def sizes_of(arguments: argparse.Namespace) -> Sizes:
-    return Sizes(arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype])
+def call_of(arguments: argparse.Namespace) -> Call:
+    """The attention call of all that `add_call` and --head-dim say, checked."""
+    complete(arguments)
+    pattern, num_ranks = pattern_of(arguments), arguments.ranks or 1
+    check_ranks_fit(num_ranks, arguments.seq_len)
+    sizes = Sizes(arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype])
+    return Call(pattern, arguments.seq_len, num_ranks, arguments.heads, arguments.kv_heads, sizes)
 
 
 def check_shards(shards: tuple[Shard, ...], align: int) -> None:

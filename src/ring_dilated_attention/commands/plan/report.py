@@ -1,15 +1,13 @@
 """What `rda plan` finds of one attention call, as JSON has it and as text. No torch."""
 
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...forecast.call import Figures
 from ...forecast.clock import Hardware, StepTime, time_text
 from ...forecast.large import ERRORS_TEXT
-from ...forecast.ledger import AttentionMemory
+from ...forecast.ledger import Peak
 from ...pattern import Branch
-from ...plan.exchange import RankPlan
-from ...plan.job import Job
 from ...plan.sizes import Sizes
 from ..hardware import Machine, described, known
 from ..numbers import scaled, size_text
@@ -20,69 +18,31 @@ MOST_ROWS = 16
 FLOPS_PER_PAIR = 7 * 2  # of each number of a head: 2 products forward, 5 backward, 2 operations each
 
 
-class RankRow(NamedTuple):
-    """One rank's share of a call, forward and backward."""
-
-    rank: int
-    positions: int
-    flops: int
-    share: float
-    forward_sent_bytes: int
-    sent_bytes: int
-    forward_peak_bytes: int
-    peak_bytes: int
-
-
-class ShardingRow(NamedTuple):
-    """One way of dealing positions to ranks: the mean work over the largest, the largest number of bytes that a rank
-    sends (of many ranks: receives), and the time of a step where one is modelled."""
-
-    sharding: str
-    balance: float
-    sent_bytes: int
-    step_seconds: float | None
-
-
-def rank_rows(plans: list[RankPlan], memories: list[AttentionMemory], sizes: Sizes) -> list[RankRow]:
-    flops = [FLOPS_PER_PAIR * sizes.unit * x.plan.pairs for x in plans]
-    rows = []
-    for rank, (plan, memory, work) in enumerate(zip(plans, memories, flops, strict=True)):
-        sent = [plan.bytes_sent(sizes, backward=backward) for backward in (False, True)]
-        rows.append(
-            RankRow(
-                rank=rank,
-                positions=plan.num_rows,
-                flops=work,
-                share=work / sum(flops) if sum(flops) else 0.0,
-                forward_sent_bytes=sent[0],
-                sent_bytes=sum(sent),
-                forward_peak_bytes=memory.forward.num_bytes,
-                peak_bytes=memory.forward_backward.num_bytes,
-            )
-        )
-    return rows
-
-
-def of_each(
-    rows: list[RankRow], memories: list[AttentionMemory], figures: Figures, sizes: Sizes, *, is_dealt: bool
-) -> dict[str, Any]:
+def of_each(figures: Figures, sizes: Sizes) -> dict[str, Any]:
     """Of so few ranks that each was planned."""
-    return {
-        "balance": figures.balance,
-        "branches": _branches(figures, sizes, is_dealt=is_dealt),
-        "ranks": [
-            row._asdict() | {"peak_items": [item._asdict() for item in memory.forward_backward.items]}
-            for row, memory in zip(rows, memories, strict=True)
-        ],
-    }
+    ranks = []
+    for rank, row in enumerate(figures.ranks):
+        assert row.memory is not None
+        ranks.append(
+            {
+                "rank": rank,
+                "positions": row.num_rows,
+                "flops": FLOPS_PER_PAIR * sizes.unit * row.pairs,
+                "share": row.pairs / figures.pairs if figures.pairs else 0.0,
+                "forward_sent_bytes": row.forward_bytes,
+                "sent_bytes": row.sent_bytes,
+                "forward_peak_bytes": row.memory.forward.num_bytes,
+                **_peak(row.memory.forward_backward),
+            }
+        )
+    return {"balance": figures.balance, "branches": _branches(figures, sizes), "ranks": ranks}
 
 
-def of_many(figures: Figures, job: Job, sizes: Sizes) -> dict[str, Any]:
+def of_many(figures: Figures, num_ranks: int, sizes: Sizes) -> dict[str, Any]:
     """Of all ranks together, and of the one with most."""
     assert figures.peak is not None
-    time = figures.time
     return {
-        "num_ranks": job.num_ranks,
+        "num_ranks": num_ranks,
         "method": "counted; memory and time are estimates",
         "flops": FLOPS_PER_PAIR * sizes.unit * figures.pairs,
         "largest_flops": FLOPS_PER_PAIR * sizes.unit * figures.most_pairs,
@@ -91,20 +51,23 @@ def of_many(figures: Figures, job: Job, sizes: Sizes) -> dict[str, Any]:
         "hops": figures.num_hops,
         "largest_forward_received_bytes": figures.forward_bytes,
         "largest_received_bytes": figures.sent_bytes,
-        "peak_bytes": figures.peak.num_bytes,
-        "peak_items": [item._asdict() for item in figures.peak.items],
-        "branches": _branches(figures, sizes, is_dealt=False),
-        "step_seconds": None if time is None else time.seconds,
+        **_peak(figures.peak),
+        "branches": _branches(figures, sizes),
+        "step_seconds": None if figures.time is None else figures.seconds,
     }
 
 
-def _branches(figures: Figures, sizes: Sizes, *, is_dealt: bool) -> list[dict[str, Any]]:
+def _peak(peak: Peak) -> dict[str, Any]:
+    return {"peak_bytes": peak.num_bytes, "peak_items": [item._asdict() for item in peak.items]}
+
+
+def _branches(figures: Figures, sizes: Sizes) -> list[dict[str, Any]]:
     return [
         {
             "segment_length": share.segment_length,
             "dilation_rate": share.dilation_rate,
             "num_sharing": share.num_sharing,
-            "forward_sent_bytes": 0 if is_dealt else share.sent * sizes.unit * sizes.itemsize,
+            "forward_sent_bytes": share.sent * sizes.unit * sizes.itemsize,
         }
         for share in figures.branches
     ]
@@ -122,7 +85,7 @@ def model_json(step: StepTime, hardware: Hardware) -> dict[str, Any]:
 
 
 def text(found: dict[str, Any], machine: Machine | None) -> str:
-    exchange = found["exchange"]
+    exchange, is_planned = found["exchange"], "ranks" in found
     words = []
     if exchange["exchange"] != "none":
         words.append(f"exchange: {exchange['exchange']}: {exchange['reason']}")
@@ -132,9 +95,8 @@ def text(found: dict[str, Any], machine: Machine | None) -> str:
         words += [_model_line(found["model"])] if "model" in found else []
         words += [found["advice"]] if found["advice"] else []
     if found["shardings"]:
-        rows = [ShardingRow(**row) for row in found["shardings"]]
-        words.append(sharding_line(rows, is_planned="ranks" in found))
-    figures = _text_of_each(found) if "ranks" in found else _text_of_many(found)
+        words.append(_sharding_line(found["shardings"], is_planned=is_planned))
+    figures = _text_of_each(found) if is_planned else _text_of_many(found)
     return "\n".join([figures, *map(wrapped, words)])
 
 
@@ -150,24 +112,25 @@ def _branch_line(i: int, row: dict[str, Any], exchange: str) -> str:
     return f"branch {i} ({Branch(row['segment_length'], row['dilation_rate'])}) {what}"
 
 
-def sharding_line(found: list[ShardingRow], *, is_planned: bool) -> str:
-    about, moves = ("", ("sent", "sends")) if is_planned else ("about ", ("received", "receives"))
+def _sharding_line(found: list[dict[str, Any]], *, is_planned: bool) -> str:
+    about, moved, moves = ("", "sent", "sends") if is_planned else ("about ", "received", "receives")
 
-    def described(row: ShardingRow) -> str:
-        time = "" if row.step_seconds is None else f", {about}{time_text(row.step_seconds)} modelled"
-        return f"{row.sharding} {row.balance:.1%} ({row.sent_bytes / 1e6:,.1f} MB {moves[0]} at most{time})"
+    def described(row: dict[str, Any]) -> str:
+        time = "" if row["step_seconds"] is None else f", {about}{time_text(row['step_seconds'])} modelled"
+        return f"{row['sharding']} {row['balance']:.1%} ({row['sent_bytes'] / 1e6:,.1f} MB {moved} at most{time})"
 
-    return f"balance by sharding, near-equal: {', '.join(map(described, found))}: {better(found, moves[1])}"
+    return f"balance by sharding, near-equal: {', '.join(map(described, found))}: {_better(found, moves)}"
 
 
-def better(found: list[ShardingRow], moves: str) -> str:
+def _better(found: list[dict[str, Any]], moves: str) -> str:
     """Which sharding is faster or, where no time is modelled, more balanced; a difference below 0.1 % is none."""
-    costs = [1 / row.balance if row.step_seconds is None else row.step_seconds for row in found]
+    is_timed = found[0]["step_seconds"] is not None
+    costs = [row["step_seconds"] if is_timed else 1 / row["balance"] for row in found]
     if max(costs) > 1.001 * min(costs):
-        return f"{found[costs.index(min(costs))].sharding} is the better one here"
-    alike = "equally balanced" if found[0].step_seconds is None else "equally fast"
-    sent = [row.sent_bytes for row in found]
-    return alike if len(set(sent)) == 1 else f"{alike}, and {found[sent.index(min(sent))].sharding} {moves} less"
+        return f"{found[costs.index(min(costs))]['sharding']} is the better one here"
+    alike = "equally fast" if is_timed else "equally balanced"
+    sent = [row["sent_bytes"] for row in found]
+    return alike if len(set(sent)) == 1 else f"{alike}, and {found[sent.index(min(sent))]['sharding']} {moves} less"
 
 
 def _text_of_each(found: dict[str, Any]) -> str:
@@ -190,19 +153,20 @@ def table(rows: list[dict[str, Any]], model: dict[str, Any] | None) -> str:
         extremes = [pick(rows, key=itemgetter(key))["rank"] for key in keys for pick in (min, max)]
         shown = [rows[rank] for rank in sorted({0, len(rows) - 1, *extremes})]
     headers: tuple[str, ...] = ("rank", "positions", "work,\nGFLOP", "share")
-    headers += ("sent, MB,\nforward", "in all", "peak, MB,\nforward", "in all", "waits,\nof a step")
+    headers += ("sent, MB,\nforward", "in all", "peak, MB,\nforward", "in all")
+    headers += () if model is None else ("waits,\nof a step",)
     lines: list[tuple[str, ...]] = []
     for row in shown:
         names = ("forward_sent_bytes", "sent_bytes", "forward_peak_bytes", "peak_bytes")
         megabytes = [f"{row[name] / 1e6:,.1f}" for name in names]
-        work = (f"{row['positions']:,}", f"{row['flops'] / 1e9:,.1f}", f"{row['share']:.1%}")
-        waits = () if model is None else (f"{exposed_shares(model)[row['rank']]:.1%}",)
-        lines.append((f"{row['rank']:,}", *work, *megabytes, *waits))
-    text = aligned(headers if model else headers[:-1], lines)
+        waits = () if model is None else (f"{_exposed_shares(model)[row['rank']]:.1%}",)
+        work = (f"{row['rank']:,}", f"{row['positions']:,}", f"{row['flops'] / 1e9:,.1f}", f"{row['share']:.1%}")
+        lines.append((*work, *megabytes, *waits))
+    text = aligned(headers, lines)
     return text if shown is rows else f"{text}\n({len(rows):,} ranks; shown are the first, the last and the extremes)"
 
 
-def exposed_shares(model: dict[str, Any]) -> list[float]:
+def _exposed_shares(model: dict[str, Any]) -> list[float]:
     """What part of the step each rank only waits."""
     whole = model["step_seconds"]
     return [rank["exposed_seconds"] / whole if whole else 0.0 for rank in model["ranks"]]
@@ -212,7 +176,7 @@ def _model_line(model: dict[str, Any]) -> str:
     step, forward, backward = (time_text(model[f"{name}_seconds"]) for name in ("step", "forward", "backward"))
     return (
         f"modelled step: {step} (forward {forward}, backward {backward}), parallel efficiency "
-        f"{model['efficiency']:.1%}, exposed at most {max(exposed_shares(model)):.1%} of it"
+        f"{model['efficiency']:.1%}; a rank waits at most {max(_exposed_shares(model)):.1%} of it"
     )
 
 
@@ -223,9 +187,10 @@ def _text_of_many(found: dict[str, Any]) -> str:
         ("balance (mean work over the largest)", f"{found['balance']:.1%}"),
         ("received by a rank in a forward, at most", size_text(found["largest_forward_received_bytes"])),
         ("and in all, gradients sent included", size_text(found["largest_received_bytes"])),
-        ("peak memory of a rank", f"about {size_text(found['peak_bytes'])}"),
+        ("peak memory of a rank, at most", f"about {size_text(found['peak_bytes'])}"),
     ]
     if found["step_seconds"] is not None:
         rows.append(("modelled step", f"about {time_text(found['step_seconds'])}"))
     lines = [f"{found['num_ranks']:,} ranks, {found['method']}", aligned(("", "forward and backward"), rows)]
-    return "\n".join([*lines, *(_item(item) for item in found["peak_items"]), wrapped(ERRORS_TEXT)])
+    lines.append("the rank that holds most, about, at its peak:")
+    return "\n".join([*lines, *map(_item, found["peak_items"]), wrapped(ERRORS_TEXT)])
