@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-_START = multiprocessing.get_context("forkserver")
+START = multiprocessing.get_context("forkserver")
 # A rank is forked from a server that has imported these, which its test needs: 0.03 s of work instead of 0.1 to 0.3,
 # and where it compiles, a second less.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "benchmarks.measure"]
 _PRELOADED += ["torch._inductor.compile_fx", "distributed", "helpers"]
 _PRELOADED += [f"ring_dilated_attention.{name}" for name in ("attention", "layers", "models", "reference", "simulate")]
-_START.set_forkserver_preload(_PRELOADED)
+START.set_forkserver_preload(_PRELOADED)
 
 store: dist.Store  # in a rank: the one that the test hosts
 
@@ -35,7 +35,7 @@ store: dist.Store  # in a rank: the one that the test hosts
 def preload(*modules: str) -> None:
     """Import these once, before the first rank starts, and not in every rank."""
     _PRELOADED.extend(modules)
-    _START.set_forkserver_preload(_PRELOADED)
+    START.set_forkserver_preload(_PRELOADED)
 
 
 def start_server() -> None:
@@ -87,9 +87,9 @@ class Ranks:
         try:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             for rank in range(self.world_size):
-                ours, theirs = _START.Pipe(duplex=False)
+                ours, theirs = START.Pipe(duplex=False)
                 args = (theirs, rank, self.world_size, self.store.port, *self.task)
-                self.processes.append(_START.Process(target=_rank, args=args, daemon=True))
+                self.processes.append(START.Process(target=_rank, args=args, daemon=True))
                 self.pipes.append(ours)
                 self.processes[-1].start()
                 theirs.close()
