@@ -38,6 +38,12 @@ def preload(*modules: str) -> None:
     START.set_forkserver_preload(_PRELOADED)
 
 
+def _start_method() -> Any:
+    """A process that was itself forked from the server has imported all that ranks need, and forks them: a server of
+    its own would import it once more, for some seconds."""
+    return START if multiprocessing.parent_process() is None else multiprocessing.get_context("fork")
+
+
 def start_server() -> None:
     """Start the server now: there is one for a process, and whoever starts a process first says what it imports."""
     forkserver.ensure_running()
@@ -86,10 +92,11 @@ class Ranks:
     def __enter__(self) -> Self:
         try:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            start = _start_method()
             for rank in range(self.world_size):
-                ours, theirs = START.Pipe(duplex=False)
+                ours, theirs = start.Pipe(duplex=False)
                 args = (theirs, rank, self.world_size, self.store.port, *self.task)
-                self.processes.append(START.Process(target=_rank, args=args, daemon=True))
+                self.processes.append(start.Process(target=_rank, args=args, daemon=True))
                 self.pipes.append(ours)
                 self.processes[-1].start()
                 theirs.close()
