@@ -6,29 +6,12 @@ import signal
 import sys
 
 import pytest
+from order import dealt
 
 # A shell starts what runs in the background with Ctrl-C ignored, and so would be all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-
-# Items that take six seconds or more, the longest first: at the end the other workers would wait for one of them.
-LONGEST = (
-    "test_in_the_interpreter",
-    "test_the_rehearsal",
-    "test_runs_in_a_minute[train_fsdp2]",
-    "test_registers_and_spills",  # where Triton's cache is empty
-    "test_nothing_is_found",
-    "test_the_examples_for_many",
-    "test_two_ranks_",
-    "test_ranks_that_leave",
-    "test_a_profiler_that_has_stopped",
-    "test_every_case_leaves_a_record[planned_time]",
-    "test_an_interface_that_is_not_there_is_found",
-    "test_a_rank_that_does_not_use_what_it_compiled",
-    "test_interrupted_ranks_save_and_go_on",
-    "test_tasks_of_a_slurm_step_train_one_model",
-)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,17 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if share := config.getoption("--share"):
         first, step = map(int, share.split("/"))
         items[:] = items[first - 1 :: step]
-    lengths = {item: next((i for i, name in enumerate(LONGEST) if item.name.startswith(name)), None) for item in items}
-    longest = sorted((item for item in items if lengths[item] is not None), key=lengths.__getitem__)
-    others = [item for item in items if lengths[item] is None]
-    items.clear()
-    # Workers of xdist begin with equal shares of the list, one after the other: each has its own of the longest.
-    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    for i in range(num_workers):
-        own = longest[i::num_workers]
-        size = (len(longest) + len(others) - len(items)) // (num_workers - i)
-        items += own + others[: size - len(own)]
-        del others[: size - len(own)]
+    items[:] = dealt(items, getattr(config, "workerinput", {}).get("workercount", 1))
 
 
 @pytest.hookimpl(optionalhook=True)
