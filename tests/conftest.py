@@ -6,19 +6,24 @@ import signal
 import sys
 
 import pytest
+from order import dealt
 
 # A shell starts what runs in the background with Ctrl-C ignored, and so would be all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
-# Whole items that take ten seconds or more come first: at the end the other workers would wait for one of them.
-LONGEST = ("test_in_the_interpreter", "test_the_rehearsal", "test_nothing_is_found", "test_registers_and_spills")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="I/N", help="run every Nth item, from the Ith on")
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.name.startswith(LONGEST))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if share := config.getoption("--share"):
+        first, step = map(int, share.split("/"))
+        items[:] = items[first - 1 :: step]
+    items[:] = dealt(items, getattr(config, "workerinput", {}).get("workercount", 1))
 
 
 @pytest.hookimpl(optionalhook=True)

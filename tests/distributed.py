@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-_START = multiprocessing.get_context("forkserver")
+START = multiprocessing.get_context("forkserver")
 # A rank is forked from a server that has imported these, which its test needs: 0.03 s of work instead of 0.1 to 0.3,
 # and where it compiles, a second less.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "benchmarks.measure"]
 _PRELOADED += ["torch._inductor.compile_fx", "distributed", "helpers"]
 _PRELOADED += [f"ring_dilated_attention.{name}" for name in ("attention", "layers", "models", "reference", "simulate")]
-_START.set_forkserver_preload(_PRELOADED)
+START.set_forkserver_preload(_PRELOADED)
 
 store: dist.Store  # in a rank: the one that the test hosts
 
@@ -35,7 +35,13 @@ store: dist.Store  # in a rank: the one that the test hosts
 def preload(*modules: str) -> None:
     """Import these once, before the first rank starts, and not in every rank."""
     _PRELOADED.extend(modules)
-    _START.set_forkserver_preload(_PRELOADED)
+    START.set_forkserver_preload(_PRELOADED)
+
+
+def _start_method() -> Any:
+    """A process that was itself forked from the server has imported all that ranks need, and forks them: a server of
+    its own would import it once more, for some seconds."""
+    return START if multiprocessing.parent_process() is None else multiprocessing.get_context("fork")
 
 
 def start_server() -> None:
@@ -86,10 +92,11 @@ class Ranks:
     def __enter__(self) -> Self:
         try:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            start = _start_method()
             for rank in range(self.world_size):
-                ours, theirs = _START.Pipe(duplex=False)
+                ours, theirs = start.Pipe(duplex=False)
                 args = (theirs, rank, self.world_size, self.store.port, *self.task)
-                self.processes.append(_START.Process(target=_rank, args=args, daemon=True))
+                self.processes.append(start.Process(target=_rank, args=args, daemon=True))
                 self.pipes.append(ours)
                 self.processes[-1].start()
                 theirs.close()

@@ -4,7 +4,6 @@ import importlib
 import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from full_disk import on_a_full_disk
 
 from benchmarks.slice import command as slices
 from ring_dilated_attention.commands import cli, interrupts, limits, output
@@ -222,34 +222,23 @@ def test_what_has_no_end_is_not_read_to_see_whose_it_is(path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("arguments", [[*PICTURES, "out"], [*SLICE, "out/record"]], ids=["plan", "slice"])
-def test_a_full_disk_is_a_sentence(arguments, tmp_path, monkeypatch, capsys):
-    """No file may grow beyond 100 bytes: what the system says then is what it says of a full disk."""
+def test_a_full_disk_is_a_sentence(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        assert main(arguments) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    error = capsys.readouterr().err
+    code, error = on_a_full_disk(100, main, arguments)
+    assert code == 2
     assert re.search(rf"{name_of(arguments)}: out/\S+: File too large\n$", error)
     assert "Traceback" not in error
     assert list(Path().iterdir()) == []
 
 
-def test_a_disk_that_is_full_after_the_first_step_leaves_nothing(tmp_path, monkeypatch, capsys):
+def test_a_disk_that_is_full_after_the_first_step_leaves_nothing(tmp_path, monkeypatch):
     """Catches metrics that stay, since closing their file fails as writing to it did."""
     monkeypatch.chdir(tmp_path)
     Path("text").write_bytes(b"some text. " * 100)
     sizes = ["--seq-len", "16", "--steps", "3", "--num-layers", "1", "--embed-dim", "8", "--num-heads", "2"]
     branches = ["--segment-lengths", "16", "--dilation-rates", "1"]
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
-    try:
-        assert cli.main(["train", "--data", "text", *sizes, *branches]) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    error = capsys.readouterr().err
+    code, error = on_a_full_disk(200, cli.main, ["train", "--data", "text", *sizes, *branches])
+    assert code == 2
     assert error.rstrip().endswith("File too large")
     assert "Traceback" not in error
     assert list(Path().iterdir()) == [Path("text")]

@@ -41,9 +41,11 @@ def run(*arguments: str, interpreted: bool) -> subprocess.CompletedProcess:
 
 
 @needs_triton
-def test_in_the_interpreter():
+@pytest.mark.parametrize("share", ["1/2", "2/2"])
+def test_in_the_interpreter(share):
     """Catches an error in the arithmetic of any kernel; see `triton_interpreted.py` for each."""
-    done = run("pytest", str(Path(__file__).with_name("triton_interpreted.py")), interpreted=True)
+    file = Path(__file__).with_name("triton_interpreted.py")
+    done = run("pytest", "-n", "0", "--share", share, str(file), interpreted=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

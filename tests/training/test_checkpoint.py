@@ -2,13 +2,12 @@
 
 import json
 import re
-import resource
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from full_disk import on_a_full_disk
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -152,27 +151,18 @@ def test_failure_while_writing_leaves_what_was_there(trained, tmp_path, monkeypa
     assert set(tmp_path.iterdir()) == {before, after}
 
 
-@contextmanager
-def little_space():
-    """No file may grow beyond 2,000 bytes: what the system says then is what it says of a full disk. It ends with the
-    test, before pytest writes how that went, perhaps to a file."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@little_space()
-def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path):
-    """The library that writes tensors has errors of its own."""
+def fill_the_disk(folder):
     model = nn.Linear(100, 100)
     with pytest.raises(ValueError, match=r"checkpoint-000006 cannot be written: .*File too large"):
-        save_checkpoint(tmp_path, state_at(6), model, make_optimizer(model, Hyperparameters()))
+        save_checkpoint(folder, state_at(6), model, make_optimizer(model, Hyperparameters()))
     with pytest.raises(OSError, match="File too large") as caught:
-        write_whole(tmp_path / "record.json", bytes(3000), lambda content: True, "nobody")
-    assert caught.value.filename == str(tmp_path / "record.json")
+        write_whole(folder / "record.json", bytes(3000), lambda content: True, "nobody")
+    assert caught.value.filename == str(folder / "record.json")
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path):
+    """The library that writes tensors has errors of its own."""
+    on_a_full_disk(2000, fill_the_disk, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -390,24 +380,20 @@ class TestCommand:
         assert "choose another folder" in capsys.readouterr().err
         assert listing(Path("new")) == {name: b"mine"}
 
-    @little_space()
-    def test_a_full_disk_is_a_sentence(self, capsys):
+    @pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]], ids=["one process", "ranks"])
+    def test_a_full_disk_is_a_sentence(self, ranks):
         """Also for a launcher's ranks, whose first alone writes."""
-        for folder in ("one", "two"):
-            arguments = [*ARGUMENTS[:-1], folder, "--num-layers", "1", *(["--ranks", "2"] * (folder == "two"))]
-            assert main(arguments) == 2
-            assert not Path(folder).exists()
-        error = capsys.readouterr().err
-        assert re.search(r"\nrda train: one/checkpoint-000002 cannot be written: .*File too large.*\n$", error)
+        code, error = on_a_full_disk(2000, main, [*ARGUMENTS[:-1], "new", "--num-layers", "1", *ranks])
+        assert code == 2
+        assert not Path("new").exists()
+        assert re.search(r"\nrda train: (rank 0 .*: )?new/checkpoint-000002 cannot be written: .*File too large", error)
 
-    @little_space()
-    def test_a_disk_without_any_room(self, capsys):
+    def test_a_disk_without_any_room(self):
         """Catches ranks that wait for ever in torch's store, and a lock that is left behind since it was not signed."""
         for num_bytes, ranks, said in ((0, [], "new/.rda-train.lock"), (200, ["--ranks", "2"], "/rda-train-")):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-            assert main([*ARGUMENTS[:-1], "new", *ranks]) == 2
+            code, error = on_a_full_disk(num_bytes, main, [*ARGUMENTS[:-1], "new", *ranks])
+            assert code == 2
             assert not Path("new").exists()
-            error = capsys.readouterr().err
             assert said in error
             assert error.endswith(": File too large\n")
 

@@ -1,0 +1,48 @@
+"""Runs a function where the disk seems to be full, in a process of its own: the limit would hit pytest's output too."""
+
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from distributed import START
+
+
+def on_a_full_disk(num_bytes: int, function: Callable[..., Any], *args: Any, seconds: float = 60) -> tuple[Any, str]:
+    """What function(*args) returned, and what it and its processes wrote to stderr, where no file may grow beyond so
+    many bytes: what the system says then is what it says of a full disk. `function` must be importable."""
+    ours, theirs = START.Pipe(duplex=False)
+    process = START.Process(target=_fill, args=(theirs, os.getcwd(), num_bytes, function, args))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(seconds), f"no answer within {seconds:g} s"
+        value, error, failure = ours.recv()
+        process.join(seconds)
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    assert failure is None, failure
+    return value, error
+
+
+def _fill(pipe: Connection, folder: str, num_bytes: int, function: Callable[..., Any], args: tuple) -> None:
+    os.chdir(folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    reads, writes = os.pipe()  # has no limit but its own, of 64 KiB
+    os.set_blocking(reads, False)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(writes, 2)
+    sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
+    value, failure = None, None
+    try:
+        value = function(*args)
+    except BaseException:  # noqa: BLE001  whatever it was, the parent reports it
+        failure = traceback.format_exc()
+    sys.stderr.flush()
+    os.write(writes, b"\n")  # so that there is something to read
+    pipe.send((value, os.read(reads, 2**16).decode().removesuffix("\n"), failure))
