@@ -7,6 +7,9 @@ TRITON ?= $(if $(filter torch==2.13.0,$(TORCH)),triton==3.7.1)
 VENV   := .venv
 BIN    := $(VENV)/bin
 
+# Our sources are compiled once, and not anew by each of the hundreds of processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test test-integrations gpu faults fuzz bench clean
 
 $(VENV)/.installed: pyproject.toml
