@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -95,11 +96,14 @@ def loopback_only() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": LOOPBACK[sys.platform]} if sys.platform in LOOPBACK else {}
 
 
-def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
+def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
     """Run `rda train <arguments> --launched FOLDER` on every rank, until all have ended.
 
     Each has a session of its own, so that Ctrl-C reaches only this process. It passes the request on by closing the
     ranks' stdin. The ranks are killed by a second Ctrl-C, or 10 seconds after one of them failed.
+
+    Args:
+        lock: that of the run's folder. The ranks inherit it, and hold it still if this process is killed.
     """
     environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
@@ -114,11 +118,10 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
     ):
         with named_in_errors(Path(folder)):
             (Path(folder) / "room").write_bytes(bytes(STORE_BYTES))  # on a full disk torch's store waits for ever
+        start = partial(subprocess.Popen, [*command, folder], stdin=asked, start_new_session=True, pass_fds=[lock])
         try:
             for rank in range(num_ranks):
-                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                process = subprocess.Popen([*command, folder], stdin=asked, env=own, start_new_session=True)
-                processes.append(process)
+                processes.append(start(env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
             wait_for_ranks(processes, stop, asking)
             # A rank that is ended here waited for another one: it did not fail.
             default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]

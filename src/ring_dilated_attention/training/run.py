@@ -42,8 +42,6 @@ class Run:
 
 def prepare(arguments: argparse.Namespace) -> Run:
     """The run that the command line asks for; a ValueError, with the message for the user, if it cannot be."""
-    if arguments.save_every < 1:
-        raise ValueError(f"--save-every {arguments.save_every} must be at least 1")
     if arguments.resume is None:
         folder, checkpoint, state = _new_folder(arguments.run_folder), None, None
         hyperparameters = resolve(arguments, None)
