@@ -34,11 +34,16 @@ from .numbers import count
 from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
-# The options that a checkpoint does not hold, and without which a resumed run would go on otherwise than it began.
-DEFAULTS = {"ranks": None, "activation_checkpointing": False, "tensorboard": False, "exchange": "auto", "save_every": 30}
-MEMORY = "use a smaller --embed-dim or fewer --num-layers"
+# The options that a checkpoint does not hold: the command that resumes a run repeats them.
+DEFAULTS = {
+    "ranks": None,
+    "activation_checkpointing": False,
+    "tensorboard": False,
+    "exchange": "auto",
+    "save_every": 30,
+}
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
-# What gloo says in a gradient's sum, which goes through torch's own group, when another rank has ended.
+# What gloo says in DDP's sum of gradients when another rank has ended.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
 EXAMPLES = """examples:
   rda train                                     one process, Python's standard library as the document
@@ -53,13 +58,13 @@ EXAMPLES = """examples:
                                                 the same under Slurm, with MASTER_ADDR and MASTER_PORT set
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
-(safetensors and JSON), metrics.jsonl as the run goes, record.json and loss.png; one run at a time has it. Exit codes:
-0 done, 1 a rank was lost or memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved; under a
-torchrun of your own they are the ranks' codes.
+(safetensors and JSON), metrics.jsonl during the run, record.json and loss.png. Two runs cannot use one folder at a time.
+Exit codes: 0 done, 1 a rank was lost or memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
+Under a torchrun of your own they are the codes of the ranks.
 
 With --ranks nobody beyond this machine can reach the ranks. torchrun opens its stores on every interface, and unpickles
-what it finds there: let no host but those of the job reach them (ports 29400 and 29500, unless you name others, and
-those that gloo picks).
+what it finds there. Let only the job's hosts reach its ports: 29400 and 29500, unless you name others, and those that
+gloo picks.
 """
 
 
@@ -75,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-every", type=count, metavar="N", help=steps)
     parser.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
     parser.add_argument("--json", action="store_true", help="print the record on stdout, all else on stderr")
-    parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)  # by `launch`: where the ranks meet
+    parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)  # set by `launch`: where the ranks meet
     add_hyperparameters(parser.add_argument_group("hyperparameters", "kept by a resumed run"), count)
 
 
@@ -115,12 +120,13 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     if arguments.exchange == "all_to_all":  # otherwise every rank would refuse it, in its first attention
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
     num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1)
-    check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, MEMORY)
+    remedy = "use a smaller --embed-dim or fewer --num-layers"
+    check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, remedy)
     return run
 
 
 def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
-    """Start the ranks and turn what became of them into an exit code."""
+    """Start the ranks. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
     ended = launch([*arguments.argv, *folder], arguments.ranks, lock)
     if not any(ended.codes):
@@ -128,7 +134,7 @@ def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
         return code_of(record)
     for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
         if not ended.was_aborted and set(ended.codes) <= {0, code}:
-            return code  # the ranks have said why, or nobody reads it
+            return code  # the ranks have said why, or nobody reads what they say
     reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
     say(f"rda train: {reason}; {what_is_left(arguments, run.folder)}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
@@ -157,19 +163,17 @@ def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def causes(ended: Ended) -> list[str]:
-    """How ranks failed, first those that were killed. Ranks that only lost another are left out if there are others."""
-    failed = sorted((k for k, code in enumerate(ended.codes) if code), key=lambda k: ended.codes[k] > 0)
-    first = [k for k in failed if ended.reasons[k] != LOST_ANOTHER]
+    """How ranks failed, first those that were killed. Ranks that only lost another are named if there is no other."""
+    ranks = zip(ended.codes, range(len(ended.codes)), ended.reasons, strict=True)
+    failed = sorted((rank for rank in ranks if rank[0]), key=lambda rank: rank[0] > 0)
     said = []
-    for rank in first or failed:
-        code, reason = ended.codes[rank], ended.reasons[rank]
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        said.append(f"rank {rank}: {reason}" if reason else f"rank {rank} {how}")
+    for code, rank, reason in [rank for rank in failed if rank[2] != LOST_ANOTHER] or failed:
+        how = f" was ended by {signal.Signals(-code).name}" if code < 0 else f" ended with code {code}"
+        said.append(f"rank {rank}" + (f": {reason}" if reason else how))
     return said
 
 
 def train_alone(arguments: argparse.Namespace, run: Run) -> int:
-    """Train in this process alone."""
     with leaving_at_once("rda train"):
         from ..ranks.context import ContextParallel
         from ..training.loop import train
@@ -201,13 +205,13 @@ def run_rank(arguments: argparse.Namespace) -> int:
             join_ranks(arguments)
             parallel = ContextParallel(exchange=arguments.exchange)
         except (ValueError, RuntimeError):
-            prepare_checked(arguments)  # what this rank refuses comes before what keeps it from the others
+            prepare_checked(arguments)  # if this rank refuses the request, that is the reason to give
             raise
         run = together(parallel, partial(prepare_checked, arguments))
         agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
             run = together(parallel, partial(claim_folder, arguments, run, parallel.rank, stack))
-            # The first rank's folder: if the user named none, each rank has made up another name.
+            # If the user named no folder, each rank has made up a name.
             folder = Path(values_of_all(parallel, str(run.folder))[0])
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
@@ -222,12 +226,12 @@ def run_rank(arguments: argparse.Namespace) -> int:
         raise  # the reader of stdout has gone
     except Exception as error:  # noqa: BLE001  raised again if nobody foresaw it
         return failed(error, arguments, folder)
-    # The launcher reads the record; from any other code torchrun would make a traceback.
+    # `launch_ranks` reads the record.
     return 0 if arguments.launched else code_of(record)
 
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
-    """Tell the user and the launcher what ended this rank. An error that nobody foresaw keeps its traceback."""
+    """Tell the user and the launcher why this rank ends. An unforeseen error keeps its traceback."""
     from ..ranks.context import ExchangeError
 
     who = f"rda train: rank {started().rank} on host {socket.gethostname()}"
@@ -247,14 +251,14 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
         leave_reason(arguments.launched, reason)
     if not said:
         raise error
-    # Any rank may be the lost one, so each says it: at once, since a launcher ends them soon.
+    # Each rank says it, since any of them may be lost.
     goes_on = code == FAILED_EXIT_CODE and arguments.launched is None and find_checkpoint(folder) is not None
     say(said + f"\nrda train: go on with: {resume_command(arguments, folder)}" * goes_on)
     return code
 
 
 def join_ranks(arguments: argparse.Namespace) -> None:
-    """Find the other ranks: by the launcher's folder, or as torchrun or srun says."""
+    """Meet the other ranks, in the launcher's folder or where torchrun or srun says."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -274,7 +278,7 @@ def claim_folder(arguments: argparse.Namespace, run: Run, rank: int, stack: Exit
 
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
-    """What a run leaves behind, in its folder and on the terminal."""
+    """Write the results of a run to its folder and the terminal."""
     from ..training.run_report import summary, write_report
 
     write_report(record)

@@ -31,10 +31,10 @@ class Owned(NamedTuple):
 
 @contextmanager
 def own_folder(folder: Path, *, must_be_new: bool = False) -> Iterator[Owned]:
-    """Make a folder, if it is not there, and keep every other run out of it. It is removed at the end if it is empty.
+    """Make a folder if it is not there, and keep other runs out of it. At the end it is removed if it is empty.
 
     Args:
-        must_be_new: if the folder is there already, make one with a number after its name instead.
+        must_be_new: if the folder is there already, make another, with a number after its name.
 
     Raises:
         ValueError: if another run has it.
@@ -118,7 +118,7 @@ def _in_use(path: Path) -> str:
 
 
 def _owner(path: Path) -> dict[str, object] | None:
-    """What the file says about its owner; None if `rda train` did not write it."""
+    """The owner that the file names; None if `rda train` did not write it."""
     with suppress(OSError):
         owner = json_object(path.read_bytes())
         if owner.get("made_by") == MAKER and {"pid", "host", "since"} <= owner.keys():
