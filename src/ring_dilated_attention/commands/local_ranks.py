@@ -66,8 +66,9 @@ def run_ranks(
                     ours, theirs = start.Pipe(duplex=False)
                     pipes.append(ours)
                     arguments = (theirs, rank, launch, folder, function, args)
-                    processes.append(start.Process(target=_rank, args=arguments, daemon=True))
-                    processes[-1].start()
+                    process = start.Process(target=_rank, args=arguments, daemon=True)
+                    process.start()
+                    processes.append(process)
                     theirs.close()
             return _collect(pipes, launch, on_report or (lambda rank, message: None))
         finally:

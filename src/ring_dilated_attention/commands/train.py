@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..models.saved_run import find_checkpoint
+from ..models.saved_run import find_checkpoint, step_of
 from ..plan.dealing import check_dealing
 from ..plan.exchange import EXCHANGES
 from ..training.files import in_words
@@ -58,7 +58,7 @@ EXAMPLES = """examples:
                                                 the same under Slurm, with MASTER_ADDR and MASTER_PORT set
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
-(safetensors and JSON), metrics.jsonl during the run, record.json and loss.png. Two runs cannot use one folder at a time.
+(safetensors and JSON), metrics.jsonl during the run, record.json and loss.png. Only one run at a time can use it.
 Exit codes: 0 done, 1 a rank was lost or memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
 Under a torchrun of your own they are the codes of the ranks.
 
@@ -283,7 +283,7 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
 
     write_report(record)
     folder, steps = record["run_folder"], record["steps_done"]
-    if run.is_complete:
+    if run.checkpoint is not None and step_of(run.checkpoint) == run.hyperparameters.steps:
         say(f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again")
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)

@@ -26,8 +26,7 @@ _UNFINISHED = "unfinished-"
 def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> Path:
     """Write RUN/checkpoint-<state["step"]> of the run state["run"], then remove older ones.
 
-    Raises:
-        ValueError: if it cannot be written. Then nothing is removed.
+    If it cannot be written, a ValueError is raised, and nothing is removed.
     """
     target = run_folder / f"checkpoint-{state['step']:06d}"
     if target.exists():
@@ -64,11 +63,7 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, o
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load the saved parameters and optimiser state.
-
-    Raises:
-        ValueError: if a file is damaged or does not fit the model. Nothing is changed then.
-    """
+    """Load parameters and optimiser state. A file that is damaged or does not fit is a ValueError; nothing changes."""
     saved_run.check_whole(checkpoint)
     by_name: dict[str, Tensor] = dict(model.named_parameters())
     parameters = _load(checkpoint / saved_run.MODEL_FILE, by_name)

@@ -62,11 +62,7 @@ class Document:
 
 
 def load_document(data: Sequence[str], seq_len: int, num_held_out: int) -> Document:
-    """Concatenate the files, or the standard library's source if no file is given.
-
-    Raises:
-        ValueError: if a file cannot be read, or the document is empty or too short.
-    """
+    """Concatenate the files, or the standard library's source if no file is given. Bad files are a ValueError."""
     if data:
         return Document(b"".join(_read(Path(name)) for name in data), ", ".join(data), seq_len, num_held_out)
     root = Path(sysconfig.get_path("stdlib"))

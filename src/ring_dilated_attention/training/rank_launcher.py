@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -117,10 +116,11 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
     ):
         with named_in_errors(Path(folder)):
             (Path(folder) / "room").write_bytes(bytes(STORE_BYTES))  # on a full disk torch's store waits for ever
-        start = partial(subprocess.Popen, [*command, folder], stdin=asked, start_new_session=True, pass_fds=[lock])
         try:
             for rank in range(num_ranks):
-                processes.append(start(env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                words = [*command, folder]
+                processes.append(subprocess.Popen(words, stdin=asked, env=own, start_new_session=True, pass_fds=[lock]))
             wait_for_ranks(processes, stop, asking)
             # A rank that is ended here waited for another one: it did not fail.
             default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]

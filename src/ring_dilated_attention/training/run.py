@@ -35,11 +35,6 @@ class Run:
     activation_checkpointing: bool = False
     tensorboard: bool = False
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all steps were done when the run began."""
-        return self.checkpoint is not None and step_of(self.checkpoint) == self.hyperparameters.steps
-
 
 def prepare(arguments: argparse.Namespace) -> Run:
     """The run that the command line asks for. A ValueError holds the message for the user."""

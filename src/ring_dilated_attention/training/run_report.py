@@ -31,8 +31,7 @@ def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel)
 
 
 def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dict[str, Any]:
-    options = state["hyperparameters"]
-    seconds = state["step_seconds"]
+    options, seconds = state["hyperparameters"], state["step_seconds"]
     return {
         "status": "complete" if state["step"] == options["steps"] else "interrupted",
         "run": state["run"],
@@ -63,7 +62,7 @@ def write_report(record: dict[str, Any]) -> None:
 def summary(record: dict[str, Any]) -> str:
     """The memory of every rank beside the plan's figure, and the losses and the speed of the run."""
     memory = ("resident_before", "resident_peak", "planned_attention")
-    rows = [("rank", "positions", "before step 1", "peak resident", "attention, planned")]
+    rows: list[tuple[str, ...]] = [("rank", "positions", "before step 1", "peak resident", "attention, planned")]
     for row in record["ranks"]:
         rows.append((str(row["rank"]), f"{row['positions']:,}", *(f"{row[name] / 1e6:,.0f} MB" for name in memory)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
