@@ -61,7 +61,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def folder_made(folder: Path) -> Iterator[Path]:
-    """Make a folder and its parents. At the end of the block those of them that were made here and are empty go."""
+    """Make a folder and its parents. At the end of the block new folders are removed if they are empty."""
     made: list[Path] = []
     try:
         for path in (*reversed(folder.parents), folder):

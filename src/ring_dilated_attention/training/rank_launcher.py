@@ -100,7 +100,7 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
     ranks' stdin. The ranks are killed by a second Ctrl-C, or 10 seconds after one of them failed.
 
     Args:
-        lock: that of the run's folder. The ranks inherit it, and hold it still if this process is killed.
+        lock: the descriptor of the folder's lock. The ranks inherit it, and hold the lock if this process is killed.
     """
     environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
