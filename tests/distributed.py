@@ -147,11 +147,19 @@ def _rank(
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        _meet(world_size)
         pipe.send((True, function(rank, world_size, *args)))
     except BaseException:  # noqa: BLE001  whatever it was, the parent reports it
         pipe.send((False, traceback.format_exc()))
     if stay:
         threading.Event().wait()
+
+
+def _meet(world_size: int) -> None:
+    """Wait until every rank has made the group: one that leaves earlier closes connections that others still make."""
+    if store.add("number of ranks that have met", 1) == world_size:
+        store.set("all ranks have met", "")
+    store.wait(["all ranks have met"])
 
 
 def _end_with_the_test() -> None:

@@ -408,10 +408,10 @@ def nothing(*_: object, **__: object) -> None:
 
 
 @contextlib.contextmanager
-def own_and_leave(folder: Path, **_: object) -> Iterator[Path]:
+def own_and_leave(folder: Path, **_: object) -> Iterator[ownership.Owned]:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ownership.LOCK_FILE).touch()
-    yield folder
+    with (folder / ownership.LOCK_FILE).open("a") as lock:
+        yield ownership.Owned(folder, lock.fileno())
 
 
 def _remove_all_unfinished(target: Path, run: str) -> None:

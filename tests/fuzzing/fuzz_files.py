@@ -6,6 +6,7 @@ of what the run comes to. Some damages are signed: digests are made to fit, so t
 them away. Such a run may also go on, if what they say can be.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -306,11 +307,11 @@ def _load_whatever_is_there(path: Path, expected: dict) -> dict:
 
 
 BREAKAGES = {
-    "no digests": broken("identity", lambda path: {"bytes": path.stat().st_size}, checkpoint, saved_run),
-    "no digest of the state": broken("digest", lambda content: "0", checkpoint, saved_run),
+    "no digests": broken("identity", lambda path: {"bytes": path.stat().st_size}, saved_run),
+    "no digest of the state": broken("digest", lambda content: "0", saved_run),
     "states are not checked": broken("_check_state", nothing, run),
     "tensors are not checked": broken("_load", _load_whatever_is_there, checkpoint),
     "documents are not compared": broken("_check_same_document", nothing, run),
-    "nothing is offered": broken("with_offer", lambda error, damaged: error, run, loop),
+    "nothing is offered": broken("offering_older", contextlib.nullcontext, run, loop),
     "other's files are overwritten": broken("check_mine", nothing, files, report, run),
 }

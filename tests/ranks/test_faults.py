@@ -14,6 +14,7 @@ from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
 
+import distributed
 import pytest
 import torch
 import torch.distributed as dist
@@ -220,6 +221,31 @@ def test_ranks_that_never_end_are_ended_and_fail_the_test():
             run(2, rank_never_ends, tells, seconds=3)
         assert time.monotonic() - start < 15
         assert_all_end([hears.recv() for _ in range(2) if hears.poll(1)])
+
+
+class SlowGroups:
+    """An argument: to unpickle it makes rank 1 late in every process that gets it."""
+
+    def __reduce__(self):
+        return dist.Backend.register_backend, ("slow", make_late, False, ["cpu"])
+
+
+def make_late(store, rank, world_size, timeout):
+    time.sleep(0.3 * rank)
+    distributed.store.set(f"rank {rank} is there", "")
+    return dist.ProcessGroup(rank, world_size)
+
+
+def rank_that_leaves_at_once(rank, world_size, slow):
+    """Whether all have made the group."""
+    return distributed.store.check([f"rank {k} is there" for k in range(world_size)])
+
+
+def test_ranks_meet_before_they_leave():
+    """Catches a rank that is done, and closes its connections, while another still makes them."""
+    with Ranks(2, rank_that_leaves_at_once, SlowGroups(), backend="slow") as ranks:
+        outcomes = ranks.collect(range(2), 30)
+    assert outcomes == {0: (True, True), 1: (True, True)}
 
 
 def hang():

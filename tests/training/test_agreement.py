@@ -12,6 +12,7 @@ from distributed import run as run_ranks
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
+from ring_dilated_attention.ranks import processes
 from ring_dilated_attention.training import loop
 from ring_dilated_attention.training.agreement import (
     Account,
@@ -149,6 +150,19 @@ def test_a_folder_that_another_run_has(hosts):
         assert code == 2
         assert re.search(r"rank 0 on host .*run is in use by process \d+", error)
         assert "record.json" not in files
+
+
+def test_the_first_rank_of_the_ring_owns_and_writes_all(hosts):
+    """Catches a folder that one rank claims, and to which another writes, where the ring has an order of its own."""
+    (first, second) = run_ranks(2, as_rank_of_a_ring_turned_round, hosts)
+    assert (first[0], second[0]) == (0, 0), (first[1], second[1])
+    assert first[2] == ["text.txt"]
+    assert {"record.json", "loss.png", "metrics.jsonl"} < set(second[2])
+
+
+def as_rank_of_a_ring_turned_round(rank, world_size, folder):
+    processes.ring_order = lambda hosts: range(len(hosts))[::-1]
+    return as_rank(rank, world_size, folder, ([], []))
 
 
 def as_rank_of_an_owned_folder(rank, world_size, folder):

@@ -287,7 +287,7 @@ DEEPER_DAMAGES = {
     "a foreign parameter": (edit(MODEL_FILE, lambda t: t.update({"x": torch.zeros(1)})), "it has besides 1 tensors"),
     "a parameter is no number": (
         edit(MODEL_FILE, lambda t: t[min(t)].fill_(float("nan"))),
-        f"{MODEL_FILE} holds no numbers that can be used",
+        f"{MODEL_FILE} cannot be used",
     ),
     "no safetensors": (
         lambda c: [(c / MODEL_FILE).write_bytes(b"\0" * 20), sign(c)],
@@ -308,8 +308,8 @@ def whole(tmp_path_factory):
 
 
 OFFER = (
-    "; the newest whole checkpoint before it is run/checkpoint-000004: move checkpoint-000006 away, and --resume goes "
-    "on from there\n"
+    "; the newest whole checkpoint before it is run/checkpoint-000004: move checkpoint-000006 away, and --resume "
+    "takes it\n"
 )
 
 

@@ -1,5 +1,6 @@
 """A run's folder has one owner, who is named to whoever comes second; and it is free however that one ends."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models.saved_run import find_checkpoint
-from ring_dilated_attention.training.ownership import LOCK_FILE, join_folder, own_folder
+from ring_dilated_attention.training.ownership import LOCK_FILE, own_folder
 from ring_dilated_attention.training.run import RECORD_FILE
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
@@ -25,7 +26,7 @@ IN_USE = r"run is in use by process {} on host {} since 20\d\d-.*: let it end, o
 
 
 def test_the_second_is_told_who_has_it(tmp_path):
-    with own_folder(tmp_path / "run") as folder:
+    with own_folder(tmp_path / "run") as (folder, _):
         with (
             pytest.raises(ValueError, match=IN_USE.format(os.getpid(), socket.gethostname())),
             own_folder(tmp_path / "run"),
@@ -39,8 +40,8 @@ def test_the_second_is_told_who_has_it(tmp_path):
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
-    with own_folder(tmp_path / "runs" / "now", must_be_new=True) as first:
-        with own_folder(tmp_path / "runs" / "now", must_be_new=True) as second:
+    with own_folder(tmp_path / "runs" / "now", must_be_new=True) as (first, _):
+        with own_folder(tmp_path / "runs" / "now", must_be_new=True) as (second, _):
             (second / "result").touch()
         assert (first.name, second.name) == ("now", "now-2")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["now-2"]  # what stayed empty is gone
@@ -68,28 +69,65 @@ def test_what_cannot_be_a_folder(tmp_path):
 
 
 HOLDER = """
+import subprocess
 import sys
+import time
 from pathlib import Path
-from ring_dilated_attention.training.ownership import join_folder, own_folder
-with own_folder(Path(sys.argv[1]), shares=True):
+from ring_dilated_attention.training.ownership import own_folder
+with own_folder(Path(sys.argv[1])) as (folder, lock):
+    rank = subprocess.Popen(["cat"], stdin=sys.stdin, stdout=subprocess.DEVNULL, pass_fds=[lock])
     print("owned", flush=True)
-    sys.stdin.read()
+    time.sleep(60)
 """
 
 
 def test_a_killed_owner_is_none(tmp_path):
     """But a rank that it started, and that still writes, is."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "owned\n"
-    with join_folder(tmp_path / "run"):
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    with open(write_end, "wb") as ends_the_rank:
+        with open(read_end, "rb") as asked:
+            process = subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "owned\n"
         process.kill()
         process.communicate()
         with pytest.raises(ValueError, match=IN_USE.format(process.pid, ".*")), own_folder(tmp_path / "run"):
             pass
+        ends_the_rank.close()
+        wait_until_unlocked(tmp_path / "run" / LOCK_FILE)
     with own_folder(tmp_path / "run"):
         pass
+
+
+def wait_until_unlocked(path: Path) -> None:
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def test_a_lock_is_taken_once(tmp_path, monkeypatch):
+    """Catches another kind of lock taken later: between the two there is none, and another run may come."""
+    taken = []
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda *call: taken.append(call) or flock(*call))
+    with own_folder(tmp_path / "run") as (_, lock):
+        assert taken == [(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)]
+    assert len(taken) == 1
+
+
+def test_a_run_that_comes_second_leaves_the_lock_of_the_first(tmp_path, monkeypatch):
+    """The second has made the file, and before it locks the file the first does."""
+    flock, first = fcntl.flock, contextlib.ExitStack()
+
+    def late(descriptor, kind):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.enter_context(own_folder(tmp_path))
+        return flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with first:
+        with pytest.raises(ValueError, match=IN_USE[3:].format(os.getpid(), ".*")), own_folder(tmp_path):
+            pass
+        assert (tmp_path / LOCK_FILE).exists()
 
 
 def test_where_the_file_system_has_no_locks(tmp_path, monkeypatch):
@@ -99,7 +137,7 @@ def test_where_the_file_system_has_no_locks(tmp_path, monkeypatch):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with own_folder(tmp_path / "run", shares=True) as folder, join_folder(folder):
+    with own_folder(tmp_path / "run") as (folder, _):
         with pytest.raises(ValueError, match=IN_USE.format(os.getpid(), ".*")), own_folder(folder):
             pass
         left = (folder / LOCK_FILE).read_bytes()

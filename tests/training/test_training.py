@@ -289,11 +289,11 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"ranks": 0}, "--ranks 0 must be at least 1"),
+            ({"ranks": 0}, "--ranks must be at least 1, got 0"),
             ({"steps": 0}, "--steps 0 must be from 1 to 9,223,372,036,854,775,807"),
             ({"seq_len": 1}, "--seq-len 1 must be from 2 to"),
             ({"learning_rate": "nan"}, "--learning-rate nan must be from 1e-30 to 1e+30"),
-            ({"save_every": 0}, "--save-every 0 must be at least 1"),
+            ({"save_every": 0}, "--save-every must be at least 1, got 0"),
             ({"embed_dim": 15}, "embed_dim=15 over num_heads=2"),
             ({"dilation_rates": 1}, "segment_lengths has 2 entries and dilation_rates has 1"),
             (

@@ -1,4 +1,4 @@
-"""`rda evaluate`: bits per byte of any text, by how much of it came before."""
+"""`rda evaluate`: bits per byte of any text, by the number of bytes before."""
 
 import argparse
 import json
@@ -6,7 +6,6 @@ import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO
 
 from ..models.saved_run import read_state
 from ..training.data import cut_into_contexts, letters
@@ -27,8 +26,8 @@ EXAMPLES = """examples:
   rda evaluate runs/20250131-120000 genome.fa --picture bits.png   headers are stripped; draws it too
 
 The text is cut into contexts and read through caches, a chunk at a time: memory grows neither with the text nor with
-the length of a context. The first byte of a context is not predicted. Does more context help? Then bits per byte fall
-from row to row.
+the length of a context. The first byte of a context is not predicted. If more context helps, bits per byte fall from
+row to row.
 """
 MAKER = "rda evaluate --picture"
 
@@ -58,15 +57,15 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     checkpoint, context = check_run(arguments.run_folder), arguments.context
     check_at_least("--chunk", arguments.chunk)
     if context is not None and context != 0 and context < 2:
-        never = "for one that never ends: the first byte of a context is not predicted"
-        raise ValueError(f"--context {context} must be 2 or more, or 0 {never}")
+        rule = "2 or more, or 0 for one that never ends: the first byte of a context is not predicted"
+        raise ValueError(f"--context {context} must be {rule}")
     if arguments.picture is not None:
         if find_spec("matplotlib") is None:
             raise ValueError("--picture needs matplotlib: pip install matplotlib")
         check_writable("--picture", arguments.picture.parent, arguments.picture.name)
         check_mine(arguments.picture, is_our_picture, MAKER)
     context = (read_state(checkpoint)["hyperparameters"]["seq_len"] if context is None else context) or None
-    with open_file(arguments.file) as file:
+    with nullcontext(sys.stdin.buffer) if arguments.file == "-" else open(arguments.file, "rb") as file:
         with leaving_at_once("rda evaluate"):
             from ..models.longnet import LongNetLM
             from ..training.bits_per_byte import bits_by_position, mean
@@ -90,15 +89,6 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     }
 
 
-def open_file(name: str) -> "BinaryIO | nullcontext[BinaryIO]":
-    if name == "-":
-        return nullcontext(sys.stdin.buffer)
-    try:
-        return open(name, "rb")  # the caller closes it
-    except OSError as error:
-        raise ValueError(f"cannot read {name}: {error.strerror}") from error
-
-
 def shown(context: int | None) -> str:
     return "any length" if context is None else f"{context:,} bytes"
 
@@ -107,15 +97,11 @@ def report(record: dict) -> str:
     headers = ("bytes before", "bytes", "bits per byte", "")
     buckets = record["by_bytes_before"]
     most = max(bucket["bits_per_byte"] for bucket in buckets)
-    rows = [
-        (
-            " to ".join(f"{edge:,}" for edge in sorted({bucket["first"], bucket["last"]})),
-            f"{bucket['num_bytes']:,}",
-            f"{bucket['bits_per_byte']:.3f}",
-            ("#" * round(30 * bucket["bits_per_byte"] / most)).ljust(30),
-        )
-        for bucket in buckets
-    ]
+    rows = []
+    for bucket in buckets:
+        before = " to ".join(f"{edge:,}" for edge in sorted({bucket["first"], bucket["last"]}))
+        bits = bucket["bits_per_byte"]
+        rows.append((before, f"{bucket['num_bytes']:,}", f"{bits:.3f}", ("#" * round(30 * bits / most)).ljust(30)))
     return (
         f"{aligned(headers, rows)}\n{record['bits_per_byte']:.3f} bits per byte over {record['num_bytes']:,} bytes, in "
         f"contexts of {shown(record['context'])}; peak resident {record['peak_resident_bytes'] / 1e6:,.0f} MB"

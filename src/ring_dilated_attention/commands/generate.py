@@ -1,4 +1,4 @@
-"""`rda generate`: what a trained model writes, as it writes it."""
+"""`rda generate`: streams the text that a trained model writes."""
 
 import argparse
 import codecs
@@ -29,10 +29,10 @@ EXAMPLES = """examples:
   rda generate runs/20250131-120000 --prompt-file story.txt --temperature 0.8 --top-p 0.95 --seed 1
   rda generate runs/20250131-120000 --prompt 'def ' --temperature 0        the likeliest byte, each time
 
-What the model writes goes to stdout as it comes; its speed and the memory of its caches, which does not grow with what
-is written, to stderr. Exit codes: 0 done, 2 refused, 130 interrupted.
+The text goes to stdout while the model writes it. The speed and the memory of the caches go to stderr. This memory does
+not grow with the text. Exit codes: 0 done, 2 refused, 130 interrupted.
 """
-# What would move the cursor or change the colours of a terminal: a byte-level model may write anything.
+# A byte-level model may write anything. These would move the cursor or change the colours of a terminal.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 300, 0.7
 
@@ -44,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="what comes before")
     prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file of any length")
     parser.add_argument("--tokens", type=count, default=400, metavar="N", help="bytes to write (default 400)")
-    likeliest = "0 takes the likeliest byte (default 1)"
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help=likeliest)
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: the likeliest byte (default 1)")
     parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest bytes alone")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest bytes of that probability")
     parser.add_argument("--seed", type=int, metavar="N", help="to write the same again (default: anew each time)")
@@ -77,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_run(folder: Path) -> Path:
-    """The newest checkpoint of a run; a ValueError, before torch is imported, if there is none."""
+    """The newest checkpoint of a run. A ValueError, before torch is imported, if there is none."""
     if find_spec("safetensors") is None:
         raise ValueError("needs safetensors: pip install safetensors")
     checkpoint = find_checkpoint(folder)
@@ -96,7 +95,7 @@ def prompt_of(arguments: argparse.Namespace) -> bytes:
 
 
 def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> dict:
-    """Stream to stdout, or write nothing under --json. The record says what was written, also after Ctrl-C."""
+    """Stream to stdout, unless --json is given. Returns a record of what was written, also after Ctrl-C."""
     caches = model.make_caches(1, max_len=len(prompt) + arguments.tokens)
     drawn_by = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
     steps = model.generate([list(prompt)], arguments.tokens, caches=caches, **drawn_by)
@@ -123,9 +122,9 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
 
 
 class Text:
-    """UTF-8 as it comes. A character is shown when its last byte is there; bytes that are no character become U+FFFD.
+    """A UTF-8 stream that shows each character when its last byte is there.
 
-    On a terminal so do control characters, except newlines and tabs.
+    Bytes that are no character become U+FFFD. On a terminal so do control characters, except newlines and tabs.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -143,7 +142,7 @@ class Text:
             self.file.flush()
 
     def close(self) -> None:
-        """Show what was held back, and leave the cursor at the start of a line."""
+        """Show an unfinished character, and leave the cursor at the start of a line."""
         self.write(b"", final=True)
         if self.is_terminal and not self.ends_line:
             self.file.write("\n")
@@ -160,7 +159,7 @@ def summary(record: dict) -> str:
 
 
 def sample(folder: Path, document: Document) -> str:
-    """A little of what the model writes, and the command that makes it write more. Shown at the end of training."""
+    """For the end of training: a text that the model writes, and the command that writes more."""
     from ..models.longnet import LongNetLM
 
     prompt = opening(bytes(document.held_out_window(0)))
@@ -168,13 +167,13 @@ def sample(folder: Path, document: Document) -> str:
     steps = model.generate([list(prompt)], SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0)
     drawn = bytes(int(tokens[0]) for tokens in steps)
     text = CONTROL.sub("\ufffd", (prompt + drawn).decode(errors="replace"))
-    more = ["rda", "generate", str(folder), "--prompt", os.fsdecode(prompt)]
-    more += ["--temperature", str(SAMPLE_TEMPERATURE), "--tokens", "1000"]
+    more = ["--prompt", os.fsdecode(prompt), "--temperature", str(SAMPLE_TEMPERATURE), "--tokens", "1000"]
+    command = shlex.join(["rda", "generate", str(folder), *more])
     indented = "\n".join(f"  | {line}" for line in text.split("\n"))
-    return f"what it writes after {prompt.decode()!r}:\n{indented}\nmore of it: {shlex.join(more)}"
+    return f"what it writes after {prompt.decode()!r}:\n{indented}\nmore of it: {command}"
 
 
 def opening(content: bytes) -> bytes:
-    """A prompt that can be typed: the first readable words of some content, or a letter if it has none."""
+    """A prompt that can be typed: the first readable words of the content, or "A" if it has none."""
     found = re.search(rb"[A-Za-z][ -~]{3,23}", content)
     return found[0].rstrip() if found else b"A"

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command with a line and exit code 130 at any moment. No torch."""
+"""At any moment Ctrl-C ends a command with one line and exit code 130. No torch."""
 
 import os
 import signal
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from ..training.stop_request import STDERR
+
 INTERRUPTED_EXIT_CODE = 130  # as a shell reports SIGINT
-STDERR = 2  # written to directly: a signal may come while sys.stderr is in use
 
 
 @contextmanager
 def leaving_at_once(command: str) -> Iterator[None]:
-    """Ctrl-C ends the process without any clean-up: for imports alone.
+    """Ctrl-C ends the process without any clean-up. Only for imports.
 
-    A KeyboardInterrupt inside an import may become another error (numpy makes a RecursionError of it), or leave a
-    module half made.
+    There a KeyboardInterrupt may become another error (numpy makes a RecursionError of it) or leave a module half made.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -50,11 +50,11 @@ def ignore_from_now_on() -> None:
 def _handled(handler: "signal._HANDLER") -> Iterator[None]:
     """Another handler during a block. Only the main thread may set one, and an ignored signal stays ignored."""
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
-        yield
-        return
-    signal.signal(signal.SIGINT, handler)
+    is_ours = threading.current_thread() is threading.main_thread() and before not in (signal.SIG_IGN, None)
     try:
+        if is_ours:
+            signal.signal(signal.SIGINT, handler)
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if is_ours:
+            signal.signal(signal.SIGINT, before)

@@ -17,7 +17,7 @@ from ..training.rank_launcher import loopback_only
 from .interrupts import held_back
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-# torch._dynamo is what the first call of a custom op imports, for a second or two.
+# The first call of a custom op imports torch._dynamo, for a second or two.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "ring_dilated_attention.attention"]
 
 
@@ -26,7 +26,7 @@ class RankFailedError(RuntimeError):
 
 
 class Worker(NamedTuple):
-    """What a rank knows of itself. `report` sends something to the process that started it."""
+    """The place of a rank. `report` sends a message to the process that started the rank."""
 
     rank: int
     world_size: int
@@ -40,8 +40,8 @@ class Launch(NamedTuple):
     num_threads: int = 1  # torch's, of each rank
     is_pinned: bool = False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
     backend: str = "gloo"  # of torch.distributed; "cpu:gloo,cuda:nccl" gives rank k the k-th GPU
-    seconds: float = 60  # after which every rank is ended; they count from when all have met if join_seconds is given
-    join_seconds: float | None = None  # within which all must have met
+    seconds: float = 60  # after this time every rank is ended; it begins when all have met if join_seconds is given
+    join_seconds: float | None = None  # the time to meet
 
 
 def run_ranks(
@@ -49,8 +49,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call function(worker, *args) on every rank. Returns the results in the order of ranks.
 
-    `function` stands at the top level of a module. Every process is ended, also when a rank fails, when time is up, or
-    on Ctrl-C.
+    `function` stands at the top level of a module. No process outlives the call, whatever ends it.
 
     Raises:
         RankFailedError: if a rank raised, died or ran out of time.
@@ -62,15 +61,15 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         try:
-            with held_back():  # so that every process that is started is known, and ended
+            with held_back():  # so that every process that is started is in the list, and ended
                 for rank in range(launch.world_size):
                     ours, theirs = start.Pipe(duplex=False)
+                    pipes.append(ours)
                     arguments = (theirs, rank, launch, folder, function, args)
                     process = start.Process(target=_rank, args=arguments, daemon=True)
                     process.start()
-                    theirs.close()
                     processes.append(process)
-                    pipes.append(ours)
+                    theirs.close()
             return _collect(pipes, launch, on_report or (lambda rank, message: None))
         finally:
             for process in processes:
@@ -101,12 +100,11 @@ def _collect(pipes: list[Connection], launch: Launch, on_report: Callable[[int, 
             if kind == "joined":
                 deadline = time.monotonic() + launch.seconds if joining == {rank} else deadline
                 joining.discard(rank)
-                continue
-            if kind == "report":
+            elif kind == "report":
                 on_report(rank, value)
-                continue
-            del open_pipes[pipe]
-            (results if kind == "result" else failures)[rank] = value
+            else:
+                del open_pipes[pipe]
+                (results if kind == "result" else failures)[rank] = value
     if failures:
         raise RankFailedError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
     return [results[rank] for rank in range(len(pipes))]
@@ -136,7 +134,7 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
 
 
 def _end_with_the_starter() -> None:
-    """End this process with the one that started it: nobody else would, if that one is killed."""
+    """End this process when its starter ends, also if the starter is killed."""
     starter = multiprocessing.parent_process()
     if starter is not None:
         wait([starter.sentinel])

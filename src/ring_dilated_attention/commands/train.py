@@ -18,23 +18,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..models.saved_run import find_checkpoint
+from ..models.saved_run import find_checkpoint, step_of
 from ..plan.dealing import check_dealing
 from ..plan.exchange import EXCHANGES
 from ..training.files import in_words
 from ..training.options import add_hyperparameters, flag
-from ..training.ownership import join_folder, own_folder
+from ..training.ownership import Owned, own_folder
 from ..training.rank_launcher import LOST_ANOTHER, Ended, check_meeting, launch, leave_reason, started
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest
 from .generate import sample
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
-from .limits import check_memory, check_ranks_fit
+from .limits import check_at_least, check_memory, check_ranks_fit
 from .numbers import count
 from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
-# The options that a checkpoint does not hold, and without which a resumed run would go on otherwise than it began.
+# The options that a checkpoint does not hold: the command that resumes a run repeats them.
 DEFAULTS = {
     "ranks": None,
     "activation_checkpointing": False,
@@ -42,9 +42,8 @@ DEFAULTS = {
     "exchange": "auto",
     "save_every": 30,
 }
-MEMORY = "use a smaller --embed-dim or fewer --num-layers"
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
-# What gloo says in a gradient's sum, which goes through torch's own group, when another rank has ended.
+# What gloo says in DDP's sum of gradients when another rank has ended.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
 EXAMPLES = """examples:
   rda train                                     one process, Python's standard library as the document
@@ -59,13 +58,13 @@ EXAMPLES = """examples:
                                                 the same under Slurm, with MASTER_ADDR and MASTER_PORT set
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
-(safetensors and JSON), metrics.jsonl as the run goes, record.json and loss.png; one run at a time has it. Exit codes:
-0 done, 1 a rank was lost or memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved; under a
-torchrun of your own they are the ranks' codes.
+(safetensors and JSON), metrics.jsonl during the run, record.json and loss.png. Only one run at a time can use it.
+Exit codes: 0 done, 1 a rank was lost or memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
+Under a torchrun of your own they are the codes of the ranks.
 
 With --ranks nobody beyond this machine can reach the ranks. torchrun opens its stores on every interface, and unpickles
-what it finds there: let no host but those of the job reach them (ports 29400 and 29500, unless you name others, and
-those that gloo picks).
+what it finds there. Let only the job's hosts reach its ports: 29400 and 29500, unless you name others, and those that
+gloo picks.
 """
 
 
@@ -81,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-every", type=count, metavar="N", help=steps)
     parser.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
     parser.add_argument("--json", action="store_true", help="print the record on stdout, all else on stderr")
-    parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)  # by `launch`: where the ranks meet
+    parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)  # set by `launch`: where the ranks meet
     add_hyperparameters(parser.add_argument_group("hyperparameters", "kept by a resumed run"), count)
 
 
@@ -90,55 +89,59 @@ def run(arguments: argparse.Namespace) -> int:
         if started().num_ranks > 1:
             return run_rank(arguments)
         run, num_ranks = prepare_checked(arguments), arguments.ranks or 1
-        with own(arguments, run, shares=num_ranks > 1) as folder:
+        with own(arguments, run) as (folder, lock):
             run = replace(run, folder=folder)
-            return launch_ranks(arguments, run) if num_ranks > 1 else train_alone(arguments, run)
+            return launch_ranks(arguments, run, lock) if num_ranks > 1 else train_alone(arguments, run)
     except ValueError as error:  # the library's word to its user; anything else keeps its traceback
         say(f"rda train: {error}")
         return USER_ERROR_EXIT_CODE
 
 
-def own(arguments: argparse.Namespace, run: Run, *, shares: bool = False) -> AbstractContextManager[Path]:
-    """Own the run's folder. If its name was not chosen by the user and is taken, another folder is made."""
-    is_unnamed = arguments.resume is None and arguments.run_folder is None
-    return own_folder(run.folder, must_be_new=is_unnamed, shares=shares)
+def own(arguments: argparse.Namespace, run: Run) -> AbstractContextManager[Owned]:
+    """Own the run's folder. If the user did not choose its name and it is taken, another folder is made."""
+    return own_folder(run.folder, must_be_new=arguments.resume is None and arguments.run_folder is None)
 
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
-    """The run that is asked for; a ValueError, with the message for the user, for all that needs no torch to refuse."""
+    """The run that is asked for. A ValueError, with the message for the user, refuses what needs no torch to refuse."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[train]' in a clone of the repository")
     if arguments.tensorboard and find_spec("tensorboard") is None:
         raise ValueError("--tensorboard needs its package: pip install tensorboard. Without it there is metrics.jsonl")
-    num_started, num_asked = started().num_ranks, arguments.ranks
-    if num_asked is not None and num_asked < 1:
-        raise ValueError(f"--ranks {num_asked} must be at least 1")
-    if num_started > 1 and num_asked not in (None, num_started):
+    num_started, num_asked = started().num_ranks, 1 if arguments.ranks is None else arguments.ranks
+    check_at_least("--ranks", num_asked)
+    check_at_least("--save-every", arguments.save_every)
+    if num_started > 1 and arguments.ranks not in (None, num_started):
         raise ValueError(f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out")
-    run, num_ranks = prepare(arguments), num_started if num_started > 1 else num_asked or 1
+    run, num_ranks = prepare(arguments), max(num_started, num_asked)
     options = run.hyperparameters
     check_ranks_fit(num_ranks, options.seq_len)
-    if arguments.exchange == "all_to_all":  # what every rank would refuse when it attends for the first time
+    if arguments.exchange == "all_to_all":  # otherwise every rank would refuse it, in its first attention
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
     num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1)
-    check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, MEMORY)
+    remedy = "use a smaller --embed-dim or fewer --num-layers"
+    check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, remedy)
     return run
 
 
-def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
-    """Start the ranks and turn what became of them into an exit code."""
+def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
+    """Start the ranks. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
-    ended = launch([*arguments.argv, *folder], arguments.ranks)
+    ended = launch([*arguments.argv, *folder], arguments.ranks, lock)
     if not any(ended.codes):
         record = json.loads((run.folder / RECORD_FILE).read_text())
-        return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
+        return code_of(record)
     for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
         if not ended.was_aborted and set(ended.codes) <= {0, code}:
-            return code  # the ranks have said why, or nobody reads it
+            return code  # the ranks have said why, or nobody reads what they say
     reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
     say(f"rda train: {reason}; {what_is_left(arguments, run.folder)}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
+
+
+def code_of(record: dict[str, Any]) -> int:
+    return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
 
 
 def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
@@ -160,19 +163,17 @@ def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def causes(ended: Ended) -> list[str]:
-    """How ranks failed, first those that were killed. Ranks that only lost another are left out if there are others."""
-    failed = sorted((k for k, code in enumerate(ended.codes) if code), key=lambda k: ended.codes[k] > 0)
-    first = [k for k in failed if ended.reasons[k] != LOST_ANOTHER]
+    """How ranks failed, first those that were killed. Ranks that only lost another are named if there is no other."""
+    ranks = zip(ended.codes, range(len(ended.codes)), ended.reasons, strict=True)
+    failed = sorted((rank for rank in ranks if rank[0]), key=lambda rank: rank[0] > 0)
     said = []
-    for rank in first or failed:
-        code, reason = ended.codes[rank], ended.reasons[rank]
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        said.append(f"rank {rank}: {reason}" if reason else f"rank {rank} {how}")
+    for code, rank, reason in [rank for rank in failed if rank[2] != LOST_ANOTHER] or failed:
+        how = f" was ended by {signal.Signals(-code).name}" if code < 0 else f" ended with code {code}"
+        said.append(f"rank {rank}" + (f": {reason}" if reason else how))
     return said
 
 
 def train_alone(arguments: argparse.Namespace, run: Run) -> int:
-    """Train in this process alone."""
     with leaving_at_once("rda train"):
         from ..ranks.context import ContextParallel
         from ..training.loop import train
@@ -186,7 +187,7 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
         say(f"\nrda train: {NO_MEMORY}; {what_is_left(arguments, run.folder)}")
         return FAILED_EXIT_CODE
     report(arguments, run, record)
-    return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
+    return code_of(record)
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
@@ -198,43 +199,39 @@ def run_rank(arguments: argparse.Namespace) -> int:
         from ..training.agreement import Refusal, agree, together, values_of_all
         from ..training.loop import TrainingDiverged, train
 
-    rank, folder = started().rank, Path()
+    folder = Path()
     try:
         try:
             join_ranks(arguments)
             parallel = ContextParallel(exchange=arguments.exchange)
         except (ValueError, RuntimeError):
-            prepare_checked(arguments)  # what this rank refuses comes before what keeps it from the others
+            prepare_checked(arguments)  # if this rank refuses the request, that is the reason to give
             raise
         run = together(parallel, partial(prepare_checked, arguments))
         agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
-            run = together(parallel, partial(claim_folder, arguments, run, stack))
-            # The first rank's folder: if the user named none, each rank has made up another name.
-            folder = Path(min(values_of_all(parallel, (rank, str(run.folder))))[1])
+            run = together(parallel, partial(claim_folder, arguments, run, parallel.rank, stack))
+            # If the user named no folder, each rank has made up a name.
+            folder = Path(values_of_all(parallel, str(run.folder))[0])
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
-            if rank == 0:
+            if parallel.rank == 0:
                 report(arguments, run, record)
         dist.destroy_process_group()
-    except Refusal as refusal:
-        if str(refusal):
-            say(f"rda train: {refusal}")
-        return USER_ERROR_EXIT_CODE
-    except TrainingDiverged as error:  # on every rank
-        if rank == 0:
+    except (Refusal, TrainingDiverged) as error:  # on every rank
+        if str(error) and (isinstance(error, Refusal) or parallel.rank == 0):
             say(f"rda train: {error}")
         return USER_ERROR_EXIT_CODE
     except BrokenPipeError:
         raise  # the reader of stdout has gone
     except Exception as error:  # noqa: BLE001  raised again if nobody foresaw it
         return failed(error, arguments, folder)
-    # The launcher reads the record; from any other code torchrun would make a traceback.
-    return 0 if record["status"] == "complete" or arguments.launched else INTERRUPTED_EXIT_CODE
+    # `launch_ranks` reads the record.
+    return 0 if arguments.launched else code_of(record)
 
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
-    """Tell the user and the launcher what ended this rank. An error that nobody foresaw keeps its traceback."""
+    """Tell the user and the launcher why this rank ends. An unforeseen error keeps its traceback."""
     from ..ranks.context import ExchangeError
 
     who = f"rda train: rank {started().rank} on host {socket.gethostname()}"
@@ -254,47 +251,44 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
         leave_reason(arguments.launched, reason)
     if not said:
         raise error
-    # Any rank may be the lost one, so each says it: at once, since a launcher ends them soon.
+    # Each rank says it, since any of them may be lost.
     goes_on = code == FAILED_EXIT_CODE and arguments.launched is None and find_checkpoint(folder) is not None
     say(said + f"\nrda train: go on with: {resume_command(arguments, folder)}" * goes_on)
     return code
 
 
 def join_ranks(arguments: argparse.Namespace) -> None:
-    """Find the other ranks: by the launcher's folder, or as torchrun or srun says."""
+    """Meet the other ranks, in the launcher's folder or where torchrun or srun says."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
     rank, num_ranks = started()
-    store = None
     if arguments.launched is None:
         check_meeting()
-    else:
-        store = dist.FileStore(str(arguments.launched / "store"), num_ranks)
+    store = dist.FileStore(str(arguments.launched / "store"), num_ranks) if arguments.launched else None
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
 
 
-def claim_folder(arguments: argparse.Namespace, run: Run, stack: ExitStack) -> Run:
-    """The run, whose folder the first rank owns until `stack` is left. Only that rank writes."""
-    if started().rank == 0 and arguments.launched is None:
-        return replace(run, folder=stack.enter_context(own(arguments, run)))
-    if started().rank == 0:
-        stack.enter_context(join_folder(run.folder))
+def claim_folder(arguments: argparse.Namespace, run: Run, rank: int, stack: ExitStack) -> Run:
+    """The run, whose folder the first rank owns until `stack` is left, unless the launcher owns it already."""
+    if rank == 0 and arguments.launched is None:
+        run = replace(run, folder=stack.enter_context(own(arguments, run)).folder)
     return run
 
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
-    """What a run leaves behind, in its folder and on the terminal."""
+    """Write the results of a run to its folder and the terminal."""
     from ..training.run_report import summary, write_report
 
     write_report(record)
     folder, steps = record["run_folder"], record["steps_done"]
-    if run.is_complete:
+    if run.checkpoint is not None and step_of(run.checkpoint) == run.hyperparameters.steps:
         say(f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again")
-    print(summary(record), file=sys.stderr if arguments.json else sys.stdout)
+    for_people = sys.stderr if arguments.json else sys.stdout
+    print(summary(record), file=for_people)
     if record["status"] == "complete":
-        print(sample(folder, run.document), file=sys.stderr if arguments.json else sys.stdout)
+        print(sample(folder, run.document), file=for_people)
     if arguments.json:
         print(json.dumps(record))
     if record["status"] == "interrupted":

@@ -1,6 +1,6 @@
-"""All ranks go on, or none does: before they go on, they tell each other what they refuse and what they have.
+"""All ranks go on, or none does: first they tell each other what they refuse and what they have.
 
-A reason is said once on each machine, with the ranks that refuse and their host. The other ranks say who refused.
+On each machine a reason is said once, with the ranks that refuse and their host.
 """
 
 import json
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Refusal(ValueError):
-    """Raised on every rank if one refuses. It is empty if another rank on this machine says it."""
+    """Raised on every rank if one refuses. The text is empty if another rank on this machine says it."""
 
 
 class Account(NamedTuple):
@@ -28,7 +28,7 @@ class Account(NamedTuple):
 
     rank: int
     host: str
-    machine: str  # the same for ranks whose output a reader sees in one place
+    machine: str  # alike for ranks that write to one terminal
     refusal: str  # why it cannot go on; "" if it can
     fields: Mapping[str, str]  # what must be alike on all ranks, by name
 
@@ -69,14 +69,13 @@ def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
 
 def words_of_refusal(table: Sequence[Account], me: int) -> str:
     """What rank `me` says about the ranks that refuse; "" if another rank says it."""
-    mine = table[me]
-    refusing = [account for account in table if account.refusal]
+    mine, refusing = table[me], [account for account in table if account.refusal]
     if mine.refusal:
         alike = [x for x in refusing if (x.refusal, x.machine) == (mine.refusal, mine.machine)]
         return f"{_named(alike)}: {mine.refusal}" if mine is alike[0] else ""
     if any(x.machine == mine.machine and not x.refusal for x in table[:me]):
         return ""
-    # On another machine the reason stands in another terminal.
+    # Ranks of this machine that refuse say why in this terminal.
     reasons = {x.refusal for x in refusing if x.machine != mine.machine}
     why = f": {'; '.join(sorted(reasons))}" if reasons else ""
     return f"{_named([mine])} does not go on, since {_named(refusing)} refused{why}"
@@ -86,9 +85,8 @@ def words_of_difference(table: Sequence[Account], me: int) -> str:
     """What rank `me` says about the fields that differ; "" if another rank on its machine says it."""
     if any(account.machine == table[me].machine for account in table[:me]):
         return ""
-    names = dict.fromkeys(name for account in table for name in account.fields)
     different = []
-    for name in names:
+    for name in dict.fromkeys(name for account in table for name in account.fields):
         by_value: dict[str, list[Account]] = {}
         for account in table:
             by_value.setdefault(account.fields.get(name, "nothing"), []).append(account)
@@ -112,7 +110,6 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def _exchange(parallel: ContextParallel, refusal: str, fields: Mapping[str, str]) -> list[Account]:
-    """Every rank's account."""
     host, rank = socket.gethostname(), dist.get_rank() if dist.is_initialized() else 0
     # torchrun numbers its machines. Processes that somebody started one by one may be anywhere.
     machine = f"{host} {os.environ.get('GROUP_RANK', '')}" if "LOCAL_RANK" in os.environ else f"rank {rank}"

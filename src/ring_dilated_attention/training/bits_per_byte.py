@@ -23,11 +23,11 @@ class Bucket(NamedTuple):
 
 @torch.no_grad()
 def bits_by_position(model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int | None) -> list[Bucket]:
-    """Mean cross-entropy by powers of two of the number of bytes before; the first byte of a context is not predicted.
+    """Mean cross-entropy by powers of two of the number of bytes before. A context's first byte is not predicted.
 
     Args:
-        text: bytes with their position in their context, in order (`data.cut_into_contexts`).
-        context: the length of the longest context; None if it may have any
+        text: in order, bytes with their position in their context (`data.cut_into_contexts`).
+        context: the length of the longest context; None if there is no limit.
     """
     caches = model.make_caches(1, max_len=context)
     sums, counts = torch.zeros(NUM_BUCKETS, dtype=torch.float64), torch.zeros(NUM_BUCKETS, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The document: bytes, a part to train on and a part held out, and which window a step reads. No torch."""
+"""The document: its bytes, the part that is held out, and the window that a step reads. No torch."""
 
 import gzip
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 FASTA_SUFFIXES = (".fa", ".fasta")
 BLOCK = 2**16  # bytes of a file at a time
-# Not the language's own source: installed packages, tests (many are data) and caches.
+# Installed packages, tests (many are data) and caches are not the language's own source.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -44,12 +44,12 @@ class Document:
         return len(self.content) - self.num_held_out * self.seq_len
 
     def identity(self) -> dict[str, Any]:
-        """What a run compares when it goes on."""
+        """A resumed run must have the same."""
         digest = hashlib.sha256(self.content).hexdigest()
         return {"name": self.name, "num_bytes": len(self.content), "sha256": digest}
 
     def train_window(self, seed: int, step: int) -> bytearray:
-        """The sequence of a step: a function of (seed, step) alone, so that a resumed run reads what it would have."""
+        """The sequence of a step. It depends on (seed, step) alone, so that a resumed run reads the same sequences."""
         digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=16).digest()
         start = int.from_bytes(digest, "big") % (self.num_train - self.seq_len + 1)
         return self._window(start)
@@ -62,11 +62,7 @@ class Document:
 
 
 def load_document(data: Sequence[str], seq_len: int, num_held_out: int) -> Document:
-    """Concatenate the files, or the standard library's source if there are none.
-
-    Raises:
-        ValueError: if a file cannot be read, or the document is empty or too short.
-    """
+    """Concatenate the files, or the standard library's source if no file is given. Bad files are a ValueError."""
     if data:
         return Document(b"".join(_read(Path(name)) for name in data), ", ".join(data), seq_len, num_held_out)
     root = Path(sysconfig.get_path("stdlib"))
@@ -92,13 +88,13 @@ def _read(path: Path) -> bytes:
 
 
 def letters(name: str, file: BinaryIO) -> Iterator[bytes]:
-    """The bytes to read of a file, a block at a time. If its name is that of FASTA, these are the sequence letters."""
+    """The bytes of a file, a block at a time. From a FASTA file, known by its name, these are the sequence letters."""
     blocks = iter(partial(file.read, BLOCK), b"")
     return without_headers(blocks) if name.lower().endswith(FASTA_SUFFIXES) else blocks
 
 
 def without_headers(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The sequence letters of a FASTA file: no header lines, no line ends."""
+    """The blocks of a FASTA file without its header lines and line ends."""
     at_start, in_header = True, False
     for block in blocks:
         found = []
@@ -129,10 +125,10 @@ def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -
 
 
 def baselines(document: Document) -> dict[str, float]:
-    """What simple models reach on the held-out bytes, in bits per byte by name, so that a loss means something.
+    """Bits per byte of two simple models on the held-out bytes, by name, to compare a loss with.
 
-    gzip sees one window at a time, as the model does, and looks back 32 KiB at most. The unigram model knows how often
-    each byte stands in the training part (each counted once more than it is there), and nothing else.
+    gzip sees one window at a time, as the model does, and looks back at most 32 KiB. The unigram model knows only how
+    often each byte stands in the training part, plus one.
     """
     import numpy
 

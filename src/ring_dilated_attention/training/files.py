@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 MADE_BY = "ring_dilated_attention"  # what pictures say they were made with
-MOST_BYTES = 2**28  # that are read of a file to know whose it is
+MOST_BYTES = 2**28  # of a file are read to learn who made it
 
 
 def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
-    """Write a file; if that fails, the file is as it was.
+    """Write a file. If that fails, the file stays as it was.
 
     Args:
-        is_mine: tells whether a file, open at its start, was made by `maker` and may be replaced.
+        is_mine: whether a file, open at its start, was made by `maker` and may be replaced.
 
     Raises:
-        ValueError: if somebody else made the file that has this name.
-        OSError: if it cannot be written, with its path.
+        ValueError: if somebody else made the file of this name.
+        OSError: if it cannot be written; the error names `path`.
     """
     check_mine(path, is_mine, maker)
     with named_in_errors(path), replaced(path) as unfinished:
@@ -41,10 +41,9 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A name under which to write. At the end of the block the file is flushed to the disk and takes its place.
+    """Another name to write to. At the end of the block that file is flushed to the disk and replaces `path`.
 
-    A link stays, and the file that it leads to is replaced. A file that was there keeps its mode; a new one gets that
-    of the umask.
+    A link stays, and the file that it leads to is replaced. The mode of an existing file is kept.
     """
     place = Path(os.path.realpath(path))
     unfinished = place.with_name(f"unfinished-{secrets.token_hex(8)}-{place.name}")
@@ -62,7 +61,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def folder_made(folder: Path) -> Iterator[Path]:
-    """Make a folder with its parents. At the end of the block those that were made and are empty are removed."""
+    """Make a folder and its parents. At the end of the block new folders are removed if they are empty."""
     made: list[Path] = []
     try:
         for path in (*reversed(folder.parents), folder):
@@ -72,7 +71,7 @@ def folder_made(folder: Path) -> Iterator[Path]:
                 path.mkdir()
                 made.append(path)
             except FileExistsError:
-                if not path.is_dir():  # it is no other process's
+                if not path.is_dir():  # another process may have made the folder
                     raise
         yield folder
     finally:
@@ -83,30 +82,29 @@ def folder_made(folder: Path) -> Iterator[Path]:
 
 def check_mine(path: Path, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
     """Raise ValueError if there is a file that may not be replaced."""
+    remedy = "Move it away, or choose another place."
     try:
         if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
-            raise ValueError(f"{path} is in the way: it is no regular file. Move it away, or choose another place.")
+            raise ValueError(f"{path} is in the way: it is no regular file. {remedy}")
         with path.open("rb") as file:
             may_go = is_mine(file)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ValueError(f"{path} is in the way: {error.strerror}. Move it away, or choose another place.") from error
+        raise ValueError(f"{path} is in the way: {error.strerror}. {remedy}") from error
     if not may_go:
-        raise ValueError(
-            f"{path} was not made by {maker}, and nothing is written over it. Move it away, or choose another place."
-        )
+        raise ValueError(f"{path} was not made by {maker}, and nothing is written over it. {remedy}")
 
 
 def in_words(error: Exception) -> str:
-    """The message of an error, with the file if it is the system's."""
+    """The message of an error. An error of the system is named with its file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__
 
 
 class LossyStream:
-    """A stream that loses what it cannot write: no progress bar is worth the work whose progress it shows."""
+    """A stream for progress bars. It loses what it cannot write: the work is worth more than its bar."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -125,7 +123,7 @@ class LossyStream:
 
 
 def is_our_picture(file: BinaryIO, source: str | None = None) -> bool:
-    """Whether a file is a PNG whose texts, before its pixels, say that it was made here, and from this source."""
+    """Whether a file is a PNG that this package made, from this source. The texts before its pixels say so."""
     head, texts = BytesIO(file.read(4096)), list[bytes]()
     if head.read(8) != b"\x89PNG\r\n\x1a\n":
         return False
@@ -137,7 +135,7 @@ def is_our_picture(file: BinaryIO, source: str | None = None) -> bool:
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object of a text; empty if the text is anything else."""
+    """The JSON object of a text, or an empty one if the text is anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -146,7 +144,7 @@ def json_object(text: str | bytes) -> dict[str, Any]:
 
 
 def flush(path: Path) -> None:
-    """Bring a file or a folder's list of names to the disk."""
+    """Write a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The training loop. Every rank runs all of it, also a rank whose shard is empty; only rank 0 writes."""
+"""The training loop. Every rank runs it, also a rank whose shard is empty. Only the first rank of the ring writes."""
 
 import math
 import time
@@ -18,7 +18,7 @@ from .data import Document, baselines
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step, beside_the_bar, progress_bar
 from .options import Hyperparameters
-from .run import Run, initial_state, with_offer
+from .run import Run, initial_state, offering_older
 from .run_report import make_record, planned_attention_bytes
 
 NATS_PER_BIT = math.log(2)
@@ -78,7 +78,7 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
             bar.set_postfix_str(beside_the_bar(step, planned), refresh=False)
             bar.update()
             if state["step"] % run.save_every == 0 or state["step"] == options.steps or stopping:
-                # A checkpoint with NaN would replace one from which the run could go on.
+                # A checkpoint with NaN would replace a good one.
                 is_finite = all(bool(x.isfinite().all()) for x in model.parameters())
                 check_finite(is_finite, "a parameter is not finite", state["step"])
                 state |= measured()
@@ -95,10 +95,8 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
 def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the checkpoint that the run goes on from, if there is one."""
     if run.checkpoint is not None:
-        try:
+        with offering_older(run.checkpoint):
             load_checkpoint(run.checkpoint, model, optimizer)
-        except ValueError as error:
-            raise with_offer(error, run.checkpoint) from error
 
 
 def make_optimizer(model: nn.Module, options: Hyperparameters) -> torch.optim.AdamW:
@@ -117,12 +115,12 @@ def learning_rate(options: Hyperparameters, step: int) -> float:
 
 
 def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.Module:
-    """DDP over the ranks that share the sequence: the loss is scaled for the mean of their gradients."""
+    """The loss under DDP, which averages gradients over ranks: the loss of a rank is scaled for that."""
     wrapped: nn.Module = loss_of
     if parallel.world_size > 1:
         wrapped = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
-    # A rehearsal on a few bytes. DDP orders its buckets anew after the first backward, which decides the order in which
-    # gloo adds the gradients of more than two ranks. After it a resumed run adds as the uninterrupted one did.
+    # A rehearsal on a few bytes. After its first backward DDP orders its buckets anew. With more than two ranks this
+    # changes the order in which gloo adds gradients: without a rehearsal a resumed run would get other bits.
     wrapped(shard(bytearray(2 * parallel.world_size), parallel)).backward()
     wrapped.zero_grad()
     return wrapped
@@ -140,22 +138,20 @@ def check_finite(is_finite: bool, what: str, step: int) -> None:
 
 @torch.no_grad()
 def held_out_bits_per_byte(model: LongNetLM, document: Document, parallel: ContextParallel) -> float:
-    """The mean over the windows at the document's end, which were never trained on."""
+    """The mean loss of the held-out windows."""
     windows = (document.held_out_window(i) for i in range(document.num_held_out))
     losses = [model.loss(shard(window, parallel)).item() for window in windows]
     return sum(losses) / len(losses) / NATS_PER_BIT
 
 
-def trained_on(
-    options: Hyperparameters, parallel: ContextParallel, planned_attention: int, resident_before: int
-) -> dict[str, Any]:
-    """What a record says about the machine and, in a row for each rank, the ranks. It is the same on every rank."""
+def trained_on(options: Hyperparameters, parallel: ContextParallel, planned: int, before: int) -> dict[str, Any]:
+    """What a record says about the machine and about each rank. It is the same on every rank."""
     own = {
         "rank": parallel.rank,
         "positions": len(parallel.positions(options.seq_len)),
-        "resident_before": resident_before,
+        "resident_before": before,
         "resident_peak": peak_resident_bytes(),
-        "planned_attention": planned_attention,
+        "planned_attention": planned,
     }
     machine = hardware() | {"threads_per_rank": torch.get_num_threads()}
     return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, own)}

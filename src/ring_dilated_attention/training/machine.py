@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def resident_bytes() -> int:
-    """Resident memory now. Outside Linux, where the system does not say, it is the peak."""
+    """Resident memory now. Outside Linux, where the system does not tell it, this is the peak."""
     return _resident("VmRSS")
 
 
@@ -43,7 +43,7 @@ def peak_resident_bytes() -> int:
 
 
 def _resident(field: str) -> int:
-    # getrusage comes second: its maximum survives exec, so that a child may show its parent's.
+    # getrusage comes second: a child may inherit the maximum of its parent.
     for value in _values(Path("/proc/self/status"), field):
         return int(value.split()[0]) * 1024
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -51,7 +51,7 @@ def _resident(field: str) -> int:
 
 
 def _values(path: Path, field: str) -> Iterator[str]:
-    """What stands after "field:" in a file that Linux has. Other systems have none, which gives nothing."""
+    """What stands after "field:" in a file of Linux; nothing on other systems."""
     with suppress(OSError):
         for line in path.read_text().splitlines():
             name, _, value = line.partition(":")

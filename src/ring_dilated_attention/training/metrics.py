@@ -1,6 +1,6 @@
-"""A run as it goes: a line of metrics.jsonl for each step, the progress bar, and TensorBoard if it is asked for.
+"""The progress of a run: metrics.jsonl, the progress bar, and TensorBoard if the user asks for it.
 
-The first line of metrics.jsonl is {"run": "<its name>"}; each other one is a `Step`.
+The first line of metrics.jsonl is {"run": "<its name>"}. Each further line is a `Step`.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 from .files import MOST_BYTES, LossyStream, check_mine, json_object, write_whole
 
 METRICS_FILE, TENSORBOARD_FOLDER = "metrics.jsonl", "tensorboard"
-BAR_COLUMNS = 45  # percentage, steps, time and speed, and a bar that can be seen
+BAR_COLUMNS = 45  # for the bar with its percentage, steps, time and speed
 
 
 class Step(NamedTuple):
@@ -25,7 +25,7 @@ class Step(NamedTuple):
     bits_per_byte: float
     seconds: float
     tokens_per_second: float
-    waited_seconds: list[float]  # for messages of the attention and its handshakes, not for torch's sum of gradients
+    waited_seconds: list[float]  # for messages of the attention and its handshakes, not for DDP's sum of gradients
     resident_bytes: list[int]
 
 
@@ -53,11 +53,11 @@ class Metrics(AbstractContextManager["Metrics"]):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._file is not None:
-            with suppress(OSError) if error is not None else nullcontext():  # the user knows of a full disk already
+            with suppress(OSError) if error is not None else nullcontext():  # `error` tells of a full disk already
                 self._file.close()
-            # A run that is refused (a full disk, say) leaves no trace; one that fails leaves what it had come to.
-            is_trace = isinstance(error, (ValueError, OSError)) or not self._has_steps
-            if error is not None and is_trace and not any(self._folder.glob("checkpoint-*")):
+            # A run that is refused (the disk is full, say) leaves no file. A run that fails leaves its metrics.
+            is_refused = isinstance(error, (ValueError, OSError)) or not self._has_steps
+            if error is not None and is_refused and not any(self._folder.glob("checkpoint-*")):
                 (self._folder / METRICS_FILE).unlink(missing_ok=True)
         if self._writer is not None:
             self._writer.close()
@@ -76,19 +76,19 @@ class Metrics(AbstractContextManager["Metrics"]):
 
 
 def is_of(file: BinaryIO, run: str) -> bool:
-    """Whether a file is that of a run."""
+    """Whether this run made the file."""
     return json_object(file.readline(MOST_BYTES)) == {"run": run}
 
 
 def lines_before(path: Path, run: str, step: int) -> list[str]:
-    """The lines of a run up to the step from which it goes on. A line that the end of a run cut off is left out."""
+    """The lines of a run up to this step. A line that is not complete is left out."""
     check_mine(path, partial(is_of, run=run), "this run")
     lines = path.read_text(errors="replace").splitlines()
     return lines[:1] + [line for line in lines[1:] if 1 <= json_object(line).get("step", 0) <= step]
 
 
 def progress_bar(num_steps: int, first_step: int, rank: int) -> Any:
-    """The bar of the first rank, on stderr, while a context lasts."""
+    """A context with the first rank's progress bar, on stderr."""
     from tqdm import tqdm
 
     file = LossyStream(sys.stderr)
@@ -96,7 +96,7 @@ def progress_bar(num_steps: int, first_step: int, rank: int) -> Any:
 
 
 def beside_the_bar(step: Step, planned_attention: int) -> str:
-    """Bits per byte, tokens per second, resident memory of every rank and the plan's attention figure."""
+    """What stands beside the bar, as far as the terminal's width allows."""
     each = [f"{x / 1e6:.0f}" for x in step.resident_bytes]
     resident = "+".join(each) if len(each) <= 4 else f"at most {max(step.resident_bytes) / 1e6:.0f}"
     parts = [f"{step.bits_per_byte:.3f} bits/byte", f"{step.tokens_per_second:,.0f} tokens/s", f"{resident} MB"]

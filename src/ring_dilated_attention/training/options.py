@@ -1,7 +1,7 @@
 """The hyperparameters of a run: everything that decides what it computes. No torch.
 
-They are saved with every checkpoint, and a resumed run must have the same. A run may be resumed with another number of
-ranks, another exchange and other intervals of saving, so these are not here.
+Every checkpoint holds them, and a resumed run must have the same. The number of ranks, the exchange and the interval
+between checkpoints are not among them, since a resumed run may have others.
 """
 
 import argparse
@@ -12,14 +12,14 @@ from typing import Any
 
 from ..models.longnet_config import LongNetConfig
 
-MOST_LAYERS = 10_000  # as modules, which take time and memory of their own
+MOST_LAYERS = 10_000  # each is a module, which takes time and memory
 MOST_POSITIONS = 2**40  # of a segment, or between two of its keys
-LARGEST = 2**63 - 1  # what 64 bits hold, also as the stride of a tensor
-LARGEST_FLOAT, SMALLEST_FLOAT = 1e30, 1e-30  # float32, in which AdamW computes, divides by 0.1
+LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
+LARGEST_FLOAT, SMALLEST_FLOAT = 1e30, 1e-30  # AdamW computes in float32, and divides by 0.1
 
 
 def _option(default: Any, text: str, least: float = 1, most: float = LARGEST, kind: type = int) -> Any:
-    """A field with its --help. Its numbers lie from `least` to `most`."""
+    """A field with its --help. Its numbers are from `least` to `most`."""
     return field(default=default, metadata={"help": text, "least": least, "most": most, "kind": kind})
 
 
@@ -29,11 +29,9 @@ def _real(default: float, text: str, least: float = SMALLEST_FLOAT) -> Any:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What decides the result of a run, to the bit on the same machine and number of ranks."""
+    """On the same machine and number of ranks these decide the result of a run to the bit."""
 
-    data: tuple[str, ...] = _option(
-        (), "files to train on, as one document; default: Python's standard library", kind=str
-    )
+    data: tuple[str, ...] = _option((), "files that make one document; default: Python's standard library", kind=str)
     seq_len: int = _option(32_768, "bytes of one sequence, over all ranks; each is predicted from those before it", 2)
     steps: int = _option(90, "optimiser steps, one sequence each")
     num_layers: int = _option(2, "transformer blocks", most=MOST_LAYERS)
@@ -62,11 +60,9 @@ class Hyperparameters:
                 elif entry is not None and not least <= entry <= most:
                     raise ValueError(f"{flag(item.name)} {in_short(entry)} must be from {least:,} to {most:,}")
         if self.learning_rate * self.weight_decay > LARGEST_FLOAT:
-            raise ValueError(
-                f"--learning-rate {self.learning_rate} times --weight-decay {self.weight_decay} must be at most "
-                f"{LARGEST_FLOAT:,}"
-            )
-        self.model_config()  # refuses widths and branches that cannot be
+            product = f"--learning-rate {self.learning_rate} times --weight-decay {self.weight_decay}"
+            raise ValueError(f"{product} must be at most {LARGEST_FLOAT:,}")
+        self.model_config()  # refuses bad widths and branches
 
     def model_config(self) -> LongNetConfig:
         return LongNetConfig.of_run(asdict(self))
@@ -79,16 +75,12 @@ class Hyperparameters:
         return 4 * 4 * num_parameters
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON gives it back: lists for tuples."""
+        """A dict that JSON gives back as it was: with lists for tuples."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> "Hyperparameters":
-        """From what `to_dict` gave.
-
-        Raises:
-            ValueError: if a field is missing, foreign or of another type, and for values that cannot be.
-        """
+        """The inverse of `to_dict`. A ValueError refuses missing and foreign fields, other types and bad values."""
         names = {item.name for item in fields(cls)}
         if saved.keys() != names:
             missing, foreign = sorted(names - saved.keys()), sorted(saved.keys() - names)
@@ -104,7 +96,7 @@ class Hyperparameters:
 
 
 def in_short(number: float | str) -> str:
-    """The digits of a number, or how many there are if nobody would read them."""
+    """The digits of a number, or only how many they are if they are more than 40."""
     text = str(number)
     return text if len(text) <= 40 else f"(a number of {len(text)} digits)"
 
@@ -119,8 +111,7 @@ def flag(name: str) -> str:
 
 
 def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], int]) -> None:
-    """One option per field, integers read by `whole`. An option that is not given leaves no attribute, so that
-    `resolve` can tell."""
+    """Add an option for each field. Integers are read by `whole`. An option that is not given leaves no attribute."""
     for item in fields(Hyperparameters):
         kind = item.metadata["kind"]
         parser.add_argument(
@@ -134,27 +125,18 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
 
 
 def resolve(arguments: argparse.Namespace, saved: Hyperparameters | None) -> Hyperparameters:
-    """The hyperparameters of a new run, or those of the saved one that is resumed.
-
-    Raises:
-        ValueError: for values that cannot be, and for those that differ from the saved run's.
-    """
+    """The hyperparameters of a new or a saved run. A ValueError refuses bad values, and changes to a saved run."""
     given = {item.name: getattr(arguments, item.name) for item in fields(Hyperparameters) if item.name in arguments}
     if "data" in given:
         given["data"] = [str(Path(name).resolve()) for name in given["data"]]
     if saved is None:
         return Hyperparameters(**given)
     wanted = replace(saved, **given)
-    changed = [
-        f"{flag(item.name)} {_shown(getattr(wanted, item.name))} was {_shown(getattr(saved, item.name))}"
-        for item in fields(Hyperparameters)
-        if getattr(wanted, item.name) != getattr(saved, item.name)
-    ]
+    pairs = [(name, value, getattr(saved, name)) for name, value in vars(wanted).items()]
+    changed = "; ".join(f"{flag(name)} {_shown(new)} was {_shown(old)}" for name, new, old in pairs if new != old)
     if changed:
-        raise ValueError(
-            f"a resumed run keeps its hyperparameters, but {'; '.join(changed)}. Leave these options out, or start a "
-            "new run without --resume"
-        )
+        remedy = "Leave these options out, or start a new run without --resume"
+        raise ValueError(f"a resumed run keeps its hyperparameters, but {changed}. {remedy}")
     return saved
 
 

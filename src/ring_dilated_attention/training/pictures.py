@@ -1,4 +1,4 @@
-"""The pictures of `rda train` and `rda evaluate`: bits per byte, as PNGs that `files.is_our_picture` knows again."""
+"""The pictures of `rda train` and `rda evaluate`: bits per byte, as PNGs that `files.is_our_picture` recognises."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 def draw_losses(record: dict[str, Any]) -> bytes:
     """The losses of a run, by step."""
-    figure, axes = _axes("step")
-    losses = record["bits_per_byte"]
+    (figure, axes), losses = _axes("step"), record["bits_per_byte"]
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1)
     axes.plot(steps, smoothed(losses), color="tab:blue", label="training, smoothed")
@@ -31,7 +30,7 @@ def draw_losses(record: dict[str, Any]) -> bytes:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """The mean of the steps around each, a tenth of all and 51 at most; fewer at the ends."""
+    """The mean over the steps around each: a tenth of all steps, 51 at most, and fewer at the ends."""
     half, last = min(len(values) // 20, 25), len(values) - 1
     reaches = [min(half, i, last - i) for i in range(len(values))]
     return [statistics.fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]

@@ -1,7 +1,7 @@
 """`rda train --ranks P`: the ranks are processes of this machine, and nobody beyond it can reach them. No torch.
 
-torchrun would open its stores on every interface, whatever address it is given, and unpickle what it finds there. Here
-the ranks find each other by a file in a folder of this user, and talk over the loopback interface.
+torchrun would open its stores on every interface, whatever address it is given, and unpickle what others put there.
+Here the ranks find each other by a file in a folder of this user, and talk over the loopback interface.
 """
 
 import math
@@ -19,12 +19,12 @@ from .files import named_in_errors
 from .options import in_short
 from .stop_request import StopRequest
 
-# Ranks learn from their connections that one of them failed, and say so, before they are ended.
+# Within this time after a rank failed, the others notice by their connections and say so. Then they are ended.
 GRACE_SECONDS, POLL_SECONDS = 10, 0.05
-STORE_BYTES = 1500  # about what two ranks tell each other there
+STORE_BYTES = 1500  # about what two ranks write to the store
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-MOST_STARTED = 10**6  # ranks, of which each tells the others about itself
-LOST_ANOTHER = "lost another"  # the reason of a rank that only followed one that failed
+MOST_STARTED = 10**6  # ranks
+LOST_ANOTHER = "lost another"  # the reason of a rank that failed only because another rank did
 
 
 class Ended(NamedTuple):
@@ -43,10 +43,10 @@ class Place(NamedTuple):
 
 
 def started() -> Place:
-    """The place that torchrun gives, or srun to a task of its step; rank 0 of 1 if neither started several.
+    """The place that torchrun or srun gives to this process, or rank 0 of 1 if neither started several.
 
-    Outside of a step (in a batch script) Slurm's variables tell of the job, of which this is the one process. A
-    ValueError refuses variables that hold no such numbers.
+    Outside a step (in a batch script) Slurm's variables describe the whole job, and this process is alone. A ValueError
+    refuses variables that are no such numbers.
     """
     rank, size = "RANK", "WORLD_SIZE"
     if not _is_under_torchrun() and "SLURM_STEP_ID" in os.environ:
@@ -62,7 +62,7 @@ def _is_under_torchrun() -> bool:
 
 
 def unjoined(*, joins: bool) -> str:
-    """What to say if processes of a launcher do not work together, else "". joins: whether the command joins them."""
+    """A warning if a launcher's processes do not work together, else "". joins: whether the command joins them."""
     (rank, num_ranks), tasks = started(), os.environ.get("SLURM_NTASKS", "1")
     if joins and num_ranks == 1 and tasks != "1" and not _is_under_torchrun():
         return f"SLURM_NTASKS={in_short(tasks)} is ignored outside of a step of several tasks: srun starts them"
@@ -71,18 +71,16 @@ def unjoined(*, joins: bool) -> str:
 
 
 def check_meeting() -> None:
-    """Raise ValueError without a place where the ranks of torchrun or srun meet."""
+    """Raise ValueError if the environment does not say where the ranks of torchrun or srun meet."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise ValueError(
-            f"{started().num_ranks} ranks need {' and '.join(missing)} to meet: export "
-            "MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500"
-        )
+        remedy = "export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500"
+        raise ValueError(f"{started().num_ranks} ranks need {' and '.join(missing)} to meet: {remedy}")
     _number_in("MASTER_PORT", 1, 65_535)
 
 
 def _number_in(name: str, least: int, most: int = MOST_STARTED) -> int:
-    """A number of the environment. A launcher sets it, or somebody by hand."""
+    """An environment variable's number, which a launcher or a user set."""
     text = os.environ[name]
     is_number = text.isascii() and text.isdigit() and len(text) <= 20
     if not (is_number and least <= int(text) <= most):
@@ -95,14 +93,18 @@ def loopback_only() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": LOOPBACK[sys.platform]} if sys.platform in LOOPBACK else {}
 
 
-def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
+def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
     """Run `rda train <arguments> --launched FOLDER` on every rank, until all have ended.
 
     Each has a session of its own, so that Ctrl-C reaches only this process. It passes the request on by closing the
     ranks' stdin. The ranks are killed by a second Ctrl-C, or 10 seconds after one of them failed.
+
+    Args:
+        lock: the descriptor of the folder's lock. The ranks inherit it, and hold the lock if this process is killed.
     """
     environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_ranks)))
     command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", *arguments, "--launched"]
     processes: list[subprocess.Popen[bytes]] = []
     read_end, write_end = os.pipe()
@@ -117,8 +119,8 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
         try:
             for rank in range(num_ranks):
                 own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                process = subprocess.Popen([*command, folder], stdin=asked, env=own, start_new_session=True)
-                processes.append(process)
+                words = [*command, folder]
+                processes.append(subprocess.Popen(words, stdin=asked, env=own, start_new_session=True, pass_fds=[lock]))
             wait_for_ranks(processes, stop, asking)
             # A rank that is ended here waited for another one: it did not fail.
             default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]
@@ -131,7 +133,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> Ended:
 
 
 def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
-    """Return once all have ended, a second request to stop came, or GRACE_SECONDS after a rank failed."""
+    """Return when all have ended, on a second request to stop, or GRACE_SECONDS after a rank failed."""
     deadline = math.inf
     while any(process.poll() is None for process in processes) and stop.number < 2 and time.monotonic() < deadline:
         if stop.requested:
@@ -142,8 +144,8 @@ def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], stop: StopReque
 
 
 def leave_reason(folder: Path, reason: str) -> None:
-    """Tell the launcher in one line why this rank fails. Otherwise it has only an exit code."""
-    with suppress(OSError):  # on a full disk the exit code has to do
+    """Tell the launcher in one line why this rank fails."""
+    with suppress(OSError):  # if the disk is full, the launcher has only the exit code
         (folder / f"failed-{started().rank}").write_text(reason, errors="backslashreplace")
 
 
@@ -151,7 +153,3 @@ def _reason(folder: Path, rank: int) -> str:
     with suppress(OSError, ValueError):  # none, or one that was cut short
         return (folder / f"failed-{rank}").read_text()
     return ""
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A run: what to train, on what, and where. A request that cannot be is refused here, before torch is imported."""
+"""A run: its hyperparameters, its document and its folder. Bad requests are refused here, before torch is imported."""
 
 import argparse
 import hashlib
@@ -6,7 +6,8 @@ import math
 import reprlib
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -24,7 +25,7 @@ RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 
 @dataclass(frozen=True)
 class Run:
-    """`checkpoint` is the one to go on from; None starts at step 0."""
+    """The run starts at step 0 if `checkpoint` is None."""
 
     hyperparameters: Hyperparameters
     document: Document
@@ -34,16 +35,9 @@ class Run:
     activation_checkpointing: bool = False
     tensorboard: bool = False
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all steps were done when the run began."""
-        return self.checkpoint is not None and step_of(self.checkpoint) == self.hyperparameters.steps
-
 
 def prepare(arguments: argparse.Namespace) -> Run:
-    """The run that the command line asks for; a ValueError, with the message for the user, if it cannot be."""
-    if arguments.save_every < 1:
-        raise ValueError(f"--save-every {arguments.save_every} must be at least 1")
+    """The run that the command line asks for. A ValueError holds the message for the user."""
     if arguments.resume is None:
         folder, checkpoint, state = _new_folder(arguments.run_folder), None, None
         hyperparameters = resolve(arguments, None)
@@ -62,7 +56,7 @@ def prepare(arguments: argparse.Namespace) -> Run:
 
 
 def initial_state(run: Run) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors: where the run is, what it computes and how it went."""
+    """What a checkpoint holds beside tensors."""
     if run.checkpoint is not None:
         return read_state(run.checkpoint)
     return {
@@ -76,7 +70,7 @@ def initial_state(run: Run) -> dict[str, Any]:
 
 
 def fingerprint(run: Run) -> dict[str, str]:
-    """What must be the same on all ranks, by name, in words. Data are compared by content, not by path."""
+    """What must be the same on all ranks, by name. The document is compared by its content, not by its path."""
     options = {flag(name): str(value) for name, value in run.hyperparameters.to_dict().items() if name != "data"}
     document, state = run.document.identity(), run.checkpoint and read_state(run.checkpoint)
     return {
@@ -90,7 +84,7 @@ def fingerprint(run: Run) -> dict[str, str]:
 
 
 def code_version() -> str:
-    """The version of torch, and the number and digest of this package: two clones may have the same number."""
+    """The versions of torch and of this package, and its digest, since two clones may have the same version."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         digest.update(name.encode() + b"\0" + (root / name).read_bytes())
@@ -106,7 +100,7 @@ def is_record_of(run: str, file: BinaryIO) -> bool:
 def _new_folder(folder: Path | None) -> Path:
     if folder is None:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # Python's letters for bytes that are not UTF-8
+    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # Python's stand-ins for bytes
         raise ValueError(f"--run-folder {str(folder)!r} is not UTF-8, and safetensors opens no such file: rename it")
     if find_checkpoints(folder) or (folder / RECORD_FILE).exists():
         raise ValueError(f"--run-folder {folder} holds a run already: --resume it, or choose another folder")
@@ -116,32 +110,34 @@ def _new_folder(folder: Path | None) -> Path:
 
 
 def _newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint of a run and its state; if it is damaged, a ValueError that offers the one before it."""
+    """The newest checkpoint of a run, and its state."""
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:
         raise ValueError(f"--resume {folder}: there is no checkpoint in this folder; pass a run folder")
-    try:
+    with offering_older(checkpoint):
         return checkpoint, _checked_state(checkpoint)
+
+
+@contextmanager
+def offering_older(checkpoint: Path) -> Iterator[None]:
+    """A ValueError of the block names the newest whole checkpoint before this one."""
+    try:
+        yield
     except ValueError as error:
-        raise with_offer(error, checkpoint) from error
-
-
-def with_offer(error: ValueError, damaged: Path) -> ValueError:
-    """The error of a damaged checkpoint, with the newest whole checkpoint before it."""
-    newest_first = find_checkpoints(damaged.parent)
-    for number, whole in enumerate(newest_first):
-        with suppress(ValueError):
-            if number > newest_first.index(damaged) and _checked_state(whole):
+        newest_first = find_checkpoints(checkpoint.parent)
+        for number in range(newest_first.index(checkpoint) + 1, len(newest_first)):
+            with suppress(ValueError):
+                _checked_state(whole := newest_first[number])
                 newer = " and ".join(path.name for path in newest_first[:number])
-                return ValueError(
-                    f"{error}; the newest whole checkpoint before it is {whole}: move {newer} away, and --resume goes "
-                    "on from there"
-                )
-    return ValueError(f"{error}, and no whole checkpoint is before it: start a new run")
+                offer = f"; the newest whole checkpoint before it is {whole}: move {newer} away, and --resume takes it"
+                break
+        else:
+            offer = ", and no whole checkpoint is before it: start a new run"
+        raise ValueError(f"{error}{offer}") from error
 
 
 def _checked_state(checkpoint: Path) -> dict[str, Any]:
-    """The state of a checkpoint that is whole, once each of its fields is there and has its type."""
+    """The state of a whole checkpoint. A ValueError names a file or a field that is missing or bad."""
     state = check_whole(checkpoint)
     try:
         _check_state(state, step_of(checkpoint))
@@ -166,7 +162,7 @@ def _check_state(state: dict[str, Any], step: int) -> None:
 
 
 MOST = 1e9  # bits per byte, or seconds of a step
-# What every state holds, as JSON gives it back.
+# The fields of every state, and their types in JSON.
 _STATE = {"run": str, "step": int, "hyperparameters": dict, "bits_per_byte": list, "step_seconds": list}
 _STATE |= {"document": dict, "document.name": str, "document.num_bytes": int, "document.sha256": str}
 _KINDS = {str: "a text", int: "an integer", dict: "an object", list: "a list"}

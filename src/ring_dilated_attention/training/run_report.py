@@ -1,4 +1,4 @@
-"""What a run leaves behind: record.json, loss.png and a table of memory per rank."""
+"""The results of a run: record.json, loss.png and a table of the memory of each rank."""
 
 import json
 import statistics
@@ -21,7 +21,7 @@ from .run import PICTURE_FILE, RECORD_FILE, is_record_of
 
 
 def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel) -> int:
-    """The bytes that one attention call holds on this rank in forward and backward, by the plan."""
+    """The bytes that, by the plan, one attention call holds on this rank in forward and backward."""
     config = options.model_config()
     shards = parallel.ranks.shards(parallel.ranks.lengths_of(options.seq_len))
     job = Job(config.pattern, shards, config.num_heads, config.num_kv_heads or config.num_heads)
@@ -31,8 +31,7 @@ def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel)
 
 
 def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dict[str, Any]:
-    options = state["hyperparameters"]
-    seconds = state["step_seconds"]
+    options, seconds = state["hyperparameters"], state["step_seconds"]
     return {
         "status": "complete" if state["step"] == options["steps"] else "interrupted",
         "run": state["run"],
@@ -51,11 +50,7 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
 
 
 def write_report(record: dict[str, Any]) -> None:
-    """record.json and loss.png in the run's folder.
-
-    Raises:
-        ValueError: if a file of such a name is there that this run did not make.
-    """
+    """Write record.json and loss.png. A ValueError refuses to write over a file that this run did not make."""
     folder, run = Path(record["run_folder"]), record["run"]
     picture, is_ours = folder / PICTURE_FILE, partial(is_our_picture, source=f"run {run}")
     check_mine(picture, is_ours, "this run")
@@ -65,12 +60,11 @@ def write_report(record: dict[str, Any]) -> None:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """The losses and the speed of a run, and the memory of every rank beside the plan's figure."""
+    """The memory of every rank beside the plan's figure, and the losses and the speed of the run."""
     memory = ("resident_before", "resident_peak", "planned_attention")
-    rows = [("rank", "positions", "before step 1", "peak resident", "attention, planned")] + [
-        (str(row["rank"]), f"{row['positions']:,}", *(megabytes(row[name]) for name in memory))
-        for row in record["ranks"]
-    ]
+    rows: list[tuple[str, ...]] = [("rank", "positions", "before step 1", "peak resident", "attention, planned")]
+    for row in record["ranks"]:
+        rows.append((str(row["rank"]), f"{row['positions']:,}", *(f"{row[name] / 1e6:,.0f} MB" for name in memory)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     losses = record["bits_per_byte"]
@@ -84,7 +78,3 @@ def summary(record: dict[str, Any]) -> str:
         lines.append(f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte, the mean of all windows{beside}")
     lines.append(f"record and picture: {record['run_folder']}")
     return "\n".join(lines)
-
-
-def megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.0f} MB"

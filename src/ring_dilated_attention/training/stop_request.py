@@ -1,8 +1,7 @@
-"""Stopping in good order: a request is noted, and the loop acts on it between two steps.
+"""A request to stop is noted, and the loop acts on it between two steps.
 
-The launcher decides how a request reaches the ranks. `rda train --ranks P` holds the write end of a pipe that is every
-rank's stdin. It closes the pipe to ask them to stop. The pipe closes as well if the launcher is killed, so that no rank
-is left behind.
+`rda train --ranks P` holds the write end of a pipe that is every rank's stdin. It closes the pipe to ask them to stop.
+The pipe closes as well if that process is killed, so that no rank is left behind.
 """
 
 import os
@@ -21,8 +20,8 @@ class StopRequest:
 
     Args:
         second_aborts: a second signal ends the process at once.
-        is_rank: this is one of several ranks, and says nothing: a launcher may pass on a signal that the ranks have
-            already. After an error SIGTERM is still only noted, so that the rank can say what happened.
+        is_rank: this process is one of several ranks, and does not say that it stops. After an error SIGTERM is still
+            only noted: the rank has time to say what happened.
         watch_stdin: the end of stdin is a request as well.
     """
 
@@ -36,7 +35,7 @@ class StopRequest:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         for number, handler in self._previous.items():
-            # When a rank is lost torchrun ends the others by SIGTERM, just while they say what goes on with the run.
+            # When a rank is lost, torchrun ends the others by SIGTERM while they still say how to go on.
             if kind is None or not self._is_rank or number != signal.SIGTERM:
                 signal.signal(number, handler)
 
