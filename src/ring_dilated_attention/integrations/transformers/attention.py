@@ -32,7 +32,7 @@ REFUSED = {
     "cache": "continuous batching is not supported; call generate",
 }
 PACKED_IN_COMPILED_CODE = (
-    "position_ids start anew inside a row, and compiled code cannot see where: pass the borders of documents as "
+    "position_ids start anew inside a row, and compiled code cannot see where: say where documents begin with "
     "cu_seq_lens_q, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does."
 )
 PADDED_IN_COMPILED_CODE = (

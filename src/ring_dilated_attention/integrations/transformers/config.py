@@ -34,8 +34,9 @@ class PatternField:
             return
         if config._attn_implementation not in (None, NAME):
             raise ValueError(
-                f"{FIELD} for a {type(config).__name__} with attn_implementation={config._attn_implementation!r}: call "
-                "convert_to_dilated(model, pattern), or set config._attn_implementation = None if there is no model."
+                f"{FIELD} for a {type(config).__name__} with attn_implementation={config._attn_implementation!r}: make "
+                "its model dilated by convert_to_dilated(model, pattern), or set config._attn_implementation = None if "
+                "there is no model."
             )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # what is saved
@@ -77,7 +78,7 @@ def to_fields(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or not {*LISTS} <= {*value} <= {*LISTS, *RULES}:
             raise ValueError(
                 f"{FIELD} must be a DilatedPattern, or a dict of {', '.join(LISTS)} and, if you like, "
-                f"{', '.join(RULES)}. Got {value!r}."
+                f"{', '.join(RULES)}, got {value!r}."
             )
         value = DilatedPattern(**value)
     fields = {name: list(getattr(value, name)) for name in LISTS} | {name: getattr(value, name) for name in RULES}

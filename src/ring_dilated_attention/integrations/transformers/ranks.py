@@ -140,7 +140,7 @@ class ShardedForward:
         _refuse_what_is_no_training(given)
         ids = given.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
-            raise ValueError("a model on sequences that ranks share needs input_ids (batch, N) of the whole sequence.")
+            raise ValueError("a model on sequences that ranks share needs input_ids, (batch, N), the whole of them.")
         lengths = self.parallel.cut.default_lengths(ids.shape[1])
         if 0 in lengths:
             raise ValueError(

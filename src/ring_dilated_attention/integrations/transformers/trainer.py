@@ -47,7 +47,7 @@ class SameSample:
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         if not prediction_loss_only:
             raise ValueError(
-                "evaluation beyond the loss needs whole logits, but each rank has a shard of them: leave out "
+                "evaluation beyond the loss needs whole logits, and each rank has its shard of them: leave out "
                 "compute_metrics, or set prediction_loss_only=True."
             )
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""torchscale's LongNetEncoder and LongNetDecoder, with its parameters' names, on `dilated_attention`.
+"""torchscale's LongNetEncoder and LongNetDecoder, with torchscale's names of parameters, on `dilated_attention`.
 
 Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedding, H heads, D head dim, V vocabulary.
 """
@@ -21,7 +21,7 @@ from .architecture import FIRST_LEARNED_POSITION, TorchscaleConfig
 from .gate import ZeroRows, torchscale_attention, zero_rows
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
-# Without gradients the feed-forward's wide rows are formed this many numbers at a time.
+# Without gradients the feed-forward computes this many numbers of its wide rows at a time.
 FFN_CHUNK_NUMBERS = 2**24
 # The scale of the pair that decays fastest: (0 + 0.4 D) / (1.4 D).
 LEAST_SCALE = 0.4 / 1.4
@@ -38,9 +38,9 @@ class XPos(nn.Module):
         self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
 
     def check(self, documents: Documents, pattern: DilatedPattern, dtype: torch.dtype) -> None:
-        """Raise ValueError, on all ranks, where scores or rows would be infinite in the dtype of queries and keys.
+        """Raise ValueError, on all ranks, if scores or rows would be infinite in the dtype of queries and keys.
 
-        Scores of later keys grow with their distance, and rows with that from the middle of their document.
+        Scores grow with the distance to a later key, and rows with the distance to the middle of their document.
         """
         most = int(self.scale_base * math.log(torch.finfo(dtype).max) / -math.log(LEAST_SCALE))
         middle = (documents.longest + 1) // 2
@@ -56,7 +56,7 @@ class XPos(nn.Module):
     def tables(self, documents: Documents) -> tuple[Tensor, Tensor, Tensor]:
         """cos, sin and growth of the documents' rows, each (N, 1, D/2), float64 on the CPU."""
         positions_N = documents.positions().to(torch.float64)
-        # The middle of a document has length 1; which place has does not matter to scores.
+        # Growth is 1 at the middle of a document. Scores do not depend on where it is 1.
         halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in documents.spans]
         exponents_N = (positions_N - torch.cat([positions_N[:0], *halves])) / self.scale_base
         num_pairs = len(self.scale)
@@ -95,7 +95,7 @@ class SelfAttention(nn.Module):
         attend = dilated_attention if counted is None else partial(torchscale_attention, counted=counted)
         out = attend(q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens)
         assert isinstance(out, Tensor)
-        del q, k, v  # two thirds of what this layer holds, where no gradient keeps them
+        del q, k, v  # without gradients, two thirds of what this layer holds
         out_BNE = out.flatten(2)
         return self.out_proj(out_BNE if self.inner_attn_ln is None else self.inner_attn_ln(out_BNE))
 
@@ -152,7 +152,7 @@ class Layer(nn.Module):
 
 
 class _LongNet(CheckedLoading):
-    """What encoder and decoder share: all but causality."""
+    """All of encoder and decoder but causality."""
 
     is_causal: bool
 
@@ -197,14 +197,14 @@ class _LongNet(CheckedLoading):
         cu_seqlens: Tensor | None = None,
         collect: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor | list[Tensor]:
-        """Tokens, or embeddings in their place, to logits (B, N, V), or (B, N, E) for a model without an output layer.
+        """Tokens or embeddings to logits (B, N, V), or to (B, N, E) for a model without an output layer.
 
         Args:
             tokens_BN: integers (B, N).
-            embeddings: (B, N, E), to which learned positions are added as to those of tokens.
-            cu_seqlens: as for `dilated_attention`: packed documents, batch 1. Each is computed as if it were alone.
-            collect: return a list instead: what this function makes of the embeddings and of each layer's output,
-                (B, N, E) each, before the last LayerNorm. Only what it returns is kept.
+            embeddings: (B, N, E). Learned positions are added to them too.
+            cu_seqlens: as for `dilated_attention`: packed documents, batch 1. No document sees another.
+            collect: return instead the list of this function's values for the embeddings and for each layer's output,
+                (B, N, E) each, before the last LayerNorm.
 
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`.
@@ -212,19 +212,15 @@ class _LongNet(CheckedLoading):
         failure = self._failure(tokens_BN, embeddings)
         if not (collect is None or callable(collect)):
             failure = f"collect must be a function or None, got {collect!r}"
+        x = embeddings if tokens_BN is None else tokens_BN
+        fields: dict[str, object] = {"pattern": self.pattern, "collects": collect is not None}
         documents = agree_on_documents(
-            type(self).__name__,
-            embeddings if tokens_BN is None else tokens_BN,
-            parallel=self.parallel,
-            cu_seqlens=cu_seqlens,
-            fields={"pattern": self.pattern, "collects": collect is not None},
-            failure=failure,
+            type(self).__name__, x, parallel=self.parallel, cu_seqlens=cu_seqlens, fields=fields, failure=failure
         )
         x_BNE = self._embed(tokens_BN, embeddings, documents)
         counted = None
         if self.config.padding == "torchscale":
-            dtype = torch.promote_types(x_BNE.dtype, torch.float32)
-            counted = zero_rows(self.pattern, self.config.num_heads, documents, device=x_BNE.device, dtype=dtype)
+            counted = zero_rows(self.pattern, self.config.num_heads, documents, x_BNE)
         collected = [] if collect is None else [collect(x_BNE)]
         for layer in self.layers:
             x_BNE = run_layer(layer, x_BNE, documents, counted, cu_seqlens, recompute=self.activation_checkpointing)
@@ -251,7 +247,7 @@ class _LongNet(CheckedLoading):
         return x_BNE if self.layernorm_embedding is None else self.layernorm_embedding(x_BNE)
 
     def _failure(self, tokens_BN: Tensor | None, embeddings: Tensor | None) -> str | None:
-        """Why the input cannot be, as far as this rank sees, or None."""
+        """Why this rank's input does not fit, or None."""
         if (tokens_BN is None) == (embeddings is None):
             return "give either tokens or embeddings=, not both and not neither"
         if embeddings is not None:
