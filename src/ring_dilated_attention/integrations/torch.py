@@ -195,7 +195,7 @@ def replace_attention(
             rows). The module is then unchanged.
     """
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
+    layers: dict[str, Any] = {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
     if not layers:
         raise ValueError(
             f"{type(module).__name__} has no nn.TransformerEncoderLayer or nn.TransformerDecoderLayer: construct your "

@@ -5,7 +5,6 @@ T rows that are not padding. transformers passes tensors (B, H, M, D), and every
 change attention are refused by name (REFUSED); the others say nothing about it.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -90,7 +89,7 @@ def attend(
     # Keys beyond the queries are those of a static cache that nothing was written to yet.
     rows = tuple(x[:, :, : query_BHMD.shape[2]].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD))
     options = {"pattern": pattern, "parallel": parallel, "scale": scaling, "heads_held": heads, "num_heads": num_heads}
-    dilated: Dilated = partial(dilated_attention, **options)
+    dilated: Any = partial(dilated_attention, **options)
     if attention_mask is not None:
         return _attend_padded(dilated, rows, attention_mask, position_ids), None
     if cu_seq_lens_q is None and parallel is None and position_ids is not None:
@@ -101,9 +100,6 @@ def attend(
     return dilated(*rows, cu_seqlens=cu_seq_lens_q), None
 
 
-Dilated = Callable[..., Tensor]  # `dilated_attention` of query, key, value and cu_seqlens; all else is given
-
-
 def _attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None) -> Tensor:
     """Attention of new queries to all rows of a cache: softmax(scores + log M)."""
     bias, grouped = bias.to(query.dtype), query.shape[1] != key.shape[1]
@@ -112,7 +108,7 @@ def _attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scal
     return out.masked_fill((bias == -torch.inf).all(-1, keepdim=True), 0).transpose(1, 2)
 
 
-def _attend_padded(dilated: Dilated, rows: tuple[Tensor, ...], valid_BM: Tensor, position_ids: Tensor | None) -> Tensor:
+def _attend_padded(dilated: Any, rows: tuple[Tensor, ...], valid_BM: Tensor, position_ids: Tensor | None) -> Tensor:
     """Each entry of the batch becomes a document of its own length. 0 at padding."""
     if not torch.compiler.is_compiling() and valid_BM.all():
         return dilated(*rows)

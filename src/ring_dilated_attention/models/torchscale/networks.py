@@ -6,6 +6,7 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,9 @@ from ..checked_loading import CheckedLoading
 from ..documents import Documents, agree_on_documents, why_no_tokens, why_not_dense
 from ..recompute import run_layer
 from .architecture import FIRST_LEARNED_POSITION, TorchscaleConfig
-from .gate import ZeroRows, torchscale_attention, zero_rows
+from .gate import torchscale_attention, zero_rows
+
+Attend = Callable[..., Tensor]  # of query, key, value and pattern: dilated attention of this call's documents
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 # Without gradients the feed-forward computes this many numbers of its wide rows at a time.
@@ -76,27 +79,22 @@ class XPos(nn.Module):
 class SelfAttention(nn.Module):
     """out_proj(subln(attention(q_proj x, k_proj x, v_proj x)))."""
 
-    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern, parallel: ContextParallel | None) -> None:
+    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern) -> None:
         super().__init__()
         width = config.embed_dim
-        self.num_heads, self.pattern, self.parallel = config.num_heads, pattern, parallel
+        self.num_heads, self.pattern = config.num_heads, pattern
         self.k_proj, self.v_proj, self.q_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
         self.inner_attn_ln = nn.LayerNorm(width, eps=config.layernorm_eps) if config.sub_layernorm else None
         self.xpos = None if config.xpos_scale_base is None else XPos(config.head_dim, config.xpos_scale_base)
 
-    def forward(
-        self, x_BNE: Tensor, documents: Documents, counted: ZeroRows | None, cu_seqlens: Tensor | None
-    ) -> Tensor:
+    def forward(self, x_BNE: Tensor, documents: Documents, attend: Attend) -> Tensor:
         q, k, v = (proj(x_BNE).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.xpos is not None:
             self.xpos.check(documents, self.pattern, q.dtype)
             cos, sin, growth = self.xpos.tables(documents)
             q, k = self.xpos.rotate(q, cos, sin, growth), self.xpos.rotate(k, cos, sin, 1 / growth)
-        attend = dilated_attention if counted is None else partial(torchscale_attention, counted=counted)
-        out = attend(q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens)
-        assert isinstance(out, Tensor)
+        out_BNE = attend(q, k, v, self.pattern).flatten(2)
         del q, k, v  # without gradients, two thirds of what this layer holds
-        out_BNE = out.flatten(2)
         return self.out_proj(out_BNE if self.inner_attn_ln is None else self.inner_attn_ln(out_BNE))
 
 
@@ -126,9 +124,9 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each with a residual and a LayerNorm before it or after the sum."""
 
-    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern, parallel: ContextParallel | None) -> None:
+    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(config, pattern, parallel)
+        self.self_attn = SelfAttention(config, pattern)
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
         self.ffn = FeedForward(config)
         self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
@@ -138,13 +136,11 @@ class Layer(nn.Module):
                 linear.weight.mul_(config.initial_scale)
                 linear.bias.mul_(config.initial_scale)
 
-    def forward(
-        self, x_BNE: Tensor, documents: Documents, counted: ZeroRows | None, cu_seqlens: Tensor | None
-    ) -> Tensor:
+    def forward(self, x_BNE: Tensor, documents: Documents, attend: Attend) -> Tensor:
         if self.normalize_before:
-            x_BNE = self._sum(x_BNE, self.self_attn(self.self_attn_layer_norm(x_BNE), documents, counted, cu_seqlens))
+            x_BNE = self._sum(x_BNE, self.self_attn(self.self_attn_layer_norm(x_BNE), documents, attend))
             return self._sum(x_BNE, self.ffn(self.final_layer_norm(x_BNE)))
-        x_BNE = self.self_attn_layer_norm(self._sum(x_BNE, self.self_attn(x_BNE, documents, counted, cu_seqlens)))
+        x_BNE = self.self_attn_layer_norm(self._sum(x_BNE, self.self_attn(x_BNE, documents, attend)))
         return self.final_layer_norm(self._sum(x_BNE, self.ffn(x_BNE)))
 
     def _sum(self, residual_BNE: Tensor, x_BNE: Tensor) -> Tensor:
@@ -179,7 +175,7 @@ class _LongNet(CheckedLoading):
         learned = config.num_learned_positions
         self.embed_positions = None if learned is None else nn.Embedding(learned, width)
         self.layernorm_embedding = nn.LayerNorm(width, eps=eps) if config.layernorm_embedding else None
-        self.layers = nn.ModuleList(Layer(config, self.pattern, parallel) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, self.pattern) for _ in range(config.num_layers))
         is_normalized = config.normalize_before and (self.is_causal or config.normalize_output)
         self.layer_norm = nn.LayerNorm(width, eps=eps) if is_normalized else None
         self.output_projection = None
@@ -218,12 +214,13 @@ class _LongNet(CheckedLoading):
             type(self).__name__, x, parallel=self.parallel, cu_seqlens=cu_seqlens, fields=fields, failure=failure
         )
         x_BNE = self._embed(tokens_BN, embeddings, documents)
-        counted = None
+        attend: Any = partial(dilated_attention, parallel=self.parallel, cu_seqlens=cu_seqlens)
         if self.config.padding == "torchscale":
             counted = zero_rows(self.pattern, self.config.num_heads, documents, x_BNE)
+            attend = partial(torchscale_attention, counted=counted, **attend.keywords)
         collected = [] if collect is None else [collect(x_BNE)]
         for layer in self.layers:
-            x_BNE = run_layer(layer, x_BNE, documents, counted, cu_seqlens, recompute=self.activation_checkpointing)
+            x_BNE = run_layer(layer, x_BNE, documents, attend, recompute=self.activation_checkpointing)
             if collect is not None:
                 collected.append(collect(x_BNE))
         if collect is not None:
