@@ -39,10 +39,6 @@ class Documents:
     spans: tuple[DocumentSpan, ...]
 
     @property
-    def num_rows(self) -> int:
-        return sum(len(span.positions) for span in self.spans)
-
-    @property
     def longest(self) -> int:
         lengths = [b - a for a, b in pairwise(self.borders)]
         return max(lengths) if lengths else 0  # torch.compile knows no max with a default

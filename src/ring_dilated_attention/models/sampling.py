@@ -50,7 +50,7 @@ class Sampling:
         if self.seed is not None and not (is_integer(self.seed) and -(2**63) <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r} must be an integer of 64 bits, or None to draw anew each time.")
         if not isinstance(self.stop, Collection) or not all(map(is_integer, self.stop)):
-            raise ValueError(f"stop={self.stop!r} must be integers, the tokens that end a row: (10,), or () for none.")
+            raise ValueError(f"stop={self.stop!r} must be integers, the tokens that end a row, as (10,); () for none.")
 
     def generators(self, batch: int, device: torch.device) -> list[torch.Generator]:
         """One for each row, so that what a row draws does not depend on the others."""

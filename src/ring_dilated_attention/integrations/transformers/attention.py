@@ -191,15 +191,14 @@ def _check_mask(
             f"attention_mask of shape {tuple(mask.shape)} and parallel: a padded batch cannot be sharded. Pack the "
             "documents into one row, with cu_seq_lens_q."
         )
-    if mask.dim() == 2 and mask.dtype == torch.bool and mask.shape == (batch, num_rows):
+    expected = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
+    is_padding = mask.dtype == torch.bool and mask.shape == (batch, num_rows)
+    if is_padding or (mask.is_floating_point() and mask.shape in expected):
         return
     if mask.dtype == torch.uint8:
         raise ValueError(
             "a BoundedCache's rows came without its mark: this model changes keys behind its cache. Use a DynamicCache."
         )
-    expected = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
-    if mask.dim() == 3 and mask.is_floating_point() and mask.shape in expected:
-        return
     raise ValueError(
         f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: who attends whom is the pattern's to say. Pass "
         f"a 2-D mask of padding, ({batch}, {num_rows}), or none."

@@ -9,6 +9,7 @@ B batch, N positions of this rank, H heads, G key/value heads, D head dim, M row
 """
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -42,14 +43,12 @@ class BranchCall(NamedTuple):
     misplaced: Misplaced | None  # None if rows stay where they are
 
 
+@dataclass(frozen=True)
 class ZeroRows:
-    """The calls that compute one pattern with zero rows, for one split of documents; the same for all layers.
+    """The calls that compute one pattern with zero rows, for one split of documents; the same for all layers."""
 
-    No tuple: FSDP would cast the tensors in it to the 16-bit type of the parameters.
-    """
-
-    def __init__(self, pattern: DilatedPattern, calls: tuple[BranchCall, ...]) -> None:
-        self.pattern, self.calls = pattern, calls
+    pattern: DilatedPattern
+    calls: tuple[BranchCall, ...]
 
 
 def zero_rows(pattern: DilatedPattern, num_heads: int, documents: Documents, like: Tensor) -> ZeroRows:
@@ -151,7 +150,8 @@ def _num_zero_keys(pattern: DilatedPattern, num_heads: int, documents: Documents
         for span in documents.spans:
             for keys in zero_keys(branch, num_heads, span.length, span.positions):
                 if counts_NH is None:
-                    counts_NH = torch.zeros(documents.num_rows, num_heads, dtype=torch.float64, device="cpu")
+                    num_rows = sum(len(each.positions) for each in documents.spans)
+                    counts_NH = torch.zeros(num_rows, num_heads, dtype=torch.float64, device="cpu")
                 counts_NH[span.rows(keys.queries), keys.heads.start : keys.heads.stop] += keys.num_zeros
     return counts_NH
 

@@ -21,7 +21,8 @@ from ..recompute import run_layer
 from .architecture import FIRST_LEARNED_POSITION, TorchscaleConfig
 from .gate import torchscale_attention, zero_rows
 
-Attend = Callable[..., Tensor]  # of query, key, value and pattern: dilated attention of this call's documents
+# Attention of query, key, value and pattern. It is a partial, since FSDP casts the tensors among a layer's arguments.
+Attend = Callable[..., Tensor]
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 # Without gradients the feed-forward computes this many numbers of its wide rows at a time.
