@@ -253,7 +253,7 @@ def padded_after(mask: Tensor, least: int) -> Tensor:
 
 
 def _take_padding(dilated: Callable[..., Tensor], rows: Any, valid: Tensor, position_ids: Tensor | None) -> Tensor:
-    return dilated(rows, None)
+    return dilated(*rows)
 
 
 def _one_document(position_ids: Tensor, batch: int, num_rows: int) -> None:
@@ -263,11 +263,11 @@ def _one_document(position_ids: Tensor, batch: int, num_rows: int) -> None:
 def _one_document_again(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | None:
     """Within a backward, where layers are computed again."""
     is_backward = torch._C._current_graph_task_id() != -1
-    return None if is_backward else _documents(position_ids, batch, num_rows)
+    return None if is_backward else _find_borders(position_ids, batch, num_rows)
 
 
-def _without_borders(pattern: DilatedPattern, options: Any, rows: Any, cu_seqlens: Tensor | None) -> Tensor:
-    return _dilated(pattern, options, rows, None)
+def _without_borders(*rows: Tensor, cu_seqlens: Tensor | None = None, **options: Any) -> Any:
+    return _dilated_attention(*rows, **options)
 
 
 def _blocked(config: Any, *, is_causal: bool) -> DilatedPattern:
@@ -275,15 +275,16 @@ def _blocked(config: Any, *, is_causal: bool) -> DilatedPattern:
     return DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, is_causal=is_causal, phase="blocked")
 
 
-_documents, _dilated, _pattern_of = attention._documents, attention._dilated, attention.pattern_of
+_find_borders, _pattern_of = attention.find_borders, attention.pattern_of
+_dilated_attention = attention.dilated_attention
 BREAKAGES: dict[str, Callable[[], Any]] = {
     "padding is attended": broken("_attend_padded", _take_padding, attention),
-    "documents see each other": broken("_documents", _one_document, attention),
-    "documents are forgotten when a layer is computed again": broken("_documents", _one_document_again, attention),
-    "borders are dropped": broken("_dilated", _without_borders, attention),
+    "documents see each other": broken("find_borders", _one_document, attention),
+    "documents are forgotten when a layer is computed again": broken("find_borders", _one_document_again, attention),
+    "borders are dropped": broken("dilated_attention", _without_borders, attention),
     "phases are blocked": broken("pattern_of", _blocked, attention),
     "holes are taken": broken("_check_one_run", nothing, attention),
     "documents beside padding are taken": broken("_check_one_document", nothing, attention),
-    "borders beside padding are taken": broken("_check_borders", nothing, attention),
+    "borders beside padding are taken": broken("_check_no_borders", nothing, attention),
     "masks of any shape are taken": broken("_check_mask", nothing, attention),
 }

@@ -24,14 +24,14 @@ class ShardSequence(ParallelStyle):
         parallelize_module(model, mesh["cp"], ShardSequence())
         parallelize_module(model, mesh["cp"], {"encoder": ShardSequence(shard_inputs=True, unshard_outputs=True)})
 
-    One style makes one ContextParallel for each mesh, `style.contexts[mesh]`, of which all modules make use. Gradients
-    are those of data parallelism: their *mean* over the ranks (DDP, FSDP2) is the gradient of one rank.
+    A style makes one ContextParallel for each mesh, `style.contexts[mesh]`, which all modules share. The *mean* of the
+    ranks' gradients, which DDP and FSDP2 take, is the gradient of one rank.
 
     Args:
-        sharding, exchange: as of `ContextParallel`.
-        shard_inputs: the module is given whole tensors (B, N, ...), the same on every rank, and takes its rows of them.
-            By default it is given shards.
-        unshard_outputs: what it returns is put together to whole tensors again, the same on every rank.
+        sharding, exchange: as for `ContextParallel`.
+        shard_inputs: the module is given whole tensors (B, N, ...), the same on every rank, and takes its own rows. By
+            default it is given shards.
+        unshard_outputs: the module returns whole tensors, the same on every rank. By default it returns shards.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class ShardSequence(ParallelStyle):
         attending = [child for child in module.modules() if isinstance(child, (MultiheadDilatedAttention, LongNetLM))]
         if not attending:
             raise ValueError(
-                f"{type(module).__name__} has no dilated attention to shard along the sequence: try replace_attention."
+                f"{type(module).__name__} has no dilated attention to shard along the sequence: make it of "
+                "MultiheadDilatedAttention, or call replace_attention first."
             )
         if device_mesh not in self.contexts:
             self.contexts[device_mesh] = ContextParallel(device_mesh, sharding=self.sharding, exchange=self.exchange)
@@ -77,8 +78,8 @@ class ShardHeads(ParallelStyle):
 
         parallelize_module(block, mesh["tp"], {"attention": ShardHeads()})
 
-    Inputs and outputs are whole, the same on every rank. A rank keeps its heads' rows and columns of the parameters:
-    load a checkpoint before. Phases go by the head of the whole layer.
+    Inputs and outputs are whole, the same on every rank. A rank keeps the parameters of its heads alone: load a
+    checkpoint before. A head reads the phase of its number in the whole layer.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -87,9 +88,7 @@ class ShardHeads(ParallelStyle):
         size, rank = device_mesh.size(), device_mesh.get_local_rank()
         num_groups, ratio = module.num_kv_heads, module.num_heads // module.num_kv_heads
         if num_groups < size:
-            raise ValueError(
-                f"{num_groups} key/value heads for {size} ranks: take a mesh axis of at most {num_groups}."
-            )
+            raise ValueError(f"{num_groups} key/value heads for {size} ranks: use a mesh axis of at most {num_groups}.")
         groups = torch.arange(num_groups).tensor_split(size)[rank]
         held = module.held(range(int(groups[0]) * ratio, (int(groups[-1]) + 1) * ratio))
         # In place: parallelize_module keeps the module that it found, with its hooks.
@@ -112,7 +111,7 @@ class ShardHeads(ParallelStyle):
 
 
 def _each(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
-    """`change` of every tensor (B, N, ...) in nested tuples, lists and dicts; of one that stands there twice, once."""
+    """Apply `change` to every tensor (B, N, ...) in nested tuples, lists and dicts, once to each tensor."""
     changed: dict[int, Tensor] = {}
 
     def apply(value: Any) -> Any:
@@ -130,10 +129,9 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """y = x, dx = c dy, with c = 1/p before what is computed in shards and c = p behind it.
+    """y = x, dx = c dy, with c = 1/p before the computation in shards and c = p after it.
 
-    Inside, a rank has its share of a gradient; outside, every rank has all of it. So the mean over p ranks is right for
-    both."""
+    Inside it a rank has a share of each gradient, outside it the whole. So the mean over p ranks is right for both."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -146,26 +144,24 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:
-    """After fully_shard: that gradients are averaged over the ranks that share a sequence. Nothing else would say so.
+    """Call this after fully_shard: nothing else notices that ranks which share a sequence keep their own gradients.
 
     Raises:
-        ValueError: if parameters are sharded over a mesh without these ranks, or were left out by fully_shard: each
-            rank would go on with its own gradients.
+        ValueError: if parameters are sharded over a mesh without these ranks, or fully_shard left some out.
     """
     check_meshes(module, parallel)
-    sharded = tuple(
-        f"{name}." if name else "" for name, child in module.named_modules() if isinstance(child, FSDPModule)
-    )
+    roots = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
+    sharded = tuple(f"{name}." if name else "" for name in roots)
     left = [name for name, x in module.named_parameters() if x.requires_grad and not name.startswith(sharded)]
     if parallel.group is not None and sharded and left:
         raise ValueError(
             f"{left[0]} is in no part that fully_shard was called with, and nobody would average its gradients: call "
-            "fully_shard(module) of the whole too."
+            "fully_shard(module) of the whole module too."
         )
 
 
 def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
-    """As `check_averaged`, of the parameters that are DTensors: within a forward some are not, until it is over."""
+    """The check of meshes in `check_averaged`. During a forward some parameters are no DTensors; they are left out."""
     if parallel.group is None or not any(isinstance(child, FSDPModule) for child in module.modules()):
         return
     sharing = set(dist.get_process_group_ranks(parallel.group))
@@ -184,46 +180,43 @@ def replace_attention(
 ) -> nn.Module:
     """Give the self-attention of all nn.TransformerEncoderLayer and nn.TransformerDecoderLayer in a module a pattern.
 
-    In place: parameters stay the same objects under the same names, so that optimizers and checkpoints go on. Call the
-    module without src_mask and tgt_mask, since causality is the pattern's. A decoder's attention to its memory stays.
+    In place: parameters stay the same objects under the same names, so that optimizers and checkpoints still fit. Call
+    the module without src_mask and tgt_mask: the pattern is causal or not. A decoder's attention to its memory stays.
 
     Args:
         pattern: who attends whom.
-        parallel: the ranks that share the sequences, as of MultiheadDilatedAttention.
+        parallel: the ranks that share the sequences, as for MultiheadDilatedAttention.
 
     Returns:
         the module.
 
     Raises:
-        ValueError: if there is no such layer, or one has what dilated attention has not (dropout, batch_first=False,
-            extra key/value rows). The module is then as it was.
+        ValueError: if there is no such layer, or one cannot be replaced (dropout, batch_first=False, extra key/value
+            rows). The module is then unchanged.
     """
-    layers = {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
-    }
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    layers: dict[str, Any] = {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
     if not layers:
         raise ValueError(
             f"{type(module).__name__} has no nn.TransformerEncoderLayer or nn.TransformerDecoderLayer: construct your "
             "own layers with MultiheadDilatedAttention, whose state_dict is that of nn.MultiheadAttention."
         )
-    replacements: dict[nn.Module, MultiheadDilatedAttention] = {
-        layer: _dilated(f"{name}.self_attn".lstrip("."), layer.self_attn, pattern, parallel)
-        for name, layer in layers.items()
-    }
-    for layer, attention in replacements.items():
+    # All are made before the first is replaced.
+    attentions = [
+        _dilated(f"{name}.self_attn".lstrip("."), layer.self_attn, pattern, parallel) for name, layer in layers.items()
+    ]
+    for layer, attention in zip(layers.values(), attentions, strict=True):
         layer.self_attn = attention
     for child in module.modules():
         if isinstance(child, nn.TransformerEncoder):
-            child.use_nested_tensor = False  # its fast path, which is torch's attention
+            child.use_nested_tensor = False  # or its fast path would call torch's attention
     return module
 
 
 def _dilated(
     name: str, attention: Any, pattern: DilatedPattern, parallel: ContextParallel | None
 ) -> MultiheadDilatedAttention:
-    """The same parameters in a MultiheadDilatedAttention."""
+    """A MultiheadDilatedAttention with the same parameters."""
     if why := _why_not(name, attention):
         raise ValueError(f"{name} {why}.")
     replaced = MultiheadDilatedAttention(
@@ -246,7 +239,8 @@ def _why_not(name: str, attention: Any) -> str | None:
     if not isinstance(attention, nn.MultiheadAttention):
         return f"is a {type(attention).__name__}, not torch's nn.MultiheadAttention"
     if attention.dropout:
-        return f"has dropout={attention.dropout}, and dilated attention has none: set {name}.dropout = 0.0 first"
+        remedy = f"set {name}.dropout = 0.0, or make the layers with dropout=0.0"
+        return f"has dropout={attention.dropout}, and dilated attention has none: {remedy}"
     if not attention.batch_first:
         return "has batch_first=False: make the layers with batch_first=True"
     if attention.bias_k is not None or attention.add_zero_attn:
@@ -255,11 +249,9 @@ def _why_not(name: str, attention: Any) -> str | None:
 
 
 def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None:
-    """Which of a layer's query heads this rank computes, None for all: read from its parameters, as tensor parallelism
-    (`ColwiseParallel` and the like) shards them.
+    """The query heads of a layer that this rank computes, None for all, read from its parameters' shards.
 
-    Raises:
-        ValueError: if the parameters do not say.
+    Tensor parallelism (`ColwiseParallel`) makes these. A ValueError if they do not tell.
     """
     if num_held == num_heads:
         return None
@@ -277,6 +269,6 @@ def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None
     sharded = ", ".join(f"{rank} of {size}" for rank, size in sorted(found)) or "none"
     raise ValueError(
         f"{type(module).__name__} computes {num_held} of {num_heads} heads, and its parameters do not say which (their "
-        f"shards: {sharded}): phases go by the head of the whole layer. Shard the projections over one mesh axis, "
-        "equally many heads to each rank."
+        f"shards: {sharded}), on which the phases depend. Shard the projections over one mesh axis, with equally many "
+        "heads on each rank."
     )

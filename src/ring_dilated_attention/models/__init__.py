@@ -7,29 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checked_loading import map_names
-    from .longnet import LongNetLM, NextTokenLoss
-    from .longnet_config import LongNetConfig
-    from .longnet_vit import LongNetViT, segment_lengths_for
-    from .torchscale.architecture import TorchscaleConfig
-    from .torchscale.gate import torchscale_attention
-    from .torchscale.networks import LongNetDecoder, LongNetEncoder
-    from .weights import load_slide_encoder, read_weights
-
-__all__ = [
-    "LongNetConfig",
-    "LongNetDecoder",
-    "LongNetEncoder",
-    "LongNetLM",
-    "LongNetViT",
-    "NextTokenLoss",
-    "TorchscaleConfig",
-    "load_slide_encoder",
-    "map_names",
-    "read_weights",
-    "segment_lengths_for",
-    "torchscale_attention",
-]
+    from .checked_loading import map_names as map_names
+    from .longnet import LongNetLM as LongNetLM
+    from .longnet import NextTokenLoss as NextTokenLoss
+    from .longnet_config import LongNetConfig as LongNetConfig
+    from .longnet_vit import LongNetViT as LongNetViT
+    from .longnet_vit import segment_lengths_for as segment_lengths_for
+    from .torchscale.architecture import TorchscaleConfig as TorchscaleConfig
+    from .torchscale.gate import torchscale_attention as torchscale_attention
+    from .torchscale.networks import LongNetDecoder as LongNetDecoder
+    from .torchscale.networks import LongNetEncoder as LongNetEncoder
+    from .weights import load_slide_encoder as load_slide_encoder
+    from .weights import read_weights as read_weights
 
 _HOME = {
     "LongNetConfig": "longnet_config",
@@ -45,6 +34,7 @@ _HOME = {
     "segment_lengths_for": "longnet_vit",
     "torchscale_attention": "torchscale.gate",
 }
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""State dicts that are checked before anything is loaded, and the names that checkpoints put before them."""
+"""State dicts that are checked before anything is loaded, and names that wrappers of models have changed."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# What trainers and wrappers put before, or between, a model's names.
+# What trainers and wrappers put before a model's names, or between them.
 PREFIXES = ("module.", "_orig_mod.", "model.")
 INFIXES = ("_fsdp_wrapped_module.", "_fpw_module.", "_checkpoint_wrapped_module.")
 NUM_LISTED = 5
 
 
 class Mapped(NamedTuple):
-    """A checkpoint by a model's names: what fits a name, and what was left over, by its own name."""
+    """The tensors of a checkpoint by a model's names, and the names in the checkpoint that the model does not have."""
 
     state_dict: dict[str, Tensor]
     left: list[str]
@@ -23,10 +23,7 @@ class CheckedLoading(nn.Module):
     """A module that loads all of a state dict or nothing."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's, but it says what does not fit before it changes anything, and refuses it with a ValueError.
-
-        Returns:
-            missing_keys and unexpected_keys: with strict=False what was left as it is, and what was left over.
+        """As torch's, with its result, but all is checked before anything changes.
 
         Raises:
             ValueError: for tensors of other shapes, without floating numbers, or with some that are not finite in the
@@ -47,16 +44,13 @@ def _failure(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> 
     if strict:
         missing = [name for name in own if name not in state_dict]
         unknown = [name for name in state_dict if name not in own]
-        failures += [
-            f"{what} {_listed(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names
-        ]
-    if len(failures) > NUM_LISTED:
-        failures = [*failures[:NUM_LISTED], f"and {len(failures) - NUM_LISTED} more"]
-    return "; ".join(failures)
+        kinds = {"missing": missing, "unknown": unknown}
+        failures += [f"{what} {_listed(names, ', ', ' ')}" for what, names in kinds.items() if names]
+    return _listed(failures, "; ", "; ")
 
 
 def _why_not(x: Any, own: Tensor) -> str | None:
-    """Why x cannot be copied into a tensor of a model without an error, and without becoming other numbers."""
+    """Why x cannot become a model's tensor `own` with the same numbers, or None."""
     if not isinstance(x, Tensor) or x.shape != own.shape:
         found = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
         return f"is {found}, expected {tuple(own.shape)}"
@@ -65,15 +59,15 @@ def _why_not(x: Any, own: Tensor) -> str | None:
     return None if x.to(own.dtype).isfinite().all() else f"holds NaN or inf as {own.dtype}"
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:NUM_LISTED])
-    return f"{shown} and {len(names) - NUM_LISTED} more" if len(names) > NUM_LISTED else shown
+def _listed(texts: list[str], between: str, last: str) -> str:
+    shown = between.join(texts[:NUM_LISTED])
+    return f"{shown}{last}and {len(texts) - NUM_LISTED} more" if len(texts) > NUM_LISTED else shown
 
 
 def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "") -> Mapped:
-    """A checkpoint's tensors by the names of a model, and which were left.
+    """A checkpoint's tensors by the names of a model, and the names that the model does not have.
 
-    Drops what wrappers put around names (DDP's "module.", torch.compile's "_orig_mod.", FSDP's and fairscale's), and
+    Drops what wrappers add to names (DDP's "module.", torch.compile's "_orig_mod.", FSDP's and fairscale's), and
     `prefix`, such as "encoder." for a part of a larger model.
 
     Raises:
@@ -94,7 +88,7 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
 
 
 def _bare(name: str, prefix: str, own: set[str]) -> str | None:
-    """The name without what wrappers put there and without the prefix, or None if it does not have the prefix."""
+    """The name without the prefix and what wrappers add. None if it does not have the prefix, or is no own name."""
     for infix in INFIXES:
         name = name.replace(infix, "")
     while True:

@@ -1,4 +1,4 @@
-"""Where a rank's rows lie in the documents that the ranks hold together. Agreed once for all layers of a model."""
+"""The documents that ranks hold together, and which rows of them are this rank's. Agreed once for all layers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,22 +15,15 @@ from ..ranks.context import ContextParallel
 
 
 class DocumentSpan(NamedTuple):
-    """Consecutive positions of one document among a rank's rows.
+    """Consecutive positions of one document among a rank's rows."""
 
-    Args:
-        begin: of the document, counted over the whole sequence.
-        length: of the document.
-        positions: in the document.
-        row: the local row of the first of them.
-    """
-
-    begin: int
-    length: int
-    positions: range
-    row: int
+    begin: int  # global position at which the document begins
+    length: int  # of the document
+    positions: range  # within the document
+    row: int  # local row of the first position
 
     def rows(self, wanted: range) -> slice:
-        """The local rows of those of the wanted positions that lie here."""
+        """The local rows of the wanted positions that lie in this span."""
         own, step = self.positions, wanted.step
         first = wanted.start + max(0, -(-(own.start - wanted.start) // step)) * step
         stop = max(first, min(wanted.stop, own.stop))
@@ -46,18 +39,13 @@ class Documents:
     spans: tuple[DocumentSpan, ...]
 
     @property
-    def num_rows(self) -> int:
-        return sum(len(span.positions) for span in self.spans)
-
-    @property
     def longest(self) -> int:
-        """The length of the longest document."""
         lengths = [b - a for a, b in pairwise(self.borders)]
         return max(lengths) if lengths else 0  # torch.compile knows no max with a default
 
     @property
     def last_rows(self) -> list[int]:
-        """The local rows that are the last of their document."""
+        """The local rows that hold the last position of a document."""
         return [span.row + len(span.positions) - 1 for span in self.spans if span.positions.stop == span.length]
 
     def positions(self) -> Tensor:
@@ -79,10 +67,10 @@ def agree_on_documents(
 
     Args:
         call: its name, for errors.
-        x: this rank's rows, (batch, N, ...).
+        x: this rank's rows, (batch, N, ...); anything if there is a failure.
         cu_seqlens: global borders of packed documents, for a batch of 1.
-        fields: what else must agree, by name.
-        failure: why this rank refuses the call, if it does; then x can be anything.
+        fields: what else all ranks must have alike, by name.
+        failure: why this rank refuses the call, if it does.
 
     Raises:
         ValueError: on every rank, if one refuses, or if fields, borders and lengths do not fit.
@@ -102,7 +90,7 @@ def agree_on_documents(
         check_documents(given, sum(lengths))
     total = sum(lengths)
     borders = tuple(given) if given is not None else (0, total) if total else (0,)
-    if parallel is None:
+    if parallel is None:  # without the cache of `make_shards`, of which torch.compile warns
         shard: Shard = (Span(0, total),) if total else ()
         return Documents(borders, (shard,), tuple(_spans(shard, borders)))
     shards = parallel.ranks.shards(lengths)
@@ -131,7 +119,7 @@ def _spans(shard: Shard, borders: Sequence[int]) -> Iterator[DocumentSpan]:
 
 
 def why_not_dense(**tensors: Any) -> str | None:
-    """Why one of these holds no numbers to compute with, or None."""
+    """Why one of these is no dense tensor with data, or None."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             return f"{name} must be a tensor, got {type(x).__name__}"
@@ -141,12 +129,12 @@ def why_not_dense(**tensors: Any) -> str | None:
 
 
 def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
-    """Why these have no embedding in a model whose `setting` is that number, or None."""
+    """Why these are no tokens of a model with `num_tokens` embeddings, or None. `setting` is that number's name."""
     if not isinstance(tokens_BN, Tensor):
         return f"tokens must be a tensor of integers (batch, N), got {type(tokens_BN).__name__}"
     if tokens_BN.dim() != 2 or not is_integral(tokens_BN):
         return f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
-    # On a GPU torch asserts it, without waiting.
+    # On a GPU torch asserts this in the kernel, and nothing waits.
     if tokens_BN.device.type == "cpu" and tokens_BN.numel() and not torch.compiler.is_compiling():
         low, high = tokens_BN.min(), tokens_BN.max()
         if low < 0 or high >= num_tokens:

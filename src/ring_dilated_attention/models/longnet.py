@@ -25,12 +25,11 @@ from .saved_run import MODEL_FILE, check_whole, find_checkpoint
 from .sharded import shift_left
 
 IGNORED_LABEL = -1
-# The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them,
+# The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them.
 LOSS_CHUNK_LOGITS = 2**20
-# but so many rows at least: each chunk adds to the gradient of the head, (V, E), and fewer would spend the time there.
+# At least this many rows: each chunk adds to the gradient of the head, (V, E), which would dominate for fewer.
 LOSS_CHUNK_ROWS = 1024
-# Small, so that the first guess is near uniform.
-HEAD_STD = 0.02
+HEAD_STD = 0.02  # small, so that the first guess is near uniform
 
 
 class FeedForward(nn.Module):
@@ -88,13 +87,13 @@ class LongNetBlock(nn.Module):
 class LongNetLM(nn.Module):
     """Tokens (B, N) to logits (B, N, V), on one device or, with `parallel`, on this rank's shard of the positions.
 
-    Under `parallel` a loss of your own must not be a mean over the logits of each rank: ranks hold different numbers of
-    terms, and the gradients that DDP and FSDP2 average would be wrong without a word. Take `loss`, or give
+    Under `parallel` a loss of your own must not be a mean over each rank's logits: ranks hold different numbers of
+    terms, so that the average of DDP and FSDP2 would silently be another gradient. Call `loss`, or give
     `parallel.mean_loss` the sum and the number of this rank's terms.
 
     Args:
-        activation_checkpointing: recompute each block in backward instead of keeping what it computed.
-        backend: as of `dilated_attention`: which kernel computes attention.
+        activation_checkpointing: recompute each block in backward instead of keeping its activations.
+        backend: as for `dilated_attention`.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class LongNetLM(nn.Module):
     def forward(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Integer tokens (B, N) -> logits (B, N, V) of the token after each of them.
 
-        cu_seqlens: as for `dilated_attention`: packed documents, batch 1. Each is computed as if it were alone.
+        cu_seqlens: as for `dilated_attention`: packed documents, batch 1. No document sees another.
         """
         documents = self._agree(tokens_BN, cu_seqlens)
         return self.head(self._hidden(tokens_BN, documents, cu_seqlens))
@@ -144,9 +143,9 @@ class LongNetLM(nn.Module):
         return [block.attention.make_cache(batch, max_len=max_len, keep=keep) for block in self._blocks()]
 
     def append(self, tokens_BN: Tensor, caches: Sequence[DilatedCache], lengths: Tensor | None = None) -> Tensor:
-        """Tokens that go on from what is cached -> their last hidden states (B, N, E), of which `head` makes logits.
+        """Append tokens to caches -> their last hidden states (B, N, E), from which `head` computes logits.
 
-        caches:  of `make_caches`. The tokens are appended to them. Under torch.no_grad().
+        caches:  those of `make_caches`. Under torch.no_grad().
         lengths: (B,) how many of its N tokens each batch entry appends; the rest is padding.
         """
         if self.parallel is not None:
@@ -178,18 +177,16 @@ class LongNetLM(nn.Module):
         Args:
             tokens: (B, N), or prompts of different lengths; at least one token each.
             max_new_tokens: how many to draw for each prompt.
-            temperature: of the distribution that is drawn from; 0 takes the likeliest token.
+            temperature: divides the logits; 0 takes the likeliest token.
             top_k: draw from the k likeliest tokens alone.
-            top_p: draw from the fewest tokens that are at least so likely together.
-            seed: of 64 bits; row b of the batch draws as a batch of one would with seed + b. None draws anew each time
-                (by torch's generator).
-            stop: tokens that end a row. They are drawn, and then STOPPED (-1) until all rows have ended.
-            caches: of `make_caches`, with what comes before `tokens`; by default new ones. They go on from here: each
-                row's hold its prompt and all tokens that were drawn for it but the last.
+            top_p: draw from the fewest tokens whose probabilities add up to top_p.
+            seed: of 64 bits; row b of the batch draws as a batch of one would with seed + b. None takes one from torch.
+            stop: tokens that end a row. After one of them the row gets STOPPED (-1) until all rows have ended.
+            caches: those of `make_caches`, which may hold what comes before `tokens`; by default new ones. Afterwards
+                they hold each row's prompt and drawn tokens but the last.
 
         Raises:
-            ValueError: at the first token at the latest, for arguments that cannot be; later, for logits that are NaN
-                or inf.
+            ValueError: by the first token, for bad arguments; later, for logits that are NaN or inf.
         """
         options = Sampling(temperature, top_k, top_p, seed, stop)
         return generate(self, tokens, max_new_tokens, options, caches)
@@ -219,8 +216,8 @@ class LongNetLM(nn.Module):
         """Mean cross-entropy, in nats, of predicting every token but the first of each sequence or packed document.
 
         Under `parallel` the label of a shard's last position is the first token of the next shard. The value is the
-        mean over all ranks, on every rank; the gradient is scaled so that the *mean* of the ranks' gradients (which
-        DDP and FSDP2 take) is the gradient of one rank. They hook `forward`: wrap the model in `NextTokenLoss` first.
+        mean over all ranks, on every rank. The *mean* of the ranks' gradients, which DDP and FSDP2 take, is the
+        gradient of one rank. DDP and FSDP2 hook `forward`: wrap the model in `NextTokenLoss` first.
         """
         documents = self._agree(tokens_BN, cu_seqlens)
         num_labels = tokens_BN.shape[0] * sum(stop - start - 1 for start, stop in pairwise(documents.borders))
@@ -243,7 +240,7 @@ class LongNetLM(nn.Module):
         return self.final_layernorm(x_BNE)
 
     def _cross_entropy_sum(self, hidden_BNE: Tensor, labels_BN: Tensor) -> Tensor:
-        """Sum over this rank's positions; 0, but connected to every parameter, on a rank that owns none."""
+        """The sum over this rank's positions. A rank that owns none has 0, connected to every parameter."""
         hidden_TE, labels_T = hidden_BNE.flatten(0, 1), labels_BN.flatten()
         rows = max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // self.config.vocab_size)
         total = hidden_TE.new_zeros((), dtype=torch.float32)
@@ -259,7 +256,7 @@ class LongNetLM(nn.Module):
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
 
     def _agree(self, tokens_BN: Tensor, cu_seqlens: Tensor | None) -> Documents:
-        """The documents of all ranks. A ValueError on every rank if one has tokens or borders that cannot be."""
+        """The documents of all ranks. A ValueError on every rank if the tokens or borders of one do not fit."""
         failure = why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size)
         if self.parallel is not None:
             failure = failure or why_foreign("tokens", tokens_BN, self.parallel.ranks)
@@ -277,7 +274,7 @@ class LongNetLM(nn.Module):
         return next(self._blocks()).attention.rotary_table(positions)
 
     def _labels(self, tokens_BN: Tensor, documents: Documents) -> Tensor:
-        """The token after each. After the last of a document there is none, whatever stands there."""
+        """The next token of each position; IGNORED_LABEL at the last position of a document."""
         if self.parallel is None:
             next_BN = F.pad(tokens_BN[:, 1:].long(), (0, 1))
         else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..pattern import DilatedPattern, is_integer
 
-# What a run of `rda train` says of its model.
+# The hyperparameters of a run of `rda train` that are its model's.
 OF_A_RUN = ("segment_lengths", "dilation_rates", "num_layers", "embed_dim", "num_heads", "num_kv_heads")
 
 
@@ -49,10 +49,9 @@ class LongNetConfig:
                 f"embed_dim={self.embed_dim} over num_heads={self.num_heads} is a head dim of "
                 f"{self.embed_dim / self.num_heads:g}: it must be an even integer (rotary embeddings rotate pairs)."
             )
-        if isinstance(self.rotary_base, bool) or not isinstance(self.rotary_base, Real):
-            raise ValueError(f"rotary_base={self.rotary_base!r} must be a number.")
-        if not 1.0 < self.rotary_base < math.inf:
-            raise ValueError(f"rotary_base={self.rotary_base} must be a finite number greater than 1.")
+        is_number = isinstance(self.rotary_base, Real) and not isinstance(self.rotary_base, bool)
+        if not is_number or not 1.0 < self.rotary_base < math.inf:
+            raise ValueError(f"rotary_base={self.rotary_base!r} must be a finite number greater than 1.")
         pattern.check_heads(self.num_heads, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
 
     @property
@@ -70,5 +69,5 @@ class LongNetConfig:
 
     @classmethod
     def of_run(cls, hyperparameters: dict[str, Any]) -> "LongNetConfig":
-        """That of a run of `rda train`, among whose hyperparameters are a model's."""
+        """The config of a run of `rda train`, from its hyperparameters."""
         return cls(**{name: hyperparameters[name] for name in OF_A_RUN})

@@ -1,4 +1,4 @@
-"""LongNetViT: GigaPath's slide encoder (Xu et al., Nature 2024), from the features of a slide's tiles to one vector.
+"""LongNetViT, GigaPath's slide encoder (Xu et al., Nature 2024): from the features of a slide's tiles to one vector.
 
 Shape suffixes: B slides, L tiles of this rank, C features of a tile, N = L + 1 positions with the class token, T
 positions of packed slides, E embedding.
@@ -25,10 +25,11 @@ from .torchscale.networks import LongNetEncoder
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
 MOST_TILES_OF_A_SIDE = 2**31  # the square of it is the longest segment that a pattern takes
+Lengths = Sequence[int] | Tensor | None
 
 
 class PublishedSize(NamedTuple):
-    """Of a slide encoder whose weights are published, with 16 heads."""
+    """The size of a slide encoder whose weights are published. All have 16 heads."""
 
     in_chans: int
     embed_dim: int
@@ -45,9 +46,8 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
     """GigaPath's five segment lengths: from 2^10 to the power of two below the number of tiles of a square slide.
 
     Args:
-        max_wsi_size: the side of that slide, in pixels. The published weights are used with 262,144 (the default of the
-            original code) and with 250,000 (its fine-tuning scripts), which is another function; their files do not say
-            which.
+        max_wsi_size: the side of that slide, in pixels. The original code has 262,144 as its default and 250,000 in its
+            fine-tuning scripts, which is another function. The published weights do not say which is theirs.
         tile_size: pixels of a tile's side. The published weights are used with 256.
 
     Raises:
@@ -64,7 +64,7 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
 
 
 class PatchEmbed(nn.Module):
-    """A linear map of tile features, under its published name."""
+    """A linear map, under its published name."""
 
     def __init__(self, in_chans: int, embed_dim: int) -> None:
         super().__init__()
@@ -81,19 +81,18 @@ class LongNetViT(CheckedLoading):
         model.load_state_dict(torch.load("slide_encoder.pth", weights_only=True)["model"])
         embedding = model.eval()(features, coords, all_layer_embed=True)[-1]
 
-    Gradients are those of the forward. There is no dropout and no stochastic depth: the original code has dropout of
-    0.25 and paths dropped at up to 0.1 while it trains, unless told otherwise. Under `parallel` all ranks return the
-    same, and the mean of their gradients of parameters, which DDP and FSDP2 take, is the gradient of one rank.
+    Gradients are those of the forward. There is no dropout and no stochastic depth; the original code trains with 0.25
+    and up to 0.1 of them by default. Under `parallel` all ranks return the same, and the mean of their gradients of
+    parameters, which DDP and FSDP2 take, is the gradient of one rank.
 
     Args:
         in_chans: features of a tile.
         mlp_ratio: the feed-forward's width over embed_dim.
         slide_ngrids: cells of the grid along each axis: coordinates go from 0 to slide_ngrids * tile_size.
-        tile_size: pixels from one tile to the next, in the units of the coordinates.
+        tile_size: the distance from one tile to the next, in the units of the coordinates.
         segment_lengths, dilation_rates: the branches; `segment_lengths_for` has the published ones.
-        global_pool: the mean over the tiles; otherwise the class token, which GigaPath's pretraining did not train.
-        padding: "torchscale" computes what the published weights were trained with, zero rows that take part in the
-            softmax included. "exact" leaves them out.
+        global_pool: return the mean over the tiles, not the class token, which GigaPath's pretraining did not train.
+        padding: "torchscale" includes zero rows in the softmax, as the published weights need. "exact" leaves them out.
         parallel: the ranks that share each slide; contiguous shards of its tiles, as `parallel.shard` cuts them.
         activation_checkpointing: recompute each layer in backward instead of keeping what it computed.
     """
@@ -122,10 +121,10 @@ class LongNetViT(CheckedLoading):
                 raise ValueError(f"{name}={count!r} must be a whole number, at least 1.")
         tile_size, mlp_ratio = checked_size("tile_size", tile_size), checked_size("mlp_ratio", mlp_ratio)
         if embed_dim % 4:
-            raise ValueError(f"embed_dim={embed_dim} is not a multiple of 4, sine and cosine of the two axes.")
+            raise ValueError(f"embed_dim={embed_dim} is not a multiple of 4: a quarter is sine or cosine of an axis.")
         if parallel is not None and parallel.sharding != "contiguous":
             raise ValueError(
-                f"parallel has sharding={parallel.sharding!r}: a slide encoder takes sharding='contiguous'."
+                f"parallel has sharding={parallel.sharding!r}: make the ContextParallel with sharding='contiguous'."
             )
         config = TorchscaleConfig(
             segment_lengths,
@@ -159,8 +158,8 @@ class LongNetViT(CheckedLoading):
         """The size of published weights, without them: "gigapath" (12 x 768) or "gigapath-flash" (12 x 384).
 
         Args:
-            max_wsi_size, tile_size: as for `segment_lengths_for`, as in the original. A tile_size that is set on the
-                model afterwards changes where tiles lie, and no segments.
+            max_wsi_size, tile_size: as for `segment_lengths_for`. Setting model.tile_size afterwards changes where
+                tiles lie, and no segments.
         """
         if not isinstance(name, str) or name not in PUBLISHED:
             raise ValueError(f"there is no published size {name!r}; choose one of {tuple(PUBLISHED)}.")
@@ -187,22 +186,17 @@ class LongNetViT(CheckedLoading):
                 module.reset_parameters()
 
     def forward(
-        self,
-        x: Tensor,
-        coords: Tensor,
-        all_layer_embed: bool = False,
-        *,
-        lengths: Sequence[int] | Tensor | None = None,
+        self, x: Tensor, coords: Tensor, all_layer_embed: bool = False, *, lengths: Lengths = None
     ) -> list[Tensor]:
         """Features of tiles (B, L, C) at (B, L, 2) to slide embeddings, each (B, E).
 
         Args:
             x: floating, of any dtype. Under `parallel` this rank's tiles.
-            coords: x and y of each tile, in pixels; integers, or floating numbers of at least 32 bits, since shorter
-                ones skip pixels. FSDP shortens those that it is passed (`MixedPrecisionPolicy`), and leaves integers.
-            all_layer_embed: one embedding of what enters the first layer and of each layer's output, depth + 1 in all,
-                pooled and normalised, *without* the encoder's last LayerNorm. Otherwise one, with it.
-            lengths: how many of the L tiles of each slide there are; what follows is not read. By default all.
+            coords: x and y of each tile, in pixels: integers, or floating numbers of at least 32 bits, since shorter
+                ones skip pixels. FSDP's `MixedPrecisionPolicy` shortens floating numbers, and leaves integers.
+            all_layer_embed: return depth + 1 embeddings, of the first layer's input and of each layer's output, pooled
+                and normalised *without* the encoder's last LayerNorm. Otherwise one, with it.
+            lengths: the number of tiles of each slide; what follows them is not read. By default L.
 
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`: features of another width, no tiles,
@@ -211,13 +205,17 @@ class LongNetViT(CheckedLoading):
         num_tiles = self._check(x, coords, lengths, all_layer_embed)
         if lengths is None:
             cu_seqlens, slides = None, [(slice(None), num_tiles)]
-            tokens_BNE = torch.cat((self._class_token(len(x)), self._embed(x, coords)), 1)
+            # Ranks without the class token have a gradient for it too.
+            class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
+            tokens_BNE = torch.cat((class_token, self._embed(x, coords)), 1)
         else:
             counts = [int(n) for n in lengths]
             borders = list(accumulate((n + 1 for n in counts), initial=0))
             cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
             slides = [(slice(a, b), b - a - 1) for a, b in pairwise(borders)]
-            tokens_BNE = self._packed(x, coords, counts)
+            is_tile_BL = _are_tiles(x, counts)
+            tiles_TE = self._embed(x[is_tile_BL.to(x.device)], coords[is_tile_BL.to(coords.device)])
+            tokens_BNE = torch.cat([y for tiles in tiles_TE.split(counts) for y in (self.cls_token[0], tiles)])[None]
 
         def pool(x_BNE: Tensor) -> Tensor:
             return torch.cat([self._pool(x_BNE[:, rows], count) for rows, count in slides])
@@ -230,35 +228,23 @@ class LongNetViT(CheckedLoading):
             pooled = SumOverRanks.apply(pooled, self.parallel.ranks)
         return [self.norm(x_BE) for x_BE in pooled.to(tokens_BNE.dtype).unbind()]
 
-    def _packed(self, x: Tensor, coords: Tensor, counts: Sequence[int]) -> Tensor:
-        """Class token and tiles of one slide after the other, (1, T, E)."""
-        is_tile_BL = _are_tiles(x, counts)
-        tiles_TE = self._embed(x[is_tile_BL.to(x.device)], coords[is_tile_BL.to(coords.device)])
-        slides = [torch.cat((self.cls_token[0], tiles)) for tiles in tiles_TE.split(list(counts))]
-        return torch.cat(slides).unsqueeze(0)
-
     @property
     def _num_class(self) -> int:
         """1 on the rank that holds position 0, where the class token stands; 0 on others."""
         return int(self.parallel is None or self.parallel.rank == 0)
-
-    def _class_token(self, batch: int) -> Tensor:
-        """(B, 1 or 0, E): ranks without the class token have a gradient for it too."""
-        return self.cls_token.expand(batch, -1, -1)[:, : self._num_class]
 
     def _embed(self, x: Tensor, coords: Tensor) -> Tensor:
         """(..., C) and (..., 2) to (..., E)."""
         return self.patch_embed(x.to(self.cls_token.dtype)) + self._positions(self._cells(coords))
 
     def _cells(self, coords: Tensor) -> Tensor:
-        """The cell of each tile along x and y, (..., 2), float64 on the CPU: NaN and inf stay what they are."""
+        """The cell of each tile along x and y, (..., 2), float64 on the CPU. NaN and inf stay."""
         return (coords.detach().to("cpu", torch.float64) / self.tile_size).floor()
 
     def _positions(self, cells: Tensor) -> Tensor:
         """Sine and cosine of the cells, (..., E): the first half of the channels for y, the second for x.
 
-        Each half is [sin, cos] of cell * 10000^(-k / (E / 4)), k from 0 to E / 4 - 1, rounded once, to the weights'
-        dtype.
+        Each half is [sin, cos] of cell * 10000^(-k / (E / 4)), k from 0 to E / 4 - 1, in the weights' dtype.
         """
         num_frequencies = self.cls_token.shape[-1] // 4
         exponents = torch.arange(num_frequencies, dtype=torch.float64, device="cpu") / num_frequencies
@@ -268,14 +254,14 @@ class LongNetViT(CheckedLoading):
         return torch.cat((table[y], table[x]), -1)
 
     def _pool(self, x_BNE: Tensor, num_tiles: int) -> Tensor:
-        """(B, E): the mean of a slide's tiles or its class token. Under `parallel` this rank's share of the sum."""
+        """The mean of a slide's tiles, or its class token, (B, E). Under `parallel` this rank's share of the sum."""
         wide = torch.promote_types(x_BNE.dtype, torch.float32)
         if self.global_pool:
             return x_BNE[:, self._num_class :].sum(1, dtype=wide) / num_tiles
         return x_BNE[:, : self._num_class].sum(1, dtype=wide)
 
-    def _check(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None, all_layer_embed: bool) -> int:
-        """The number of tiles over all ranks. A ValueError on every rank if one of them has input that cannot be."""
+    def _check(self, x: Tensor, coords: Tensor, lengths: Lengths, all_layer_embed: bool) -> int:
+        """The number of tiles over all ranks. A ValueError on every rank if the input of one does not fit."""
         failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords, lengths)
         if self.parallel is not None:
             failure = failure or why_foreign("features", x, self.parallel.ranks)
@@ -293,8 +279,8 @@ class LongNetViT(CheckedLoading):
         agree_on_lengths(self.parallel, num_own, {"call": "LongNetViT, its tiles"}, failure)
         return sum(tile_counts)
 
-    def _shape_failure(self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None) -> str | None:
-        """Why these shapes cannot be, or None."""
+    def _shape_failure(self, x: Tensor, coords: Tensor, lengths: Lengths) -> str | None:
+        """Why these shapes and dtypes do not fit, or None."""
         if x.dim() != 3 or x.shape[-1] != self.in_chans or not x.is_floating_point():
             hint = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
             return (
@@ -322,9 +308,9 @@ class LongNetViT(CheckedLoading):
         return None
 
     def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
-        """Which tile cannot be, or None. Tiles count from `first`, the number of this rank's first tile."""
+        """What is wrong with the first wrong tile, or None. This rank's tiles count from `first`."""
         is_tile_BL = _are_tiles(x, counts)
-        dtype = self.cls_token.dtype  # of the weights, in which larger numbers are inf
+        dtype = self.cls_token.dtype  # numbers that are larger are inf
         wrong = (is_tile_BL & ~torch.isfinite(x.detach().to(dtype)).all(-1).cpu()).nonzero().tolist()
         if wrong:
             slide, tile = wrong[0]
@@ -344,14 +330,14 @@ class LongNetViT(CheckedLoading):
 
 
 def _are_tiles(x: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """(B, L) bool on the CPU: not padding."""
+    """(B, L) bool on the CPU, False at padding."""
     if counts is None:
         return torch.ones(x.shape[:2], dtype=torch.bool, device="cpu")
     return torch.arange(x.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
 
 
 def _is_count(n: Any, most: int) -> bool:
-    """Whether it is a whole number from 1 to `most`, of any integer type."""
+    """Whether it is a number from 1 to `most`, of any integer type."""
     try:
         return 1 <= operator.index(n) <= most
     except TypeError:

@@ -58,13 +58,13 @@ class Sampling:
         return [torch.Generator(device).manual_seed(seed + b) for b in range(batch)]
 
     def draw(self, logits_BV: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """(B,) int64. ValueError for a row with nothing to draw from; a logit of -inf is a token that is not drawn."""
-        largest_B = logits_BV.amax(-1)  # NaN where there is one
+        """(B,) int64. A ValueError for a row with nothing to draw from. Tokens with a logit of -inf are not drawn."""
+        largest_B = logits_BV.amax(-1)  # NaN if any is
         if not largest_B.isfinite().all():
             row, largest = next((b, x) for b, x in enumerate(largest_B.tolist()) if not math.isfinite(x))
             raise ValueError(
                 f"no token can be drawn for row {row}: the largest of its logits is {largest}. Look for NaN and inf in "
-                "the parameters and caches; beyond float16 there are bfloat16 and float32."
+                "the parameters and caches; bfloat16 and float32 hold larger numbers than float16."
             )
         if self.temperature == 0:
             return logits_BV.argmax(-1)
@@ -74,12 +74,12 @@ class Sampling:
     def weights(self, logits_BV: Tensor) -> Tensor:
         """Probabilities (B, V) up to a factor; 0 for tokens that are not drawn."""
         falling, order = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-        falling = (falling - falling[:, :1]) / float(self.temperature)  # the largest is 0: however cold, none is inf
+        falling = (falling - falling[:, :1]) / float(self.temperature)  # the largest is 0: none is inf
         if self.top_k is not None:
             falling[:, self.top_k :] = -torch.inf
         falling = falling.softmax(-1)
         if self.top_p is not None:
-            before = falling.cumsum(-1) - falling  # those that are likelier: are they enough without this one?
+            before = falling.cumsum(-1) - falling  # the probability of all likelier tokens
             falling = falling.masked_fill(before >= float(self.top_p), 0)
         return torch.zeros_like(falling).scatter(-1, order, falling)
 
@@ -108,7 +108,7 @@ def generate(
     stopped_B = torch.zeros(len(lengths), dtype=torch.bool, device=device)
     stop = torch.tensor([int(token) for token in sampling.stop], dtype=torch.int64, device=device)
     for i in range(max_new_tokens):
-        logits_BV = model.head(hidden_BE).masked_fill(stopped_B[:, None], 0)  # whatever, but numbers
+        logits_BV = model.head(hidden_BE).masked_fill(stopped_B[:, None], 0)  # any number that is finite
         drawn_B = sampling.draw(logits_BV, generators)
         yield drawn_B.masked_fill(stopped_B, STOPPED)
         counts_B = None
@@ -116,13 +116,13 @@ def generate(
             stopped_B |= torch.isin(drawn_B, stop)
             if stopped_B.all():
                 return
-            counts_B = (~stopped_B).long()  # what nobody was shown is in no cache
+            counts_B = (~stopped_B).long()  # a row that has stopped appends nothing
         if i + 1 < max_new_tokens:
             hidden_BE = model.append(drawn_B[:, None], caches, counts_B)[:, 0]
 
 
 def check_caches(caches: Sequence[DilatedCache], lengths: Sequence[int]) -> None:
-    """Raise ValueError for caches that are none, or before a chunk of a prompt is in one that is too short for it."""
+    """Raise ValueError for what is no caches, and for caches that are too short, before any of a prompt is in them."""
     if not isinstance(caches, Sequence) or not all(isinstance(cache, DilatedCache) for cache in caches):
         raise ValueError(f"caches={reprlib.repr(caches)} must be those of make_caches, one for each layer.")
     for cache in caches:
@@ -131,7 +131,7 @@ def check_caches(caches: Sequence[DilatedCache], lengths: Sequence[int]) -> None
 
 
 def prefill(model: "LongNetLM", tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]) -> Tensor:
-    """Append prompts of these lengths, chunk by chunk. The hidden state of each one's last token, (B, E)."""
+    """Append prompts of these lengths, chunk by chunk. The hidden state of the last token of each, (B, E)."""
     last: dict[int, Tensor] = {}
     for start in range(0, max(lengths), PREFILL_CHUNK):
         chunk_BN = tokens_BN[:, start : start + PREFILL_CHUNK]
@@ -164,10 +164,10 @@ def pad(
 
 
 def _prompt(b: int, given: object, vocab_size: int, device: torch.device, remedy: str) -> Tensor:
-    """(N,) int64."""
+    """A prompt as (N,) int64."""
     try:
         row = torch.as_tensor(given, device=device)
-    except (TypeError, ValueError, RuntimeError):  # in whatever words torch has
+    except (TypeError, ValueError, RuntimeError):
         row = torch.empty(0)
     if row.dim() != 1 or not len(row) or not is_integral(row):
         raise ValueError(f"prompt {b} is {reprlib.repr(given)}, and not one or more integers. {remedy}")

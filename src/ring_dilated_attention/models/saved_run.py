@@ -1,4 +1,4 @@
-"""What `rda train` leaves in a folder, read: safetensors and JSON, never a pickle, verified before anything is used.
+"""Reads the files of `rda train`: safetensors and JSON, never a pickle, verified before anything is used.
 
     RUN/checkpoint-000060/model.safetensors       the parameters, by name
                           optimizer.safetensors   AdamW's state, as "<field>/<parameter>"
@@ -31,21 +31,16 @@ def find_checkpoint(run_folder: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name says."""
     return int(checkpoint.name.partition("-")[2])
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run.
-
-    Raises:
-        ValueError: if it is not as it was written, in words that name the file and what is wrong.
-    """
+    """The state of a run in a checkpoint. A ValueError names a file that is not as it was written."""
     return dict(_read_state_file(checkpoint)["state"])
 
 
 def check_whole(checkpoint: Path) -> dict[str, Any]:
-    """`read_state`, and a ValueError as well if one of the other files is not as it was written."""
+    """`read_state`, after verifying the other files too."""
     content = _read_state_file(checkpoint)
     for name in (MODEL_FILE, OPTIMIZER_FILE):
         path, written = checkpoint / name, content["files"].get(name)
@@ -85,11 +80,11 @@ def _read_state_file(checkpoint: Path) -> dict[str, Any]:
 
 
 def digest(content: dict[str, Any]) -> str:
-    """Of what a state.json holds beside its own digest."""
+    """The sha256 of a state.json without its own."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def identity(path: Path) -> dict[str, Any]:
-    """By which a file is known again."""
+    """The size and digest of a file."""
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -10,12 +10,9 @@ from ..ranks.context import ContextParallel
 
 
 def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
-    """For each local position the value at the next position of the whole sequence; `fill` after the last.
+    """For each position of x (B, N_local), integers, the value at the next position of the whole sequence.
 
-    Crosses the borders of shards, also over ranks that own nothing. For labels: not differentiable.
-
-    Args:
-        x: (B, N_local), any integer dtype.
+    `fill` after the last. Not differentiable.
     """
     parallel.ranks.check_all_here("shift_left")
     failure = None

@@ -1,4 +1,4 @@
-"""Weights from files: safetensors, or torch's own, whose pickles are read with weights_only=True alone."""
+"""Weights from files: safetensors, or torch's own, which are read only with weights_only=True."""
 
 import pickle
 import re
@@ -14,12 +14,12 @@ from ..ranks.context import ContextParallel
 from .checked_loading import map_names
 from .longnet_vit import DILATION_RATES, NUM_HEADS, PUBLISHED, LongNetViT, segment_lengths_for
 
-# Under which a trainer's checkpoint keeps the model.
+# The names under which a trainer's checkpoint keeps the model.
 _NESTS = ("model", "state_dict", "module")
 
 
 class EncoderSize(NamedTuple):
-    """Of a slide encoder, as its weights tell it, but for the heads."""
+    """The size of a slide encoder. Its weights tell all of it but the heads."""
 
     in_chans: int
     embed_dim: int
@@ -32,17 +32,17 @@ class EncoderSize(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What was left when weights were loaded with strict=False."""
+    """What strict=False left out when weights were loaded."""
 
     missing: list[str]  # parameters of the model that are still random
     unknown: list[str]  # tensors of the file that were not loaded
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, or of one that torch.save wrote, also under its "model".
+    """The tensors of a .safetensors file, or of one that torch.save wrote, also under "model" in it.
 
     Raises:
-        ValueError: for a file that cannot be read so, or holds no tensors by name.
+        ValueError: for a file that is damaged, needs more than weights_only=True, or holds no tensors by name.
     """
     path = Path(path)
     try:
@@ -70,7 +70,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def check_sums(path: Path) -> None:
-    """A ValueError if a file of torch's is not what its checksums say, at which torch.load does not look."""
+    """A ValueError if a file of torch's does not match its checksums, which torch.load ignores."""
     if zipfile.is_zipfile(path):  # torch's older format has no checksums
         with zipfile.ZipFile(path) as file:
             if (damaged := file.testzip()) is not None:
@@ -87,10 +87,10 @@ def slide_encoder_size(
     """The size of the slide encoder that a file's weights belong to.
 
     Args:
-        path: for what is said of them.
+        path: for messages.
         depth: the number of layers that the file must have. None is 12 for the widths of the published encoders, 768
-            and 384, since a file that lacks the last ones is a whole model too, and any for other widths.
-        num_heads: which no weights tell. None is 16 for the sizes of the published encoders, which all have 16.
+            and 384, since a file without its last layers looks complete. None is any number for other widths.
+        num_heads: not in the weights. None is 16 for the sizes of the published encoders, which all have 16.
         strict: refuse weights of another depth, or with a gap; otherwise the size is that of the model to make.
 
     Raises:
@@ -99,22 +99,16 @@ def slide_encoder_size(
     embed_dim = _size(path, weights, "cls_token", 2)
     in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
     ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
-    size = EncoderSize(
-        in_chans,
-        embed_dim,
-        _depth(path, weights, strict=strict),
-        ffn_dim,
-        NUM_HEADS if num_heads is None else num_heads,
-    )
+    found = _depth(path, weights, strict=strict)
     published = {known.embed_dim: known.depth for known in PUBLISHED.values()}
-    expected = published.get(embed_dim, size.depth) if depth is None else depth
-    if strict and size.depth != expected:
+    expected = published.get(embed_dim, found) if depth is None else depth
+    size = EncoderSize(in_chans, embed_dim, expected, ffn_dim, NUM_HEADS if num_heads is None else num_heads)
+    if strict and found != expected:
         who = "published encoders of this width have" if depth is None else "asked for were"
         raise ValueError(
-            f"{path} holds {size}, and {who} {expected} layers: some are missing, or pass depth={size.depth} "
-            f"(--depth {size.depth}) if it is another model"
+            f"{path} holds {size._replace(depth=found)}, and {who} {expected} layers: some are missing, or pass "
+            f"depth={found} (--depth {found}) if it is another model"
         )
-    size = size._replace(depth=expected)
     if num_heads is None and size[:4] not in [(*known, 4 * known.embed_dim) for known in PUBLISHED.values()]:
         raise ValueError(
             f"{path} holds {size} for {in_chans} features of a tile, with feed-forwards of {ffn_dim}, which is no "
@@ -136,16 +130,14 @@ def load_slide_encoder(
     parallel: ContextParallel | None = None,
     strict: bool = True,
 ) -> tuple[LongNetViT, Left]:
-    """The LongNetViT whose weights a file holds, in eval mode, and the names that were left, of which strict has none.
-
-    Its width, depth and features per tile are those of the weights.
+    """The LongNetViT whose weights a file holds, in eval mode, and the names that were left out: with strict, none.
 
     Args:
         path: as for `read_weights`.
         num_heads, depth: as for `slide_encoder_size`.
         max_wsi_size, tile_size: as for `segment_lengths_for`; the weights do not tell them either.
-        dtype: of the model; by default float32, or that of the weights if it is wider.
-        strict: refuse a file with names that are not the model's, or without some of them.
+        dtype: of the model; by default float32, or float64 if the weights have it.
+        strict: refuse a file with other names than the model's, or without some of them.
 
     Raises:
         ValueError: if the file is not that of a slide encoder.
@@ -167,13 +159,13 @@ def load_slide_encoder(
     if not mapped.state_dict:
         raise ValueError(
             f"{path} holds a slide encoder's weights under other names, such as {next(iter(weights))!r}: save them "
-            "without what stands before `cls_token`"
+            "without the prefix before `cls_token`"
         )
     if strict and mapped.left:
         listed = ", ".join(mapped.left[:5])
         raise ValueError(f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}")
     is_wide = any(x.dtype == torch.float64 for x in mapped.state_dict.values())
-    model.to(dtype or (torch.float64 if is_wide else torch.float32))  # before: loading rounds to the model's
+    model.to(dtype or (torch.float64 if is_wide else torch.float32))  # loading rounds to the model's dtype
     try:
         loaded = model.load_state_dict(mapped.state_dict, strict=strict)
     except ValueError as error:
@@ -182,7 +174,7 @@ def load_slide_encoder(
 
 
 def _depth(path: Path | str, weights: Mapping[str, Tensor], *, strict: bool) -> int:
-    """How many layers there are: their numbers count from 0 to the first gap, of which strict has none."""
+    """The number of layers before the first gap in their numbers. A ValueError for a gap, if strict."""
     numbers = {int(m[1]) for key in weights if (m := re.search(r"\bencoder\.layers\.(\d+)\.", key))}
     gap = next(i for i in range(len(numbers) + 1) if i not in numbers)
     if strict and gap < len(numbers):
@@ -193,7 +185,7 @@ def _depth(path: Path | str, weights: Mapping[str, Tensor], *, strict: bool) -> 
 
 
 def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:
-    """The last length of a tensor of `dim + 1` dims, whatever stands before its name."""
+    """The last length of a tensor of `dim + 1` dims, with any prefix before its name."""
     found = weights.get(name, next((x for key, x in weights.items() if key.endswith("." + name)), None))
     if found is None or found.dim() != dim + 1 or not found.shape[dim]:
         got = "no such tensor" if found is None else f"shape {tuple(found.shape)}"

@@ -4,12 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache import BoundedCache
-    from .convert import convert_to_dilated, register
-    from .ranks import context_parallel
-    from .trainer import SameSample
-
-__all__ = ["BoundedCache", "SameSample", "context_parallel", "convert_to_dilated", "register"]
+    from .cache import BoundedCache as BoundedCache
+    from .convert import convert_to_dilated as convert_to_dilated
+    from .convert import register as register
+    from .ranks import context_parallel as context_parallel
+    from .trainer import SameSample as SameSample
 
 _HOME = {
     "BoundedCache": "cache",
@@ -18,6 +17,7 @@ _HOME = {
     "convert_to_dilated": "convert",
     "register": "convert",
 }
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

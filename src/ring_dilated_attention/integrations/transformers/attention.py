@@ -1,11 +1,10 @@
 """Dilated attention as transformers calls it: an attention function, and the mask function that goes with it.
 
 B batch, H query heads, G key/value heads, M query rows, S key rows (M, or more where a cache holds some), D head dim,
-T rows that are not padding. transformers lays tensors out as (B, H, M, D), and calls both functions with whatever
-keywords a model has: unknown ones say nothing about attention, those that do are refused by name.
+T rows that are not padding. transformers passes tensors (B, H, M, D), and every keyword that a model has. Keywords that
+change attention are refused by name (REFUSED); the others say nothing about it.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..torch import held_heads
 from .cache import MARK, BoundedLayer
 from .config import pattern_of
 
-# What models ask of attention by keyword, and why it cannot be had. None and False do not ask.
+# Keywords that a model may pass, and why they are refused unless they are None or False.
 REFUSED = {
     "sliding_window": "a sliding window is another pattern; set config.sliding_window=None (and layer_types to full)",
     "softcap": "scores are not capped; use a model without attn_logit_softcapping",
@@ -58,8 +57,11 @@ def attend(
 ) -> tuple[Tensor, None]:
     """out (B, M, H, D), and None in the place of attention weights.
 
-    attention_mask: of `make_mask`. position_ids: (1 or B, M); where they start anew, so does a document, unless
-    cu_seq_lens_q says where documents begin. parallel: the rows are this rank's shard, and cu_seq_lens_q is global.
+    Args:
+        attention_mask: what `make_mask` returned.
+        position_ids: (1 or B, M). A document begins where they start anew.
+        cu_seq_lens_q: borders of documents, which position_ids then need not tell. Global under `parallel`.
+        parallel: the rows are this rank's shard.
     """
     try:
         _refuse_options(module, query_BHMD, value_BGSD, dropout, options)
@@ -70,7 +72,11 @@ def attend(
         bounded: BoundedLayer | None = getattr(key_BGSD, MARK, None)
         if bounded is None:
             _check_mask(attention_mask, num_heads, query_BHMD, key_BGSD, parallel)
-        _check_borders(attention_mask, cu_seq_lens_q, position_ids, bounded)
+        elif position_ids is not None:
+            is_valid = torch.ones_like(position_ids) if attention_mask is None else attention_mask
+            _check_one_document(is_valid.bool(), position_ids)
+        if attention_mask is not None or bounded is not None:
+            _check_no_borders(cu_seq_lens_q)
     except ValueError as error:
         if parallel is not None:  # or the other ranks would wait for this one
             refuse(parallel.key, str(error))
@@ -82,55 +88,43 @@ def attend(
         return _attend_cached(query_BHMD, key_BGSD, value_BGSD, bias_BHMS, scaling), None
     # Keys beyond the queries are those of a static cache that nothing was written to yet.
     rows = tuple(x[:, :, : query_BHMD.shape[2]].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD))
-    whole = {"parallel": parallel, "scale": scaling, "heads_held": heads, "num_heads": num_heads}
-    dilated = partial(_dilated, pattern, whole)
+    options = {"pattern": pattern, "parallel": parallel, "scale": scaling, "heads_held": heads, "num_heads": num_heads}
+    dilated: Any = partial(dilated_attention, **options)
     if attention_mask is not None:
         return _attend_padded(dilated, rows, attention_mask, position_ids), None
     if cu_seq_lens_q is None and parallel is None and position_ids is not None:
-        cu_seq_lens_q = _documents(position_ids, *rows[0].shape[:2])
-        if cu_seq_lens_q is not None:
-            flat = tuple(x.flatten(0, 1).unsqueeze(0) for x in rows)
-            return dilated(flat, cu_seq_lens_q).view(rows[0].shape), None
-    return dilated(rows, cu_seq_lens_q), None
-
-
-Rows = tuple[Tensor, ...]  # query, key and value as dilated_attention takes them
-
-
-def _dilated(pattern: DilatedPattern, options: dict[str, Any], rows: Rows, cu_seqlens: Tensor | None) -> Tensor:
-    query, key, value = rows
-    out = dilated_attention(query, key, value, pattern, cu_seqlens=cu_seqlens, **options)
-    assert isinstance(out, Tensor)
-    return out
+        borders = find_borders(position_ids, *rows[0].shape[:2])
+        if borders is not None:
+            flat = (x.flatten(0, 1).unsqueeze(0) for x in rows)
+            return dilated(*flat, cu_seqlens=borders).view(rows[0].shape), None
+    return dilated(*rows, cu_seqlens=cu_seq_lens_q), None
 
 
 def _attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None) -> Tensor:
-    """Rows that go on from a cache: softmax(scores + log M) over all rows that it holds."""
+    """Attention of new queries to all rows of a cache: softmax(scores + log M)."""
     bias, grouped = bias.to(query.dtype), query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
     # 0 and not NaN where no branch covers a query, whatever torch's kernel makes of a row without keys.
     return out.masked_fill((bias == -torch.inf).all(-1, keepdim=True), 0).transpose(1, 2)
 
 
-def _attend_padded(
-    dilated: Callable[[Rows, Tensor | None], Tensor], rows: Rows, valid_BM: Tensor, position_ids: Tensor | None
-) -> Tensor:
+def _attend_padded(dilated: Any, rows: tuple[Tensor, ...], valid_BM: Tensor, position_ids: Tensor | None) -> Tensor:
     """Each entry of the batch becomes a document of its own length. 0 at padding."""
     if not torch.compiler.is_compiling() and valid_BM.all():
-        return dilated(rows, None)
+        return dilated(*rows)
     _check_one_run(valid_BM)
     _check_one_document(valid_BM, position_ids)
     rows_T = valid_BM.flatten().nonzero().squeeze(1)
     lengths_B = valid_BM.sum(1)
     borders = F.pad(lengths_B[lengths_B > 0].cumsum(0), (1, 0)).to(torch.int32)
-    packed = tuple(x.flatten(0, 1)[rows_T].unsqueeze(0) for x in rows)
-    out_1THD = dilated(packed, borders if len(rows_T) else None)
+    packed = (x.flatten(0, 1)[rows_T].unsqueeze(0) for x in rows)
+    out_1THD = dilated(*packed, cu_seqlens=borders if len(rows_T) else None)
     out = out_1THD.new_zeros(valid_BM.numel(), *out_1THD.shape[2:]).index_copy(0, rows_T, out_1THD[0])
     return out.unflatten(0, valid_BM.shape)
 
 
 def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
-    """Positions may begin anywhere in a row, but then count on."""
+    """Positions of a row may begin at any number, and then count on."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
         return
     resets = (position_ids.diff() != 1) & valid_BM[:, 1:] & valid_BM[:, :-1]
@@ -144,12 +138,12 @@ def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
         )
 
 
-def _documents(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | None:
-    """Borders in the flattened batch, where positions start anew inside a row; None where they do not."""
+def find_borders(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | None:
+    """The borders of documents in the flattened batch, int32. None if no row has positions that start anew."""
     if position_ids.dim() != 2 or position_ids.shape[1] != num_rows:
         raise ValueError(
-            f"position_ids of shape {tuple(position_ids.shape)} for {num_rows} rows: dilated attention takes (1 or "
-            "batch, rows), and reads from them where packed documents begin"
+            f"position_ids of shape {tuple(position_ids.shape)} for {num_rows} rows: pass (1 or batch, rows), from "
+            "which dilated attention reads where packed documents begin."
         )
     resets = position_ids.diff() != 1
     if torch.compiler.is_compiling():  # a graph cannot look at data and choose, but it can refuse
@@ -188,42 +182,39 @@ def _check_mask(
     if mask is None:
         if num_keys != num_rows:
             raise ValueError(
-                f"{num_rows} queries and {num_keys} keys without a mask: dilated attention is self-attention, and what "
-                "a cache holds comes with a mask of transformers' mask interface, which this model does not use."
+                f"{num_rows} queries and {num_keys} keys without a mask: dilated attention is self-attention. It takes "
+                "the rows of a cache only with a mask of transformers' mask interface, which this model does not use."
             )
         return
     if parallel is not None:
         raise ValueError(
-            f"attention_mask of shape {tuple(mask.shape)} and parallel: pack documents into one row, by cu_seq_lens_q."
+            f"attention_mask of shape {tuple(mask.shape)} and parallel: a padded batch cannot be sharded. Pack the "
+            "documents into one row, with cu_seq_lens_q."
         )
-    if mask.dim() == 2 and mask.dtype == torch.bool and mask.shape == (batch, num_rows):
+    expected = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
+    is_padding = mask.dtype == torch.bool and mask.shape == (batch, num_rows)
+    if is_padding or (mask.is_floating_point() and mask.shape in expected):
         return
     if mask.dtype == torch.uint8:
-        raise ValueError("a BoundedCache's rows came without its mark: this model changes keys behind its cache.")
-    expected = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
-    if mask.dim() == 3 and mask.is_floating_point() and mask.shape in expected:
-        return
+        raise ValueError(
+            "a BoundedCache's rows came without its mark: this model changes keys behind its cache. Use a DynamicCache."
+        )
     raise ValueError(
         f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: who attends whom is the pattern's to say. Pass "
         f"a 2-D mask of padding, ({batch}, {num_rows}), or none."
     )
 
 
-def _check_borders(
-    mask: Tensor | None, cu_seq_lens_q: Tensor | None, position_ids: Tensor | None, bounded: BoundedLayer | None
-) -> None:
-    """Documents are packed where there is neither padding nor a cache of one document."""
-    if cu_seq_lens_q is not None and (mask is not None or bounded is not None):
+def _check_no_borders(cu_seq_lens_q: Tensor | None) -> None:
+    if cu_seq_lens_q is not None:
         raise ValueError(
-            "cu_seq_lens_q with padding (attention_mask) or with rows of a cache: packed documents have neither."
+            "cu_seq_lens_q with padding (attention_mask) or with rows of a cache: packed documents have neither. Leave "
+            "out attention_mask, and generate from one document per row."
         )
-    if bounded is not None and position_ids is not None:
-        rows = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask.bool()
-        _check_one_document(rows, position_ids)
 
 
 def _check_one_run(valid_BM: Tensor) -> None:
-    """In each row padding may stand on the left and on the right, and nowhere between."""
+    """Padding may stand on the left and on the right of a row, and nowhere between."""
     starts = F.pad(valid_BM, (1, 0))[:, :-1].logical_not() & valid_BM
     if torch.compiler.is_compiling():
         torch._assert_async((starts.sum(1) <= 1).all(), PADDED_IN_COMPILED_CODE)
@@ -256,14 +247,14 @@ def make_mask(
 ) -> Tensor | None:
     """What `attend` needs to know of padding and of a cache, made once for all layers.
 
-    None          the rows are all of their sequences
-    (B, M)        bool, False at padding; what a static cache holds beyond these rows is not written yet
-    (B, M)        uint8, 0 at padding: rows that go on from a BoundedCache, and from no other
-    (H, M, S) or  log M of rows that go on from a cache: -inf where a query does not see a row, log 2 where it sees it
-    (B * H, M, S) in two branches. The layout of torch's attention masks of three dims.
+    None           no padding, no cache
+    (B, M) bool    False at padding. A static cache may hold more rows, which nothing was written to yet
+    (B, M) uint8   0 at padding. The rows follow those of a BoundedCache
+    (H, M, S) or   the rows follow those of another cache. log M: -inf where a query does not see a row, log 2 where it
+    (B * H, M, S)  sees the row in two branches. The layout of torch's attention masks of three dims
     """
     if attention_mask is not None and attention_mask.dim() != 2:
-        return attention_mask  # one of ours: generate makes those of a static cache beforehand
+        return attention_mask  # made here: generate makes those of a static cache beforehand
     bounded = kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0
     _refuse_rules(mask_function, 0 if bounded else kv_offset, local_size, use_vmap)
     if mask_function is bidirectional_mask_function and kv_length != q_length:
@@ -271,7 +262,7 @@ def make_mask(
             f"{q_length} queries and {kv_length} keys that see each other both ways: dilated attention is "
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
-    pattern = pattern_of(config, is_causal=True)  # or None would be no mask to a model that was never looked at
+    pattern = pattern_of(config, is_causal=True)  # refuses a model without a pattern, also where no mask is needed
     compiling = torch.compiler.is_compiling()
     if bounded:
         if attention_mask is None:
@@ -313,7 +304,7 @@ def _multiplicity(
 
 
 def _refuse_rules(mask_function: Any, kv_offset: int, local_size: int | None, use_vmap: bool) -> None:
-    """What a model may ask of a mask beyond causal, both ways, and packed documents (which positions tell too)."""
+    """Masks may be causal, both ways, or of packed documents, which positions tell too. Others are refused."""
     if local_size is not None:
         raise ValueError(
             f"a layer asks for a sliding window or chunks of {local_size}: that is another pattern, and its cache "
@@ -321,7 +312,8 @@ def _refuse_rules(mask_function: Any, kv_offset: int, local_size: int | None, us
         )
     if use_vmap or "or_mask" in getattr(mask_function, "__name__", ""):
         raise ValueError(
-            "the model masks by rules of its own (image tokens, blocks): use another attn_implementation for it."
+            "the model masks by rules of its own (image tokens, blocks), but who attends whom is the pattern's to say. "
+            "Use another attn_implementation for this model."
         )
     if kv_offset:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A cache of transformers' own kind that holds what a later query can still see, and no more, at any length.
+"""A `Cache` of transformers that holds only what a later query can still see, at any length.
 
 B batch, H query heads, G key/value heads, M rows, D head dim.
 """
@@ -13,22 +13,22 @@ from ...attention import dilated_attention
 from ...run.dilated_cache import DilatedCache
 from .config import pattern_of
 
-MARK = "bounded_layer"  # a key that a layer's cache has seen says so to the attention function
+MARK = "bounded_layer"  # attribute of a key: the layer's cache, for the attention function
 
 
 class BoundedCache(Cache):
-    """Of constant size: rolling buffers of about w / r rows per branch, key/value head and phase (`DilatedCache`).
+    """A cache of constant size: about w / r rows per branch, key/value head and phase (`DilatedCache`).
 
         model.generate(ids, past_key_values=BoundedCache(model), max_new_tokens=1_000_000)
 
-    The tokens are those of transformers' own caches, which keep all positions. For one call of generate, or several
-    that go on from each other; `reset()` begins anew with a batch of the same size.
+    The tokens are those that transformers' own caches give, which keep all positions. Several calls of generate may
+    continue one sequence; `reset()` begins anew with a batch of the same size.
 
     Args:
-        model: of transformers, with dilated attention.
+        model: a transformers model with dilated attention.
         max_len: the most positions of a sequence, if that is known: no buffer is larger.
-        keep: how many positions can be taken back where a segment has ended in between: the length of a draft, for
-            assisted generation and prompt lookup.
+        keep: how many positions can be taken back across the end of a segment: the length of a draft, for assisted
+            generation and prompt lookup.
 
     Raises:
         ValueError: for a model without a pattern.
@@ -41,12 +41,12 @@ class BoundedCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is allocated: 0 before the first forward, and from then on always the same."""
+        """The bytes of all buffers: 0 before the first forward, and constant afterwards."""
         return sum(layer.cache.num_bytes for layer in self.layers if layer.cache is not None)
 
 
 class BoundedLayer(CacheLayerMixin):
-    """One layer's. `update` marks the new rows, and the attention function that is given them appends them."""
+    """The cache of one layer. `update` only marks the new keys; the attention function then calls `attend`."""
 
     is_sliding = False
     is_croppable = True
@@ -59,7 +59,7 @@ class BoundedLayer(CacheLayerMixin):
         self.num_positions = 0  # padding too
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """All is allocated by the first call, which knows which heads there are."""
+        """Nothing: the first `attend` allocates, since it knows which heads there are."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         key_states = key_states.view_as(key_states)
@@ -76,44 +76,28 @@ class BoundedLayer(CacheLayerMixin):
         num_heads: int,
         scale: float | None,
     ) -> Tensor:
-        """out (B, M, H, D), 0 at padding: the rows are appended, and see what came before."""
+        """Appends the rows. out (B, M, H, D), 0 at padding."""
         pattern = pattern_of(self.config, is_causal=True)
         query, key, value = (x.transpose(1, 2) for x in (query_BHMD, key_BGMD, value_BGMD))
         batch, num_rows = query_BHMD.shape[0], query_BHMD.shape[2]
         if self.cache is None:
             sizes = (batch, num_heads, key_BGMD.shape[1] * num_heads // len(heads), key_BGMD.shape[3])
-            self.cache = DilatedCache(
-                pattern,
-                *sizes,
-                dtype=key_BGMD.dtype,
-                device=key_BGMD.device,
-                max_len=self.max_len,
-                keep=self.keep,
-                heads_held=heads,
-            )
+            like: dict[str, Any] = {"dtype": key_BGMD.dtype, "device": key_BGMD.device, "heads_held": heads}
+            self.cache = DilatedCache(pattern, *sizes, max_len=self.max_len, keep=self.keep, **like)
         lengths, back_BM = None, None
-        if valid_BM is not None and not valid_BM.all():  # of each entry one run: it is moved to the front, and back
+        if valid_BM is not None and not valid_BM.all():  # each entry's rows are moved before its padding, and back
             lengths, first_B1 = valid_BM.sum(1), valid_BM.int().argmax(1, keepdim=True)
             places_M = torch.arange(num_rows, device=valid_BM.device)
             query, key, value = (_taken(x, (places_M + first_B1) % num_rows) for x in (query, key, value))
             back_BM = (places_M - first_B1) % num_rows
-        out = dilated_attention(
-            query,
-            key,
-            value,
-            pattern,
-            scale=scale,
-            heads_held=heads,
-            num_heads=num_heads,
-            cache=self.cache,
-            lengths=lengths,
-        )
+        options: dict[str, Any] = {"heads_held": heads, "num_heads": num_heads, "cache": self.cache, "lengths": lengths}
+        out = dilated_attention(query, key, value, pattern, scale=scale, **options)
         assert isinstance(out, Tensor)
         self.num_positions += num_rows
         return out if back_BM is None else _taken(out, back_BM)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of the new rows alone; `make_mask` knows the cache by an offset that is the query's."""
+        """As if only the new rows were keys. `make_mask` knows this cache by a key offset equal to the query's."""
         return query_length, self.num_positions
 
     def get_seq_length(self) -> int:
@@ -135,9 +119,6 @@ class BoundedLayer(CacheLayerMixin):
             self.cache.crop(-tokens_to_remove)
             self.num_positions += tokens_to_remove
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.cache is not None:
             self.batch_select_indices(torch.arange(self.cache.batch).repeat_interleave(repeats))
@@ -145,6 +126,8 @@ class BoundedLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.cache is not None:
             self.cache = self.cache.fork(indices)
+
+    reorder_cache = batch_select_indices
 
     def offload(self) -> None:
         raise ValueError("a BoundedCache is not moved to the CPU: it is small, and stays where it is.")

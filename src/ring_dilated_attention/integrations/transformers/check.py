@@ -1,7 +1,8 @@
-"""Whether a model of transformers attends by our function and by nothing else: seen in forwards of a tiny copy.
+"""Checks that positions of a transformers model meet in dilated attention and nowhere else, by running a tiny copy.
 
-The copy has the layers of the model, narrower. With each position alone in its segment, what a position still sees of
-others it sees past our function. With one segment of all positions, the copy must give what its own attention gives.
+The copy has the model's layers, narrower. It runs with each position alone in its segment: an output that still depends
+on another position saw it outside of dilated attention. It also runs with one segment of all positions, and must then
+return what it returns with its own attention.
 """
 
 import copy
@@ -26,39 +27,40 @@ from .config import FIELD, NAME, SEEN, crosses, pattern_of
 
 ROWS = 8
 ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
-# What makes a copy small without another structure: fields of configs, and the most that they are in it.
+# The most that these fields of a config are in a copy. Smaller ones leave the structure as it is.
 NARROW = {r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64, r"(n|moe_num|num)_\w*experts": 32}
 MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's 123, Qwen3-30B-A3B's 190 million
-# A model of others may raise anything of these where it takes no attention but its own.
+# What models raise that take no attention but their own.
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
 FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
 
 
 @cache
 def watch_models() -> None:
-    """From now on a model is checked when it is made or loaded: torch says when a module is given another."""
+    """From now on a model is checked when it is made or loaded: torch calls `_check_made` for each new submodule."""
     register_module_module_registration_hook(_check_made)
 
 
 def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """At the first child of a model, when its class and config are known."""
-    if not issubclass(type(module), PreTrainedModel) or module._modules:  # others may not be asked for anything yet
+    # By its type: other modules may have no attributes yet.
+    if not issubclass(type(module), PreTrainedModel) or module._modules:
         return
     if getattr(module.__dict__.get("config"), "_attn_implementation", None) == NAME:
         check_model(type(module), module.config)
 
 
 def attend_seen(module: nn.Module, query_BHMD: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
-    """The attention of tiny copies, whose modules keep that they have called it, with how many rows."""
+    """`attend` for tiny copies: marks the module that called it with the number of rows."""
     setattr(module, SEEN, query_BHMD.shape[2])
     return attend(module, query_BHMD, *args, **options)
 
 
 def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
-    """Whether the attention of models of this class and config, which has a pattern, is causal.
+    """Whether the attention of models of this class and config is causal.
 
     Raises:
-        ValueError: naming the module in which positions meet without dilated attention, or what it cannot compute.
+        ValueError: if the config has no pattern, or dilated attention cannot replace the model's, with the reason.
     """
     name, heads = kind.__name__, getattr(config, "num_attention_heads", None)
     if why := _why_another(config):
@@ -66,13 +68,13 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
     pattern = pattern_of(config, is_causal=True)
     if isinstance(heads, int):
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
-    key = kind, repr(config.to_dict())  # a user's config may hold what is no JSON
+    key = kind, repr(config.to_dict())  # not its JSON: a user's config may hold anything
     if key not in _causal:
-        # transformers has classes that do not run alone; what a class of a user adds, its base does not show.
+        # Some classes of transformers do not run alone, but their base does. A user's class may add to its base.
         base = MODEL_MAPPING.get(type(config), ()) if kind.__module__.startswith("transformers.") else ()
-        here = torch.device("cpu"), local_torch_dtype(torch.float32, name), torch.random.fork_rng(devices=[])
-        with ExitStack() as stack:  # models are made on the device "meta", in a dtype of theirs, under autocast
-            for context in (*here, torch.autocast("cpu", enabled=False), torch.no_grad()):
+        here = torch.device("cpu"), local_torch_dtype(torch.float32, name), torch.autocast("cpu", enabled=False)
+        with ExitStack() as stack:  # the model may be made on the device "meta", in another dtype, under autocast
+            for context in (*here, torch.random.fork_rng(devices=[]), torch.no_grad()):
                 stack.enter_context(context)
             if (zero := sys.modules.get("deepspeed.runtime.zero.partition_parameters")) is not None:
                 zero.shutdown_init_context()  # or ZeRO 3 would divide the copy's parameters among ranks
@@ -85,7 +87,7 @@ _causal: dict[tuple[type, str], bool] = {}
 
 
 def _why_another(config: Any) -> str | None:
-    """What the config itself says against dilated attention, or None."""
+    """Why this config excludes dilated attention, or None."""
     inner = sorted(name for name in config.sub_configs if getattr(config, name, None) is not None)
     if inner:
         return f"is made of parts with configs of their own ({', '.join(inner)}): convert the part that you mean."
@@ -93,8 +95,8 @@ def _why_another(config: Any) -> str | None:
         return "attends across sequences, and dilated attention is self-attention."
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if types is None and window is not None:
-        remedy = "a sliding window is another pattern. Load the model with sliding_window=None."
-        return f"has sliding_window={window}: {remedy}"
+        why = "a sliding window is another pattern. Load the model with sliding_window=None."
+        return f"has sliding_window={window}: {why}"
     if others := ", ".join(sorted(set(types or ()) - {"full_attention"})):
         return f"has layers of {others}: dilated attention replaces full_attention alone."
     cap = getattr(config, "attn_logit_softcapping", None)
@@ -102,20 +104,20 @@ def _why_another(config: Any) -> str | None:
 
 
 class Refusal(ValueError):
-    """What a copy that runs has shown."""
+    """A copy ran, and showed that dilated attention cannot replace the model's."""
 
 
 def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
-    """By the first class of which a copy runs."""
-    failures: list[Exception] = []
+    """`_check_copy` of the first class whose copy runs."""
+    first: Exception | None = None
     for kind in kinds:
         try:
             return _check_copy(name, _tiny(kind, config))
         except Refusal:
             raise
         except FAILURES as error:
-            failures.append(error)
-    first = failures[0]
+            first = first or error
+    assert first is not None
     said = str(first)
     if type(first) is not ValueError:
         frames = [frame.f_locals.get("self") for frame, _ in walk_tb(first.__traceback__)]
@@ -128,11 +130,11 @@ def _check_copy(name: str, model: Any) -> bool:
     whole, modules = _trace(model, WHOLE), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    if other is None:
-        around = {at for caller in callers for at in modules if f"{caller}.".startswith(f"{at}.")}
+    if other is None:  # an attention module that neither calls ours, nor has or is part of one that does
         inside = tuple(f"{caller}." for caller in callers)
-        named = [at for at in whole if "attention" in type(modules[at]).__name__.lower()]
-        other = next((at for at in reversed(named) if at and at not in around and not at.startswith(inside)), None)
+        named = [f"{at}." for at in whole if at and "attention" in type(modules[at]).__name__.lower()]
+        apart = [at for at in named if not at.startswith(inside) and not any(x.startswith(at) for x in inside)]
+        other = apart[-1][:-1] if apart else None
     if other is not None or not callers:
         where = f" in {type(modules[other]).__name__} ({other})" if other else ""
         raise Refusal(
@@ -155,11 +157,7 @@ def _check_copy(name: str, model: Any) -> bool:
 def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
     """The innermost module whose output changes at more positions than what it is given, with each position alone."""
     rows = next((getattr(module, SEEN) for module in callers.values()), ROWS)
-    before, stirred = _trace(model, ALONE), None
-    if model.main_input_name != "input_ids":
-        layer = next((re.match(r".*?\d+(?=\.)", at) for at in callers), None)
-        stirred = layer and layer[0]
-    after = _trace(model, ALONE, stirred=stirred, other_token=True)
+    before, after = _trace(model, ALONE), _trace(model, ALONE, is_changed=True)
 
     def meet(x: Tensor | None, y: Tensor | None) -> bool:
         if x is None or y is None or x.dim() != 2 or x.shape[1] != rows or x.shape != y.shape:
@@ -174,43 +172,42 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
 
 
 def _trace(
-    model: Any, pattern: DilatedPattern | None, *, stirred: str | None = None, other_token: bool = False
+    model: Any, pattern: DilatedPattern | None, *, is_changed: bool = False
 ) -> dict[str, tuple[Tensor | None, Tensor]]:
-    """What each module is given first and returns first, summed over features, by its name, as modules end.
+    """By the name of each module, in the order in which they end: the first tensor of its arguments and of its output.
 
-    Args:
-        pattern: None for the model's own attention.
-        stirred: the layer that is given something else at one position.
-        other_token: the model is given another token at one position, if it takes tokens.
+    pattern: None for the model's own attention. is_changed: at one position the model is given another token, or its
+    first layer another vector if it takes no tokens.
     """
     found: dict[str, tuple[Tensor | None, Tensor]] = {}
 
     def keep(at: str, module: nn.Module, args: tuple, options: dict, output: Any) -> None:
-        result = _first(output)
-        if result is not None and at not in found:
+        if at not in found and (result := _first(output)) is not None:
             found[at] = _first((args, options)), result
 
-    def stir(module: nn.Module, args: tuple) -> None:
+    def change(module: nn.Module, args: tuple) -> None:
         args[0][:, args[0].shape[1] // 2] += 1
 
     _give(model.config, pattern)
-    hooks = [module.register_forward_hook(partial(keep, at), with_kwargs=True) for at, module in model.named_modules()]
-    if stirred is not None:
-        hooks.append(model.get_submodule(stirred).register_forward_pre_hook(stir))
-    model(**_inputs(model, other_token))
+    modules = dict(model.named_modules())
+    hooks = [module.register_forward_hook(partial(keep, at), with_kwargs=True) for at, module in modules.items()]
+    if is_changed and model.main_input_name != "input_ids":
+        layer = next((re.match(r".*?\d+(?=\.)", at) for at, module in modules.items() if hasattr(module, SEEN)), None)
+        hooks += [modules[layer[0]].register_forward_pre_hook(change)] if layer else []
+    model(**_inputs(model, is_changed))
     for hook in hooks:
         hook.remove()
     return found
 
 
 def _first(nested: Any) -> Tensor | None:
-    """The first floating tensor of all, summed over features: that tells as well whether a position changed."""
+    """The first floating tensor, summed over features with different weights: enough to see which positions change."""
     leaves = (x for x in tree_leaves(nested) if isinstance(x, Tensor) and x.is_floating_point() and x.dim())
     return next((x @ torch.arange(x.shape[-1]).cos().to(x) for x in leaves), None)
 
 
 def _tiny(kind: type, config: Any) -> Any:
-    """Fewer heads of the same width, and less of what NARROW names."""
+    """A model with fewer heads of the same width, and at most what NARROW allows."""
     config = copy.deepcopy(config)
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 4:
@@ -231,7 +228,7 @@ def _tiny(kind: type, config: Any) -> Any:
     model = kind(config).float().eval()
     model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)  # accelerate's init_empty_weights
     torch.default_generator.manual_seed(0)  # not those of GPUs, which `fork_rng` does not keep
-    for parameter in model.parameters():  # from_pretrained leaves them as memory was
+    for parameter in model.parameters():  # from_pretrained leaves them uninitialised
         parameter.normal_(std=parameter[0].numel() ** -0.5) if parameter.dim() > 1 else parameter.uniform_(0.5, 1)
     return model
 
@@ -242,12 +239,12 @@ def _give(config: Any, pattern: DilatedPattern | None) -> None:
     config._attn_implementation = "eager" if pattern is None else SEEN
 
 
-def _inputs(model: Any, other_token: bool) -> dict[str, Tensor]:
+def _inputs(model: Any, is_changed: bool) -> dict[str, Tensor]:
     config, name = model.config, model.main_input_name
     if name == "input_ids":
         special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
         ids = [x for x in range(config.vocab_size) if x not in special][-ROWS:]
-        if other_token:
+        if is_changed:
             ids[ROWS // 2] = ids[0]
         return {name: torch.tensor([ids])}
     side = getattr(config, "image_size", 32)

@@ -17,10 +17,9 @@ RULES = ("phase", "heads")
 class PatternField:
     """`config.dilated_attention`: {"segment_lengths": [...], "dilation_rates": [...], "phase": ..., "heads": ...}.
 
-    A config that is given a pattern is one of dilated attention. transformers does not save the name of the attention:
-    a model saved with the pattern alone would come back as another function without a word. So the name stands in
-    config.json too, as "attn_implementation": with `register` it comes back as it was, and without it transformers
-    refuses to make the model.
+    A config with a pattern asks for dilated attention. transformers does not save the name of the attention, so that a
+    model saved with the pattern alone would silently load with another attention. So this puts "attn_implementation" in
+    config.json: transformers then refuses to load the model before `register` is called.
     """
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:
@@ -36,8 +35,8 @@ class PatternField:
         if config._attn_implementation not in (None, NAME):
             raise ValueError(
                 f"{FIELD} for a {type(config).__name__} with attn_implementation={config._attn_implementation!r}: make "
-                "the model that it belongs to dilated by convert_to_dilated(model, pattern), or set "
-                "config._attn_implementation = None if there is none."
+                "its model dilated by convert_to_dilated(model, pattern), or set config._attn_implementation = None if "
+                "there is no model."
             )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # what is saved
@@ -45,11 +44,7 @@ class PatternField:
 
 
 def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:
-    """The pattern that stands in a config; causal or not is the module's to say.
-
-    Raises:
-        ValueError: if there is none, or no pattern can be made of it.
-    """
+    """The pattern of a config. A ValueError if there is none, or it is not valid."""
     fields = getattr(config, FIELD, None)
     if fields is None:
         raise ValueError(
@@ -62,7 +57,7 @@ def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:
     return _patterns[key]
 
 
-# By what stands in configs. Compiled code can read an object from here, and make none.
+# By the fields of configs. Compiled code cannot make a pattern, but can read one from here.
 _patterns: dict[tuple, DilatedPattern] = {}
 
 
@@ -78,21 +73,15 @@ def crosses(config: Any) -> bool:
 
 
 def to_fields(value: Any) -> dict[str, Any]:
-    """A pattern as it stands in config.json, from such a dict or a DilatedPattern.
-
-    Raises:
-        ValueError: if no pattern can be made of it.
-    """
-    if isinstance(value, DilatedPattern):
-        pattern = value
-    else:
-        expected = (*LISTS, *RULES)
-        if not isinstance(value, dict) or not {*LISTS} <= {*value} <= {*expected}:
+    """A DilatedPattern, or a dict of its arguments, as it is saved in config.json. A ValueError if it is not valid."""
+    if not isinstance(value, DilatedPattern):
+        if not isinstance(value, dict) or not {*LISTS} <= {*value} <= {*LISTS, *RULES}:
             raise ValueError(
-                f"{FIELD} must be a DilatedPattern or a dict of {', '.join(expected)} (two optional), got {value!r}."
+                f"{FIELD} must be a DilatedPattern, or a dict of {', '.join(LISTS)} and, if you like, "
+                f"{', '.join(RULES)}, got {value!r}."
             )
-        pattern = DilatedPattern(**value)
-    fields = {name: list(getattr(pattern, name)) for name in LISTS} | {name: getattr(pattern, name) for name in RULES}
+        value = DilatedPattern(**value)
+    fields = {name: list(getattr(value, name)) for name in LISTS} | {name: getattr(value, name) for name in RULES}
     for is_causal in (False, True):
         pattern_of(SimpleNamespace(**{FIELD: fields}), is_causal=is_causal)  # made before anything is compiled
     return fields

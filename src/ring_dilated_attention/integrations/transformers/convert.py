@@ -1,4 +1,4 @@
-"""transformers learns the name "dilated", and a loaded dense model becomes a dilated one."""
+"""Registers the attention "dilated" with transformers, and gives it to models that are loaded already."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from .config import FIELD, NAME, SEEN, PatternField, to_fields
 
 
 def register() -> None:
-    """Make `attn_implementation="dilated"` and `config.dilated_attention` known to transformers. Again does no harm.
+    """Make `attn_implementation="dilated"` and `config.dilated_attention` known to transformers. Idempotent.
 
     register()
     pattern = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
@@ -26,15 +26,15 @@ def register() -> None:
 
 
 def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> Any:
-    """Give a model of transformers dilated attention, in place. Parameters stay as they are; the function does not.
+    """Give a model of transformers dilated attention, in place. Its parameters stay as they are; its function changes.
 
-    A model trained with dense attention predicts worse until it has been trained on with the pattern. Only where one
-    segment at rate 1 holds the whole sequence is the function the same.
+    A model trained with dense attention predicts worse until it is trained with the pattern. Its function stays the
+    same only where one segment at rate 1 holds the whole sequence.
 
     Args:
-        model: a PreTrainedModel whose attention is transformers' to choose.
-        pattern: a DilatedPattern, or a dict as it stands in config.json. Causal or not is the modules' to say:
-            is_causal=False leaves it to them, True must agree.
+        model: a PreTrainedModel that takes its attention from transformers' attention interface.
+        pattern: a DilatedPattern, or a dict of its arguments as in config.json. The model decides whether its attention
+            is causal: is_causal=False leaves that to it, True must agree.
 
     Returns:
         the model.
@@ -44,7 +44,9 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     """
     register()
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}.")
+        raise ValueError(
+            f"model must be a PreTrainedModel of transformers, got {type(model).__name__}. Convert what is inside."
+        )
     fields, name, config = to_fields(pattern), type(model).__name__, copy.deepcopy(model.config)
     config._attn_implementation = {"": NAME}
     setattr(config, FIELD, fields)
@@ -57,7 +59,9 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     if any(config._attn_implementation != NAME for config in configs):
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation
-        raise ValueError(f"{name} chooses its attention itself, not through transformers' attention interface.")
+        raise ValueError(
+            f"{name} chooses its attention itself, not through transformers' attention interface. Use another model."
+        )
     for config in configs:
         setattr(config, FIELD, fields)
     return model

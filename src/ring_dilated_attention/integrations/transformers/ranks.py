@@ -11,34 +11,34 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from ...ranks.context import ContextParallel, refuse
 from ...ranks.reduce import GlobalMean, all_reduce
 from ..torch import check_meshes
+from .attention import find_borders
 from .config import NAME
 
 IGNORED_LABEL = -100  # transformers' and torch's
-# The loss of these is a mean over positions of the cross-entropy of their logits, and computed here.
+# Losses that are a mean of cross-entropies over positions. They are computed here.
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
-# What says the same as cu_seq_lens_q, or nothing once a sequence is cut.
+# Arguments that repeat cu_seq_lens_q, or say nothing of a shard.
 DROPPED = ("attention_mask", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict", "seq_idx")
 CUT = ("input_ids", "token_type_ids", "position_ids", "labels", "shift_labels")
 
 
 def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
-    """From now on a forward of the model computes this rank's shard of the sample, which every rank is given whole.
+    """From now on a forward of the model is given the whole sample on every rank, and computes this rank's shard of it.
 
         context_parallel(model, ContextParallel(mesh["cp"]))
         loss = model(input_ids=ids, labels=labels).loss     # (B, N) on every rank, the same on all that share it
 
-    The loss is that of the whole sample, on every rank, and the *mean* of the ranks' gradients (which DDP, FSDP2 and
-    DeepSpeed take) is its gradient: to a trainer the ranks of a sequence look like replicas that were given the same
-    sample. Other outputs (logits, hidden states) are this rank's rows; `parallel.unshard` joins them. Documents may be
-    packed (position_ids that start anew, or cu_seq_lens_q). Padding on the right is taken where it cannot be seen: in a
-    causal model, with labels of -100.
+    The loss is that of the whole sample, on every rank. The *mean* of the ranks' gradients, which DDP, FSDP2 and
+    DeepSpeed take, is its gradient: to a trainer the ranks look like replicas. Other outputs (logits, hidden states)
+    are this rank's rows; `parallel.unshard` joins them. Documents may be packed (position_ids that start anew, or
+    cu_seq_lens_q). Padding must be on the right, in a causal model, with labels of -100.
 
     Returns:
-        a handle, whose `remove()` takes this off again.
+        a handle, whose `remove()` undoes this.
 
     Raises:
-        ValueError: if the model has no dilated attention, has layers in which positions meet outside of it, or does not
-            take positions or further keywords.
+        ValueError: if the model has no dilated attention, has convolutions over positions, or does not take positions
+            or further keywords.
     """
     if not isinstance(parallel, ContextParallel):
         raise ValueError(f"parallel must be a ContextParallel, got {parallel!r}.")
@@ -46,39 +46,34 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     if getattr(config, "_attn_implementation", None) != NAME:
         raise ValueError(
             f"{name} has attn_implementation={getattr(config, '_attn_implementation', None)!r}: only dilated attention "
-            "is shared by ranks. Convert the model first, by convert_to_dilated."
+            "is shared by ranks. Convert the model first, by convert_to_dilated (DilatedPattern.dense() is dense)."
         )
     parameters = inspect.signature(model.forward).parameters
     takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_more or "position_ids" not in parameters:
         raise ValueError(
             f"the forward of {name} takes no {'position_ids' if takes_more else 'further keywords'}: it could not tell "
-            "its attention which rows a rank has."
+            "its attention which rows a rank has. Use a model that takes both."
         )
-    _refuse_other_mixing(name, model)
+    convolutions = {f"{type(x).__name__} of {x.kernel_size[0]}" for x in model.modules() if isinstance(x, nn.Conv1d)}
+    if others := ", ".join(sorted(convolutions - {"Conv1d of 1"})):
+        raise ValueError(
+            f"{name} has layers of {others}: ranks exchange rows for dilated attention alone. Use a model in which "
+            "positions meet nowhere else."
+        )
     if getattr(model, SHARDED, None) is not None:
         raise ValueError(f"{name} is on sequences that ranks share already: remove() the first handle.")
     return ShardedForward(model, parallel)
-
-
-def _refuse_other_mixing(name: str, model: nn.Module) -> None:
-    """Layers in which positions meet outside of attention would compute a shard as if it were all of the sequence."""
-    others = {f"{type(x).__name__} of {x.kernel_size[0]}" for x in model.modules() if isinstance(x, nn.Conv1d)}
-    others.discard("Conv1d of 1")
-    if others:
-        raise ValueError(
-            f"{name} has layers of {', '.join(sorted(others))}: ranks exchange rows for dilated attention alone."
-        )
 
 
 SHARDED = "sharded_forward"
 
 
 class ShardedForward:
-    """What `context_parallel` puts before and after a model's forward."""
+    """The hooks of `context_parallel` before and after a model's forward."""
 
     def __init__(self, model: nn.Module, parallel: ContextParallel) -> None:
-        self.parallel, self.model = parallel, [model]  # in a list: else this would be among the modules of the model
+        self.parallel, self.model = parallel, [model]  # in a list, or the model would become its own submodule
         self.signature = inspect.signature(model.forward)
         self.num_labels: Any = None
         self.labels: Tensor | None = None
@@ -89,7 +84,7 @@ class ShardedForward:
         setattr(model, SHARDED, self)
 
     def remove(self) -> None:
-        """The model computes whole sequences again."""
+        """From now on the model computes whole sequences again."""
         for hook in self.hooks:
             hook.remove()
         setattr(self.model[0], SHARDED, None)
@@ -134,14 +129,14 @@ class ShardedForward:
         return output
 
     def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All that the forward was given, by name."""
+        """The arguments of the forward that are not None, by name."""
         bound = self.signature.bind(*args, **kwargs).arguments
         more = next((p.name for p in self.signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
         given = {**bound, **bound.pop(more, {})}
         return {name: value for name, value in given.items() if value is not None and name != more}
 
     def _batch(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What is to be cut, whole, and what is passed on. Counts the labels."""
+        """The tensors to cut, still whole, and the arguments to pass on. Counts the labels."""
         _refuse_what_is_no_training(given)
         ids = given.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -150,10 +145,16 @@ class ShardedForward:
         if 0 in lengths:
             raise ValueError(
                 f"{ids.shape[1]} positions over {self.parallel.world_size} ranks are {lengths}: a rank would have none."
+                " Give longer sequences, or fewer ranks."
             )
         positions, borders = given.get("position_ids"), given.get("cu_seq_lens_q")
         if borders is None and positions is not None:
-            borders = _borders(positions)
+            borders = find_borders(positions, len(positions), ids.shape[1])
+            if borders is not None and len(positions) > 1:
+                raise ValueError(
+                    f"position_ids start anew inside rows, and the batch has {len(positions)} of them: pack all "
+                    "documents into one row, as DataCollatorWithFlattening does."
+                )
         batch = {name: given[name] for name in CUT if name in given}
         batch["position_ids"] = (_own_positions(model, ids) if positions is None else positions).expand(len(ids), -1)
         if borders is not None:
@@ -169,22 +170,22 @@ class ShardedForward:
         rest = {name: value for name, value in given.items() if name not in taken}
         unknown = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim()]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}: it is not known how to cut this. What is cut: {', '.join(CUT)}.")
+            raise ValueError(f"{', '.join(unknown)}: it is not known how to cut this. Pass only {', '.join(CUT)}.")
         return batch, rest
 
 
 def _refuse_what_is_no_training(given: dict[str, Any]) -> None:
     if given.get("past_key_values") is not None or given.get("logits_to_keep"):
         raise ValueError(
-            "generate on sequences that ranks share: a cache is of one device. remove() context_parallel's handle, "
-            "and generate on every rank, or on one."
+            "generate on sequences that ranks share: a cache is of one device. Call remove() of context_parallel's "
+            "handle, and generate on every rank, or on one."
         )
     if given.get("return_dict") is False:
         raise ValueError("return_dict=False: the loss of all ranks is put in by its name; leave return_dict out.")
 
 
 def _own_positions(model: nn.Module, ids: Tensor) -> Tensor:
-    """What the model would count by itself: from 0, but RoBERTa and its like from the row behind that of padding."""
+    """The positions that the model would count: from 0, but in RoBERTa and its like from padding_idx + 1."""
     for module in model.modules():
         padding = getattr(getattr(module, "position_embeddings", None), "padding_idx", None)
         if padding is not None:
@@ -193,25 +194,12 @@ def _own_positions(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device)[None]
 
 
-def _borders(positions: Tensor) -> Tensor | None:
-    """Of packed documents, which begin where positions do not count on."""
-    resets = positions.diff() != 1
-    if not resets.any():
-        return None
-    if len(positions) > 1:
-        raise ValueError(
-            f"position_ids start anew inside rows, and the batch has {len(positions)} of them: pack all documents into "
-            "one row, as DataCollatorWithFlattening does."
-        )
-    return F.pad(F.pad(resets[0].nonzero().flatten() + 1, (1, 0)), (0, 1), value=positions.shape[1])
-
-
 def _has_causal_loss(model: Any) -> bool:
     return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
 
 
 def _labels(batch: dict[str, Tensor], mask: Tensor | None, model: Any) -> Tensor | None:
-    """The label of each position, from which position it is predicted; None where there is no loss."""
+    """The label that each position predicts. None if there is no loss."""
     labels, plain = batch.pop("shift_labels", None), batch.pop("labels", None)
     if labels is None and plain is not None:
         if _has_causal_loss(model):
@@ -220,23 +208,24 @@ def _labels(batch: dict[str, Tensor], mask: Tensor | None, model: Any) -> Tensor
             labels = plain
         else:
             raise ValueError(
-                f"{type(model).__name__} computes its loss from more than single positions: call it without labels."
+                f"{type(model).__name__} computes its loss from more than single positions: call it without labels, "
+                "and compute the loss from outputs that parallel.unshard joins."
             )
     if labels is not None and getattr(model.config, "output_router_logits", False):
-        raise ValueError("output_router_logits=True adds to the loss what a shard alone cannot tell: set it to False.")
+        raise ValueError("output_router_logits=True adds a loss over all positions, and a rank has a shard: set False.")
     _refuse_padding(mask, labels, model)
     return labels
 
 
 def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> None:
-    """Padding on the right is never seen by what stands before it in a causal model. All other padding is."""
+    """Only in a causal model, and only on the right, is padding seen by no other position."""
     if mask is None or (mask.dim() == 2 and bool(mask.bool().all())):
         return
     causal = all(module.is_causal for module in model.modules() if hasattr(module, "is_causal"))
     if mask.dim() != 2 or not causal or bool((mask.bool().diff() & mask.bool()[:, 1:]).any()):
         raise ValueError(
-            f"attention_mask of shape {tuple(mask.shape)}: ranks share whole sequences, in which only padding on the "
-            "right of a causal model can be left unseen. Pack documents into one row (DataCollatorWithFlattening)."
+            f"attention_mask of shape {tuple(mask.shape)}: ranks share whole sequences, which may have padding only on "
+            "the right, in a causal model. Pack documents into one row (DataCollatorWithFlattening)."
         )
     if labels is not None and bool((labels[~mask.bool()] != IGNORED_LABEL).any()):
         raise ValueError("labels of padded positions must be -100, or padding would be learned from.")

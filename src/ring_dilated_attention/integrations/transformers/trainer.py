@@ -18,8 +18,8 @@ class SameSample:
         context_parallel(model, parallel)
         SequenceTrainer(model=model, ...).train()
 
-    accelerate deals different samples to all processes, whatever they share. Here the groups of ranks that share
-    sequences are dealt different samples, and the ranks within one the same.
+    accelerate gives every process different samples. This gives each group of ranks that share a sequence different
+    samples, and the ranks of one group the same.
     """
 
     model: Any
@@ -31,7 +31,8 @@ class SameSample:
         smoothing = self.args.label_smoothing_factor
         if smoothing:
             raise ValueError(
-                f"label_smoothing_factor={smoothing}: Trainer would compute its own loss of a shard. Set it to 0."
+                f"label_smoothing_factor={smoothing}: Trainer would compute its own loss, from whole labels and the "
+                "logits of a shard. Set it to 0."
             )
         if self.compute_loss_func is not None:
             raise ValueError("compute_loss_func would be given whole labels and the logits of a shard: leave it out.")
@@ -54,11 +55,11 @@ class SameSample:
     def _sharded(self) -> ShardedForward:
         sharded = getattr(self.accelerator.unwrap_model(self.model), SHARDED, None)
         if sharded is None:
-            raise ValueError("SameSample is for sequences that ranks share: call context_parallel(model, ...).")
+            raise ValueError("SameSample is for sequences that ranks share: call context_parallel(model, ...) first.")
         return sharded
 
     def _same(self, loader: Any) -> Any:
-        """Samples are dealt to groups, in the order of their lowest ranks, where they were dealt to processes."""
+        """A loader that deals samples to groups of ranks, in the order of their lowest ranks, instead of processes."""
         parallel = self._sharded().parallel
         if parallel.world_size == 1:
             return loader
@@ -68,14 +69,14 @@ class SameSample:
         dealt = loader.batch_sampler if isinstance(loader.batch_sampler, BatchSamplerShard) else loader.dataset
         if not isinstance(dealt, (BatchSamplerShard, IterableDatasetShard)):
             raise ValueError(
-                f"samples are dealt by a {type(loader).__name__}, which takes no groups of ranks: give accelerate "
+                f"samples are dealt by a {type(loader).__name__}, which takes no groups of ranks: pass Trainer "
                 'accelerator_config={"dispatch_batches": False}.'
             )
         dealt.num_processes, dealt.process_index = len(groups), groups.index(min(members))
         return loader
 
     def _evaluated(self, loader: Any) -> Any:
-        """Trainer weighs a smaller last batch by its samples, and would count it once for all ranks of a sequence."""
+        """Trainer would weigh a smaller last batch as if each rank of a sequence had other samples."""
         if self._sharded().parallel.world_size > 1 and loader.total_dataset_length % loader.total_batch_size:
             raise ValueError(
                 f"{loader.total_dataset_length} samples are no multiple of {loader.total_batch_size} in a step: the "

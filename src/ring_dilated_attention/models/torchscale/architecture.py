@@ -1,4 +1,4 @@
-"""The shape of torchscale's LongNet models, by our names, and how to get it from torchscale's own. No torch."""
+"""The configuration of torchscale's LongNet models, and how to make it from torchscale's settings. No torch."""
 
 import math
 import sys
@@ -12,16 +12,12 @@ from ...pattern import DilatedPattern, is_integer
 ACTIVATIONS = ("gelu", "relu", "swish")
 PADDINGS = ("torchscale", "exact")
 SIDES = ("encoder", "decoder")
-# Learned positions count from here, as in fairseq, whose first two rows mean something else.
+# The row of position 0 among learned positions, as in fairseq, which has other uses for the first two.
 FIRST_LEARNED_POSITION = 2
 
 
 def checked_size(name: str, number: Any) -> float:
-    """A positive, finite number as Python's, exact if it is an integer; numpy's overflow in products.
-
-    Raises:
-        ValueError: for others, and integers that are larger than floats are.
-    """
+    """A positive, finite number as Python's, since numpy's overflow in products. A ValueError for all others."""
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     plain = 0.0 if not is_number else int(number) if isinstance(number, Integral) else float(number)
     if not 0 < plain <= sys.float_info.max:
@@ -31,23 +27,23 @@ def checked_size(name: str, number: Any) -> float:
 
 @dataclass(frozen=True)
 class TorchscaleConfig:
-    """All that decides the parameters and the function of a `LongNetEncoder` or `LongNetDecoder`, as torchscale's.
+    """All that decides the parameters and the function of a `LongNetEncoder` or `LongNetDecoder`.
 
     Args:
         segment_lengths, dilation_rates: the branches; heads read phases by torchscale's blocked rule.
-        num_tokens: tokens that have an embedding; None for a model of embeddings alone.
-        num_logits: of the output layer; None for none.
+        num_tokens: tokens that have an embedding; None for a model that is given embeddings.
+        num_logits: the width of the output layer; None for none.
         num_learned_positions: rows of a learned position embedding, two more than there are positions; None for none.
         shares_embedding: the output layer has the token embedding's weights.
         normalize_before: LayerNorm before attention and feed-forward (else after the residual).
-        normalize_output: a last LayerNorm, for an encoder that normalises before; a decoder has it always then.
+        normalize_output: a last LayerNorm. It has an effect only with normalize_before; a decoder then always has one.
         scale_embedding: token embeddings times sqrt(embed_dim).
         sub_layernorm: MAGNETO's LayerNorms inside attention and feed-forward (arXiv 2210.06423).
         deepnorm: residuals times `residual_scale` (DeepNet, arXiv 2203.00555).
-        num_decoder_layers: of the decoder that an encoder's output goes to, on which `residual_scale` and
-            `initial_scale` depend; None for a model that stands alone.
+        num_decoder_layers: for the encoder of an encoder-decoder, whose `residual_scale` and `initial_scale` depend on
+            the number of decoder layers; else None.
         xpos_scale_base: of XPOS rotary positions (arXiv 2212.10554); None for none.
-        padding: "torchscale" counts the zero rows that it pads with, "exact" does not.
+        padding: "torchscale" counts the zero rows that torchscale pads with, "exact" does not.
     """
 
     segment_lengths: Sequence[int]
@@ -110,7 +106,7 @@ class TorchscaleConfig:
 
     @property
     def residual_scale(self) -> float:
-        """What DeepNorm multiplies each residual with."""
+        """The factor of each residual."""
         if not self.deepnorm:
             return 1.0
         if self.num_decoder_layers is None:
@@ -119,7 +115,7 @@ class TorchscaleConfig:
 
     @property
     def initial_scale(self) -> float:
-        """What DeepNet or MAGNETO multiply the initial value, output and feed-forward weights and biases with."""
+        """The factor of the initial value, output and feed-forward weights and biases (DeepNet, MAGNETO)."""
         layers, decoder_layers = self.num_layers, self.num_decoder_layers
         if self.deepnorm:
             return (8.0 * layers) ** -0.25 if decoder_layers is None else 1.15 * (layers**4 * decoder_layers) ** -0.0625
@@ -144,19 +140,19 @@ class TorchscaleConfig:
     ) -> "TorchscaleConfig":
         """From torchscale's EncoderConfig, DecoderConfig or EncoderDecoderConfig, as the dict that `vars` makes of it.
 
-        Its dropouts (dropout, attention_dropout, activation_dropout, drop_path_rate) are not read: there is none here,
-        neither while training nor in eval, where torchscale's dilated attention goes on dropping attention.
+        Dropouts (dropout, attention_dropout, activation_dropout, drop_path_rate) are not read, since there is none
+        here. torchscale's dilated attention drops attention also in eval.
 
         Args:
-            side: "encoder" or "decoder", which an EncoderDecoderConfig leaves open; by default the only one there is.
-            is_encoder_decoder: as torchscale's Encoder and Decoder take it: whether the model is one side of an
-                encoder-decoder, whose encoder has no output layer; by default whether the settings have both sides.
-            num_tokens, num_learned_positions: rows of the embeddings that the model was given, which its config does
-                not know: of embed_tokens.weight and embed_positions.weight in its checkpoint. None for none.
+            side: "encoder" or "decoder". Needed for an EncoderDecoderConfig, which has both.
+            is_encoder_decoder: whether the model is one side of an encoder-decoder, whose encoder has no output layer.
+                By default whether the settings have both sides.
+            num_tokens, num_learned_positions: rows of embed_tokens.weight and embed_positions.weight in the checkpoint,
+                which torchscale's config does not know. None for none.
 
         Raises:
-            ValueError: for what is not served: mixtures of experts, multiway networks, relative positions,
-                cross-attention; and for settings of both sides without a word which.
+            ValueError: for what is not supported (mixtures of experts, multiway networks, relative positions,
+                cross-attention), and for settings of both sides without `side`.
         """
         is_encoder_decoder = len(_sides(settings)) == 2 if is_encoder_decoder is None else is_encoder_decoder
         side = _side(settings, side)
@@ -164,11 +160,8 @@ class TorchscaleConfig:
         for name, why in _REFUSED.items():
             if settings.get(name):
                 raise ValueError(f"torchscale's {name}={settings[name]!r} is not served: {why}.")
-        given = {
-            ours: settings[theirs.format(side=side)]
-            for ours, theirs in _NAMES.items()
-            if theirs.format(side=side) in settings
-        }
+        names = {ours: theirs.format(side=side) for ours, theirs in _NAMES.items()}
+        given = {ours: settings[theirs] for ours, theirs in names.items() if theirs in settings}
         for name in ("segment_lengths", "dilation_rates"):
             if isinstance(given.get(name), str):
                 given[name] = _integers(name, given[name])
@@ -178,11 +171,11 @@ class TorchscaleConfig:
         if not is_integer(num_logits):
             raise ValueError(f"torchscale's vocab_size={num_logits!r} must be a whole number.")
         has_output_layer = not is_encoder_decoder and not settings.get("no_output_layer") and num_logits > 0
-        if not has_output_layer:  # then torchscale shares nothing, whatever it is told
+        if not has_output_layer:  # torchscale then ignores the setting
             given["shares_embedding"] = False
         if settings.get("deepnorm"):
             given["sub_layernorm"] = False
-        if side == "encoder":  # of a decoder torchscale's configs leave it as it was
+        if side == "encoder":  # torchscale changes no decoder's normalize_before
             given["normalize_before"] = not settings.get("deepnorm") and (
                 given.get("sub_layernorm", True) or given.get("normalize_before", True)
             )
@@ -222,7 +215,7 @@ _REFUSED = {
 
 
 def _sides(settings: Mapping[str, Any]) -> list[str]:
-    # Not by any name: a DecoderConfig has encoder_normalize_before too.
+    # By these two names alone: a DecoderConfig has encoder_normalize_before too.
     return [each for each in SIDES if f"{each}_layers" in settings or f"{each}_embed_dim" in settings]
 
 
@@ -238,7 +231,6 @@ def _side(settings: Mapping[str, Any], side: str | None) -> str:
 
 
 def _num_decoder_layers(settings: Mapping[str, Any], side: str) -> Any:
-    """Of the decoder that the encoder of an encoder-decoder serves."""
     if side == "decoder":
         raise ValueError(
             "the decoder of an encoder-decoder has cross-attention, which is not served: pass is_encoder_decoder=False "
@@ -246,13 +238,14 @@ def _num_decoder_layers(settings: Mapping[str, Any], side: str) -> Any:
         )
     if settings.get("decoder_layers") is None:
         raise ValueError(
-            "is_encoder_decoder=True, but the settings have no decoder_layers, on which an encoder's scales depend."
+            "is_encoder_decoder=True, but the settings have no decoder_layers, on which an encoder's scales depend: "
+            "add it, or pass is_encoder_decoder=False."
         )
     return settings["decoder_layers"]
 
 
 def _integers(name: str, text: str) -> list[int]:
-    """torchscale writes "[1024, 2048]" and evaluates it."""
+    """Integers from text such as "[1024, 2048]", which torchscale evaluates."""
     try:
         return [int(number) for number in text.strip().strip("[]()").split(",") if number.strip()]
     except ValueError:

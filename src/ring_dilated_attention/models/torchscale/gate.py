@@ -9,8 +9,9 @@ B batch, N positions of this rank, H heads, G key/value heads, D head dim, M row
 """
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +27,12 @@ from .zero_rows import Move, ZeroQuery, is_misaligned, moves, zero_keys, zero_qu
 
 
 class Misplaced(NamedTuple):
-    """What becomes of a misaligned branch's rows: where they move, and what stands in the places between."""
+    """Where the rows of a misaligned branch move, and the zero queries in the places between."""
 
     num_seen: int  # m: the keys of a zero query
     moves: list[Move]
     num_zero_queries: int  # of all ranks
-    own: list[tuple[int, DocumentSpan, ZeroQuery]]  # each by its number, with every span here of its document
+    own: list[tuple[int, DocumentSpan, ZeroQuery]]  # its number; once for each span of its document on this rank
 
 
 class BranchCall(NamedTuple):
@@ -42,37 +43,24 @@ class BranchCall(NamedTuple):
     misplaced: Misplaced | None  # None if rows stay where they are
 
 
+@dataclass(frozen=True)
 class ZeroRows:
-    """What torchscale's zero rows do to the calls of one pattern on one split; the same for all layers of a model.
+    """The calls that compute one pattern with zero rows, for one split of documents; the same for all layers."""
 
-    Not a tuple: tensors in those that a module is passed FSDP casts to the 16-bit type of its parameters.
-    """
-
-    def __init__(self, pattern: DilatedPattern, calls: tuple[BranchCall, ...]) -> None:
-        self.pattern, self.calls = pattern, calls
+    pattern: DilatedPattern
+    calls: tuple[BranchCall, ...]
 
 
-def zero_rows(
-    pattern: DilatedPattern,
-    num_heads: int,
-    documents: Documents,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> ZeroRows:
-    """Count the zero rows, for `torchscale_attention`.
-
-    Args:
-        pattern: one that `pattern_failure` does not refuse.
-        device, dtype: of the counts' logarithms: the device of the tensors, and the dtype of lse.
-    """
+def zero_rows(pattern: DilatedPattern, num_heads: int, documents: Documents, like: Tensor) -> ZeroRows:
+    """Count the zero rows, for `torchscale_attention` of tensors of the dtype and on the device of `like`."""
+    dtype = torch.promote_types(like.dtype, torch.float32)  # that of lse
     apart = [branch for branch in pattern.branches if is_misaligned(branch, documents.longest)]
     aligned = [branch for branch in pattern.branches if branch not in apart]
     calls = []
     for branches in ([aligned] if aligned else []) + [[branch] for branch in apart]:
         own = DilatedPattern(*zip(*branches, strict=True), is_causal=pattern.is_causal, phase=pattern.phase)
         counts_NH = None if pattern.is_causal else _num_zero_keys(own, num_heads, documents)
-        logs_NH = None if counts_NH is None else counts_NH.log().to(device, dtype)
+        logs_NH = None if counts_NH is None else counts_NH.log().to(like.device, dtype)
         misplaced = None if branches is aligned else _misplaced(branches[0], num_heads, documents)
         calls.append(BranchCall(own, logs_NH, misplaced))
     return ZeroRows(pattern, tuple(calls))
@@ -93,9 +81,9 @@ def torchscale_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
 
-    Equal to torchscale's forward, causal or not, at any length; but torchscale takes a branch whose lse rounds to 0 for
-    one without keys, as of one zero row beside scores below about -17 (float32), and drops it. The gradient is that of
-    this forward; torchscale's own leaves out the gradient of the weights of its branches.
+    Equal to torchscale's forward, causal or not, at any length, but for one case: torchscale drops a branch whose lse
+    rounds to 0, such as one zero row beside scores below about -17 (float32). The gradient is that of this forward;
+    torchscale's leaves out the gradient of the weights of its branches.
 
     Args:
         pattern: with phase="blocked", torchscale's rule, and heads="all".
@@ -103,6 +91,7 @@ def torchscale_attention(
 
     The other arguments, the result and the errors are those of `dilated_attention`.
     """
+    split: dict[str, Any] = {"parallel": parallel, "cu_seqlens": cu_seqlens}
     if counted is None:
         failure = pattern_failure(pattern)
         if not isinstance(return_lse, bool):
@@ -110,26 +99,15 @@ def torchscale_attention(
         if failure is None and (not isinstance(query, Tensor) or query.dim() != 4):
             got = tuple(query.shape) if isinstance(query, Tensor) else type(query).__name__
             failure = f"query must be a tensor (batch, seq, heads, head_dim), got {got}"
-        documents = agree_on_documents(
-            "torchscale_attention",
-            query,
-            parallel=parallel,
-            cu_seqlens=cu_seqlens,
-            fields={"pattern": pattern},
-            failure=failure,
-        )
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        counted = zero_rows(pattern, query.shape[2], documents, device=query.device, dtype=dtype)
+        fields: dict[str, object] = {"pattern": pattern}
+        documents = agree_on_documents("torchscale_attention", query, **split, fields=fields, failure=failure)
+        counted = zero_rows(pattern, query.shape[2], documents, query)
     assert counted.pattern == pattern, "counted for another pattern"
     merged: tuple[Tensor, Tensor] | None = None
     for call in counted.calls:
+        rows = (query, key, value)
         out_BNHD, lse_BNH = dilated_attention(
-            *(query, key, value, call.pattern),
-            parallel=parallel,
-            cu_seqlens=cu_seqlens,
-            scale=scale,
-            backend=backend,
-            return_lse=True,
+            *rows, call.pattern, **split, scale=scale, backend=backend, return_lse=True
         )
         if call.log_num_zero_keys_NH is not None:
             out_BNHD, lse_BNH = gate(out_BNHD, lse_BNH, call.log_num_zero_keys_NH)
@@ -153,7 +131,7 @@ def pattern_failure(pattern: DilatedPattern) -> str | None:
 
 
 def gate(out_BNHD: Tensor, lse_BNH: Tensor, log_num_zero_keys_NH: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax over C more keys of score 0 and value 0. Naively:
+    """The softmax with C more keys of score 0 and value 0. Naively:
 
     out' = out * exp(lse) / (exp(lse) + C)
     lse' = log(exp(lse) + C)
@@ -166,13 +144,14 @@ def gate(out_BNHD: Tensor, lse_BNH: Tensor, log_num_zero_keys_NH: Tensor) -> tup
 
 
 def _num_zero_keys(pattern: DilatedPattern, num_heads: int, documents: Documents) -> Tensor | None:
-    """C, (N, H), float64 on the CPU, or None if it is 0 everywhere."""
+    """C (N, H), float64 on the CPU. None if it is 0 everywhere."""
     counts_NH = None
     for branch in pattern.branches:
         for span in documents.spans:
             for keys in zero_keys(branch, num_heads, span.length, span.positions):
                 if counts_NH is None:
-                    counts_NH = torch.zeros(documents.num_rows, num_heads, dtype=torch.float64, device="cpu")
+                    num_rows = sum(len(each.positions) for each in documents.spans)
+                    counts_NH = torch.zeros(num_rows, num_heads, dtype=torch.float64, device="cpu")
                 counts_NH[span.rows(keys.queries), keys.heads.start : keys.heads.stop] += keys.num_zeros
     return counts_NH
 
@@ -194,7 +173,7 @@ def _misplaced(branch: Branch, num_heads: int, documents: Documents) -> Misplace
 def _put_in_place(
     out_BNHD: Tensor, lse_BNH: Tensor, value_BNGD: Tensor, misplaced: Misplaced, parallel: ContextParallel | None
 ) -> tuple[Tensor, Tensor]:
-    """Rows where torchscale has them, and in the places between what a query of zeros gets: the mean of m values."""
+    """Move rows to where torchscale has them, and fill the places between with the means of zero queries' m values."""
     ranks = None if parallel is None else parallel.ranks
     moved_BNHD = MoveRows.apply(out_BNHD, misplaced.moves, ranks, 0.0)
     moved_lse_BNH = MoveRows.apply(lse_BNH, misplaced.moves, ranks, -math.inf)
@@ -230,7 +209,7 @@ def _sums(value_BNGD: Tensor, num_heads: int, misplaced: Misplaced) -> Tensor:
 
 def _merged(out_BNHD: Tensor, lse_BNH: Tensor, other_BNHD: Tensor, other_lse_BNH: Tensor) -> tuple[Tensor, Tensor]:
     """Two partials as one: `run.merge`, but not in place, so that autograd sees it."""
-    # (-inf) - (-inf) is NaN; an empty partial has no weight, whatever it meets.
+    # An empty partial has no weight. Where both are empty, the difference would be NaN.
     is_empty_BNH = other_lse_BNH == -torch.inf
     weight_BNH = torch.sigmoid((other_lse_BNH - lse_BNH).masked_fill(is_empty_BNH, -torch.inf))
     wide = weight_BNH.dtype

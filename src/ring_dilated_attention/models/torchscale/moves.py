@@ -1,5 +1,4 @@
-"""Rows that change ranks, with gradients: what one rank receives in forward it sends the gradient of in backward.
-B batch, N positions of this rank."""
+"""Rows that change ranks, with gradients. B batch, N positions of this rank."""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from .zero_rows import Move
 
 
 class MoveRows(torch.autograd.Function):
-    """Forward on rank k: x (B, N, ...) -> y (B, N, ...), in which row t is the row of whichever rank moves there, and
-    `fill` where none does. Backward: dx[s] = dy[t] for the row s that moved to t, 0 for those that moved nowhere."""
+    """Forward on each rank: x (B, N, ...) -> y (B, N, ...), y[t] = x[s] of the rank whose row s moves to t, or `fill`.
+    Backward: dx[s] = dy[t] of the rank to which row s moved, 0 if it moved nowhere."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, moves: Sequence[Move], ranks: Ranks | None, fill: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""torchscale's LongNetEncoder and LongNetDecoder, with its parameters' names, on `dilated_attention`.
+"""torchscale's LongNetEncoder and LongNetDecoder, with torchscale's names of parameters, on `dilated_attention`.
 
 Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedding, H heads, D head dim, V vocabulary.
 """
@@ -6,6 +6,7 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,13 @@ from ..checked_loading import CheckedLoading
 from ..documents import Documents, agree_on_documents, why_no_tokens, why_not_dense
 from ..recompute import run_layer
 from .architecture import FIRST_LEARNED_POSITION, TorchscaleConfig
-from .gate import ZeroRows, torchscale_attention, zero_rows
+from .gate import torchscale_attention, zero_rows
+
+# Attention of query, key, value and pattern. It is a partial, since FSDP casts the tensors among a layer's arguments.
+Attend = Callable[..., Tensor]
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
-# Without gradients the feed-forward's wide rows are formed this many numbers at a time.
+# Without gradients the feed-forward computes this many numbers of its wide rows at a time.
 FFN_CHUNK_NUMBERS = 2**24
 # The scale of the pair that decays fastest: (0 + 0.4 D) / (1.4 D).
 LEAST_SCALE = 0.4 / 1.4
@@ -38,9 +42,9 @@ class XPos(nn.Module):
         self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
 
     def check(self, documents: Documents, pattern: DilatedPattern, dtype: torch.dtype) -> None:
-        """Raise ValueError, on all ranks, where scores or rows would be infinite in the dtype of queries and keys.
+        """Raise ValueError, on all ranks, if scores or rows would be infinite in the dtype of queries and keys.
 
-        Scores of later keys grow with their distance, and rows with that from the middle of their document.
+        Scores grow with the distance to a later key, and rows with the distance to the middle of their document.
         """
         most = int(self.scale_base * math.log(torch.finfo(dtype).max) / -math.log(LEAST_SCALE))
         middle = (documents.longest + 1) // 2
@@ -56,7 +60,7 @@ class XPos(nn.Module):
     def tables(self, documents: Documents) -> tuple[Tensor, Tensor, Tensor]:
         """cos, sin and growth of the documents' rows, each (N, 1, D/2), float64 on the CPU."""
         positions_N = documents.positions().to(torch.float64)
-        # The middle of a document has length 1; which place has does not matter to scores.
+        # Growth is 1 at the middle of a document. Scores do not depend on where it is 1.
         halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in documents.spans]
         exponents_N = (positions_N - torch.cat([positions_N[:0], *halves])) / self.scale_base
         num_pairs = len(self.scale)
@@ -76,27 +80,22 @@ class XPos(nn.Module):
 class SelfAttention(nn.Module):
     """out_proj(subln(attention(q_proj x, k_proj x, v_proj x)))."""
 
-    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern, parallel: ContextParallel | None) -> None:
+    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern) -> None:
         super().__init__()
         width = config.embed_dim
-        self.num_heads, self.pattern, self.parallel = config.num_heads, pattern, parallel
+        self.num_heads, self.pattern = config.num_heads, pattern
         self.k_proj, self.v_proj, self.q_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
         self.inner_attn_ln = nn.LayerNorm(width, eps=config.layernorm_eps) if config.sub_layernorm else None
         self.xpos = None if config.xpos_scale_base is None else XPos(config.head_dim, config.xpos_scale_base)
 
-    def forward(
-        self, x_BNE: Tensor, documents: Documents, counted: ZeroRows | None, cu_seqlens: Tensor | None
-    ) -> Tensor:
+    def forward(self, x_BNE: Tensor, documents: Documents, attend: Attend) -> Tensor:
         q, k, v = (proj(x_BNE).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.xpos is not None:
             self.xpos.check(documents, self.pattern, q.dtype)
             cos, sin, growth = self.xpos.tables(documents)
             q, k = self.xpos.rotate(q, cos, sin, growth), self.xpos.rotate(k, cos, sin, 1 / growth)
-        attend = dilated_attention if counted is None else partial(torchscale_attention, counted=counted)
-        out = attend(q, k, v, self.pattern, parallel=self.parallel, cu_seqlens=cu_seqlens)
-        assert isinstance(out, Tensor)
-        del q, k, v  # two thirds of what this layer holds, where no gradient keeps them
-        out_BNE = out.flatten(2)
+        out_BNE = attend(q, k, v, self.pattern).flatten(2)
+        del q, k, v  # without gradients, two thirds of what this layer holds
         return self.out_proj(out_BNE if self.inner_attn_ln is None else self.inner_attn_ln(out_BNE))
 
 
@@ -126,9 +125,9 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each with a residual and a LayerNorm before it or after the sum."""
 
-    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern, parallel: ContextParallel | None) -> None:
+    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(config, pattern, parallel)
+        self.self_attn = SelfAttention(config, pattern)
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
         self.ffn = FeedForward(config)
         self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
@@ -138,13 +137,11 @@ class Layer(nn.Module):
                 linear.weight.mul_(config.initial_scale)
                 linear.bias.mul_(config.initial_scale)
 
-    def forward(
-        self, x_BNE: Tensor, documents: Documents, counted: ZeroRows | None, cu_seqlens: Tensor | None
-    ) -> Tensor:
+    def forward(self, x_BNE: Tensor, documents: Documents, attend: Attend) -> Tensor:
         if self.normalize_before:
-            x_BNE = self._sum(x_BNE, self.self_attn(self.self_attn_layer_norm(x_BNE), documents, counted, cu_seqlens))
+            x_BNE = self._sum(x_BNE, self.self_attn(self.self_attn_layer_norm(x_BNE), documents, attend))
             return self._sum(x_BNE, self.ffn(self.final_layer_norm(x_BNE)))
-        x_BNE = self.self_attn_layer_norm(self._sum(x_BNE, self.self_attn(x_BNE, documents, counted, cu_seqlens)))
+        x_BNE = self.self_attn_layer_norm(self._sum(x_BNE, self.self_attn(x_BNE, documents, attend)))
         return self.final_layer_norm(self._sum(x_BNE, self.ffn(x_BNE)))
 
     def _sum(self, residual_BNE: Tensor, x_BNE: Tensor) -> Tensor:
@@ -152,7 +149,7 @@ class Layer(nn.Module):
 
 
 class _LongNet(CheckedLoading):
-    """What encoder and decoder share: all but causality."""
+    """All of encoder and decoder but causality."""
 
     is_causal: bool
 
@@ -179,7 +176,7 @@ class _LongNet(CheckedLoading):
         learned = config.num_learned_positions
         self.embed_positions = None if learned is None else nn.Embedding(learned, width)
         self.layernorm_embedding = nn.LayerNorm(width, eps=eps) if config.layernorm_embedding else None
-        self.layers = nn.ModuleList(Layer(config, self.pattern, parallel) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, self.pattern) for _ in range(config.num_layers))
         is_normalized = config.normalize_before and (self.is_causal or config.normalize_output)
         self.layer_norm = nn.LayerNorm(width, eps=eps) if is_normalized else None
         self.output_projection = None
@@ -197,14 +194,14 @@ class _LongNet(CheckedLoading):
         cu_seqlens: Tensor | None = None,
         collect: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor | list[Tensor]:
-        """Tokens, or embeddings in their place, to logits (B, N, V), or (B, N, E) for a model without an output layer.
+        """Tokens or embeddings to logits (B, N, V), or to (B, N, E) for a model without an output layer.
 
         Args:
             tokens_BN: integers (B, N).
-            embeddings: (B, N, E), to which learned positions are added as to those of tokens.
-            cu_seqlens: as for `dilated_attention`: packed documents, batch 1. Each is computed as if it were alone.
-            collect: return a list instead: what this function makes of the embeddings and of each layer's output,
-                (B, N, E) each, before the last LayerNorm. Only what it returns is kept.
+            embeddings: (B, N, E). Learned positions are added to them too.
+            cu_seqlens: as for `dilated_attention`: packed documents, batch 1. No document sees another.
+            collect: return instead the list of this function's values for the embeddings and for each layer's output,
+                (B, N, E) each, before the last LayerNorm.
 
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`.
@@ -212,22 +209,19 @@ class _LongNet(CheckedLoading):
         failure = self._failure(tokens_BN, embeddings)
         if not (collect is None or callable(collect)):
             failure = f"collect must be a function or None, got {collect!r}"
+        x = embeddings if tokens_BN is None else tokens_BN
+        fields: dict[str, object] = {"pattern": self.pattern, "collects": collect is not None}
         documents = agree_on_documents(
-            type(self).__name__,
-            embeddings if tokens_BN is None else tokens_BN,
-            parallel=self.parallel,
-            cu_seqlens=cu_seqlens,
-            fields={"pattern": self.pattern, "collects": collect is not None},
-            failure=failure,
+            type(self).__name__, x, parallel=self.parallel, cu_seqlens=cu_seqlens, fields=fields, failure=failure
         )
         x_BNE = self._embed(tokens_BN, embeddings, documents)
-        counted = None
+        attend: Any = partial(dilated_attention, parallel=self.parallel, cu_seqlens=cu_seqlens)
         if self.config.padding == "torchscale":
-            dtype = torch.promote_types(x_BNE.dtype, torch.float32)
-            counted = zero_rows(self.pattern, self.config.num_heads, documents, device=x_BNE.device, dtype=dtype)
+            counted = zero_rows(self.pattern, self.config.num_heads, documents, x_BNE)
+            attend = partial(torchscale_attention, counted=counted, **attend.keywords)
         collected = [] if collect is None else [collect(x_BNE)]
         for layer in self.layers:
-            x_BNE = run_layer(layer, x_BNE, documents, counted, cu_seqlens, recompute=self.activation_checkpointing)
+            x_BNE = run_layer(layer, x_BNE, documents, attend, recompute=self.activation_checkpointing)
             if collect is not None:
                 collected.append(collect(x_BNE))
         if collect is not None:
@@ -251,7 +245,7 @@ class _LongNet(CheckedLoading):
         return x_BNE if self.layernorm_embedding is None else self.layernorm_embedding(x_BNE)
 
     def _failure(self, tokens_BN: Tensor | None, embeddings: Tensor | None) -> str | None:
-        """Why the input cannot be, as far as this rank sees, or None."""
+        """Why this rank's input does not fit, or None."""
         if (tokens_BN is None) == (embeddings is None):
             return "give either tokens or embeddings=, not both and not neither"
         if embeddings is not None:

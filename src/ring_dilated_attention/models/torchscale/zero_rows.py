@@ -1,13 +1,13 @@
 """torchscale's padding: which queries see zero rows as keys, and which rows come out elsewhere. Pure integers.
 
 torchscale (microsoft/torchscale, component/dilated_attention.py) cuts a document of L positions into segments of
-w = min(segment_length, L), and fills up the last one, then each of them to a multiple of r, with zero rows. So a query
-sees m = ceil(w / r) rows of its phase, whether they exist or not: a zero row has score 0 and value 0, and a share in
-the softmax all the same. (Causal patterns hide them: they come last.)
+w = min(segment_length, L). It fills up the last segment to w with zero rows, and then each segment to a multiple of r.
+So a query sees m = ceil(w / r) rows of its phase. A zero row has score 0 and value 0, and takes part in the softmax.
+(Causal patterns hide zero rows: they come last.)
 
-Where r does not divide w and there are several segments, each takes m * r places in the output, but only w positions:
-the rows of segment i come out i * (m * r - w) positions further on, those beyond L nowhere, and the places between
-hold what a query of zeros gets, the sum of its phase's values over m. Such a branch is called *misaligned* here.
+If r does not divide w and there are several segments, each takes m * r places in the output but only w positions. The
+rows of segment i then come out i * (m * r - w) positions later, and those beyond L are lost. The places between hold
+the output of a query of zeros: the sum of its phase's values over m. Such a branch is called *misaligned* here.
 """
 
 from bisect import bisect_right
@@ -28,7 +28,7 @@ class ZeroKeys(NamedTuple):
 
 
 class ZeroQuery(NamedTuple):
-    """A place of a misaligned branch's output that no query has: its heads get the sum of the values at `rows` over m.
+    """A position of a misaligned branch's output without a query. Its heads get the sum of the values at `rows` over m.
 
     Positions count from the start of the document.
     """
@@ -39,7 +39,7 @@ class ZeroQuery(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Local rows of one rank that come out as local rows of another, or of the same."""
+    """Local rows of one rank that come out as local rows of another rank, or of the same."""
 
     source_rank: int
     source_row: int
@@ -52,7 +52,7 @@ class Move(NamedTuple):
 
 
 def is_misaligned(branch: Branch, length: int) -> bool:
-    """Whether rows of a document of this length come out elsewhere."""
+    """Whether rows of a document of this length come out at other positions."""
     return branch.segment_length % branch.dilation_rate != 0 and length > branch.segment_length
 
 
@@ -79,7 +79,7 @@ def zero_keys(branch: Branch, num_heads: int, length: int, own: range) -> Iterat
 
 
 def zero_queries(branch: Branch, num_heads: int, length: int) -> Iterator[ZeroQuery]:
-    """The places of a misaligned branch's output that no query has, in order. Where m = 1 they stay empty."""
+    """The zero queries of a misaligned branch, in order. None if m = 1: those places stay empty."""
     w, r = branch
     num_seen = -(-w // r)
     if not is_misaligned(branch, length) or num_seen == 1:  # a lone zero key: torchscale takes lse = 0 for "no key"
@@ -116,7 +116,7 @@ def moves(branch: Branch, shards: Sequence[Shard], documents: Sequence[int]) -> 
 
 
 def _sources(branch: Branch, span: Span, documents: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(place, source, number) of the rows that come out in a span, in global positions."""
+    """(target, source, number) of the rows that come out in a span, in global positions."""
     for begin, end in pairwise(documents):
         lo, hi = max(begin, span.start) - begin, min(end, span.stop) - begin
         if lo >= hi:
