@@ -334,7 +334,7 @@ PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
     ("arguments", "environment", "message"),
     [
         (["--ranks", "0"], {}, "--ranks must be at least 1"),
-        (["--timeout", "0"], {}, "--timeout must be from 0"),
+        (["--timeout", "0"], {}, "--timeout must be a positive number of seconds, at most 3,600, got 0"),
         ([], {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "4 ranks need MASTER_ADDR and MASTER"),
         (["--ranks", "2"], PLACE, "a launcher started 2 ranks: leave it out"),
         ([], PLACE | {"MASTER_PORT": "22222222"}, "MASTER_PORT must be a number from 1 to 65,535, got '22222222'"),

@@ -6,7 +6,6 @@ import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO
 
 from ..models.saved_run import read_state
 from ..training.data import cut_into_contexts, letters
@@ -18,38 +17,35 @@ from .interrupts import leaving_at_once
 from .limits import check_at_least
 from .numbers import count
 from .output import aligned, check_writable
-from .terminal import say
 
 EXAMPLES = """examples:
-  rda evaluate runs/20250131-120000 book.txt                       contexts as long as those of training
-  rda evaluate runs/20250131-120000 book.txt --context 0           all of it is one context
-  xz -dc corpus.xz | rda evaluate runs/20250131-120000 -           from a pipe
-  rda evaluate runs/20250131-120000 genome.fa --picture bits.png   headers are stripped; draws it too
+  rda evaluate runs/a book.txt                       contexts as long as in training
+  rda evaluate runs/a book.txt --context 0           the text is one context
+  xz -dc corpus.xz | rda evaluate runs/a -           from a pipe
+  rda evaluate runs/a genome.fa --picture bits.png   strip FASTA headers; draw too
 
 The text is cut into contexts and read through caches, a chunk at a time: memory grows neither with the text nor with
-the length of a context. The first byte of a context is not predicted. Does more context help? Then bits per byte fall
-from row to row.
+the length of a context. The first byte of a context is not predicted. Where more context helps, bits per byte fall from
+row to row.
 """
 MAKER = "rda evaluate --picture"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
-    parser.add_argument("file", metavar="FILE", help="of any size; - is stdin")
-    length = "bytes of a context, 0 for one that never ends (default: a sequence of training)"
-    parser.add_argument("--context", type=count, metavar="N", help=length)
-    parser.add_argument("--chunk", type=count, default=4096, metavar="N", help="bytes at a time (default 4096)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add = parser.add_argument
+    add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
+    add("file", metavar="FILE", help="of any size; - is stdin")
+    add(
+        "--context", type=count, metavar="N", help="bytes of a context, 0 for one without end (default: as in training)"
+    )
+    add("--chunk", type=count, default=4096, metavar="N", help="bytes at a time (default 4096)")
+    add("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
+    add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        record = evaluate(arguments)
-    except ValueError as error:
-        say(f"rda evaluate: {error}")
-        return 2
+    record = evaluate(arguments)
     print(json.dumps(record) if arguments.json else report(record))
     return 0
 
@@ -58,15 +54,15 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     checkpoint, context = check_run(arguments.run_folder), arguments.context
     check_at_least("--chunk", arguments.chunk)
     if context is not None and context != 0 and context < 2:
-        never = "for one that never ends: the first byte of a context is not predicted"
-        raise ValueError(f"--context {context} must be 2 or more, or 0 {never}")
+        why = "the first byte of a context is not predicted"
+        raise ValueError(f"--context {context} must be 2 or more, or 0 for one that never ends: {why}")
     if arguments.picture is not None:
         if find_spec("matplotlib") is None:
             raise ValueError("--picture needs matplotlib: pip install matplotlib")
         check_writable("--picture", arguments.picture.parent, arguments.picture.name)
         check_mine(arguments.picture, is_our_picture, MAKER)
     context = (read_state(checkpoint)["hyperparameters"]["seq_len"] if context is None else context) or None
-    with open_file(arguments.file) as file:
+    with nullcontext(sys.stdin.buffer) if arguments.file == "-" else open(arguments.file, "rb") as file:
         with leaving_at_once("rda evaluate"):
             from ..models.longnet import LongNetLM
             from ..training.bits_per_byte import bits_by_position, mean
@@ -90,32 +86,17 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     }
 
 
-def open_file(name: str) -> "BinaryIO | nullcontext[BinaryIO]":
-    if name == "-":
-        return nullcontext(sys.stdin.buffer)
-    try:
-        return open(name, "rb")  # the caller closes it
-    except OSError as error:
-        raise ValueError(f"cannot read {name}: {error.strerror}") from error
-
-
 def shown(context: int | None) -> str:
     return "any length" if context is None else f"{context:,} bytes"
 
 
 def report(record: dict) -> str:
-    headers = ("bytes before", "bytes", "bits per byte", "")
-    buckets = record["by_bytes_before"]
-    most = max(bucket["bits_per_byte"] for bucket in buckets)
-    rows = [
-        (
-            " to ".join(f"{edge:,}" for edge in sorted({bucket["first"], bucket["last"]})),
-            f"{bucket['num_bytes']:,}",
-            f"{bucket['bits_per_byte']:.3f}",
-            ("#" * round(30 * bucket["bits_per_byte"] / most)).ljust(30),
-        )
-        for bucket in buckets
-    ]
+    headers, rows = ("bytes before", "bytes", "bits per byte", ""), []
+    most = max(bucket["bits_per_byte"] for bucket in record["by_bytes_before"])
+    for bucket in record["by_bytes_before"]:
+        edges, bits = sorted({bucket["first"], bucket["last"]}), bucket["bits_per_byte"]
+        before = " to ".join(f"{edge:,}" for edge in edges)
+        rows.append((before, f"{bucket['num_bytes']:,}", f"{bits:.3f}", ("#" * round(30 * bits / most)).ljust(30)))
     return (
         f"{aligned(headers, rows)}\n{record['bits_per_byte']:.3f} bits per byte over {record['num_bytes']:,} bytes, in "
         f"contexts of {shown(record['context'])}; peak resident {record['peak_resident_bytes'] / 1e6:,.0f} MB"

@@ -1,4 +1,4 @@
-"""`rda generate`: what a trained model writes, as it writes it."""
+"""`rda generate`: a trained model writes on from a prompt, and each byte is shown as it comes."""
 
 import argparse
 import codecs
@@ -25,50 +25,45 @@ if TYPE_CHECKING:
     from ..models.longnet import LongNetLM
 
 EXAMPLES = """examples:
-  rda generate runs/20250131-120000 --prompt 'def ' --tokens 400
-  rda generate runs/20250131-120000 --prompt-file story.txt --temperature 0.8 --top-p 0.95 --seed 1
-  rda generate runs/20250131-120000 --prompt 'def ' --temperature 0        the likeliest byte, each time
+  rda generate runs/a --prompt 'def ' --tokens 400
+  rda generate runs/a --prompt-file story.txt --temperature 0.8 --top-p 0.95
+  rda generate runs/a --prompt 'def ' --temperature 0     always the likeliest byte
 
-What the model writes goes to stdout as it comes; its speed and the memory of its caches, which does not grow with what
-is written, to stderr. Exit codes: 0 done, 2 refused, 130 interrupted.
+What the model writes goes to stdout as it comes. Its speed and the memory of its caches go to stderr; that memory does
+not grow with the text. Exit codes: 0 done, 2 refused, 130 interrupted.
 """
-# What would move the cursor or change the colours of a terminal: a byte-level model may write anything.
+# A byte-level model may write anything: these would move the cursor or change the colours of a terminal.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 300, 0.7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
+    add = parser.add_argument
+    add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="what comes before")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file of any length")
-    parser.add_argument("--tokens", type=count, default=400, metavar="N", help="bytes to write (default 400)")
-    likeliest = "0 takes the likeliest byte (default 1)"
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help=likeliest)
-    parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest bytes alone")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest bytes of that probability")
-    parser.add_argument("--seed", type=int, metavar="N", help="to write the same again (default: anew each time)")
-    parser.add_argument("--json", action="store_true", help="print a record when all is written, and nothing before")
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to go on from")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="a file of any length to go on from")
+    add("--tokens", type=count, default=400, metavar="N", help="bytes to write (default 400)")
+    add("--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest byte (default 1)")
+    add("--top-k", type=count, metavar="K", help="draw from the K likeliest bytes alone")
+    add("--top-p", type=float, metavar="P", help="draw from the fewest bytes whose probabilities sum to P")
+    add("--seed", type=int, metavar="N", help="write the same again (default: anew each time)")
+    add("--json", action="store_true", help="print a record at the end, and nothing before")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        check_run(arguments.run_folder)
-        check_at_least("--tokens", arguments.tokens)
-        if arguments.seed is not None:
-            check_at_least("--seed", arguments.seed, least=0)
-        prompt = prompt_of(arguments)
-        with leaving_at_once("rda generate"):
-            from ..models.longnet import LongNetLM
-            from ..models.sampling import Sampling
+    check_run(arguments.run_folder)
+    check_at_least("--tokens", arguments.tokens)
+    if arguments.seed is not None:
+        check_at_least("--seed", arguments.seed, least=0)
+    prompt = prompt_of(arguments)
+    with leaving_at_once("rda generate"):
+        from ..models.longnet import LongNetLM
+        from ..models.sampling import Sampling
 
-        Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
-        model = LongNetLM.from_run(arguments.run_folder)
-        record = write(model, prompt, arguments)
-    except ValueError as error:
-        say(f"rda generate: {error}")
-        return 2
+    Sampling(arguments.temperature, arguments.top_k, arguments.top_p)  # refuses bad numbers before a model is read
+    record = write(LongNetLM.from_run(arguments.run_folder), prompt, arguments)
     if arguments.json:
         print(json.dumps(record))
     else:
@@ -77,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_run(folder: Path) -> Path:
-    """The newest checkpoint of a run; a ValueError, before torch is imported, if there is none."""
+    """The newest checkpoint of a run. Raises ValueError, before torch is imported, if there is none."""
     if find_spec("safetensors") is None:
         raise ValueError("needs safetensors: pip install safetensors")
     checkpoint = find_checkpoint(folder)
@@ -87,7 +82,7 @@ def check_run(folder: Path) -> Path:
 
 
 def prompt_of(arguments: argparse.Namespace) -> bytes:
-    """The bytes of --prompt, or those of a file as training reads it (FASTA without headers)."""
+    """The bytes of --prompt, or of a file as training reads it (FASTA without headers)."""
     if arguments.prompt_file is not None:
         return load_document([arguments.prompt_file], 1, 0).content
     if not arguments.prompt:
@@ -96,12 +91,11 @@ def prompt_of(arguments: argparse.Namespace) -> bytes:
 
 
 def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> dict:
-    """Stream to stdout, or write nothing under --json. The record says what was written, also after Ctrl-C."""
+    """Write to stdout, unless under --json. The record says what was written, also after Ctrl-C."""
     caches = model.make_caches(1, max_len=len(prompt) + arguments.tokens)
     drawn_by = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
     steps = model.generate([list(prompt)], arguments.tokens, caches=caches, **drawn_by)
-    out = Text(io.StringIO() if arguments.json else sys.stdout)
-    written = bytearray()
+    out, written = Text(io.StringIO() if arguments.json else sys.stdout), bytearray()
     began = first = time.perf_counter()
     with suppress(KeyboardInterrupt):
         for tokens in steps:
@@ -123,9 +117,9 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
 
 
 class Text:
-    """UTF-8 as it comes. A character is shown when its last byte is there; bytes that are no character become U+FFFD.
+    """UTF-8 as it comes. A character is shown when its last byte is there. Bytes that are no character become U+FFFD.
 
-    On a terminal so do control characters, except newlines and tabs.
+    On a terminal control characters become U+FFFD too, except newlines and tabs.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -160,7 +154,7 @@ def summary(record: dict) -> str:
 
 
 def sample(folder: Path, document: Document) -> str:
-    """A little of what the model writes, and the command that makes it write more. Shown at the end of training."""
+    """What `rda train` shows at its end: a sample of the model's text, and the command that makes it write more."""
     from ..models.longnet import LongNetLM
 
     prompt = opening(bytes(document.held_out_window(0)))
@@ -168,10 +162,11 @@ def sample(folder: Path, document: Document) -> str:
     steps = model.generate([list(prompt)], SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0)
     drawn = bytes(int(tokens[0]) for tokens in steps)
     text = CONTROL.sub("\ufffd", (prompt + drawn).decode(errors="replace"))
-    more = ["rda", "generate", str(folder), "--prompt", os.fsdecode(prompt)]
-    more += ["--temperature", str(SAMPLE_TEMPERATURE), "--tokens", "1000"]
+    more = ["rda", "generate", str(folder), "--prompt", os.fsdecode(prompt), "--temperature", str(SAMPLE_TEMPERATURE)]
     indented = "\n".join(f"  | {line}" for line in text.split("\n"))
-    return f"what it writes after {prompt.decode()!r}:\n{indented}\nmore of it: {shlex.join(more)}"
+    return (
+        f"what it writes after {prompt.decode()!r}:\n{indented}\nmore of it: {shlex.join([*more, '--tokens', '1000'])}"
+    )
 
 
 def opening(content: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What numbers a command takes: what fits 64 bits, and what this machine can hold. No torch."""
+"""Which numbers a command takes: those that fit 64 bits, and that this machine can hold. No torch."""
 
 import math
 import os
@@ -12,7 +12,7 @@ MOST_RANKS, MOST_HEADS = 2**20, 2**16
 
 
 def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST) -> None:
-    """Raise ValueError unless an option's number lies between."""
+    """Raise ValueError unless an option's number lies from `least` to `most`."""
     if value < least:
         raise ValueError(f"{option} must be at least {least}, got {in_short(value)}")
     if value > most:
@@ -20,13 +20,18 @@ def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST)
 
 
 def check_each(option: str, values: Iterable[int], most: int = LARGEST) -> None:
-    """The same of every number of a list; how small they may be is the pattern's to say."""
+    """The same of every number of a list; the pattern says how small they may be."""
     for value in values:
         check_at_least(option, value, least=-LARGEST, most=most)
 
 
+def check_seconds(option: str, seconds: float, most: int) -> None:
+    if not 0 < seconds <= most:
+        raise ValueError(f"{option} must be a positive number of seconds, at most {most:,}, got {seconds:g}")
+
+
 def check_ranks_fit(num_ranks: int, seq_len: int, what: str = "--seq-len") -> None:
-    """The library serves ranks that own nothing; who asks a command for them has mistaken one number for another."""
+    """Raise ValueError if ranks would own nothing. The library serves such ranks, but who asks for them is mistaken."""
     if num_ranks > seq_len:
         raise ValueError(
             f"--ranks {num_ranks:,} share the {seq_len:,} positions of {what}, so that {num_ranks - seq_len:,} of "
@@ -35,7 +40,7 @@ def check_ranks_fit(num_ranks: int, seq_len: int, what: str = "--seq-len") -> No
 
 
 def check_memory(what: str, num_bytes: float, remedy: str) -> None:
-    """Raise ValueError if something does not fit the memory of this machine."""
+    """Raise ValueError if `what` does not fit the memory of this machine."""
     there = physical_bytes()
     if num_bytes > there:
         raise ValueError(

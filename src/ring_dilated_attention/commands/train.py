@@ -1,6 +1,6 @@
 """`rda train`: trains in this process, starts several ranks, or is one of them.
 
-A request that cannot be is refused before any rank starts, and before torch is imported.
+An impossible request is refused before any rank starts, and before torch is imported.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest
 from .generate import sample
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
-from .limits import check_memory, check_ranks_fit
+from .limits import check_at_least, check_memory, check_ranks_fit
 from .numbers import count
 from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
-# The options that a checkpoint does not hold, and without which a resumed run would go on otherwise than it began.
+# A checkpoint does not hold these options, and a resumed run needs them to go on as it began.
 DEFAULTS = {
     "ranks": None,
     "activation_checkpointing": False,
@@ -44,82 +44,79 @@ DEFAULTS = {
 }
 MEMORY = "use a smaller --embed-dim or fewer --num-layers"
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
-# What gloo says in a gradient's sum, which goes through torch's own group, when another rank has ended.
+# gloo's words when another rank ends during the sum of gradients, which goes through torch's own group.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
 EXAMPLES = """examples:
-  rda train                                     one process, Python's standard library as the document
-  rda train --ranks 2                           the same over two processes that share every sequence
-  rda train --data genome.fa --seq-len 64Ki     any files; FASTA headers are stripped
-  rda train --segment-lengths 32768 --dilation-rates 1
-                                                dense attention
-  rda train --resume runs/20250131-120000       go on after Ctrl-C
+  rda train                                   one process; the document is
+                                              Python's standard library
+  rda train --ranks 2                         two processes share every sequence
+  rda train --data genome.fa --seq-len 64Ki   any files; FASTA headers are stripped
+  rda train --segment-lengths 32768 --dilation-rates 1           dense attention
+  rda train --resume runs/20250131-120000     go on after Ctrl-C
   torchrun --nproc-per-node 2 -m ring_dilated_attention.commands.cli train
-                                                under a launcher of your own, also over several hosts
+                                              your own launcher, also on several hosts
   srun python -m ring_dilated_attention.commands.cli train
-                                                the same under Slurm, with MASTER_ADDR and MASTER_PORT set
+                                              Slurm, with MASTER_ADDR and MASTER_PORT
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
-(safetensors and JSON), metrics.jsonl as the run goes, record.json and loss.png; one run at a time has it. Exit codes:
-0 done, 1 a rank was lost or memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved; under a
-torchrun of your own they are the ranks' codes.
+(safetensors and JSON), metrics.jsonl during the run, record.json and loss.png; only one run at a time may use it.
+
+Exit codes: 0 done, 1 a rank was lost or memory ran out, 2 refused, 130 interrupted and saved. Under a torchrun of your
+own these are the ranks' codes.
 
 With --ranks nobody beyond this machine can reach the ranks. torchrun opens its stores on every interface, and unpickles
-what it finds there: let no host but those of the job reach them (ports 29400 and 29500, unless you name others, and
-those that gloo picks).
+what it finds there: let only hosts of the job reach its ports (29400 and 29500, unless you name others, and those that
+gloo picks).
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.set_defaults(**DEFAULTS)
-    parser.add_argument("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
-    parser.add_argument("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
-    parser.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
-    parser.add_argument("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
-    steps = "steps between checkpoints; older ones are deleted (default 30)"
-    parser.add_argument("--save-every", type=count, metavar="N", help=steps)
-    parser.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
-    parser.add_argument("--json", action="store_true", help="print the record on stdout, all else on stderr")
-    parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)  # by `launch`: where the ranks meet
-    add_hyperparameters(parser.add_argument_group("hyperparameters", "kept by a resumed run"), count)
+    add = parser.add_argument
+    add("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
+    add("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
+    add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
+    add("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
+    add("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
+    add("--save-every", type=count, metavar="N", help="steps between checkpoints; older ones are deleted (default 30)")
+    add("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
+    add("--json", action="store_true", help="print the record on stdout, all else on stderr")
+    add("--launched", type=Path, help=argparse.SUPPRESS)  # from `launch`: the folder where ranks meet
+    add_hyperparameters(parser.add_argument_group("hyperparameters", "a resumed run keeps them"), count)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        if started().num_ranks > 1:
-            return run_rank(arguments)
-        run, num_ranks = prepare_checked(arguments), arguments.ranks or 1
-        with own(arguments, run, shares=num_ranks > 1) as folder:
-            run = replace(run, folder=folder)
-            return launch_ranks(arguments, run) if num_ranks > 1 else train_alone(arguments, run)
-    except ValueError as error:  # the library's word to its user; anything else keeps its traceback
-        say(f"rda train: {error}")
-        return USER_ERROR_EXIT_CODE
+    if started().num_ranks > 1:
+        return run_rank(arguments)
+    run, num_ranks = prepare_checked(arguments), arguments.ranks or 1
+    with own(arguments, run, shares=num_ranks > 1) as folder:
+        run = replace(run, folder=folder)
+        return launch_ranks(arguments, run) if num_ranks > 1 else train_alone(arguments, run)
 
 
 def own(arguments: argparse.Namespace, run: Run, *, shares: bool = False) -> AbstractContextManager[Path]:
-    """Own the run's folder. If its name was not chosen by the user and is taken, another folder is made."""
+    """Own the run's folder. If the user chose no name and the default is taken, another folder is made."""
     is_unnamed = arguments.resume is None and arguments.run_folder is None
     return own_folder(run.folder, must_be_new=is_unnamed, shares=shares)
 
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
-    """The run that is asked for; a ValueError, with the message for the user, for all that needs no torch to refuse."""
+    """The run that the user asked for. Raises ValueError for everything that can be refused without torch."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[train]' in a clone of the repository")
     if arguments.tensorboard and find_spec("tensorboard") is None:
         raise ValueError("--tensorboard needs its package: pip install tensorboard. Without it there is metrics.jsonl")
     num_started, num_asked = started().num_ranks, arguments.ranks
-    if num_asked is not None and num_asked < 1:
-        raise ValueError(f"--ranks {num_asked} must be at least 1")
+    if num_asked is not None:
+        check_at_least("--ranks", num_asked)
     if num_started > 1 and num_asked not in (None, num_started):
         raise ValueError(f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out")
     run, num_ranks = prepare(arguments), num_started if num_started > 1 else num_asked or 1
     options = run.hyperparameters
     check_ranks_fit(num_ranks, options.seq_len)
-    if arguments.exchange == "all_to_all":  # what every rank would refuse when it attends for the first time
+    if arguments.exchange == "all_to_all":  # otherwise every rank would refuse in its first call
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
     num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1)
     check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, MEMORY)
@@ -127,7 +124,7 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
 
 
 def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
-    """Start the ranks and turn what became of them into an exit code."""
+    """Start the ranks, say how they ended, and return an exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
     ended = launch([*arguments.argv, *folder], arguments.ranks)
     if not any(ended.codes):
@@ -135,13 +132,14 @@ def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
         return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
     for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
         if not ended.was_aborted and set(ended.codes) <= {0, code}:
-            return code  # the ranks have said why, or nobody reads it
+            return code  # the ranks have given the reason, or nobody reads their output
     reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
     say(f"rda train: {reason}; {what_is_left(arguments, run.folder)}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
 
 
 def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
+    """The newest checkpoint, and the command that goes on from it."""
     checkpoint = find_checkpoint(folder)
     onward = f"go on with: {resume_command(arguments, folder)}" if checkpoint else "start it again"
     return f"newest checkpoint: {checkpoint or 'none'}; {onward}"
@@ -160,7 +158,7 @@ def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def causes(ended: Ended) -> list[str]:
-    """How ranks failed, first those that were killed. Ranks that only lost another are left out if there are others."""
+    """How ranks failed, the killed ones first. Ranks that only lost another are left out if any rank failed itself."""
     failed = sorted((k for k, code in enumerate(ended.codes) if code), key=lambda k: ended.codes[k] > 0)
     first = [k for k in failed if ended.reasons[k] != LOST_ANOTHER]
     said = []
@@ -172,7 +170,6 @@ def causes(ended: Ended) -> list[str]:
 
 
 def train_alone(arguments: argparse.Namespace, run: Run) -> int:
-    """Train in this process alone."""
     with leaving_at_once("rda train"):
         from ..ranks.context import ContextParallel
         from ..training.loop import train
@@ -190,7 +187,7 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
-    """Train in this process, which is one of several. If one of them refuses, all do."""
+    """Train in this process, one of several. If one of them refuses, all do."""
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
@@ -204,13 +201,13 @@ def run_rank(arguments: argparse.Namespace) -> int:
             join_ranks(arguments)
             parallel = ContextParallel(exchange=arguments.exchange)
         except (ValueError, RuntimeError):
-            prepare_checked(arguments)  # what this rank refuses comes before what keeps it from the others
+            prepare_checked(arguments)  # this rank's own refusal is better news than a failed meeting
             raise
         run = together(parallel, partial(prepare_checked, arguments))
         agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
             run = together(parallel, partial(claim_folder, arguments, run, stack))
-            # The first rank's folder: if the user named none, each rank has made up another name.
+            # The first rank's folder counts: if the user named none, each rank has made up another name.
             folder = Path(min(values_of_all(parallel, (rank, str(run.folder))))[1])
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
@@ -227,14 +224,14 @@ def run_rank(arguments: argparse.Namespace) -> int:
         return USER_ERROR_EXIT_CODE
     except BrokenPipeError:
         raise  # the reader of stdout has gone
-    except Exception as error:  # noqa: BLE001  raised again if nobody foresaw it
+    except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
         return failed(error, arguments, folder)
-    # The launcher reads the record; from any other code torchrun would make a traceback.
+    # `rda train --ranks` reads the record, and torchrun prints a traceback for any code but 0.
     return 0 if record["status"] == "complete" or arguments.launched else INTERRUPTED_EXIT_CODE
 
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
-    """Tell the user and the launcher what ended this rank. An error that nobody foresaw keeps its traceback."""
+    """Tell the user and the launcher why this rank ended. An unforeseen error keeps its traceback."""
     from ..ranks.context import ExchangeError
 
     who = f"rda train: rank {started().rank} on host {socket.gethostname()}"
@@ -254,14 +251,14 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
         leave_reason(arguments.launched, reason)
     if not said:
         raise error
-    # Any rank may be the lost one, so each says it: at once, since a launcher ends them soon.
+    # Any rank may be lost, so each says how to go on; at once, since a launcher ends the ranks soon.
     goes_on = code == FAILED_EXIT_CODE and arguments.launched is None and find_checkpoint(folder) is not None
     say(said + f"\nrda train: go on with: {resume_command(arguments, folder)}" * goes_on)
     return code
 
 
 def join_ranks(arguments: argparse.Namespace) -> None:
-    """Find the other ranks: by the launcher's folder, or as torchrun or srun says."""
+    """Meet the other ranks: in the folder of `rda train --ranks`, or where torchrun or srun says."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -276,7 +273,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
 
 
 def claim_folder(arguments: argparse.Namespace, run: Run, stack: ExitStack) -> Run:
-    """The run, whose folder the first rank owns until `stack` is left. Only that rank writes."""
+    """The run. The first rank owns its folder until `stack` is left, and is the only one that writes."""
     if started().rank == 0 and arguments.launched is None:
         return replace(run, folder=stack.enter_context(own(arguments, run)))
     if started().rank == 0:
@@ -285,16 +282,16 @@ def claim_folder(arguments: argparse.Namespace, run: Run, stack: ExitStack) -> R
 
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
-    """What a run leaves behind, in its folder and on the terminal."""
+    """Write a run's report, to its folder and to the terminal."""
     from ..training.run_report import summary, write_report
 
     write_report(record)
-    folder, steps = record["run_folder"], record["steps_done"]
+    folder, steps, out = record["run_folder"], record["steps_done"], sys.stderr if arguments.json else sys.stdout
     if run.is_complete:
         say(f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again")
-    print(summary(record), file=sys.stderr if arguments.json else sys.stdout)
+    print(summary(record), file=out)
     if record["status"] == "complete":
-        print(sample(folder, run.document), file=sys.stderr if arguments.json else sys.stdout)
+        print(sample(folder, run.document), file=out)
     if arguments.json:
         print(json.dumps(record))
     if record["status"] == "interrupted":
