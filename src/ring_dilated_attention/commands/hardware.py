@@ -119,10 +119,11 @@ def _check_number(name: str, key: str, value: object) -> None:
 def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> None:
     """Raise ValueError if the machine's rates are those of dtypes of another size."""
     if ITEMSIZE[dtype] != machine.itemsize:
-        raise ValueError(
-            f"--hardware {name} has the rate of {8 * machine.itemsize}-bit types, and --dtype is {dtype}. Choose "
-            f"--dtype {'bfloat16' if machine.itemsize == 2 else 'float32'}{remedy}."
+        rates, other = (
+            f"the rate of {8 * machine.itemsize}-bit types",
+            "bfloat16" if machine.itemsize == 2 else "float32",
         )
+        raise ValueError(f"--hardware {name} has {rates}, and --dtype is {dtype}. Choose --dtype {other}{remedy}.")
 
 
 def machine_for(arguments: argparse.Namespace) -> Machine | None:
@@ -188,11 +189,9 @@ def described(hardware: Hardware, source: str) -> str:
     numbers = [scaled(hardware.flops_per_second, "FLOP/s")]
     if hardware.backward_flops_per_second is not None:
         numbers[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
-    if hardware.bytes_per_second == NO_NETWORK:
-        numbers.append("no network")
-    else:
-        numbers.append(f"{scaled(hardware.bytes_per_second, 'B/s')} one way")
-        numbers.append(f"latency {time_text(hardware.latency_seconds)}")
+    bandwidth, latency = scaled(hardware.bytes_per_second, "B/s"), time_text(hardware.latency_seconds)
+    has_network = hardware.bytes_per_second != NO_NETWORK
+    numbers += [f"{bandwidth} one way", f"latency {latency}"] if has_network else ["no network"]
     if hardware.call_seconds:
         numbers.append(f"{time_text(hardware.call_seconds)} a kernel call")
     if hardware.handshake_seconds is not None:

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command with a line and exit code 130 at any moment. No torch."""
+"""At any moment Ctrl-C ends a command with one line and exit code 130. No torch."""
 
 import os
 import signal
@@ -13,11 +13,8 @@ STDERR = 2  # written to directly: a signal may come while sys.stderr is in use
 
 @contextmanager
 def leaving_at_once(command: str) -> Iterator[None]:
-    """Ctrl-C ends the process without any clean-up: for imports alone.
-
-    A KeyboardInterrupt inside an import may become another error (numpy makes a RecursionError of it), or leave a
-    module half made.
-    """
+    """Ctrl-C ends the process without any clean-up. This is for imports alone: there a KeyboardInterrupt may become
+    another error (numpy makes a RecursionError of it), or leave a module half made."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         os.write(STDERR, f"\n{command}: interrupted\n".encode())
@@ -29,7 +26,7 @@ def leaving_at_once(command: str) -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Ctrl-C is raised at the end of the block. Processes that are started in the block never get it."""
+    """Ctrl-C is raised at the end of the block. It never reaches processes that are started in the block."""
     came: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by whatever is started
     with _handled(lambda number, frame: came.append(number)):
@@ -42,7 +39,7 @@ def held_back() -> Iterator[None]:
 
 
 def ignore_from_now_on() -> None:
-    """For the end of a command: Ctrl-C while Python shuts down is not worth a traceback."""
+    """Call this at the end of a command: Ctrl-C while Python shuts down is not worth a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

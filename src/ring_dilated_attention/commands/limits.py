@@ -33,19 +33,16 @@ def check_seconds(option: str, seconds: float, most: int) -> None:
 def check_ranks_fit(num_ranks: int, seq_len: int, what: str = "--seq-len") -> None:
     """Raise ValueError if ranks would own nothing. The library serves such ranks, but who asks for them is mistaken."""
     if num_ranks > seq_len:
-        raise ValueError(
-            f"--ranks {num_ranks:,} share the {seq_len:,} positions of {what}, so that {num_ranks - seq_len:,} of "
-            f"them would own none: choose at most {seq_len:,} ranks"
-        )
+        shared = f"--ranks {num_ranks:,} share the {seq_len:,} positions of {what}"
+        without = f"so that {num_ranks - seq_len:,} of them would own none"
+        raise ValueError(f"{shared}, {without}: choose at most {seq_len:,} ranks")
 
 
 def check_memory(what: str, num_bytes: float, remedy: str) -> None:
     """Raise ValueError if `what` does not fit the memory of this machine."""
-    there = physical_bytes()
-    if num_bytes > there:
-        raise ValueError(
-            f"{what} {in_gigabytes(num_bytes)}, and this machine has {in_gigabytes(there)} of memory: {remedy}"
-        )
+    if num_bytes > (there := physical_bytes()):
+        machine = f"this machine has {in_gigabytes(there)} of memory"
+        raise ValueError(f"{what} {in_gigabytes(num_bytes)}, and {machine}: {remedy}")
 
 
 def physical_bytes() -> float:

@@ -108,12 +108,11 @@ def _collect(pipes: list[Connection], launch: Launch, on_report: Callable[[int, 
             if kind == "joined":
                 deadline = time.monotonic() + launch.seconds if joining == {rank} else deadline
                 joining.discard(rank)
-                continue
-            if kind == "report":
+            elif kind == "report":
                 on_report(rank, value)
-                continue
-            del open_pipes[pipe]
-            (results if kind == "result" else failures)[rank] = value
+            else:
+                del open_pipes[pipe]
+                (results if kind == "result" else failures)[rank] = value
     if failures:
         raise RankFailedError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
     return [results[rank] for rank in range(len(pipes))]
@@ -139,13 +138,12 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
         pipe.send(("joined", None))
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
         pipe.send(("result", function(worker, *args)))
-    except Exception:  # noqa: BLE001  whatever it was, the starter reports it
+    except Exception:  # noqa: BLE001  the starter reports any error
         pipe.send(("failure", traceback.format_exc()))
 
 
 def _end_with_the_starter() -> None:
-    """End this process with the one that started it: nobody else would, if that one is killed."""
-    starter = multiprocessing.parent_process()
-    if starter is not None:
+    """End this process with the one that started it. If that one is killed, nobody else would."""
+    if (starter := multiprocessing.parent_process()) is not None:
         wait([starter.sentinel])
         os._exit(1)

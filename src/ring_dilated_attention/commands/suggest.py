@@ -144,27 +144,18 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
 def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: str | None) -> str:
     unheard = f"unheard\nafter {arguments.layers:,}\nlayer{'s' * (arguments.layers > 1)}"
     headers = ("", "pairs of\ndense's", "layers to\nhear 99 %", unheard, "received\nby a rank,\nat most")
-    rows = [
-        (
-            f"{i + 1}. {row['rule']}",
-            f"1/{1 / row['of_dense']:,.1f}",
-            str(row["layers_for_most"] or f"over {arguments.layers:,}"),
-            percent(1 - row["reach_by_layer"][-1]),
-            size_text(row["largest_received_bytes"]),
-            *([size_text(row["cache_bytes"])] if arguments.is_causal else []),
-        )
-        for i, row in enumerate(found)
-    ]
-    sizes = f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}"
-    lines = [f"{sizes}, {counted(arguments.ranks, 'rank')}", *([wrapped(assumed)] if assumed else [])]
+    rows = []
+    for i, row in enumerate(found):
+        share, layers = f"1/{1 / row['of_dense']:,.1f}", str(row["layers_for_most"] or f"over {arguments.layers:,}")
+        sizes = [size_text(row[x]) for x in ("largest_received_bytes", *["cache_bytes"] * arguments.is_causal)]
+        rows.append((f"{i + 1}. {row['rule']}", share, layers, percent(1 - row["reach_by_layer"][-1]), *sizes))
+    sequence = f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}"
+    lines = [f"{sequence}, {counted(arguments.ranks, 'rank')}", *([wrapped(assumed)] if assumed else [])]
     headers += ("decoding\ncache a\nlayer",) * arguments.is_causal
     lines += [aligned(headers, rows), f"heard: by the worst of the queries that were followed, of {heard(arguments)}"]
     if arguments.ranks > 1:
-        received = (
-            "received: keys and values around the ring, in a layer's forward and backward, by the rank that receives "
-            "most; with the gradients that it sends for them"
-        )
-        lines.append(wrapped(received))
+        received = "keys and values around the ring, in a layer's forward and backward, by the rank that receives most"
+        lines.append(wrapped(f"received: {received}; with the gradients that it sends for them"))
     for i, row in enumerate(found):
         # A pattern has a word for a whole document, and the options of other commands have not.
         lengths = (str(arguments.seq_len if w == WHOLE_DOCUMENT else w) for w in row["segment_lengths"])
@@ -214,16 +205,13 @@ def _loss(arguments: argparse.Namespace, row: dict[str, Any], who: str) -> str:
     if most is None:
         is_final = shares[-2:-1] == shares[-1:]
         remedy = "more of them add nothing: add heads, or lower rates" if is_final else "add layers, or a wider branch"
-        return (
-            f"{rest} of what query {row['worst_query']:,} might hear of is out of reach of "
-            f"{counted(arguments.layers, 'layer')}: {remedy}"
-        )
+        far = f"out of reach of {counted(arguments.layers, 'layer')}: {remedy}"
+        return f"{rest} of what query {row['worst_query']:,} might hear of is {far}"
     if everything is None:
-        why = "unread phases matter little: " if has_unread else ""
+        why = "unread phases matter little: " * has_unread
         return (
             f"{why}after {most} layers {who} have heard of 99 %, and after {arguments.layers:,} of all but {rest}. The "
-            "rest are ends of segments, behind the last row that a wider branch reads there; more heads, or lower "
-            "rates, leave fewer of them"
+            "rest lies at ends of segments, behind the last row of a wider branch: more heads or lower rates help"
         )
     why = "unread phases do not matter to who can hear of whom, since neighbours pass on what they hold: "
     return f"{why * has_unread}after {counted(everything, 'layer')} nothing is out of reach of {who}"

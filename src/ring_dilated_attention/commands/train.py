@@ -42,7 +42,6 @@ DEFAULTS = {
     "exchange": "auto",
     "save_every": 30,
 }
-MEMORY = "use a smaller --embed-dim or fewer --num-layers"
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
 # gloo's words when another rank ends during the sum of gradients, which goes through torch's own group.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
@@ -119,7 +118,8 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     if arguments.exchange == "all_to_all":  # otherwise every rank would refuse in its first call
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
     num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1)
-    check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, MEMORY)
+    remedy = "use a smaller --embed-dim or fewer --num-layers"
+    check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, remedy)
     return run
 
 

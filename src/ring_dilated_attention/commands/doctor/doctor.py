@@ -152,13 +152,10 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
     """The problems, the most urgent first."""
     from .examination import pairs_of
 
-    found = []
-    bad = everyone[0]["agreement"]
+    found, bad = [], everyone[0]["agreement"]
     if not bad["passed"]:
-        found.append(
-            f"{bad['quantity']} is off by {bad['error']:.1e}, more than {bad['tolerance']:.1e}: results are wrong "
-            "here; rda check says which backend"
-        )
+        off = "{quantity} is off by {error:.1e}, more than {tolerance:.1e}".format_map(bad)
+        found.append(f"{off}: results are wrong here; rda check says which backend")
     for name in everyone[0]["versions"]:
         found += _differing(everyone, name, [x["versions"][name] for x in everyone], "Install the same everywhere")
     models = [one["gpu"]["name"] if one["gpu"] else "none" for one in everyone]
@@ -169,10 +166,8 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
     pairs = pairs_of(everyone)
     if len(pairs) > 2 and pairs[0][2] < SLOW_PAIR * pairs[len(pairs) // 2][2]:
         a, b, rate = pairs[0]
-        found.append(
-            f"ranks {a} and {b} reach {scaled(rate, 'B/s')}, less than half of the median pair's: look at the network "
-            f"between them ({everyone[a]['host']} and {everyone[b]['host']})"
-        )
+        slow = f"ranks {a} and {b} reach {scaled(rate, 'B/s')}, less than half of the median pair's"
+        found.append(f"{slow}: look at the network between them ({everyone[a]['host']} and {everyone[b]['host']})")
     clocks = [one["clock"] for one in everyone]
     if (apart := max(clocks) - min(clocks)) > MOST_SECONDS_APART:
         found.append(f"clocks are {apart:.1f} s apart: times in the logs of two hosts will not agree; set up NTP")
@@ -237,9 +232,8 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
     if arguments.json:
         print(json.dumps({"ranks": everyone, "hardware": known(hardware), "to_mend": problems}, indent=1))
     else:
-        print(text(everyone))
-        print("not ready; mend, in this order:" if problems else "ready")
-        print("".join(f"  {i + 1}. {problem}\n" for i, problem in enumerate(problems)), end="")
+        listed = (f"  {i + 1}. {problem}" for i, problem in enumerate(problems))
+        print(text(everyone), "not ready; mend, in this order:" if problems else "ready", *listed, sep="\n")
     if arguments.save is not None:
         save(arguments.save, everyone, hardware)
     return 1 if problems else 0
@@ -271,15 +265,13 @@ def text(everyone: list[dict[str, Any]]) -> str:
     headers = ("rank", "host", "device", "memory", "forward", "backward", "clock", "free", "written")
     rows = []
     for one in everyone:
-        device = f"CPU, {one['threads']} threads"
-        if one["gpu"]:
-            device = f"{one['gpu']['name']}, compute capability {'.'.join(map(str, one['gpu']['capability']))}"
-        rates = (one["rates"][name] for name in ("flops_per_second", "backward_flops_per_second"))
+        card, folder, device = one["gpu"], one["folder"], f"CPU, {one['threads']} threads"
+        if card:
+            device = f"{card['name']}, compute capability {'.'.join(map(str, card['capability']))}"
+        rates = [scaled(one["rates"][f"{name}flops_per_second"], "FLOP/s") for name in ("", "backward_")]
         clock = f"{1e3 * (one['clock'] - first['clock']):+,.0f} ms"
-        free = size_text(one["folder"].get("free_bytes", 0))
-        written = scaled(one["folder"].get("bytes_per_second", 0), "B/s")
-        machine = (str(one["rank"]), one["host"], device, size_text(one["memory_bytes"]))
-        rows.append((*machine, *(scaled(rate, "FLOP/s") for rate in rates), clock, free, written))
+        disk = (size_text(folder.get("free_bytes", 0)), scaled(folder.get("bytes_per_second", 0), "B/s"))
+        rows.append((str(one["rank"]), one["host"], device, size_text(one["memory_bytes"]), *rates, clock, *disk))
     speedup = min((one["bfloat16_speedup"] for one in everyone if one["gpu"] is None), default=1.0)
     advice = dict.fromkeys(dtype_advice(one["gpu"], speedup) for one in everyone)
     columns = {f"backend {x}": [one["backends"][x] or "can serve" for one in everyone] for x in first["backends"]}
@@ -292,14 +284,11 @@ def text(everyone: list[dict[str, Any]]) -> str:
         aligned(headers, rows),
         *(f"dtype: {line}" for line in advice),
         *(f"{name}: {said_by(everyone, values)}" for name, values in columns.items()),
-        f"against the definition: worst error {found['error']:.1e} ({found['quantity']}), allowed "
-        f"{found['tolerance']:.1e}",
+        "against the definition: worst error {error:.1e} ({quantity}), allowed {tolerance:.1e}".format_map(found),
     ]
     if pairs := pairs_of(everyone):
         hardware, (a, b, rate) = hardware_of(everyone), pairs[0]
-        lines += [
-            f"neighbours in the ring: {scaled(hardware.bytes_per_second, 'B/s')} one way, latency "
-            f"{time_text(hardware.latency_seconds)}, handshake {time_text(hardware.handshake)}",
-            f"slowest pair: ranks {a} and {b}, {scaled(rate, 'B/s')}",
-        ]
+        times = f"latency {time_text(hardware.latency_seconds)}, handshake {time_text(hardware.handshake)}"
+        lines.append(f"neighbours in the ring: {scaled(hardware.bytes_per_second, 'B/s')} one way, {times}")
+        lines.append(f"slowest pair: ranks {a} and {b}, {scaled(rate, 'B/s')}")
     return "\n".join(lines)

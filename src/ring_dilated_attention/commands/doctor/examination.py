@@ -131,8 +131,7 @@ def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
     if card is None:
         faster = "bfloat16" if speedup >= WORTH_16_BITS else "float32"
         return f"{faster}: attention in bfloat16 was {speedup:.2f} times as fast as in float32 on this CPU"
-    major = card["capability"][0]
-    if major >= 8:
+    if (major := card["capability"][0]) >= 8:
         return "bfloat16: its matrix units are 16-bit, and its range is float32's"
     if major == 7:
         return "float16 with loss scaling: its matrix units know no bfloat16"
@@ -266,7 +265,7 @@ def messages(parallel: ContextParallel, device: str) -> dict[str, Any]:
     p = link.world_size
     handshakes = timed(parallel, "cpu", *[lambda: meet(parallel)] * 3)
     found: dict[str, Any] = {"handshake_seconds": statistics.median(handshakes), "small": {}, "large": {}}
-    distances = range(1, p) if p <= MOST_PAIRS else [2**k for k in range(p.bit_length()) if 2**k < p]
+    distances = range(1, p) if p <= MOST_PAIRS else [2**k for k in range((p - 1).bit_length())]
     on = device if link.backends.get(torch.device(device).type) else "cpu"
     for name, size in (("small", SMALL), ("large", LARGE)):
         leaves = torch.zeros(size, dtype=torch.uint8, device=on)

@@ -142,9 +142,8 @@ def check(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None:
             check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
     if arguments.ranks > 1 and arguments.batch > 1:
-        raise ValueError(
-            f"--batch {arguments.batch} with --ranks {arguments.ranks}: ranks share one slide at a time. Leave one out"
-        )
+        both = f"--batch {arguments.batch} with --ranks {arguments.ranks}"
+        raise ValueError(f"{both}: ranks share one slide at a time. Leave one out")
     if arguments.tile_size not in (None, "file") and positive(arguments.tile_size) is None:
         raise ValueError(f"--tile-size {arguments.tile_size} is neither a positive number of pixels nor 'file'")
     arguments.keys = Keys(*((name,) for name in arguments.keys)) if arguments.keys else Keys()
@@ -165,9 +164,8 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     layer = arguments.layer
     if layer not in LAYERS:
         if int(layer) > size.depth:
-            raise ValueError(
-                f"--layer {layer}: {arguments.weights} has {size.depth} layers, whose states are 0 to {size.depth}"
-            )
+            states = f"{size.depth} layers, whose states are 0 to {size.depth}"
+            raise ValueError(f"--layer {layer}: {arguments.weights} has {states}")
         layer = "last" if int(layer) == size.depth else str(int(layer))
     which = LAYERS.get(layer, f"of state {layer} of all_layer_embed=True, then the model's LayerNorm")
     tile_size = arguments.tile_size

@@ -155,15 +155,13 @@ def _embed(model: LongNetViT, options: Namespace, group: list[Tiles], device: st
     else:
         too_large = f"its features are finite and its embedding is not: too large for {options.dtype}"
         for tiles, embedding in zip(group, embeddings, strict=True):
-            is_finite = embedding.isfinite().all()
-            result = (embedding.tolist(), "") if is_finite else (None, too_large)
-            yield Result(tiles.name, tiles.entry, *result)
+            found = (embedding.tolist(), "") if embedding.isfinite().all() else (None, too_large)
+            yield Result(tiles.name, tiles.entry, *found)
 
 
 def _forward(model: LongNetViT, options: Namespace, group: list[Tiles], device: str) -> Tensor:
     """(B, E), or (B, depth + 1, E) for all layers."""
-    model.tile_size = group[0].entry.tile_size
-    lengths = None
+    model.tile_size, lengths = group[0].entry.tile_size, None
     features, coords = group[0].features[None], group[0].coords[None]
     if len(group) > 1:
         lengths = [len(tiles.features) for tiles in group]

@@ -71,8 +71,7 @@ class EmbeddingFile:
         self.place = Path(os.path.realpath(path))  # if the path is a link, its target is written and the link stays
         self.embeddings: dict[str, Tensor] = {}
         self.entries: dict[str, Entry] = {}
-        self._written = time.monotonic()
-        self._is_new = False
+        self._written, self._is_new = time.monotonic(), False
         self._read()
 
     def _refusal(self, why: str, *remedies: str) -> ValueError:
@@ -111,14 +110,11 @@ class EmbeddingFile:
 
     def has(self, name: str, path: Path, keys: Keys) -> bool:
         """Whether the embedding of this slide is there. Raises ValueError if another slide of this name is there."""
-        entry = self.entries.get(name)
-        if entry is None:
+        if name not in self.entries:
             return False
-        if entry.fingerprint != fingerprint(path, keys):
-            raise ValueError(
-                f"the slide {name!r} is in {self.path} already, made from another file than {path}, or from other "
-                "arrays in it: rename this one, or choose another --out"
-            )
+        if self.entries[name].fingerprint != fingerprint(path, keys):
+            there = f"the slide {name!r} is in {self.path} already, made from another file than {path}"
+            raise ValueError(f"{there}, or from other arrays in it: rename this one, or choose another --out")
         return True
 
     def add(self, name: str, embedding: Sequence[Any], entry: Entry) -> None:
@@ -140,12 +136,8 @@ class EmbeddingFile:
         from safetensors.torch import save_file
 
         self._read()  # another process may have written to it since
-        metadata = {
-            "made_by": MADE_BY,
-            "embedding": self.settings["embedding"],
-            "settings": json.dumps(self.settings),
-            "slides": json.dumps(self.entries),
-        }
+        metadata = {"made_by": MADE_BY, "embedding": self.settings["embedding"]}
+        metadata |= {"settings": json.dumps(self.settings), "slides": json.dumps(self.entries)}
         self.place.parent.mkdir(parents=True, exist_ok=True)
         try:
             with replaced(self.place) as unfinished:

@@ -31,10 +31,8 @@ class Slide:
             raise ValueError(f"{coords_key} has shape {tuple(coords.shape)}, not (tiles, 2): x and y of each tile")
         self.num_tiles = self._features.shape[-2]
         if coords.shape[-2] != self.num_tiles:
-            raise ValueError(
-                f"{self.features_key} has {self.num_tiles} tiles and {coords_key} has {coords.shape[-2]}: one line of "
-                "each belongs to a tile"
-            )
+            sizes = f"{self.features_key} has {self.num_tiles} tiles and {coords_key} has {coords.shape[-2]}"
+            raise ValueError(f"{sizes}: one line of each belongs to a tile")
         self.coords = _tensor(coords[...], coords_key).reshape(-1, 2)
         if self.coords.is_floating_point() and self.coords.dtype.itemsize < 4:
             dtype = self.coords.dtype
@@ -68,10 +66,8 @@ def _tensor(x: Any, name: str) -> Tensor:
 def _array(arrays: Mapping[str, Any], what: str, names: tuple[str, ...]) -> tuple[Any, str]:
     name = next((name for name in names if name in arrays), None)
     if name is None:
-        raise ValueError(
-            f"holds no {what}: it has {', '.join(map(str, arrays)) or 'no arrays'}, and {' and '.join(names)} were "
-            "looked for (--keys names others)"
-        )
+        there, wanted = ", ".join(map(str, arrays)) or "no arrays", " and ".join(names)
+        raise ValueError(f"holds no {what}: it has {there}, and {wanted} were looked for (--keys names others)")
     array = arrays[name]
     if isinstance(array, Tensor) and (array.layout != torch.strided or array.is_meta or array.is_quantized):
         raise ValueError(f"{name} has {array.layout} and {array.dtype} on {array.device}: save its numbers themselves")
