@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -312,15 +313,6 @@ def test_the_reason_of_a_failed_rank_is_said(error, capsys, monkeypatch):
     monkeypatch.setattr(processes, "run_ranks", mock.Mock(side_effect=error))
     assert cli.main(["doctor", "--ranks", "2"]) == 1
     assert capsys.readouterr().err == f"rda doctor: not ready: {error}\n"
-
-
-@pytest.mark.parametrize("command", sorted(cli.SUBCOMMANDS))
-def test_help_fits_80_columns(command, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.main([*command.split(), "--help"])
-    epilog = capsys.readouterr().out.rpartition("\n\nexamples:")[2]
-    assert [line for line in epilog.splitlines() if len(line) > 80] == []
 
 
 def test_without_rank_0_one_sentence_is_said():

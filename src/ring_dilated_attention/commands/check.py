@@ -129,13 +129,11 @@ def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> lis
     contexts = _contexts(trials, seconds)
     results: list[list[Squares]] = []
     for trial in trials:
-        device = f"cuda:{worker.rank}" if trial.device == "cuda" else "cpu"
+        how = (trial.dtype, trial.backend, f"cuda:{worker.rank}" if trial.device == "cuda" else "cpu")
         results.append([])
         for case in trial.cases:
-            if trial.exchange == CACHE:
-                found = measure_cached(case, trial.dtype, trial.backend, device)
-            else:
-                found = measure(case, trial.dtype, trial.backend, device, contexts.get(case.sharding))
+            is_cached = trial.exchange == CACHE
+            found = measure_cached(case, *how) if is_cached else measure(case, *how, contexts.get(case.sharding))
             results[-1].append(found)
             if worker.rank == 0:
                 worker.report(case.name)
@@ -208,10 +206,10 @@ def table(rows: Sequence[Row]) -> str:
             names = (row.backend, row.exchange, str(row.num_ranks), row.dtype, f"{row.num_cases} of {len(CASES)}")
             lines.append((*names, *numbers, row.verdict, row.where or row.reason))
     for backend, reason in dict.fromkeys((row.backend, row.reason) for row in rows if row.verdict == "cannot run"):
-        columns = []
+        columns, alike = [], [row for row in rows if (row.backend, row.reason) == (backend, reason)]
         for name in ("exchange", "num_ranks", "dtype"):
-            alike = dict.fromkeys(getattr(row, name) for row in rows if (row.backend, row.reason) == (backend, reason))
-            is_any = alike.keys() == {getattr(row, name) for row in rows}
-            columns.append("any" if is_any else ", ".join(map(str, alike)))
+            values = dict.fromkeys(getattr(row, name) for row in alike)
+            is_any = values.keys() == {getattr(row, name) for row in rows}
+            columns.append("any" if is_any else ", ".join(map(str, values)))
         lines.append((backend, *columns, "", "", "", "cannot run", reason))
     return aligned(headers, lines, num_left=len(headers))

@@ -19,10 +19,10 @@ from .numbers import count
 from .output import aligned, check_writable
 
 EXAMPLES = """examples:
-  rda evaluate runs/a book.txt                       contexts as long as in training
-  rda evaluate runs/a book.txt --context 0           the text is one context
-  xz -dc corpus.xz | rda evaluate runs/a -           from a pipe
-  rda evaluate runs/a genome.fa --picture bits.png   strip FASTA headers; draw too
+  rda evaluate runs/a book.txt                  contexts as long as in training
+  rda evaluate runs/a book.txt --context 0      the text is one context
+  xz -dc corpus.xz | rda evaluate runs/a -      from a pipe
+  rda evaluate runs/a genome.fa --picture bits.png   draw; strip FASTA headers
 
 The text is cut into contexts and read through caches, a chunk at a time: memory grows neither with the text nor with
 the length of a context. The first byte of a context is not predicted. Where more context helps, bits per byte fall from

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   rda generate runs/a --prompt 'def ' --tokens 400
   rda generate runs/a --prompt-file story.txt --temperature 0.8 --top-p 0.95
-  rda generate runs/a --prompt 'def ' --temperature 0     always the likeliest byte
+  rda generate runs/a --prompt 'def ' --temperature 0   the likeliest byte
 
 What the model writes goes to stdout as it comes. Its speed and the memory of its caches go to stderr; that memory does
 not grow with the text. Exit codes: 0 done, 2 refused, 130 interrupted.

@@ -86,8 +86,7 @@ def machine_of(name: str) -> Machine:
         content = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:  # ValueError: no text, no TOML, or a number of thousands of digits
         raise ValueError(f"--hardware {name} cannot be read: {error}") from error
-    fields = content.get("hardware")
-    if not isinstance(fields, dict):
+    if not isinstance(fields := content.get("hardware"), dict):
         raise ValueError(f"--hardware {name} has no table [hardware]; rda doctor --save FILE.toml writes one")
     known = (*_NUMBERS, "dtype", "source")
     for key, value in fields.items():

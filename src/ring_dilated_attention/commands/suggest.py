@@ -20,7 +20,7 @@ from .numbers import amount, count, counted, scaled, size_text
 from .output import aligned, progress_bar, wrapped
 
 EXAMPLES = """examples:
-  rda suggest --seq-len 1Mi --heads 16 --speedup 50       1/50 of dense attention's work
+  rda suggest --seq-len 1Mi --heads 16 --speedup 50   1/50 of dense's work
   rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink
   rda suggest --seq-len 1Mi --heads 16 --speedup 50 --ranks 8 --kv-heads 4
 

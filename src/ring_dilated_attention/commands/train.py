@@ -46,16 +46,16 @@ PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
 # gloo's words when another rank ends during the sum of gradients, which goes through torch's own group.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
 EXAMPLES = """examples:
-  rda train                                   one process; the document is
-                                              Python's standard library
-  rda train --ranks 2                         two processes share every sequence
-  rda train --data genome.fa --seq-len 64Ki   any files; FASTA headers are stripped
+  rda train                                  one process; the document is
+                                             Python's standard library
+  rda train --ranks 2                        two processes share every sequence
+  rda train --data genome.fa --seq-len 64Ki  any files; strips FASTA headers
   rda train --segment-lengths 32768 --dilation-rates 1           dense attention
-  rda train --resume runs/20250131-120000     go on after Ctrl-C
+  rda train --resume runs/20250131-120000    go on after Ctrl-C
   torchrun --nproc-per-node 2 -m ring_dilated_attention.commands.cli train
-                                              your own launcher, also on several hosts
+                                             your own launcher, any hosts
   srun python -m ring_dilated_attention.commands.cli train
-                                              Slurm, with MASTER_ADDR and MASTER_PORT
+                                  Slurm, with MASTER_ADDR and MASTER_PORT set
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
 (safetensors and JSON), metrics.jsonl during the run, record.json and loss.png; only one run at a time may use it.

@@ -32,11 +32,11 @@ UNSET = "not set"
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 EXAMPLES = """examples:
   rda doctor                              this machine, one process
-  rda doctor --ranks 2 --save here.toml   two processes; writes a file for rda plan
+  rda doctor --ranks 2 --save here.toml   two processes; file for rda plan
   torchrun --nproc-per-node 8 -m ring_dilated_attention.commands.cli doctor
                                           a job's ranks, also over several hosts
   srun python -m ring_dilated_attention.commands.cli doctor
-                                          Slurm, with MASTER_ADDR and MASTER_PORT
+                                  Slurm, with MASTER_ADDR and MASTER_PORT set
 
 Once all ranks have joined, they have two minutes to measure. The answer ends with "ready", or with a list of what to
 mend, the most urgent first. Exit codes: 0 ready, 1 not ready, 2 refused.
@@ -142,8 +142,7 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
     if missing:
         time.sleep(min(1.0, seconds / 10) if is_host else 0)  # so that the others can say the same
         raise RuntimeError(f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names(missing)}")
-    has_gpu = torch.cuda.is_available()
-    if has_gpu:
+    if has_gpu := torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
     dist.init_process_group(TRANSPORTS[has_gpu], store=store, rank=rank, world_size=num_ranks, timeout=limit)
 

@@ -39,8 +39,8 @@ examples:
   rda embed huge.h5 --weights slide_encoder.pth --out huge.safetensors --ranks 2
       two processes share one slide
 
-Exit codes: 0 done, 2 refused, 130 interrupted and saved. 1: some slides could not be embedded (they are named), or a
-process died; the file has the others.
+Exit codes: 0 done, 1 a process died or some slides could not be embedded (they are named, the file has the others),
+2 refused, 130 interrupted and saved.
 """
 
 

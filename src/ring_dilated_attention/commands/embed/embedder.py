@@ -111,8 +111,7 @@ def _tiles(options: Namespace, name: str, path: Path, parallel: ContextParallel 
             start, stop = 0, slide.num_tiles
             if parallel is not None:
                 lengths = parallel.ranks.lengths_of(slide.num_tiles)
-                start = sum(lengths[: parallel.rank])
-                stop = start + lengths[parallel.rank]
+                start, stop = (sum(lengths[:rank]) for rank in (parallel.rank, parallel.rank + 1))
             entry = Entry(found, slide.num_tiles, _tile_size(options.tile_size, slide))
             return Tiles(name, entry, slide.features(start, stop), slide.coords[start:stop])
     except (ValueError, OSError) as error:
