@@ -271,3 +271,12 @@ def test_a_bar_that_nobody_sees_ends_nothing(monkeypatch):
             print("it is full", file=full, flush=True)
         monkeypatch.undo()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # for what it still holds
+
+
+@pytest.mark.parametrize("command", [name for name in cli.SUBCOMMANDS if not name.startswith("plan")])
+def test_help_fits_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), "--help"])
+    epilog = capsys.readouterr().out.rpartition("\nexamples:")[2]
+    assert [line for line in epilog.splitlines() if len(line) > 80] == []

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -307,6 +308,13 @@ def test_joining_has_a_limit_of_its_own(capsys, monkeypatch):
             processes.run_ranks(launch, meet_and_sleep, 60)
 
 
+@pytest.mark.parametrize("error", [RankFailedError("rank 1: no such device"), ValueError("no such device")])
+def test_the_reason_of_a_failed_rank_is_said(error, capsys, monkeypatch):
+    monkeypatch.setattr(processes, "run_ranks", mock.Mock(side_effect=error))
+    assert cli.main(["doctor", "--ranks", "2"]) == 1
+    assert capsys.readouterr().err == f"rda doctor: not ready: {error}\n"
+
+
 def test_without_rank_0_one_sentence_is_said():
     """Catches torch's log, whose frames of C++ hide it."""
     port = free_port()
@@ -334,7 +342,7 @@ PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
     ("arguments", "environment", "message"),
     [
         (["--ranks", "0"], {}, "--ranks must be at least 1"),
-        (["--timeout", "0"], {}, "--timeout must be from 0"),
+        (["--timeout", "0"], {}, "--timeout must be a positive number of seconds, at most 3,600, got 0"),
         ([], {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "4 ranks need MASTER_ADDR and MASTER"),
         (["--ranks", "2"], PLACE, "a launcher started 2 ranks: leave it out"),
         ([], PLACE | {"MASTER_PORT": "22222222"}, "MASTER_PORT must be a number from 1 to 65,535, got '22222222'"),

@@ -159,7 +159,7 @@ def bad_slides(folder):
     yield write(folder / "integers.pt", features.int(), coords), "dtype torch.int32"
     yield write(folder / "bool.pt", features, coords > 5000), "coords has dtype torch.bool, not real numbers"
     yield write(folder / "bool.npz", features, coords > 5000), "coords has dtype bool, not real numbers"
-    yield write(folder / "half.pt", features, coords.half()), "coords has dtype torch.float16, which has not every"
+    yield write(folder / "half.pt", features, coords.half()), "coords has dtype torch.float16, too coarse for pixels"
     yield write(folder / "complex.npz", features, coords + 0j), "coords has dtype complex64, not real numbers"
     yield write(folder / "complex.pt", features, coords + 0j), "coords has dtype torch.complex64, not real"
     yield write(folder / "sparse.pt", features.to_sparse(), coords), "features has torch.sparse_coo"
@@ -181,7 +181,7 @@ def bad_slides(folder):
     torch.save(features, folder / "bare.pt")
     yield folder / "bare.pt", "holds a tensor alone, and no coordinates"
     torch.save(torch.nn.Linear(2, 2), folder / "pickle.pt")
-    yield folder / "pickle.pt", "cannot be read with torch.load(weights_only=True)"
+    yield folder / "pickle.pt", "cannot be read as pt: torch.load(weights_only=True) refuses it, and"
     for name in ("damaged.h5", "damaged.npz", "damaged.pt"):
         (folder / name).write_bytes(b"not a slide")
         yield folder / name, "cannot be read"

@@ -357,6 +357,13 @@ def test_bad_meshes_are_refused(more, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_hardware_at_its_limits_is_taken(tmp_path):
+    """A rate may be as large as the largest; a time must be shorter."""
+    path = tmp_path / "h.toml"
+    path.write_text("[hardware]\nflops_per_second = 1e17\nbytes_per_second = 1e14\nmemory_bytes = 1e15")
+    assert machine_of(str(path))[0][:2] == (1e17, 1e14)
+
+
 def test_hardware_files_come_back(tmp_path):
     machine = Machine(Hardware(1.5e11, 2e9, 3e-4, 1.2e11, 1e-5, 2e-3), 4, 10**10, 'measured on "this"')
     path = tmp_path / "here.toml"

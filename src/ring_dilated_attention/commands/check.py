@@ -1,6 +1,7 @@
-"""`rda check`: every backend and exchange that can run on this machine against the definition in float64.
+"""`rda check`: compare every backend and exchange that can run on this machine with the definition in float64.
 
-A few awkward cases, in every dtype, on several numbers of ranks; each backend and exchange in processes of its own.
+The cases are few and awkward. They run in every dtype and on several numbers of ranks. Each backend and exchange has
+processes of its own.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from ..plan.exchange import EXCHANGES
 from ..ranks.context import ContextParallel
 from ..simulate import all_ranks
 from .compare import DTYPES, Case, Squares, measure, measure_cached, worst
-from .limits import check_at_least, check_ranks_fit
+from .limits import check_at_least, check_ranks_fit, check_seconds
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
 from .numbers import count
 from .output import aligned, progress_bar
@@ -37,12 +38,12 @@ CASES = (
     Case("queries without keys", DilatedPattern((8, 97), (3, 8)), 97, 1, 3, 3, 16),
 )
 
-# In the place of an exchange: one device, and a sequence that is appended to a cache; all ranks in one process.
+# These stand in the place of an exchange: a sequence is appended to a cache on one device; one process has all ranks.
 CACHE, SIMULATED = "cache", "simulated"
 
 
 class Row(NamedTuple):
-    """A line of the table. `reason` says why it could not run, or how it failed."""
+    """A line of the table. `reason` says why the trial could not run, or how it failed."""
 
     backend: str
     exchange: str
@@ -57,7 +58,7 @@ class Row(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What becomes one row: all cases that it can run."""
+    """All cases of one backend, exchange, dtype and number of ranks; they become one row."""
 
     backend: str
     device: str
@@ -71,10 +72,9 @@ class Trial(NamedTuple):
 
     @property
     def cases(self) -> list[Case]:
-        """All, but all_to_all deals heads, whose numbers must divide. With a cache they are causal, of one document."""
+        """Those that can run: a cache takes causal patterns and one document, and all_to_all heads that divide."""
         if self.exchange == CACHE:
-            alone = [case._replace(documents=None) for case in CASES]
-            return [case._replace(pattern=replace(case.pattern, is_causal=True)) for case in alone]
+            return [x._replace(documents=None, pattern=replace(x.pattern, is_causal=True)) for x in CASES]
         deals = self.exchange == "all_to_all"
         return [case for case in CASES if not deals or case.num_kv_heads % self.num_ranks == 0]
 
@@ -84,17 +84,17 @@ class Trial(NamedTuple):
 
 
 def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
-    """What can run on this machine on so many ranks, and the rows of what cannot, with the reason."""
+    """The trials that can run on this machine on so many ranks, and rows with the reason for those that cannot."""
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     exchanges = (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE)
     trials, rows = [], []
     for backend, exchange, dtype in product(BACKENDS, exchanges, DTYPES):
-        against = {x: _why_not(x) for x in (Trial(backend, device, exchange, dtype, num_ranks) for device in devices)}
-        trial, reason = next((x for x in against.items() if x[1] is None), next(iter(against.items())))
-        if reason is None:
-            trials.append(trial)
+        found = [Trial(backend, device, exchange, dtype, num_ranks) for device in devices]
+        against = [_why_not(trial) for trial in found]
+        if None in against:
+            trials.append(found[against.index(None)])
         else:
-            rows.append(trial.row("cannot run", reason="; ".join(map(str, against.values()))))
+            rows.append(found[0].row("cannot run", reason="; ".join(map(str, against))))
     return trials, rows
 
 
@@ -109,8 +109,8 @@ def _why_not(trial: Trial) -> str | None:
 
 def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: float) -> list[Row]:
     """Rows of trials that share backend and exchange, in processes of their own: a crash or a hang fails only these."""
-    backend = "cpu:gloo,cuda:nccl" if any(trial.device == "cuda" for trial in trials) else "gloo"
-    launch = Launch(trials[0].num_processes, backend=backend, seconds=seconds)
+    has_gpus = any(trial.device == "cuda" for trial in trials)
+    launch = Launch(trials[0].num_processes, has_gpus=has_gpus, seconds=seconds)
     try:
         ranks = run_ranks(launch, _measure_all, trials, seconds, on_report=lambda rank, message: on_step())
     except RankFailedError as error:
@@ -129,13 +129,11 @@ def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> lis
     contexts = _contexts(trials, seconds)
     results: list[list[Squares]] = []
     for trial in trials:
-        device = f"cuda:{worker.rank}" if trial.device == "cuda" else trial.device
+        how = (trial.dtype, trial.backend, f"cuda:{worker.rank}" if trial.device == "cuda" else "cpu")
         results.append([])
         for case in trial.cases:
-            if trial.exchange == CACHE:
-                found = measure_cached(case, trial.dtype, trial.backend, device)
-            else:
-                found = measure(case, trial.dtype, trial.backend, device, contexts.get(case.sharding))
+            is_cached = trial.exchange == CACHE
+            found = measure_cached(case, *how) if is_cached else measure(case, *how, contexts.get(case.sharding))
             results[-1].append(found)
             if worker.rank == 0:
                 worker.report(case.name)
@@ -143,7 +141,7 @@ def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> lis
 
 
 def _contexts(trials: Sequence[Trial], seconds: float) -> dict[str, ContextParallel]:
-    """What the cases of several ranks run on, by their sharding; nothing for one rank."""
+    """The context of each sharding that the cases have; none for one rank."""
     exchange, num_ranks = trials[0].exchange, trials[0].num_ranks
     shardings = dict.fromkeys(case.sharding for trial in trials for case in trial.cases if num_ranks > 1)
     if exchange == SIMULATED:
@@ -156,10 +154,12 @@ EXAMPLES = """examples:
   rda check                 every backend and exchange on 1, 2 and 3 ranks
   rda check --ranks 1       one rank only
 
-Each row shows the result that came nearest to its tolerance over all cases: out, lse, dq, dk or dv. Gradients are also
-those of lse. For "cache" a sequence is appended many tokens at a time and one by one, and out and lse are compared. The
-tolerance is twice the error of torch's attention in the same dtype under the same mask, plus a floor (a quarter of the
-dtype's eps; 8 eps in float64, 4 in float32 on a GPU). Exit codes: 0 all rows passed or cannot run here, 1 a row failed.
+Each row shows the result that came nearest to its tolerance over all cases: out, lse, dq, dk or dv. The gradients are
+those through out and lse. For "cache" a sequence is appended many tokens at a time and one by one, and only out and lse
+are compared. The tolerance is twice the error of torch's attention in the same dtype under the same mask, plus a floor:
+a quarter of the dtype's eps, 8 eps in float64, 4 eps in float32 on a GPU.
+
+Exit codes: 0 all rows passed or cannot run here, 1 a row failed, 2 refused.
 """
 
 
@@ -173,44 +173,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        check_at_least("--ranks", min(arguments.ranks))
-        check_ranks_fit(max(arguments.ranks), min(case.seq_len for case in CASES), "the shortest case")
-        if not 0 < arguments.timeout < math.inf:
-            raise ValueError(f"--timeout must be a positive number of seconds, got {arguments.timeout:g}")
-        if arguments.timeout > MOST_SECONDS:
-            raise ValueError(f"--timeout must be at most {MOST_SECONDS:,} seconds, a day, got {arguments.timeout:g}")
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    check_at_least("--ranks", min(arguments.ranks))
+    check_ranks_fit(max(arguments.ranks), min(case.seq_len for case in CASES), "the shortest case")
+    check_seconds("--timeout", arguments.timeout, MOST_SECONDS)
     rows = check(arguments.ranks, arguments.timeout)
     if arguments.json:
-        known = [{name: x for name, x in row._asdict().items() if x not in (None, "")} for row in rows]
-        shown = [{name: "inf" if x == math.inf else x for name, x in row.items()} for row in known]
-        print(json.dumps(shown, indent=1))
+        known = ({name: x for name, x in row._asdict().items() if x not in (None, "")} for row in rows)
+        print(json.dumps([{name: "inf" if x == math.inf else x for name, x in row.items()} for row in known], indent=1))
     else:
         print(table(rows))
     return 1 if any(row.verdict == "failed" for row in rows) else 0
 
 
 def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row]:
-    launches: list[list[Trial]] = []
-    impossible: list[Row] = []
-    for num_ranks in ranks:
-        trials, rows = plan_trials(num_ranks)
-        launches += [list(x) for _, x in groupby(trials, key=lambda trial: (trial.backend, trial.exchange))]
-        impossible += rows
+    planned = [plan_trials(num_ranks) for num_ranks in ranks]
+    possible = [trial for trials, _ in planned for trial in trials]
     results: list[Row] = []
-    total = sum(len(trial.cases) for trials in launches for trial in trials)
-    with progress_bar(total, "case") as bar:
-        for trials in launches:
-            bar.set_postfix_str(f"{trials[0].backend}, {trials[0].exchange}, {trials[0].num_ranks} ranks")
-            results += run_trials(trials, bar.update, seconds)
-    return results + impossible
+    with progress_bar(sum(len(trial.cases) for trial in possible), "case") as bar:
+        for (backend, exchange, num_ranks), trials in groupby(possible, lambda x: (x.backend, x.exchange, x.num_ranks)):
+            bar.set_postfix_str(f"{backend}, {exchange}, {num_ranks} ranks")
+            results += run_trials(list(trials), bar.update, seconds)
+    return results + [row for _, rows in planned for row in rows]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows, aligned. What cannot run is said once per backend and reason."""
+    """The rows, aligned. What cannot run has one row for each backend and reason."""
     headers = ("backend", "exchange", "ranks", "dtype", "cases", "worst error", "tolerance", "verdict", "where")
     lines: list[tuple[str, ...]] = []
     for row in rows:
@@ -219,10 +206,10 @@ def table(rows: Sequence[Row]) -> str:
             names = (row.backend, row.exchange, str(row.num_ranks), row.dtype, f"{row.num_cases} of {len(CASES)}")
             lines.append((*names, *numbers, row.verdict, row.where or row.reason))
     for backend, reason in dict.fromkeys((row.backend, row.reason) for row in rows if row.verdict == "cannot run"):
-        columns = []
+        columns, alike = [], [row for row in rows if (row.backend, row.reason) == (backend, reason)]
         for name in ("exchange", "num_ranks", "dtype"):
-            alike = dict.fromkeys(getattr(row, name) for row in rows if (row.backend, row.reason) == (backend, reason))
-            is_any = alike.keys() == {getattr(row, name) for row in rows}
-            columns.append("any" if is_any else ", ".join(map(str, alike)))
+            values = dict.fromkeys(getattr(row, name) for row in alike)
+            is_any = values.keys() == {getattr(row, name) for row in rows}
+            columns.append("any" if is_any else ", ".join(map(str, values)))
         lines.append((backend, *columns, "", "", "", "cannot run", reason))
     return aligned(headers, lines, num_left=len(headers))

@@ -1,11 +1,12 @@
-"""`rda`: one command, a module per subcommand, imported only when it is the one asked for.
+"""`rda`: one command, a module per subcommand, imported only when the user asks for it.
 
-A subcommand's module has `add_arguments(parser)` and `run(arguments) -> exit code`. `arguments.argv` is what stood
-after the subcommand, for those that start other processes with it.
+A subcommand's module has `add_arguments(parser)` and `run(arguments) -> exit code`. A ValueError of `run` is a sentence
+for the user. `arguments.argv` holds the words after the subcommand, for those that start other processes with them.
 """
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -43,10 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_off(arguments: list[str]) -> tuple[list[str], str]:
-    """The arguments with a subcommand of two words as one, as argparse takes it; and the subcommand.
-
-    It is the first word that is no option, since no option of `rda` itself takes a value.
-    """
+    """The arguments and their subcommand. A subcommand of two words becomes one argument, as argparse needs it."""
+    # The subcommand is the first word that is no option: no option of `rda` itself takes a value.
     first = next((i for i, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
     both = " ".join(arguments[first : first + 2])
     if both in SUBCOMMANDS:
@@ -73,16 +72,27 @@ def run(arguments: list[str], asked: str, command: str) -> int:
             with leaving_at_once(command):
                 chosen = import_module(module, __package__)
             chosen.add_arguments(subparser)
+            subparser.epilog = filled(subparser.epilog or "")
             chosen_parser = subparser
     if empty := next((word for word in arguments if word.startswith("--") and word.endswith("=--")), None):
         chosen_parser.error(f"{empty}: -- is no value")  # argparse would make an empty list of it
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
-    with suppress(ValueError):  # of numbers that are none: for a command that joins to say
+    with suppress(ValueError):  # a launcher's variable holds no number: a command that joins the ranks says so
         if said := unjoined(joins=SUBCOMMANDS[parsed.command].joins):
             say(f"{command}: {said}")
     assert chosen is not None
-    return int(chosen.run(parsed))
+    try:
+        return int(chosen.run(parsed))
+    except ValueError as error:  # the library's word to its user; anything else keeps its traceback
+        say(f"{command}: {error}")
+        return 2
+
+
+def filled(epilog: str) -> str:
+    """Paragraphs at 80 columns. A paragraph with indented lines is a table, and stays as it is."""
+    paragraphs = epilog.strip().split("\n\n")
+    return "\n\n".join(x if "\n  " in x else textwrap.fill(x, 80, break_on_hyphens=False) for x in paragraphs)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One call against the definition in float64: out, lse, dq, dk and dv, and how large their errors may be.
+"""One call against the definition in float64: the errors of out, lse, dq, dk and dv, and how large they may be.
 
 A result passes if its relative L2 error is at most twice that of torch's attention in the same dtype under the same
-mask (log M as a bias), plus a floor. For `rda check` and the gate of `python -m benchmarks`.
+mask (log M as a bias), plus a floor. `rda check` and the gate of `python -m benchmarks` use it.
 
 B batch, N positions, H query heads, G key/value heads, D head dim.
 """
@@ -26,13 +26,13 @@ QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 # Added to every tolerance: rounding a result once costs about eps / 4 in relative L2. In float64 the definition's own
 # rounding is of that size too, so there the floor is larger.
 FLOOR = {dtype: torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.25) for dtype in DTYPES}
-# On a GPU exp2 and log2 of float32 are approximate (2 ulp each, PTX ISA), and torch's memory-efficient op makes one
-# product of float32 out of three of tf32. A single one of tf32 would be off by 1e-4 and more.
+# On a GPU exp2 and log2 of float32 are approximate (2 ulp each, PTX ISA), and torch's memory-efficient op computes one
+# float32 product from three tf32 products. A single tf32 product would be off by 1e-4 and more.
 FLOOR_ON_GPU = FLOOR | {torch.float32: 4 * torch.finfo(torch.float32).eps}
 
 
 class Case(NamedTuple):
-    """One call: its pattern and its sizes. `documents` are borders of packed documents."""
+    """One call: its pattern and its sizes. `documents` are the borders of packed documents."""
 
     name: str
     pattern: DilatedPattern
@@ -45,12 +45,12 @@ class Case(NamedTuple):
     sharding: str = "contiguous"
 
 
-# Sums of squares, of the difference to the definition and of the definition: those of all ranks add up.
+# By quantity, the sums of squares of the difference to the definition, and of the definition. Ranks add theirs up.
 Squares = dict[str, tuple[float, float]]
 
 
 def make_inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
-    """query, key and value rounded to `dtype`, and the gradients of out and lse. float64, and alike on every rank."""
+    """Query, key and value rounded to `dtype`, and gradients of out and lse: float64, and the same on every rank."""
     generator = torch.Generator().manual_seed(case.seq_len)
 
     def draw(*shape: int) -> Tensor:
@@ -101,7 +101,7 @@ def measure(
 ) -> Squares:
     """This rank's difference to the definition, by quantity. Every rank of `parallel` must call it.
 
-    through_lse: gradients are also of lse, for which some kernels need one more column.
+    through_lse: the gradients also come through lse, for which some kernels need one more column.
     """
     inputs, dout, dlse = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, dlse if through_lse else None)
@@ -117,7 +117,7 @@ def measure(
 
 
 def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) -> Squares:
-    """The difference of out and lse where the sequence is appended to a cache, many tokens at a time and one by one."""
+    """The difference of out and lse if the sequence is appended to a cache, many tokens at a time and one by one."""
     inputs, dout, _ = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, None)
     sizes = (case.batch, case.num_heads, case.num_kv_heads, case.head_dim)
@@ -136,7 +136,7 @@ def _loss(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def squares(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Sums of squares of the difference and of the expected. -inf must be met exactly."""
+    """Sums of squares of the difference and of `expected`. A -inf must stand at the same places in both."""
     found = found.detach().cpu().double()
     if not torch.equal(found == -torch.inf, expected == -torch.inf):
         return math.inf, 1.0
@@ -145,7 +145,7 @@ def squares(found: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def relative(sums: tuple[float, float]) -> float:
-    """The relative L2 error; a NaN is infinite, and so is a difference to zero."""
+    """The relative L2 error. NaN counts as infinite, and so does a difference to zero."""
     difference, size = sums
     if math.isnan(difference):
         return math.inf

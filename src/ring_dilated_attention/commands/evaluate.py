@@ -17,13 +17,12 @@ from .interrupts import leaving_at_once
 from .limits import check_at_least
 from .numbers import count
 from .output import aligned, check_writable
-from .terminal import say
 
 EXAMPLES = """examples:
-  rda evaluate runs/20250131-120000 book.txt                       contexts as long as those of training
-  rda evaluate runs/20250131-120000 book.txt --context 0           all of it is one context
-  xz -dc corpus.xz | rda evaluate runs/20250131-120000 -           from a pipe
-  rda evaluate runs/20250131-120000 genome.fa --picture bits.png   headers are stripped; draws it too
+  rda evaluate runs/a book.txt                  contexts as long as in training
+  rda evaluate runs/a book.txt --context 0      the text is one context
+  xz -dc corpus.xz | rda evaluate runs/a -      from a pipe
+  rda evaluate runs/a genome.fa --picture bits.png   draw; strip FASTA headers
 
 The text is cut into contexts and read through caches, a chunk at a time: memory grows neither with the text nor with
 the length of a context. The first byte of a context is not predicted. If more context helps, bits per byte fall from
@@ -34,21 +33,19 @@ MAKER = "rda evaluate --picture"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
-    parser.add_argument("file", metavar="FILE", help="of any size; - is stdin")
-    length = "bytes of a context, 0 for one that never ends (default: a sequence of training)"
-    parser.add_argument("--context", type=count, metavar="N", help=length)
-    parser.add_argument("--chunk", type=count, default=4096, metavar="N", help="bytes at a time (default 4096)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add = parser.add_argument
+    add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
+    add("file", metavar="FILE", help="of any size; - is stdin")
+    add(
+        "--context", type=count, metavar="N", help="bytes of a context, 0 for one without end (default: as in training)"
+    )
+    add("--chunk", type=count, default=4096, metavar="N", help="bytes at a time (default 4096)")
+    add("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
+    add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        record = evaluate(arguments)
-    except ValueError as error:
-        say(f"rda evaluate: {error}")
-        return 2
+    record = evaluate(arguments)
     print(json.dumps(record) if arguments.json else report(record))
     return 0
 

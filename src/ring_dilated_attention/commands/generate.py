@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ..models.longnet import LongNetLM
 
 EXAMPLES = """examples:
-  rda generate runs/20250131-120000 --prompt 'def ' --tokens 400
-  rda generate runs/20250131-120000 --prompt-file story.txt --temperature 0.8 --top-p 0.95 --seed 1
-  rda generate runs/20250131-120000 --prompt 'def ' --temperature 0        the likeliest byte, each time
+  rda generate runs/a --prompt 'def ' --tokens 400
+  rda generate runs/a --prompt-file story.txt --temperature 0.8 --top-p 0.95
+  rda generate runs/a --prompt 'def ' --temperature 0   the likeliest byte
 
 The text goes to stdout while the model writes it. The speed and the memory of the caches go to stderr. This memory does
 not grow with the text. Exit codes: 0 done, 2 refused, 130 interrupted.
@@ -39,7 +39,8 @@ SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 300, 0.7
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
+    add = parser.add_argument
+    add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what comes before")
     prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file of any length")
@@ -52,22 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        check_run(arguments.run_folder)
-        check_at_least("--tokens", arguments.tokens)
-        if arguments.seed is not None:
-            check_at_least("--seed", arguments.seed, least=0)
-        prompt = prompt_of(arguments)
-        with leaving_at_once("rda generate"):
-            from ..models.longnet import LongNetLM
-            from ..models.sampling import Sampling
+    check_run(arguments.run_folder)
+    check_at_least("--tokens", arguments.tokens)
+    if arguments.seed is not None:
+        check_at_least("--seed", arguments.seed, least=0)
+    prompt = prompt_of(arguments)
+    with leaving_at_once("rda generate"):
+        from ..models.longnet import LongNetLM
+        from ..models.sampling import Sampling
 
-        Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
-        model = LongNetLM.from_run(arguments.run_folder)
-        record = write(model, prompt, arguments)
-    except ValueError as error:
-        say(f"rda generate: {error}")
-        return 2
+    Sampling(arguments.temperature, arguments.top_k, arguments.top_p)  # refuses bad numbers before a model is read
+    record = write(LongNetLM.from_run(arguments.run_folder), prompt, arguments)
     if arguments.json:
         print(json.dumps(record))
     else:
@@ -86,7 +82,7 @@ def check_run(folder: Path) -> Path:
 
 
 def prompt_of(arguments: argparse.Namespace) -> bytes:
-    """The bytes of --prompt, or those of a file as training reads it (FASTA without headers)."""
+    """The bytes of --prompt, or of a file as training reads it (FASTA without headers)."""
     if arguments.prompt_file is not None:
         return load_document([arguments.prompt_file], 1, 0).content
     if not arguments.prompt:
@@ -99,8 +95,7 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
     caches = model.make_caches(1, max_len=len(prompt) + arguments.tokens)
     drawn_by = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
     steps = model.generate([list(prompt)], arguments.tokens, caches=caches, **drawn_by)
-    out = Text(io.StringIO() if arguments.json else sys.stdout)
-    written = bytearray()
+    out, written = Text(io.StringIO() if arguments.json else sys.stdout), bytearray()
     began = first = time.perf_counter()
     with suppress(KeyboardInterrupt):
         for tokens in steps:

@@ -1,7 +1,7 @@
-"""What a time is modelled with: presets with their source, and files in TOML such as `rda doctor --save` writes.
+"""The hardware whose time is modelled: presets with their source, and TOML files such as `rda doctor --save` writes.
 
 [hardware]
-flops_per_second = 1.2e11        # what kernels reach; of one rank, forward
+flops_per_second = 1.2e11        # that kernels reach on one rank, forward
 bytes_per_second = 1.5e9         # one way, over a rank's network (left out in the file of one rank)
 latency_seconds = 2.5e-4         # of a message (0 if left out)
 backward_flops_per_second, call_seconds, handshake_seconds, memory_bytes: where known
@@ -10,6 +10,7 @@ source = "where the numbers are from"
 """
 
 import argparse
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -21,7 +22,7 @@ from .numbers import amount, scaled
 
 
 class Machine(NamedTuple):
-    """Rates, the itemsize of the dtype that they are of, the memory of a rank where known, and the source of it all."""
+    """A rank's rates, the itemsize of their dtype, the rank's memory where known, and the source of the numbers."""
 
     hardware: Hardware
     itemsize: int
@@ -29,7 +30,7 @@ class Machine(NamedTuple):
     source: str
 
 
-MAKER = "rda doctor"  # with which the source of what it measured begins
+MAKER = "rda doctor"  # the source of what it measured begins with this
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _A100 = "225 TFLOP/s in training with FlashAttention-2 (arXiv 2307.08691, section 4.2)"
 _H100 = "400 TFLOP/s in training Llama 3 405B (arXiv 2407.21783, table 4)"
@@ -43,22 +44,22 @@ PRESETS = {
     "h100-nvlink": Machine(Hardware(400e12, 360e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 450 GB/s"),
     "h100-infiniband": Machine(Hardware(400e12, 40e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 400 Gb/s"),
 }
-LARGEST = 1e30  # of a rate; far beyond machines, and within floats
-NO_NETWORK = LARGEST  # bytes per second where none were measured, and one rank sends none
+LARGEST = 1e30  # a rate far beyond machines, and within floats
+NO_NETWORK = LARGEST  # bytes per second in the file of one rank, which sends none
 _FLOPS, _BYTES = "FLOPs in a second; 500 TFLOP/s are 5e14", "bytes in a second, one way; 50 GB/s are 5e10"
 _TIME = "seconds; 5 µs are 5e-6"
-# The least number, the first that is too large, and the unit: what lies outside is in another unit, and no machine's.
+_SHORT = (0.0, math.nextafter(0.1, 0), _TIME)  # below 0.1
+# The least number, the largest and the unit: no machine's number lies outside, so that one is in another unit.
 _NUMBERS = {
     "flops_per_second": (1e8, 1e17, _FLOPS),
     "backward_flops_per_second": (1e8, 1e17, _FLOPS),
     "bytes_per_second": (1e6, 1e14, _BYTES),
     "memory_bytes": (2**20, 1e15, "bytes; 80 GB are 8e10"),
-    "latency_seconds": (0.0, 0.1, _TIME),
-    "call_seconds": (0.0, 0.1, _TIME),
-    "handshake_seconds": (0.0, 1.0, _TIME),
+    "latency_seconds": _SHORT,
+    "call_seconds": _SHORT,
+    "handshake_seconds": (0.0, math.nextafter(1.0, 0), _TIME),
 }
-_TEXTS = ("dtype", "source")
-# Options may imagine machines that no file has; their times are numbers all the same.
+# Options may describe machines that do not exist; the limits only keep the times that are modelled finite.
 _GIVEN = {
     "flops": ("flops_per_second", 1e6, 1e18, _FLOPS),
     "bandwidth": ("bytes_per_second", 1e3, 1e15, _BYTES),
@@ -75,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_of(name: str) -> Machine:
-    """A preset by its name, or what a file says. A ValueError if it is neither, or the file is not as above."""
+    """A preset by its name, or what a file says. Raises ValueError for other names, and for a file not as above."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -83,15 +84,14 @@ def machine_of(name: str) -> Machine:
         raise ValueError(f"--hardware {name} is no file and no preset; presets are {', '.join(PRESETS)}")
     try:
         content = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:  # no text, no TOML, or a number of thousands of digits
+    except (OSError, ValueError) as error:  # ValueError: no text, no TOML, or a number of thousands of digits
         raise ValueError(f"--hardware {name} cannot be read: {error}") from error
-    fields = content.get("hardware")
-    if not isinstance(fields, dict):
+    if not isinstance(fields := content.get("hardware"), dict):
         raise ValueError(f"--hardware {name} has no table [hardware]; rda doctor --save FILE.toml writes one")
+    known = (*_NUMBERS, "dtype", "source")
     for key, value in fields.items():
-        if key not in (*_NUMBERS, *_TEXTS):
-            known = ", ".join((*_NUMBERS, *_TEXTS))
-            raise ValueError(f"--hardware {name}: {key} is unknown; the table [hardware] takes {known}")
+        if key not in known:
+            raise ValueError(f"--hardware {name}: {key} is unknown; the table [hardware] takes {', '.join(known)}")
         if key in _NUMBERS:
             _check_number(name, key, value)
     if "flops_per_second" not in fields:
@@ -106,38 +106,40 @@ def machine_of(name: str) -> Machine:
 
 
 def _check_number(name: str, key: str, value: object) -> None:
-    least, too_large, unit = _NUMBERS[key]
+    least, most, unit = _NUMBERS[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
         raise ValueError(f"--hardware {name}: {key} = {value!r} must be a plain number of {unit}")
     if value < 0 or value == 0 < least:
         raise ValueError(f"--hardware {name}: {key} = {value:g} must be positive, in {unit}")
-    if not least <= value < too_large:
+    if not least <= value <= most:
         raise ValueError(f"--hardware {name}: {key} = {value:g} seems to be in another unit: write {unit}")
 
 
 def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> None:
-    """Raise ValueError where a rate is that of other types."""
+    """Raise ValueError if the machine's rates are those of dtypes of another size."""
     if ITEMSIZE[dtype] != machine.itemsize:
-        raise ValueError(
-            f"--hardware {name} has the rate of {8 * machine.itemsize}-bit types, and --dtype is {dtype}. Choose "
-            f"--dtype {'bfloat16' if machine.itemsize == 2 else 'float32'}{remedy}."
+        rates, other = (
+            f"the rate of {8 * machine.itemsize}-bit types",
+            "bfloat16" if machine.itemsize == 2 else "float32",
         )
+        raise ValueError(f"--hardware {name} has {rates}, and --dtype is {dtype}. Choose --dtype {other}{remedy}.")
 
 
 def machine_for(arguments: argparse.Namespace) -> Machine | None:
-    """The preset or file with the given numbers in place of its own, or None where a time is not asked for."""
+    """The preset or file, with the given numbers in place of its own. None if no option asks for a time."""
     given: dict[str, Any] = {}
     for option, (name, least, most, unit) in _GIVEN.items():
         value = getattr(arguments, option)
         if value is not None and not least <= value <= most:
             raise ValueError(f"--{option} {value:g} must be from {least:g} to {most:g} {unit}")
-        given |= {} if value is None else {name: value}
+        if value is not None:
+            given[name] = value
     if arguments.hardware is None:
         if not given:
             return None
-        missing = next((option for option in ("flops", "bandwidth") if _GIVEN[option][0] not in given), None)
-        if missing is not None:
-            raise ValueError(f"--{missing} is missing: a time needs --flops and --bandwidth, or --hardware")
+        for option in ("flops", "bandwidth"):
+            if getattr(arguments, option) is None:
+                raise ValueError(f"--{option} is missing: a time needs --flops and --bandwidth, or --hardware")
         return Machine(Hardware(**given), ITEMSIZE[arguments.dtype], None, "as given")
     machine = machine_of(arguments.hardware)
     source = f"{machine.source}; {', '.join(given)} as given" if given else machine.source
@@ -157,13 +159,13 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
 
 
 def known(hardware: Hardware) -> dict[str, float | None]:
-    """Its numbers by name, without those of a network where none was measured."""
+    """The numbers by name, without those of the network if none was measured."""
     left_out = ("bytes_per_second", "latency_seconds") if hardware.bytes_per_second == NO_NETWORK else ()
     return {name: value for name, value in hardware._asdict().items() if name not in left_out}
 
 
 def as_toml(machine: Machine, notes: list[str]) -> str:
-    """A file that `machine_of` reads; notes become comments."""
+    """The text of a file that `machine_of` reads. The notes become comments."""
     numbers = known(machine.hardware) | {"memory_bytes": machine.memory_bytes}
     dtype = next(name for name, size in ITEMSIZE.items() if size == machine.itemsize)
     source = machine.source.replace("\\", "/").replace('"', "'")
@@ -173,7 +175,7 @@ def as_toml(machine: Machine, notes: list[str]) -> str:
 
 
 def is_saved(file: BinaryIO) -> bool:
-    """Whether a file is one that `rda doctor` wrote."""
+    """Whether `rda doctor` wrote a file."""
     try:
         found = tomllib.loads(file.read(MOST_BYTES).decode())
         return len(found) == 1 and found["hardware"]["source"].startswith(f"{MAKER} ")
@@ -182,15 +184,13 @@ def is_saved(file: BinaryIO) -> bool:
 
 
 def described(hardware: Hardware, source: str) -> str:
-    """The rates that a time assumes, in a line."""
+    """A line with the rates that a time assumes."""
     numbers = [scaled(hardware.flops_per_second, "FLOP/s")]
     if hardware.backward_flops_per_second is not None:
         numbers[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
-    if hardware.bytes_per_second == NO_NETWORK:
-        numbers.append("no network")
-    else:
-        numbers.append(f"{scaled(hardware.bytes_per_second, 'B/s')} one way")
-        numbers.append(f"latency {time_text(hardware.latency_seconds)}")
+    bandwidth, latency = scaled(hardware.bytes_per_second, "B/s"), time_text(hardware.latency_seconds)
+    has_network = hardware.bytes_per_second != NO_NETWORK
+    numbers += [f"{bandwidth} one way", f"latency {latency}"] if has_network else ["no network"]
     if hardware.call_seconds:
         numbers.append(f"{time_text(hardware.call_seconds)} a kernel call")
     if hardware.handshake_seconds is not None:

@@ -29,7 +29,7 @@ def leaving_at_once(command: str) -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Ctrl-C is raised at the end of the block. Processes that are started in the block never get it."""
+    """Ctrl-C is raised at the end of the block. It never reaches processes that are started in the block."""
     came: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by whatever is started
     with _handled(lambda number, frame: came.append(number)):
@@ -42,7 +42,7 @@ def held_back() -> Iterator[None]:
 
 
 def ignore_from_now_on() -> None:
-    """For the end of a command: Ctrl-C while Python shuts down is not worth a traceback."""
+    """Call this at the end of a command: Ctrl-C while Python shuts down is not worth a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

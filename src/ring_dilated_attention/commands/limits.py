@@ -1,4 +1,4 @@
-"""What numbers a command takes: what fits 64 bits, and what this machine can hold. No torch."""
+"""Which numbers a command takes: those that fit 64 bits, and that this machine can hold. No torch."""
 
 import math
 import os
@@ -12,7 +12,7 @@ MOST_RANKS, MOST_HEADS = 2**20, 2**16
 
 
 def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST) -> None:
-    """Raise ValueError unless an option's number lies between."""
+    """Raise ValueError unless an option's number lies from `least` to `most`."""
     if value < least:
         raise ValueError(f"{option} must be at least {least}, got {in_short(value)}")
     if value > most:
@@ -20,27 +20,29 @@ def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST)
 
 
 def check_each(option: str, values: Iterable[int], most: int = LARGEST) -> None:
-    """The same of every number of a list; how small they may be is the pattern's to say."""
+    """The same of every number of a list; the pattern says how small they may be."""
     for value in values:
         check_at_least(option, value, least=-LARGEST, most=most)
 
 
+def check_seconds(option: str, seconds: float, most: int) -> None:
+    if not 0 < seconds <= most:
+        raise ValueError(f"{option} must be a positive number of seconds, at most {most:,}, got {seconds:g}")
+
+
 def check_ranks_fit(num_ranks: int, seq_len: int, what: str = "--seq-len") -> None:
-    """The library serves ranks that own nothing; who asks a command for them has mistaken one number for another."""
+    """Raise ValueError if ranks would own nothing. The library serves such ranks, but who asks for them is mistaken."""
     if num_ranks > seq_len:
-        raise ValueError(
-            f"--ranks {num_ranks:,} share the {seq_len:,} positions of {what}, so that {num_ranks - seq_len:,} of "
-            f"them would own none: choose at most {seq_len:,} ranks"
-        )
+        shared = f"--ranks {num_ranks:,} share the {seq_len:,} positions of {what}"
+        without = f"so that {num_ranks - seq_len:,} of them would own none"
+        raise ValueError(f"{shared}, {without}: choose at most {seq_len:,} ranks")
 
 
 def check_memory(what: str, num_bytes: float, remedy: str) -> None:
-    """Raise ValueError if something does not fit the memory of this machine."""
-    there = physical_bytes()
-    if num_bytes > there:
-        raise ValueError(
-            f"{what} {in_gigabytes(num_bytes)}, and this machine has {in_gigabytes(there)} of memory: {remedy}"
-        )
+    """Raise ValueError if `what` does not fit the memory of this machine."""
+    if num_bytes > (there := physical_bytes()):
+        machine = f"this machine has {in_gigabytes(there)} of memory"
+        raise ValueError(f"{what} {in_gigabytes(num_bytes)}, and {machine}: {remedy}")
 
 
 def physical_bytes() -> float:

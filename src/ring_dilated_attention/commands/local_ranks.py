@@ -17,16 +17,17 @@ from ..training.rank_launcher import loopback_only
 from .interrupts import held_back
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-# The first call of a custom op imports torch._dynamo, for a second or two.
+TRANSPORTS = {False: "gloo", True: "cpu:gloo,cuda:nccl"}  # torch.distributed's backends, by whether ranks have GPUs
+# torch._dynamo is what the first call of a custom op imports, for a second or two.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "ring_dilated_attention.attention"]
 
 
 class RankFailedError(RuntimeError):
-    """What the ranks reported, with their tracebacks."""
+    """Ranks failed. The message has what each reported, with its traceback."""
 
 
 class Worker(NamedTuple):
-    """The place of a rank. `report` sends a message to the process that started the rank."""
+    """What a rank knows of itself. `report` sends a value to the process that started it."""
 
     rank: int
     world_size: int
@@ -39,9 +40,15 @@ class Launch(NamedTuple):
     world_size: int
     num_threads: int = 1  # torch's, of each rank
     is_pinned: bool = False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
-    backend: str = "gloo"  # of torch.distributed; "cpu:gloo,cuda:nccl" gives rank k the k-th GPU
-    seconds: float = 60  # after this time every rank is ended; it begins when all have met if join_seconds is given
-    join_seconds: float | None = None  # the time to meet
+    has_gpus: bool = False  # rank k takes the k-th GPU
+    seconds: float = 60  # until every rank is ended, counted from the start, or with join_seconds from the meeting
+    join_seconds: float | None = None  # within which all must have met
+
+
+def share_of_cores(num_ranks: int) -> int:
+    """The number of threads that keeps so many ranks from sharing a core, if there are enough cores."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // num_ranks)
 
 
 def run_ranks(
@@ -49,7 +56,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call function(worker, *args) on every rank. Returns the results in the order of ranks.
 
-    `function` stands at the top level of a module. No process outlives the call, whatever ends it.
+    `function` stands at the top level of a module. Every process is ended, also if a rank fails, if time is up, and on
+    Ctrl-C.
 
     Raises:
         RankFailedError: if a rank raised, died or ran out of time.
@@ -57,7 +65,7 @@ def run_ranks(
     start: Any = multiprocessing.get_context(_METHOD)
     if _METHOD == "forkserver":
         start.set_forkserver_preload(_PRELOADED)
-    resource_tracker.ensure_running()  # which unblocks SIGINT in passing
+    resource_tracker.ensure_running()  # before SIGINT is blocked below: its start unblocks SIGINT
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         try:
@@ -122,20 +130,20 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
         os.environ |= loopback_only()  # all ranks are on this host
-        if "nccl" in launch.backend:
+        if launch.has_gpus:
             torch.cuda.set_device(rank)
-        store, timeout = dist.FileStore(f"{folder}/store", launch.world_size), timedelta(seconds=launch.seconds)
-        dist.init_process_group(launch.backend, timeout=timeout, world_size=launch.world_size, rank=rank, store=store)
+        backend, timeout = TRANSPORTS[launch.has_gpus], timedelta(seconds=launch.seconds)
+        store = dist.FileStore(f"{folder}/store", launch.world_size)
+        dist.init_process_group(backend, timeout=timeout, world_size=launch.world_size, rank=rank, store=store)
         pipe.send(("joined", None))
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
         pipe.send(("result", function(worker, *args)))
-    except Exception:  # noqa: BLE001  whatever it was, the starter reports it
+    except Exception:  # noqa: BLE001  the starter reports any error
         pipe.send(("failure", traceback.format_exc()))
 
 
 def _end_with_the_starter() -> None:
-    """End this process when its starter ends, also if the starter is killed."""
-    starter = multiprocessing.parent_process()
-    if starter is not None:
+    """End this process with the one that started it. If that one is killed, nobody else would."""
+    if (starter := multiprocessing.parent_process()) is not None:
         wait([starter.sentinel])
         os._exit(1)

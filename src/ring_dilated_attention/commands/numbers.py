@@ -1,4 +1,4 @@
-"""Numbers as people write and read them: 1M and 64Ki on a command line; bytes and rates in an answer."""
+"""Numbers as people write and read them: 1M and 64Ki on a command line, bytes and rates in an answer."""
 
 import argparse
 import math
@@ -10,9 +10,9 @@ from ..training.options import in_short
 
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-# Commas stand between thousands alone: "2048,65536" is two numbers, which stand apart by a space.
+# Commas only group thousands: "2048,65536" would be two numbers, which a space must set apart.
 _NUMBER = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
-_MOST_DIGITS = 400  # of a number or its exponent's size: no float is as long, and to write out 1e999999999 takes hours
+_MOST_DIGITS = 400  # no float has as many digits, or as large an exponent; to write out 1e999999999 would take hours
 _RULE = (
     "K, M, G, T are thousands, Ki, Mi, Gi, Ti are 1,024s: 1M = 1,000,000, 64Ki = 65,536, 1e6, 131,072; several are set "
     "apart by spaces"
@@ -20,7 +20,7 @@ _RULE = (
 
 
 def count(text: str) -> int:
-    """An option that counts something: 131072, 131,072, 64Ki, 1M, 1e6. An ArgumentTypeError for any other text."""
+    """The whole number of an option: 131072, 131,072, 64Ki, 1M, 1e6. Raises ArgumentTypeError for other texts."""
     number = _parse(text)
     if number.denominator != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is {float(number):g}, not a whole number ({_RULE})")
@@ -28,7 +28,7 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """An option that measures something, written alike. An ArgumentTypeError for any other text."""
+    """The real number of an option, written as for `count`. Raises ArgumentTypeError for other texts."""
     if text.strip().lower() in ("inf", "nan", "-inf"):
         return float(text)
     return float(_parse(text))

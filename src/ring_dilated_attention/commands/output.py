@@ -1,4 +1,4 @@
-"""What commands put out: tables for a terminal, progress bars, and whether a file can be written. No torch."""
+"""What commands write: tables for a terminal, progress bars, and a check that a file can be written. No torch."""
 
 import os
 import sys
@@ -15,10 +15,8 @@ from ..training.files import LossyStream
 
 
 def check_writable(option: str, folder: Path, file: str | None = None) -> None:
-    """A ValueError unless new files can be written to a folder, or to where it would be made; or to this file of it.
-
-    Asked before the work, so that none is done whose result has no place. Nothing is made yet.
-    """
+    """Raise ValueError unless new files, or this file, can be written to a folder, which may not exist yet. This makes
+    nothing; commands call it before their work, so that no work is lost."""
     path = folder if file is None else folder / file
     try:
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -32,7 +30,7 @@ def check_writable(option: str, folder: Path, file: str | None = None) -> None:
 
 
 def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, num_left: int = 1) -> str:
-    """A table for a terminal, all but the first `num_left` columns to the right. Headers may have several lines."""
+    """A table for a terminal. All but the first `num_left` columns are flush right. Headers may have several lines."""
     tallest = max(header.count("\n") for header in headers)
     tall = [("\n" * (tallest - header.count("\n")) + header).split("\n") for header in headers]
     columns = list(zip(*zip(*tall, strict=True), *rows, strict=True))
@@ -43,7 +41,7 @@ def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, num_le
 
 
 def wrapped(text: str, width: int = 80) -> str:
-    """Lines of words, cut for a terminal; what goes on is indented."""
+    """The lines of a text, wrapped for a terminal. Continued lines are indented."""
     found = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())] + "  "
@@ -53,8 +51,8 @@ def wrapped(text: str, width: int = 80) -> str:
 
 
 def progress_bar(total: int, unit: str, *, delay: float = 0.0) -> Any:
-    """A bar on stderr while a context lasts, or none where tqdm is not installed: it belongs to no result. It appears
-    with the first update after `delay` seconds."""
+    """A bar on stderr while a context lasts; none if tqdm is not installed. It appears with the first update after
+    `delay` seconds."""
     if find_spec("tqdm") is None:
         return nullcontext(SimpleNamespace(update=lambda: None, set_postfix_str=lambda text: None))
     from tqdm import tqdm

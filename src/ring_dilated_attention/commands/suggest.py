@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import sys
 from typing import Any
 
 from ..forecast.call import Way
@@ -21,14 +20,15 @@ from .numbers import amount, count, counted, scaled, size_text
 from .output import aligned, progress_bar, wrapped
 
 EXAMPLES = """examples:
-  rda suggest --seq-len 1Mi --heads 16 --speedup 50         a fiftieth of dense attention's work
-  rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink --dtype bfloat16
-  rda suggest --seq-len 1Mi --heads 16 --speedup 50 --layers 24 --ranks 8 --kv-heads 4
+  rda suggest --seq-len 1Mi --heads 16 --speedup 50   1/50 of dense's work
+  rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink
+  rda suggest --seq-len 1Mi --heads 16 --speedup 50 --ranks 8 --kv-heads 4
 
-A dilated pattern lets each query see every key nearby and ever fewer further away. A branch (w, r) is segments of w
-positions in which a head reads one position in r; different heads read different ones (phases). What one layer cannot
-connect, a stack of layers can, from one branch into another. docs/planning.md has the rule and its limits: it counts
-work and follows connections, and knows nothing of what your data needs. Train the candidates and compare their losses.
+A dilated pattern lets each query see every key nearby, and fewer keys the further away they are. A branch (w, r) cuts
+the sequence into segments of w positions, in which a head reads one position in r; different heads read different ones
+(phases). What one layer cannot connect, a stack of layers can, from one branch into another. docs/planning.md has the
+rule and its limits. The rule counts work and follows connections, and knows nothing of what your data needs: train the
+candidates and compare their losses.
 """
 MOST_RANKS = 2**16
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
@@ -48,20 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--seconds", type=amount, metavar="S", help=seconds)
     add("--hardware", metavar="NAME", help="for --seconds: a preset or a TOML file")
     add("--dtype", choices=ITEMSIZE, default="bfloat16", help="of keys and values (default bfloat16)")
-    add("--layers", type=count, default=12, metavar="L", help="of the model (default 12)")
-    add("--ranks", type=count, default=1, metavar="P", help="that share a sequence (default 1)")
+    add("--layers", type=count, default=12, metavar="L", help="layers of the model (default 12)")
+    add("--ranks", type=count, default=1, metavar="P", help="ranks that share a sequence (default 1)")
     add("--not-causal", dest="is_causal", action="store_false", help="a query sees later keys too")
-    add("--json", action="store_true", help="print what was found as JSON")
+    add("--json", action="store_true", help="print the suggestions as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        check(arguments)
-        most_pairs, assumed = budget_of(arguments)
-        found = describe(arguments, most_pairs)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    check(arguments)
+    most_pairs, assumed = budget_of(arguments)
+    found = describe(arguments, most_pairs)
     if arguments.json:
         print(json.dumps({"most_pairs": most_pairs, "assumed": assumed, "suggestions": found}, indent=1))
     else:
@@ -70,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check the numbers, and complete them."""
+    """Check the numbers, and fill in --kv-heads."""
     most = {"heads": MOST_HEADS, "layers": MOST_LAYERS, "ranks": MOST_RANKS}
     for name in ("seq_len", "heads", "head_dim", "layers", "ranks"):
         check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name), most=most.get(name, LARGEST))
@@ -85,7 +81,7 @@ def dense_pairs(arguments: argparse.Namespace) -> int:
 
 
 def budget_of(arguments: argparse.Namespace) -> tuple[float, str | None]:
-    """The most pairs of all heads, and what it assumes."""
+    """The most pairs of all heads that the budget allows, and the hardware that it assumes."""
     if arguments.speedup is not None:
         if not 1 <= arguments.speedup < math.inf:
             raise ValueError(f"--speedup must be at least 1, got {arguments.speedup:g}")
@@ -99,7 +95,7 @@ def budget_of(arguments: argparse.Namespace) -> tuple[float, str | None]:
     seconds = machine.hardware._replace(call_seconds=0).work_seconds(1, sizes_of(arguments))  # of one pair
     assumed = described(machine.hardware, machine.source)
     if arguments.ranks > 1:
-        assumed += "\nseconds are those of the work: rda plan says what messages add to a step"
+        assumed += "\nthe seconds are those of the work: rda plan says what messages add to a step"
     return arguments.seconds * arguments.ranks / seconds, assumed
 
 
@@ -113,16 +109,16 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     found = suggestions(n, heads, most_pairs, is_causal=is_causal)
     if not found:
         raise ValueError(
-            f"no pattern of the rule has as little as {most_pairs:,.3g} pairs, {dense / most_pairs:,.0f} times less "
+            f"no pattern of the rule has as few as {most_pairs:,.3g} pairs, {dense / most_pairs:,.0f} times fewer "
             f"than dense attention over {n:,} positions: allow more, or take a shorter sequence"
         )
     row = 2 * arguments.head_dim * sizes.itemsize  # bytes of a key and a value
-    described = []
+    rows = []
     with progress_bar(len(found) * arguments.ranks, "rank", delay=2) as bar:
         for pattern, rule in found:
             work, followed = pairs(pattern, n, heads), reach(pattern, n, heads, arguments.layers)
             call = Call(pattern, n, arguments.ranks, heads, kv_heads, sizes)
-            described.append(
+            rows.append(
                 {
                     "segment_lengths": pattern.segment_lengths,
                     "dilation_rates": pattern.dilation_rates,
@@ -142,48 +138,38 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
                     "dense_cache_bytes": row * n * kv_heads if is_causal else None,
                 }
             )
-    return described
+    return rows
 
 
 def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: str | None) -> str:
     unheard = f"unheard\nafter {arguments.layers:,}\nlayer{'s' * (arguments.layers > 1)}"
     headers = ("", "pairs of\ndense's", "layers to\nhear 99 %", unheard, "received\nby a rank,\nat most")
-    rows = [
-        (
-            f"{i + 1}. {row['rule']}",
-            f"1/{1 / row['of_dense']:,.1f}",
-            str(row["layers_for_most"] or f"over {arguments.layers:,}"),
-            percent(1 - row["reach_by_layer"][-1]),
-            size_text(row["largest_received_bytes"]),
-            *([size_text(row["cache_bytes"])] if arguments.is_causal else []),
-        )
-        for i, row in enumerate(found)
-    ]
-    sizes = f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}"
-    lines = [f"{sizes}, {counted(arguments.ranks, 'rank')}", *([wrapped(assumed)] if assumed else [])]
+    rows = []
+    for i, row in enumerate(found):
+        share, layers = f"1/{1 / row['of_dense']:,.1f}", str(row["layers_for_most"] or f"over {arguments.layers:,}")
+        sizes = [size_text(row[x]) for x in ("largest_received_bytes", *["cache_bytes"] * arguments.is_causal)]
+        rows.append((f"{i + 1}. {row['rule']}", share, layers, percent(1 - row["reach_by_layer"][-1]), *sizes))
+    sequence = f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}"
+    lines = [f"{sequence}, {counted(arguments.ranks, 'rank')}", *([wrapped(assumed)] if assumed else [])]
     headers += ("decoding\ncache a\nlayer",) * arguments.is_causal
     lines += [aligned(headers, rows), f"heard: by the worst of the queries that were followed, of {heard(arguments)}"]
     if arguments.ranks > 1:
-        lines.append(
-            "received: keys and values around the ring, in a layer's forward and backward, by the rank that receives "
-            "most; with the gradients that it sends for them"
-        )
-    lines[-1] = wrapped(lines[-1])
+        received = "keys and values around the ring, in a layer's forward and backward, by the rank that receives most"
+        lines.append(wrapped(f"received: {received}; with the gradients that it sends for them"))
     for i, row in enumerate(found):
-        # Other commands have no word for a whole document.
+        # A pattern has a word for a whole document, and the options of other commands have not.
         lengths = (str(arguments.seq_len if w == WHOLE_DOCUMENT else w) for w in row["segment_lengths"])
-        rates = map(str, row["dilation_rates"])
-        options = f"--segment-lengths {' '.join(lengths)} --dilation-rates {' '.join(rates)}"
-        indented = (f"   {line}" for line in words(arguments, row))
-        lines += ["", *map(wrapped, (f"{i + 1}. {row['rule']}: {options}", *indented))]
+        options = f"--segment-lengths {' '.join(lengths)} --dilation-rates {' '.join(map(str, row['dilation_rates']))}"
+        lines += ["", wrapped(f"{i + 1}. {row['rule']}: {options}")]
+        lines += [wrapped(f"   {line}") for line in words(arguments, row)]
     return "\n".join(lines)
 
 
 def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
-    """What a newcomer should know of one pattern."""
+    """What a newcomer should know of one pattern, a string each."""
     lines = []
-    branches = zip(row["segment_lengths"], row["dilation_rates"], row["unread_phases"], strict=True)
-    for w, r, (unread, num_phases) in branches:
+    columns = (row[name] for name in ("segment_lengths", "dilation_rates", "unread_phases"))
+    for w, r, (unread, num_phases) in zip(*columns, strict=True):
         shown = min(w, arguments.seq_len)
         seen = "every key" if r == 1 else f"one key in {r:,}, {-(-shown // r):,} of them"
         note = f"; {unread:,} of {num_phases:,} phases are read by no head" if unread else ""
@@ -207,35 +193,32 @@ def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
 
 
 def heard(arguments: argparse.Namespace) -> str:
-    """What a query may hear of."""
+    """The positions that a query may hear of."""
     return "the positions up to it" if arguments.is_causal else "all positions"
 
 
 def _loss(arguments: argparse.Namespace, row: dict[str, Any], who: str) -> str:
-    """Whether phases that nobody reads, or distances that one layer lacks, are a loss. who: the queries followed."""
+    """Whether unread phases, or distances that one layer lacks, are a loss. who: the queries that were followed."""
+    shares, most, everything = row["reach_by_layer"], row["layers_for_most"], row["layers_for_all"]
     has_unread = any(unread for unread, _ in row["unread_phases"])
-    shares, most = row["reach_by_layer"], row["layers_for_most"]
     rest = percent(1 - shares[-1])
     if most is None:
         is_final = shares[-2:-1] == shares[-1:]
         remedy = "more of them add nothing: add heads, or lower rates" if is_final else "add layers, or a wider branch"
-        return (
-            f"{rest} of what query {row['worst_query']:,} might hear of is out of reach of "
-            f"{counted(arguments.layers, 'layer')}: {remedy}"
-        )
-    if row["layers_for_all"] is None:
-        why = "unread phases matter little: " if has_unread else ""
+        far = f"out of reach of {counted(arguments.layers, 'layer')}: {remedy}"
+        return f"{rest} of what query {row['worst_query']:,} might hear of is {far}"
+    if everything is None:
+        why = "unread phases matter little: " * has_unread
         return (
             f"{why}after {most} layers {who} have heard of 99 %, and after {arguments.layers:,} of all but {rest}. The "
-            "rest are ends of segments, behind the last row that a wider branch reads there; more heads, or lower "
-            "rates, leave fewer of them"
+            "rest lies at ends of segments, behind the last row of a wider branch: more heads or lower rates help"
         )
     why = "unread phases do not matter to who can hear of whom, since neighbours pass on what they hold: "
-    return f"{why * has_unread}after {counted(row['layers_for_all'], 'layer')} nothing is out of reach of {who}"
+    return f"{why * has_unread}after {counted(everything, 'layer')} nothing is out of reach of {who}"
 
 
 def percent(share: float) -> str:
-    """Two digits of a share, 0 % only where it is nothing and 100 % only where it is all."""
+    """A share in two digits. 0 % means nothing at all, and 100 % everything."""
     if share == 0 or share >= 0.99:
         return "0 %" if share == 0 else "100 %" if share == 1 else "over 99 %"
     return f"{100 * share:.2g} %"

@@ -13,15 +13,14 @@ NO_MEMORY = "there is not enough memory"
 
 
 def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
-    """run()'s exit code; 130 after Ctrl-C, and 2 after a sentence where the system has no room for what it does.
-    is_process: nothing comes after it.
-    """
+    """The exit code of run(). It is 130 after Ctrl-C, and 2 after a sentence if memory, a disk or a file fails.
+    is_process: the process ends with this command."""
     prepare_streams()
     try:
         try:
             return run()
         finally:
-            sys.stdout.flush()  # here, where it can be caught, and not at exit
+            sys.stdout.flush()  # an error can be caught here, and not at exit
     except BrokenPipeError:  # whoever reads the output has enough of it, as in `rda plan ... | head`
         drop_unwritten()
         return UNREAD_EXIT_CODE
@@ -41,16 +40,16 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory has run out: Python's error, or a RuntimeError by what torch writes there, for CPUs and GPUs."""
+    """Whether memory has run out: Python says MemoryError, and torch a RuntimeError with one of these texts."""
     texts = ("can't allocate memory", "not enough memory", "out of memory")
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def prepare_streams() -> None:
-    """Nothing that is printed ends a command, whatever stands at the other end of its streams.
+    """Make sure that printing ends no command, whatever stands at the other end of its streams.
 
-    Where a terminal has no such letter (of a path, say), the letter's number is shown. A stream that is closed is
-    opened on nothing: otherwise the first file that the command opens would get its number, and what is printed.
+    If a terminal lacks a letter (of a path, say), the letter's number is shown. A closed stream is opened on /dev/null:
+    otherwise the first file that the command opens would get the stream's number, and the printed text.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -73,7 +72,7 @@ def say(text: str) -> None:
 
 
 def drop_unwritten() -> None:
-    """What cannot be written is not tried again at exit, where it would be a traceback."""
+    """Drop text that cannot be written. Python would try again at exit, and print a traceback."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,6 +1,6 @@
 """`rda train`: trains in this process, starts several ranks, or is one of them.
 
-A request that cannot be is refused before any rank starts, and before torch is imported.
+An impossible request is refused before any rank starts, and before torch is imported.
 """
 
 import argparse
@@ -46,16 +46,16 @@ PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
 # What gloo says in DDP's sum of gradients when another rank has ended.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
 EXAMPLES = """examples:
-  rda train                                     one process, Python's standard library as the document
-  rda train --ranks 2                           the same over two processes that share every sequence
-  rda train --data genome.fa --seq-len 64Ki     any files; FASTA headers are stripped
-  rda train --segment-lengths 32768 --dilation-rates 1
-                                                dense attention
-  rda train --resume runs/20250131-120000       go on after Ctrl-C
+  rda train                                  one process; the document is
+                                             Python's standard library
+  rda train --ranks 2                        two processes share every sequence
+  rda train --data genome.fa --seq-len 64Ki  any files; strips FASTA headers
+  rda train --segment-lengths 32768 --dilation-rates 1           dense attention
+  rda train --resume runs/20250131-120000    go on after Ctrl-C
   torchrun --nproc-per-node 2 -m ring_dilated_attention.commands.cli train
-                                                under a launcher of your own, also over several hosts
+                                             your own launcher, any hosts
   srun python -m ring_dilated_attention.commands.cli train
-                                                the same under Slurm, with MASTER_ADDR and MASTER_PORT set
+                                  Slurm, with MASTER_ADDR and MASTER_PORT set
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
 (safetensors and JSON), metrics.jsonl during the run, record.json and loss.png. Only one run at a time can use it.
@@ -145,6 +145,7 @@ def code_of(record: dict[str, Any]) -> int:
 
 
 def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
+    """The newest checkpoint, and the command that goes on from it."""
     checkpoint = find_checkpoint(folder)
     onward = f"go on with: {resume_command(arguments, folder)}" if checkpoint else "start it again"
     return f"newest checkpoint: {checkpoint or 'none'}; {onward}"
@@ -191,7 +192,7 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
-    """Train in this process, which is one of several. If one of them refuses, all do."""
+    """Train in this process, one of several. If one of them refuses, all do."""
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
@@ -224,7 +225,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         return USER_ERROR_EXIT_CODE
     except BrokenPipeError:
         raise  # the reader of stdout has gone
-    except Exception as error:  # noqa: BLE001  raised again if nobody foresaw it
+    except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
         return failed(error, arguments, folder)
     # `launch_ranks` reads the record.
     return 0 if arguments.launched else code_of(record)

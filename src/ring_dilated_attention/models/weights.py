@@ -5,7 +5,7 @@ import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,15 +50,9 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        check_sums(path)
+        found = load_tensors(path)
     except ImportError as error:
         raise ValueError(f"{path} needs the package safetensors: pip install safetensors") from error
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} cannot be read with weights_only=True, and is not read otherwise, since a pickle can run any code "
-            "when it is opened: save the state_dict alone, or as safetensors"
-        ) from error
     except Exception as error:  # a damaged file raises anything
         raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
     for name in _NESTS:
@@ -69,12 +63,21 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     return {str(name): x for name, x in found.items() if isinstance(x, Tensor)}
 
 
-def check_sums(path: Path) -> None:
-    """A ValueError if a file of torch's does not match its checksums, which torch.load ignores."""
-    if zipfile.is_zipfile(path):  # torch's older format has no checksums
+def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
+    """What torch.save wrote. A ValueError refuses more than tensors and wrong checksums; damage may raise anything."""
+    is_zip = zipfile.is_zipfile(path)  # torch's older format can neither be mapped nor has it checksums
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zip)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            "torch.load(weights_only=True) refuses it, and it is not read otherwise, since a pickle can run any code "
+            "when it is opened: save a dict of tensors alone, or weights as safetensors. (Or the file is damaged.)"
+        ) from error
+    if is_zip:
         with zipfile.ZipFile(path) as file:
-            if (damaged := file.testzip()) is not None:
+            if (damaged := file.testzip()) is not None:  # at which torch.load does not look
                 raise ValueError(f"it is damaged: the checksum of its {damaged} is another")
+    return found
 
 
 def first_line(error: Exception) -> str:

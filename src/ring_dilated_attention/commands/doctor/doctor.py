@@ -1,11 +1,10 @@
-"""`rda doctor`: is this machine, or cluster, ready? Alone, with `--ranks`, or on the ranks of torchrun or Slurm."""
+"""`rda doctor`: is this machine or cluster ready? It runs in one process, with `--ranks`, or on a launcher's ranks."""
 
 import argparse
 import json
 import math
 import os
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,57 +13,54 @@ from pathlib import Path
 from typing import Any
 
 from ...forecast.clock import Hardware, time_text
-from ...training.files import check_mine, write_whole
+from ...training.files import check_mine, in_words, write_whole
 from ...training.rank_launcher import check_meeting, started
 from ..hardware import MAKER, Machine, as_toml, is_saved, known
 from ..interrupts import leaving_at_once
-from ..limits import check_at_least, check_memory
+from ..limits import check_at_least, check_memory, check_seconds
 from ..numbers import amount, count, scaled, size_text
 from ..output import aligned, check_writable
+from ..terminal import say
 
-LEAST_FREE = 10**9
+LEAST_FREE = 10**9  # bytes of a disk
 BYTES_OF_A_RANK = 10**8  # at least
 SLOW_PAIR = 0.5  # of the median pair's bandwidth
 MOST_SECONDS_APART = 1.0
-MEASURING_SECONDS = 120.0  # at most, once all have joined
-MOST_NAMED = 8  # ranks, of those that a line names
+MEASURING_SECONDS = 120.0  # at most, once all ranks have joined
+MOST_NAMED = 8  # ranks in one line
 UNSET = "not set"
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 EXAMPLES = """examples:
-  rda doctor                                    this machine, one process
-  rda doctor --ranks 2 --save here.toml         two ranks of this machine; rda plan --hardware here.toml reads it
+  rda doctor                              this machine, one process
+  rda doctor --ranks 2 --save here.toml   two processes; file for rda plan
   torchrun --nproc-per-node 8 -m ring_dilated_attention.commands.cli doctor
-                                                the ranks of a job, also over several hosts
+                                          a job's ranks, also over several hosts
   srun python -m ring_dilated_attention.commands.cli doctor
-                                                the same under Slurm, with MASTER_ADDR and MASTER_PORT set
+                                  Slurm, with MASTER_ADDR and MASTER_PORT set
 
-It ends with "ready", or with what to mend, the most urgent first. Exit codes: 0 ready, 1 not, 2 refused.
+Once all ranks have joined, they have two minutes to measure. The answer ends with "ready", or with a list of what to
+mend, the most urgent first. Exit codes: 0 ready, 1 not ready, 2 refused.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("--ranks", type=count, metavar="P", help="processes of this machine (default 1)")
+    add("--ranks", type=count, metavar="P", help="processes on this machine (default 1)")
     add("--run-folder", type=Path, default=Path("runs"), metavar="DIR", help="where runs will be written")
     add("--save", type=Path, metavar="FILE", help="write what rda plan --hardware reads")
-    joining = "for all ranks to join (default 60 s); they then have two minutes"
-    add("--timeout", type=amount, default=60.0, metavar="S", help=joining)
-    add("--json", action="store_true", help="print all that was found as JSON")
+    add("--timeout", type=amount, default=60.0, metavar="S", help="seconds in which all ranks must join (default 60)")
+    add("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        rank, num_started = started()
-        check(arguments, num_started)
-    except ValueError as error:
-        print(f"rda doctor: {error}", file=sys.stderr)
-        return 2
+    rank, num_started = started()
+    check(arguments, num_started)
     try:
         everyone = examined_here(arguments) if num_started == 1 else examined_with(rank, num_started, arguments)
     except (ValueError, RuntimeError) as error:
         who = f"rank {rank}: " if num_started > 1 else ""
-        print(f"rda doctor: not ready: {who}{error}", file=sys.stderr)
+        say(f"rda doctor: not ready: {who}{in_words(error)}")
         return 1
     return report(arguments, everyone) if rank == 0 else int(bool(to_mend(everyone)))
 
@@ -73,8 +69,7 @@ def check(arguments: argparse.Namespace, num_started: int) -> None:
     """Raise ValueError for what can be refused before anything is measured."""
     if num_started > 1:
         check_meeting()
-    if not 0 < arguments.timeout <= 3600:
-        raise ValueError(f"--timeout must be from 0 to 3,600 seconds, got {arguments.timeout:g}")
+    check_seconds("--timeout", arguments.timeout, 3600)
     if arguments.ranks is not None:
         check_at_least("--ranks", arguments.ranks)
         needed = BYTES_OF_A_RANK * arguments.ranks
@@ -87,27 +82,25 @@ def check(arguments: argparse.Namespace, num_started: int) -> None:
 
 
 def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """What `examine` finds on ranks that are started on this machine. A RuntimeError if one of them fails."""
+    """The findings of ranks that are started on this machine. Raises RuntimeError if one of them fails."""
     with leaving_at_once("rda doctor"):
         import torch
 
-        from ..local_ranks import Launch, run_ranks
+        from ..local_ranks import Launch, run_ranks, share_of_cores
         from .examination import examine_on
 
     num_ranks = arguments.ranks or 1
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1
-    backend, join_seconds = "cpu:gloo,cuda:nccl" if has_gpus else "gloo", arguments.timeout
-    launch = Launch(num_ranks, num_threads, backend=backend, seconds=MEASURING_SECONDS, join_seconds=join_seconds)
-    # Taken here: a rank that is started finds another value in what keeps gloo on this host.
-    environment = dict(os.environ)
-    return run_ranks(launch, examine_on, arguments.run_folder, MEASURING_SECONDS, environment)[0]
+    threads, joining = share_of_cores(num_ranks), arguments.timeout
+    launch = Launch(num_ranks, threads, has_gpus=has_gpus, seconds=MEASURING_SECONDS, join_seconds=joining)
+    # The user's environment: that of a started rank has another GLOO_SOCKET_IFNAME, which keeps gloo on this host.
+    return run_ranks(launch, examine_on, arguments.run_folder, launch.seconds, dict(os.environ))[0]
 
 
 def examined_with(rank: int, num_ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """What `examine` finds on the ranks of a launcher, of which this is one. A ValueError if a variable names a network
-    interface that this host does not have; a RuntimeError if not all ranks join, or one of them fails."""
-    # Checked before torch is imported, whose log `join` has to silence first.
+    """The findings of a launcher's ranks, of which this is one. Raises ValueError if a variable names a missing network
+    interface, and RuntimeError if not all ranks join or one of them fails."""
+    # This comes before torch is imported, whose log `join` has to silence first.
     if said := unmet(os.environ, sorted(name for _, name in socket.if_nameindex()), socket.gethostname()):
         raise ValueError("; ".join(said))
     join(rank, num_ranks, arguments.timeout)
@@ -121,11 +114,13 @@ def examined_with(rank: int, num_ranks: int, arguments: argparse.Namespace) -> l
 
 
 def join(rank: int, num_ranks: int, seconds: float) -> None:
-    """Meet the other ranks. A RuntimeError that names those that do not come in time."""
-    # Set before torch is imported: its log would say in forty lines of C++ frames what is raised below in one.
+    """Meet the other ranks. Raises RuntimeError with the names of those that do not come in time."""
+    # Before torch is imported: its log would say in forty lines of C++ frames what one line below says.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     import torch
     import torch.distributed as dist
+
+    from ..local_ranks import TRANSPORTS
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -142,32 +137,26 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
         while missing and time.monotonic() < deadline:
             missing = [other for other in missing if not store.check([f"rank {other}"])]
             time.sleep(0.05 if missing else 0)
-    except RuntimeError as error:  # the store is gone, and rank 0 with it
+    except RuntimeError as error:  # the store has ended, and rank 0 with it
         raise RuntimeError("rank 0 ended: not all ranks joined; it says which") from error
     if missing:
         time.sleep(min(1.0, seconds / 10) if is_host else 0)  # so that the others can say the same
         raise RuntimeError(f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names(missing)}")
-    has_gpu = torch.cuda.is_available()
-    if has_gpu:
+    if has_gpu := torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
-    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    dist.init_process_group(TRANSPORTS[has_gpu], store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 
 def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
-    """What is wrong, the most urgent first."""
+    """The problems, the most urgent first."""
     from .examination import pairs_of
 
-    found = []
-    bad = everyone[0]["agreement"]
+    found, bad = [], everyone[0]["agreement"]
     if not bad["passed"]:
-        found.append(
-            f"{bad['quantity']} is off by {bad['error']:.1e}, more than {bad['tolerance']:.1e}: results are wrong "
-            "here; rda check says which backend"
-        )
+        off = "{quantity} is off by {error:.1e}, more than {tolerance:.1e}".format_map(bad)
+        found.append(f"{off}: results are wrong here; rda check says which backend")
     for name in everyone[0]["versions"]:
-        values = [one["versions"][name] for one in everyone]
-        found += _differing(everyone, name, values, "Install the same everywhere")
+        found += _differing(everyone, name, [x["versions"][name] for x in everyone], "Install the same everywhere")
     models = [one["gpu"]["name"] if one["gpu"] else "none" for one in everyone]
     found += _differing(everyone, "GPU", models, "Every step waits for the slowest: take ranks of one model")
     found += _told_by_all(everyone)
@@ -176,21 +165,19 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
     pairs = pairs_of(everyone)
     if len(pairs) > 2 and pairs[0][2] < SLOW_PAIR * pairs[len(pairs) // 2][2]:
         a, b, rate = pairs[0]
-        found.append(
-            f"ranks {a} and {b} reach {scaled(rate, 'B/s')}, less than half of the median pair's: look at the network "
-            f"between them ({everyone[a]['host']} and {everyone[b]['host']})"
-        )
+        slow = f"ranks {a} and {b} reach {scaled(rate, 'B/s')}, less than half of the median pair's"
+        found.append(f"{slow}: look at the network between them ({everyone[a]['host']} and {everyone[b]['host']})")
     clocks = [one["clock"] for one in everyone]
-    if max(clocks) - min(clocks) > MOST_SECONDS_APART:
-        found.append(f"clocks are {max(clocks) - min(clocks):.1f} s apart: logs of hosts will not fit; set up NTP")
+    if (apart := max(clocks) - min(clocks)) > MOST_SECONDS_APART:
+        found.append(f"clocks are {apart:.1f} s apart: times in the logs of two hosts will not agree; set up NTP")
     return found
 
 
 def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
-    """What each rank has wrong by itself, once, with the ranks that have it."""
+    """Each problem that a rank has by itself, with the ranks that have it."""
     found: dict[str, list[int]] = {}
     for one in everyone:
-        said = unmet(one["matter"], one["interfaces"], one["host"])  # with these no rank meets another
+        said = unmet(one["matter"], one["interfaces"], one["host"])
         said += [f"{name} is set: {why}" for name, why in one["harmful"].items()]
         folder = one["folder"]
         if "failure" in folder:
@@ -205,15 +192,15 @@ def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
 
 
 def unmet(environment: Mapping[str, str], there: Sequence[str], host: str) -> list[str]:
-    """What is wrong with the variables that name interfaces which a host does not have."""
+    """A sentence for each variable that names network interfaces which a host does not have."""
     named = {name: absent(name, environment.get(name, ""), there) for name in IFNAMES}
     listed = ", ".join(there)
     return [f"{name}={value} is no interface of host {host}: {listed}" for name, value in named.items() if value]
 
 
 def absent(name: str, value: str, there: Sequence[str]) -> str:
-    """What a variable names that is no interface, or "". gloo takes names, and needs each of them. NCCL takes prefixes
-    (after "=" names, after "^" what it shall not use), and needs one that fits."""
+    """The names in a variable's value that are no interfaces, or "". gloo needs every name. NCCL takes prefixes (after
+    "=" names, after "^" what it shall not use) and needs one that fits."""
     words = [word for word in value.removeprefix("=").split(",") if word]
     if name == "GLOO_SOCKET_IFNAME":
         return ",".join(word for word in value.split(",") if word and word not in there)
@@ -226,7 +213,7 @@ def _differing(everyone: list[dict[str, Any]], name: str, values: Sequence[str],
 
 
 def said_by(everyone: list[dict[str, Any]], values: Sequence[str]) -> str:
-    """The value that all ranks have, or else which ranks have which."""
+    """The value that all ranks have. If they differ, each value with its ranks."""
     ranks: dict[str, list[int]] = {}
     for one, value in zip(everyone, values, strict=True):
         ranks.setdefault(value, []).append(one["rank"])
@@ -244,9 +231,8 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
     if arguments.json:
         print(json.dumps({"ranks": everyone, "hardware": known(hardware), "to_mend": problems}, indent=1))
     else:
-        print(text(everyone))
-        print("not ready; mend, in this order:" if problems else "ready")
-        print("".join(f"  {i + 1}. {problem}\n" for i, problem in enumerate(problems)), end="")
+        listed = (f"  {i + 1}. {problem}" for i, problem in enumerate(problems))
+        print(text(everyone), "not ready; mend, in this order:" if problems else "ready", *listed, sep="\n")
     if arguments.save is not None:
         save(arguments.save, everyone, hardware)
     return 1 if problems else 0
@@ -266,7 +252,7 @@ def save(path: Path, everyone: list[dict[str, Any]], hardware: Hardware) -> None
 
 
 def memory_of_each(everyone: list[dict[str, Any]]) -> float:
-    """Bytes that the rank with least may fill: a GPU's, or its share of its host's."""
+    """The bytes that each rank may fill: the least over the ranks of a GPU's memory, or of a share of a host's."""
     num_there = Counter(one["host"] for one in everyone if one["gpu"] is None)
     return min(float(one["memory_bytes"] / num_there.get(one["host"], 1)) for one in everyone)
 
@@ -278,15 +264,13 @@ def text(everyone: list[dict[str, Any]]) -> str:
     headers = ("rank", "host", "device", "memory", "forward", "backward", "clock", "free", "written")
     rows = []
     for one in everyone:
-        device = f"CPU, {one['threads']} threads"
-        if one["gpu"]:
-            device = f"{one['gpu']['name']}, compute capability {'.'.join(map(str, one['gpu']['capability']))}"
-        rates = (one["rates"][name] for name in ("flops_per_second", "backward_flops_per_second"))
+        card, folder, device = one["gpu"], one["folder"], f"CPU, {one['threads']} threads"
+        if card:
+            device = f"{card['name']}, compute capability {'.'.join(map(str, card['capability']))}"
+        rates = [scaled(one["rates"][f"{name}flops_per_second"], "FLOP/s") for name in ("", "backward_")]
         clock = f"{1e3 * (one['clock'] - first['clock']):+,.0f} ms"
-        free = size_text(one["folder"].get("free_bytes", 0))
-        written = scaled(one["folder"].get("bytes_per_second", 0), "B/s")
-        machine = (str(one["rank"]), one["host"], device, size_text(one["memory_bytes"]))
-        rows.append((*machine, *(scaled(rate, "FLOP/s") for rate in rates), clock, free, written))
+        disk = (size_text(folder.get("free_bytes", 0)), scaled(folder.get("bytes_per_second", 0), "B/s"))
+        rows.append((str(one["rank"]), one["host"], device, size_text(one["memory_bytes"]), *rates, clock, *disk))
     speedup = min((one["bfloat16_speedup"] for one in everyone if one["gpu"] is None), default=1.0)
     advice = dict.fromkeys(dtype_advice(one["gpu"], speedup) for one in everyone)
     columns = {f"backend {x}": [one["backends"][x] or "can serve" for one in everyone] for x in first["backends"]}
@@ -299,14 +283,11 @@ def text(everyone: list[dict[str, Any]]) -> str:
         aligned(headers, rows),
         *(f"dtype: {line}" for line in advice),
         *(f"{name}: {said_by(everyone, values)}" for name, values in columns.items()),
-        f"against the definition: worst error {found['error']:.1e} ({found['quantity']}), allowed "
-        f"{found['tolerance']:.1e}",
+        "against the definition: worst error {error:.1e} ({quantity}), allowed {tolerance:.1e}".format_map(found),
     ]
     if pairs := pairs_of(everyone):
         hardware, (a, b, rate) = hardware_of(everyone), pairs[0]
-        lines += [
-            f"neighbours in the ring: {scaled(hardware.bytes_per_second, 'B/s')} one way, latency "
-            f"{time_text(hardware.latency_seconds)}, handshake {time_text(hardware.handshake)}",
-            f"slowest pair: ranks {a} and {b}, {scaled(rate, 'B/s')}",
-        ]
+        times = f"latency {time_text(hardware.latency_seconds)}, handshake {time_text(hardware.handshake)}"
+        lines.append(f"neighbours in the ring: {scaled(hardware.bytes_per_second, 'B/s')} one way, {times}")
+        lines.append(f"slowest pair: ranks {a} and {b}, {scaled(rate, 'B/s')}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`rda doctor`: what a rank says of itself, and what ranks find together. All of them run all of it, in one order."""
+"""`rda doctor`: facts about one rank, and measurements of all ranks. Every rank runs all of them, in the same order."""
 
 import json
 import os
@@ -30,9 +30,9 @@ from ..hardware import NO_NETWORK
 from ..limits import physical_bytes
 from ..local_ranks import Worker
 
-# What runs are known to be slow, or to hang, by; and what no library reads any more.
+# Variables that make runs slow or hang, and variables that no library reads any more.
 HARMFUL = {
-    "NCCL_TREE_THRESHOLD": "NCCL reads it no more since 2.5; unset it (NCCL_ALGO chooses, and chooses well by itself)",
+    "NCCL_TREE_THRESHOLD": "NCCL reads it no more since 2.5; unset it (without NCCL_ALGO, NCCL chooses well by itself)",
     "NCCL_LL_THRESHOLD": "NCCL reads it no more since 2.5; unset it",
     "NCCL_ASYNC_ERROR_HANDLING": "torch reads TORCH_NCCL_ASYNC_ERROR_HANDLING; rename or unset it",
     "NCCL_BLOCKING_WAIT": "torch reads TORCH_NCCL_BLOCKING_WAIT; unset it",
@@ -44,28 +44,28 @@ HARMFUL = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is a call of the driver; unset it",
     "TRITON_INTERPRET": "Triton's kernels run in Python; unset it",
 }
-OBSOLETE = ("NCCL_TREE_THRESHOLD", "NCCL_LL_THRESHOLD")  # whatever their values
+OBSOLETE = ("NCCL_TREE_THRESHOLD", "NCCL_LL_THRESHOLD")  # reported whatever their values
 MATTER = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_P2P_LEVEL", "NCCL_ALGO", "NCCL_DEBUG"),
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"),
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISTRIBUTED_DEBUG"),
 )
-WORTH_16_BITS = 1.1  # times as fast; less is within what measurements differ by, and float32 is more exact
+WORTH_16_BITS = 1.1  # times as fast: measurements differ by as much, and float32 is more exact
 OFF = ("", "0", "false", "False")
 WRITTEN_BYTES = 32 * 2**20
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
-# Small ones say what a message takes whatever its size, large ones how many bytes a second.
+# Bytes of messages. Small messages give the latency, large ones the bandwidth.
 SMALL, LARGE = 256, 16 * 2**20
 REPEATS = 5
-# Measurements apart from each other: a machine that does something else for a second is outvoted.
+# The rounds of measuring are apart, so that a machine that does something else for a second is outvoted.
 ROUNDS, SECONDS_APART = 3, 0.5
-# Every pair of so many ranks is tried; of more each rank tries those at distances of powers of two.
+# Up to so many ranks, every pair is tried. With more, each rank tries those at distances of powers of two.
 MOST_PAIRS = 16
-# Forward and backward of attention over so many rows are a kernel at work; over the second, hardly more than its call.
+# Attention over ROWS takes the time of a kernel's work, over FEW_ROWS hardly more than that of a call.
 ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
+MORE = 8  # tiles in one call, which show what a tile takes whatever its size
 CALL: dict[str, object] = {"call": "rda doctor"}
-MORE = 8  # tiles, to see what one takes whatever its size
 CASE = Case("doctor", DilatedPattern((16, 96), (1, 3), is_causal=True), 96, 1, 4, 2, 16)
 
 
@@ -74,8 +74,8 @@ def examine_on(worker: Worker, folder: Path, seconds: float, environment: Mappin
 
 
 def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The findings of all ranks, in the order of the ring, on every rank. folder: where runs will be written; seconds:
-    the timeout of a message; environment: as the user set it."""
+    """The findings of all ranks, in the order of the ring, on every rank. folder: where runs will be written. seconds:
+    the timeout of a message. environment: the variables as the user set them."""
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     own = facts(parallel.rank, device, folder, environment)
@@ -87,9 +87,9 @@ def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> lis
 
 
 def facts(rank: int, device: str, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """All that can be said without another rank. environment: as the user set it."""
+    """The facts that a rank knows without the others."""
     card = gpu(device)
-    # Whether each backend can serve is asked of a 16-bit tensor on a GPU, of float32 on a CPU.
+    # Backends are asked whether they can serve bfloat16 on a GPU, and float32 on a CPU.
     example = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16 if card else torch.float32, device=device)
     return {
         "rank": rank,
@@ -127,12 +127,11 @@ def gpu_versions() -> dict[str, str]:
 
 
 def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
-    """Which dtype to train in, and why. speedup: of attention in bfloat16 over float32, as measured."""
+    """Which dtype to train in, and why. speedup: the measured one of attention in bfloat16 over float32."""
     if card is None:
         faster = "bfloat16" if speedup >= WORTH_16_BITS else "float32"
         return f"{faster}: attention in bfloat16 was {speedup:.2f} times as fast as in float32 on this CPU"
-    major = card["capability"][0]
-    if major >= 8:
+    if (major := card["capability"][0]) >= 8:
         return "bfloat16: its matrix units are 16-bit, and its range is float32's"
     if major == 7:
         return "float16 with loss scaling: its matrix units know no bfloat16"
@@ -140,12 +139,12 @@ def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
 
 
 def harmful(environment: Mapping[str, str]) -> dict[str, str]:
-    is_set = {name: name in environment and environment[name] not in OFF for name in HARMFUL}
-    return {name: why for name, why in HARMFUL.items() if is_set[name] or (name in environment and name in OBSOLETE)}
+    there = {name: why for name, why in HARMFUL.items() if name in environment}
+    return {name: why for name, why in there.items() if name in OBSOLETE or environment[name] not in OFF}
 
 
 def storage(folder: Path) -> dict[str, Any]:
-    """Free bytes, and bytes in a second of one file that is flushed to the disk; or why nothing can be written."""
+    """The free bytes, and the bytes per second of a file that is flushed to the disk; or why none can be written."""
     there = folder
     try:
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -162,12 +161,12 @@ def storage(folder: Path) -> dict[str, Any]:
 
 
 def meet(parallel: ContextParallel) -> None:
-    """Returns on all ranks at about the same time."""
+    """Return on all ranks at about the same time."""
     parallel.ranks.handshake(1, CALL)
 
 
 def gathered(parallel: ContextParallel, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank gives, in the order of ranks."""
+    """`own` of every rank, in the order of ranks."""
     encoded = torch.tensor(list(json.dumps(own).encode()), dtype=torch.uint8)
     lengths = parallel.ranks.agree(len(encoded), CALL, None)
     everyone = parallel.ranks.gather(encoded, lengths, 0, "the exchange of facts")
@@ -175,7 +174,7 @@ def gathered(parallel: ContextParallel, own: dict[str, Any]) -> list[dict[str, A
 
 
 def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
-    """A forward and backward of all ranks against the definition: the result nearest to its tolerance."""
+    """The result of a forward and backward of all ranks that is nearest to its tolerance, against the definition."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     everyone = gathered(parallel, measure(CASE, dtype, "auto", device, parallel))
     found = worst([CASE], dtype, [[one] for one in everyone], device.partition(":")[0])
@@ -184,7 +183,7 @@ def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
 
 
 def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
-    """The medians of what `rates` and `messages` find, and what `speedup` does."""
+    """The findings of `rates` and `messages`, each the median of all rounds, and of `speedup`."""
     rounds = []
     for i in range(ROUNDS):
         time.sleep(SECONDS_APART * (i > 0))
@@ -196,16 +195,13 @@ def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
 
 
 def typical(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each number."""
+    """The median of each number, in dicts of dicts."""
     columns = {name: [found[name] for found in rounds] for name in rounds[0]}
-    return {
-        name: typical(column) if isinstance(column[0], dict) else statistics.median(column)
-        for name, column in columns.items()
-    }
+    return {name: (typical if isinstance(x[0], dict) else statistics.median)(x) for name, x in columns.items()}
 
 
 def rates(parallel: ContextParallel, device: str) -> dict[str, float]:
-    """This rank's kernel at work while all others' are: rates of forward and backward, and what a call takes."""
+    """This rank's FLOPs per second, forward and backward, while all ranks compute, and the seconds of a call."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     many = ROWS if device == "cpu" else 8 * ROWS
     large = _times(parallel, device, dtype, many, DilatedPattern.dense())
@@ -247,8 +243,8 @@ def _times(
 
 
 def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]) -> list[float]:
-    """The median seconds of each action, one after another, begun together with all ranks. The first time is left out,
-    which warms up."""
+    """The median seconds of each action, one after another, begun together with all ranks. The first round warms up and
+    is left out."""
     rounds = []
     for _ in range(REPEATS):
         meet(parallel)
@@ -263,13 +259,13 @@ def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]
 
 
 def messages(parallel: ContextParallel, device: str) -> dict[str, Any]:
-    """Seconds of small and large messages to other ranks, by how far on in the ring they are; and of a handshake."""
+    """The seconds of a handshake, and of small and large messages by the distance between two ranks of the ring."""
     link = getattr(parallel.ranks, "all", None)
     assert isinstance(link, GroupLink)
     p = link.world_size
     handshakes = timed(parallel, "cpu", *[lambda: meet(parallel)] * 3)
     found: dict[str, Any] = {"handshake_seconds": statistics.median(handshakes), "small": {}, "large": {}}
-    distances = range(1, p) if p <= MOST_PAIRS else [2**k for k in range(p.bit_length()) if 2**k < p]
+    distances = range(1, p) if p <= MOST_PAIRS else [2**k for k in range((p - 1).bit_length())]
     on = device if link.backends.get(torch.device(device).type) else "cpu"
     for name, size in (("small", SMALL), ("large", LARGE)):
         leaves = torch.zeros(size, dtype=torch.uint8, device=on)
@@ -280,13 +276,13 @@ def messages(parallel: ContextParallel, device: str) -> dict[str, Any]:
 
 
 def _swap(link: GroupLink, leaves: Tensor, comes: Tensor, distance: int) -> None:
-    """Send to the rank that stands so far on in the ring, and receive from the one so far back."""
+    """Send to the rank at this distance onward in the ring, and receive from the one at this distance back."""
     onward, back = (link.rank + distance) % link.world_size, (link.rank - distance) % link.world_size
     link.exchange([(leaves, onward)], [(comes, back)], "rda doctor").wait()
 
 
 def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
-    """What a plan assumes of each rank: the rates of the slowest, and the slowest network between two neighbours."""
+    """What a plan assumes of each rank: the slowest rank's rates, and the slowest network between two neighbours."""
     rates = [one["rates"] for one in everyone]
     forward, backward = (min(x[name] for x in rates) for name in ("flops_per_second", "backward_flops_per_second"))
     call = max(x["call_seconds"] for x in rates)
@@ -294,9 +290,9 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
         return Hardware(forward, NO_NETWORK, 0.0, backward, call)
     links = [one["links"] for one in everyone]
     small, large = (max(x[size]["1"] for x in links) for size in ("small", "large"))
-    # What surrounds the tiles of a call is paid once a stage, as the handshake is.
+    # The work around the tiles of a call is paid once a stage, as the handshake is.
     handshake = max(x["handshake_seconds"] + y["around_seconds"] for x, y in zip(links, rates, strict=True))
-    # On a machine that others use the small message may have taken as long: then only the whole is known.
+    # On a machine that others use, the small message may have taken as long as the large one: then latency stays in.
     bandwidth = LARGE / (large - small) if large > 2 * small else LARGE / large
     return Hardware(forward, bandwidth, small, backward, call, handshake)
 

@@ -1,8 +1,7 @@
-"""`rda embed`: slide embeddings from files of tile features, by GigaPath's published weights or others of its kind."""
+"""`rda embed`: slide embeddings from files of tile features, with GigaPath's published weights or similar ones."""
 
 import argparse
 import json
-import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ from ..local_ranks import RankFailedError
 from ..numbers import count
 from ..output import check_writable, progress_bar
 from ..terminal import say
-from .embeddings import EmbeddingFile, Keys, digest_of
+from .embeddings import EmbeddingFile, Keys, digest_of, positive
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 EMBEDDINGS = {
@@ -27,21 +26,21 @@ LAYERS = {
     "all": "of what enters the first layer and of every layer's output, then the model's LayerNorm "
     "(all_layer_embed=True)",
 }
-EXAMPLES = """slides: HDF5 (.h5), .npz or .pt files, or folders of them, each with the features of a slide's tiles
-(tiles, C) under "features" and their coordinates (tiles, 2) under "coords". --out is a safetensors file with a
-tensor for each slide; its metadata says which embedding it is. Run the same command again to go on after Ctrl-C, or
-with more slides.
+EXAMPLES = """Slides are HDF5 (.h5), .npz or .pt files, or folders of them. A file has the features of its tiles
+(tiles, C) under "features" and their coordinates (tiles, 2) under "coords". --out is a safetensors file with a tensor
+for each slide; its metadata says which embedding it is. Run the same command again to go on after Ctrl-C, or with more
+slides.
 
 examples:
   rda embed slides/ --weights slide_encoder.pth --out slides.safetensors
-                                         what GigaPath's pipeline calls last_layer_embed with global_pool=True
-  rda embed slides/ --weights slide_encoder.pth --out trident.safetensors --layer 11 --tile-size file
-                                         what TRIDENT writes
+      as last_layer_embed of GigaPath's pipeline with global_pool=True
+  rda embed slides/ --weights slide_encoder.pth --out trident.safetensors \\
+      --layer 11 --tile-size file                             as TRIDENT
   rda embed huge.h5 --weights slide_encoder.pth --out huge.safetensors --ranks 2
-                                         one slide shared by two processes
+      two processes share one slide
 
-Exit codes: 0 done, 1 some slides could not be embedded (they are named, the others are in the file), or a process
-died (what was done before is in the file), 2 refused, 130 interrupted and saved.
+Exit codes: 0 done, 1 a process died or some slides could not be embedded (they are named, the file has the others),
+2 refused, 130 interrupted and saved.
 """
 
 
@@ -51,17 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("slides", nargs="+", type=Path, metavar="SLIDE", help="files of tile features, or folders of them")
     add("--weights", type=Path, required=True, metavar="FILE", help="slide_encoder.pth, or safetensors")
     add("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write, or to go on with")
-    add("--embedding", choices=tuple(EMBEDDINGS), default="pooled", help="the tiles' mean (default) or the class token")
-    layers = "last (default), encoder (last, and the encoder's LayerNorm), all, or a state's number from 0"
+    add("--embedding", choices=EMBEDDINGS, default="pooled", help="the tiles' mean (default) or the class token")
+    layers = "last (default), encoder (last, with the encoder's LayerNorm), all, or a state's number from 0"
     add("--layer", default="last", metavar="LAYER", help=layers)
-    zero_rows = "count the zero rows that the weights were trained with (default), or leave them out"
-    add("--padding", choices=PADDINGS, default="torchscale", help=zero_rows)
-    sides = "side of a slide by which segment lengths are set (default 262144; GigaPath's fine-tuning has 250000)"
+    add("--padding", choices=PADDINGS, default="torchscale", help="keep (default) or leave out training's zero rows")
+    sides = "side of a slide, which sets the segment lengths (default 262144; GigaPath's fine-tuning has 250000)"
     add("--max-wsi-size", type=count, default=262_144, metavar="PIXELS", help=sides)
-    steps = "coordinates from tile to tile (default 256), or `file`: as each file states; segments stay those of 256"
+    steps = "from tile to tile (default 256), or `file`: what each file states; segment lengths are always those of 256"
     add("--tile-size", metavar="PIXELS", help=steps)
     add("--heads", type=count, metavar="H", help="attention heads of the weights (default 16, of published sizes only)")
-    layers = "layers that the weights must have (default: 12 if they are 768 or 384 wide, as the published ones)"
+    layers = "layers that the weights must have (default 12 for the published widths, 768 and 384; otherwise any)"
     add("--depth", type=count, metavar="LAYERS", help=layers)
     add("--dtype", choices=DTYPES, default="float32", help="16 bits under autocast (default float32)")
     add("--device", default="cpu", help="cpu (default), cuda or another of torch's")
@@ -72,17 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        check(arguments)
-        from .slides import find_slides  # imports torch
+    check(arguments)
+    from .slides import find_slides  # imports torch
 
-        slides = find_slides(arguments.slides)
-        file = EmbeddingFile(arguments.out, settings_of(arguments))
-        check_writable("--out", file.place.parent, file.place.name)
+    slides = find_slides(arguments.slides)
+    file = EmbeddingFile(arguments.out, settings_of(arguments))
+    check_writable("--out", file.place.parent, file.place.name)
+    try:
         num_known, failures = embed(arguments, slides, file)
-    except (ValueError, OSError) as error:
-        say(f"rda embed: {error}")
-        return 2
     except RankFailedError as error:
         go_on = "What was embedded before is saved: run the same command again to go on."
         say(f"rda embed: the processes failed. {go_on}\n{error}")
@@ -90,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, failure in failures.items():
         say(f"rda embed: {slides[name]}: {failure}")
     before = f", {num_known} were there already" if num_known else ""
-    out = str(file.path) if file.place.exists() else None  # where no slide could be embedded, there may be none
+    out = str(file.path) if file.place.exists() else None  # no file is written if no slide could be embedded
     print(
         f"{len(slides) - len(failures) - num_known} slides embedded{before}; {out or 'no file was written'}: "
         f"{file.settings['embedding']}; weights of {file.settings['model']}",
@@ -103,8 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: EmbeddingFile) -> tuple[int, dict[str, str]]:
-    """Add to the file the slides that it does not hold; it is written also when this ends early. The number of slides
-    that it held already, and why some cannot be added, by name."""
+    """Add to the file the slides that it does not hold. The file is written also if this ends early. Returns the number
+    of slides that the file held already, and by name why others cannot be added."""
     from .embedder import Result, embed_all
 
     todo, failures = [], dict[str, str]()
@@ -134,7 +129,7 @@ def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: Embeddin
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for what can be refused before anything is read, and complete the names of arrays."""
+    """Raise ValueError for what can be refused before a file is read, and fill in --keys."""
     files = [path for given in arguments.slides for path in (given.iterdir() if given.is_dir() else [given])]
     packages = {".h5": "h5py", ".hdf5": "h5py", ".npz": "numpy"}
     needed = dict.fromkeys(["safetensors", *(packages[x.suffix] for x in files if x.suffix in packages)])
@@ -147,22 +142,16 @@ def check(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None:
             check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
     if arguments.ranks > 1 and arguments.batch > 1:
-        raise ValueError(
-            f"--batch {arguments.batch} with --ranks {arguments.ranks}: ranks share one slide at a time. Leave one out"
-        )
-    if arguments.tile_size not in (None, "file"):
-        try:
-            is_positive = 0 < float(arguments.tile_size) < math.inf
-        except ValueError:
-            is_positive = False
-        if not is_positive:
-            raise ValueError(f"--tile-size {arguments.tile_size} is neither a positive number of pixels nor 'file'")
+        both = f"--batch {arguments.batch} with --ranks {arguments.ranks}"
+        raise ValueError(f"{both}: ranks share one slide at a time. Leave one out")
+    if arguments.tile_size not in (None, "file") and positive(arguments.tile_size) is None:
+        raise ValueError(f"--tile-size {arguments.tile_size} is neither a positive number of pixels nor 'file'")
     arguments.keys = Keys(*((name,) for name in arguments.keys)) if arguments.keys else Keys()
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that decides what an embedding is, for the file's metadata, in one way of writing. A ValueError if the
-    weights cannot be used so, or on no such device."""
+    """All that decides what an embedding is, for the file's metadata. Equal settings are written alike. Raises
+    ValueError if the options do not fit the weights, and for a device that cannot be used."""
     from ...models.weights import read_weights, slide_encoder_size
     from .embedder import DEFAULT_TILE_SIZE, check_device
 
@@ -175,9 +164,8 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     layer = arguments.layer
     if layer not in LAYERS:
         if int(layer) > size.depth:
-            raise ValueError(
-                f"--layer {layer}: {arguments.weights} has {size.depth} layers, whose states are 0 to {size.depth}"
-            )
+            states = f"{size.depth} layers, whose states are 0 to {size.depth}"
+            raise ValueError(f"--layer {layer}: {arguments.weights} has {states}")
         layer = "last" if int(layer) == size.depth else str(int(layer))
     which = LAYERS.get(layer, f"of state {layer} of all_layer_embed=True, then the model's LayerNorm")
     tile_size = arguments.tile_size

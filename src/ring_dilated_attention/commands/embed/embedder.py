@@ -1,6 +1,5 @@
-"""What `rda embed` does once all is checked: slides through the model, in batches, on one process or many."""
+"""Slides through the model of `rda embed`, in batches, in one process or several that share every slide."""
 
-import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -14,30 +13,29 @@ from torch import Tensor
 from ...models.longnet_vit import LongNetViT
 from ...models.weights import first_line, load_slide_encoder
 from ...ranks.context import ContextParallel, refuse
-from ..local_ranks import Launch, Worker, run_ranks
+from ..local_ranks import Launch, Worker, run_ranks, share_of_cores
 from ..terminal import is_out_of_memory
 from .embeddings import Entry, fingerprint
 from .slides import Slide, open_slide
 
 DEFAULT_TILE_SIZE = 256.0
 SECONDS = 20 * 24 * 3600.0  # after which ranks are ended; poll takes no more than 24 days
-RANK_TIMEOUT = timedelta(hours=1)  # one may read a file long after another
-
+RANK_TIMEOUT = timedelta(hours=1)  # one rank may take long to read a file
 
 Slides = Sequence[tuple[str, Path]]
 
 
 class Result(NamedTuple):
-    """What became of a slide: its embedding, (E,) or (depth + 1, E), as numbers, or why there is none."""
+    """A slide's embedding, (E,) or (depth + 1, E), as numbers, or the reason why there is none."""
 
     name: str
-    entry: Entry | None  # none of a slide that could not be read
+    entry: Entry | None  # None if the slide could not be read
     embedding: list[Any] | None
     failure: str = ""
 
 
 class Tiles(NamedTuple):
-    """What this process holds of a slide: its rows of the features (L, C) and coordinates (L, 2)."""
+    """This process's rows of a slide's features (L, C) and coordinates (L, 2)."""
 
     name: str
     entry: Entry
@@ -46,7 +44,7 @@ class Tiles(NamedTuple):
 
 
 def check_device(device: str, num_ranks: int) -> None:
-    """A ValueError if so many processes cannot compute on a device, or if there is no such device."""
+    """Raise ValueError if so many processes cannot compute on a device."""
     try:
         kind = torch.device(device)
         if kind.type == "cuda" and num_ranks > 1:
@@ -61,15 +59,12 @@ def check_device(device: str, num_ranks: int) -> None:
 
 
 def embed_all(options: Namespace, slides: Slides, take: Callable[[Result], None]) -> None:
-    """Call `take` with each slide's result, as they come. A ValueError if the weights cannot be used. options: those of
-    the command."""
+    """Call `take` with each slide's result as it comes. Raises ValueError if the weights cannot be used."""
     if options.ranks == 1:
         refusals = [_embed_here(options, slides, None, options.device, take)]
     else:
-        is_cuda = options.device.startswith("cuda")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        backend, num_threads = "cpu:gloo,cuda:nccl" if is_cuda else "gloo", max(1, cores // options.ranks)
-        launch = Launch(options.ranks, num_threads=num_threads, backend=backend, seconds=SECONDS)
+        num_threads, has_gpus = share_of_cores(options.ranks), options.device.startswith("cuda")
+        launch = Launch(options.ranks, num_threads=num_threads, has_gpus=has_gpus, seconds=SECONDS)
         refusals = run_ranks(launch, _embed_rank, options, slides, on_report=lambda rank, result: take(result))
     if refusal := next(filter(None, refusals), None):
         raise ValueError(refusal)
@@ -84,22 +79,16 @@ def _embed_rank(worker: Worker, options: Namespace, slides: Slides) -> str | Non
 def _embed_here(
     options: Namespace, slides: Slides, parallel: ContextParallel | None, device: str, report: Callable[[Result], Any]
 ) -> str | None:
-    """Why nothing can be embedded, or None when all slides have been reported."""
+    """Report the result of each slide. Returns the reason if nothing can be embedded, otherwise None."""
     try:
-        model = load_slide_encoder(
-            options.weights,
-            num_heads=options.heads,
-            depth=options.depth,
-            max_wsi_size=options.max_wsi_size,
-            global_pool=options.embedding == "pooled",
-            padding=options.padding,
-            dtype=torch.float64 if options.dtype == "float64" else torch.float32,
-            parallel=parallel,
-        )[0].to(device)
-    except (ValueError, MemoryError, RuntimeError) as error:  # the last is torch's of a device
+        dtype = torch.float64 if options.dtype == "float64" else torch.float32
+        sizes = {"num_heads": options.heads, "depth": options.depth, "max_wsi_size": options.max_wsi_size}
+        how: dict[str, Any] = {"global_pool": options.embedding == "pooled", "padding": options.padding, **sizes}
+        model = load_slide_encoder(options.weights, **how, dtype=dtype, parallel=parallel)[0].to(device)
+    except (ValueError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError for a device
         return first_line(error)
     for start in range(0, len(slides), options.batch):
-        # Slides that can be embedded at once are of one tile size, one width and one dtype.
+        # Slides that are embedded at once have the same tile size, width and dtype.
         groups: dict[tuple[float, int, torch.dtype], list[Tiles]] = {}
         for name, path in slides[start : start + options.batch]:
             try:
@@ -122,12 +111,11 @@ def _tiles(options: Namespace, name: str, path: Path, parallel: ContextParallel 
             start, stop = 0, slide.num_tiles
             if parallel is not None:
                 lengths = parallel.ranks.lengths_of(slide.num_tiles)
-                start = sum(lengths[: parallel.rank])
-                stop = start + lengths[parallel.rank]
+                start, stop = (sum(lengths[:rank]) for rank in (parallel.rank, parallel.rank + 1))
             entry = Entry(found, slide.num_tiles, _tile_size(options.tile_size, slide))
             return Tiles(name, entry, slide.features(start, stop), slide.coords[start:stop])
     except (ValueError, OSError) as error:
-        if parallel is not None:  # the other ranks may have read it, and wait for this one
+        if parallel is not None:  # the other ranks may have read the slide, and wait for this rank
             refuse(parallel.key, str(error))
         raise
 
@@ -155,26 +143,24 @@ def _embed(model: LongNetViT, options: Namespace, group: list[Tiles], device: st
         embeddings = _forward(model, options, group, device)
     except (ValueError, MemoryError, RuntimeError) as error:
         if not isinstance(error, ValueError) and (model.parallel is not None or not is_out_of_memory(error)):
-            raise  # one of several ranks has left a call in its middle: the others cannot go on
+            raise  # this rank has left a call in the middle, so that the others cannot go on
         failure = first_line(error)
-    # Here the error is gone, and with it what the call had computed.
+    # Outside of the `except`, the error no longer holds the memory of what the call had computed.
     if failure and len(group) > 1:
-        for tiles in group:  # the others can be embedded still
+        for tiles in group:  # perhaps only one of them fails
             yield from _embed(model, options, [tiles], device)
     elif failure:
         yield Result(group[0].name, group[0].entry, None, failure)
     else:
         too_large = f"its features are finite and its embedding is not: too large for {options.dtype}"
         for tiles, embedding in zip(group, embeddings, strict=True):
-            is_finite = embedding.isfinite().all()
-            result = (embedding.tolist(), "") if is_finite else (None, too_large)
-            yield Result(tiles.name, tiles.entry, *result)
+            found = (embedding.tolist(), "") if embedding.isfinite().all() else (None, too_large)
+            yield Result(tiles.name, tiles.entry, *found)
 
 
 def _forward(model: LongNetViT, options: Namespace, group: list[Tiles], device: str) -> Tensor:
     """(B, E), or (B, depth + 1, E) for all layers."""
-    model.tile_size = group[0].entry.tile_size
-    lengths = None
+    model.tile_size, lengths = group[0].entry.tile_size, None
     features, coords = group[0].features[None], group[0].coords[None]
     if len(group) > 1:
         lengths = [len(tiles.features) for tiles in group]

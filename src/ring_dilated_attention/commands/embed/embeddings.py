@@ -1,11 +1,12 @@
-"""The file that `rda embed` writes: a tensor for each slide, by its name, and in the metadata what they are.
+"""The file that `rda embed` writes: a tensor for each slide, by its name, and what they are in the metadata.
 
-It is whole at any time: each version is written beside it and takes its place. It is gone on with only where it was
-made with the same settings.
+The file is whole at any time: each version is written beside it and takes its place. `rda embed` adds to a file only if
+the file was made with the same settings.
 """
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,28 +19,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MADE_BY = "rda embed"
-# A file of many slides is not written anew for each of them.
-SECONDS_BETWEEN_WRITES = 5.0
+SECONDS_BETWEEN_WRITES = 5.0  # a file of many slides is not written anew for each slide
 
 
 class Keys(NamedTuple):
-    """Names under which the arrays of a slide's file are looked for, in this order."""
+    """The names under which a slide's file may hold its arrays, the first choice first."""
 
     features: tuple[str, ...] = ("features", "tile_embeds", "feats")
     coords: tuple[str, ...] = ("coords", "coordinates")
 
 
 class Entry(NamedTuple):
-    """What a file says of a slide."""
+    """What an embedding file says of a slide."""
 
-    fingerprint: str  # of the file that it was made from, by which that is known again
+    fingerprint: str  # of the slide's file
     num_tiles: int
     tile_size: float
 
 
+def positive(value: Any) -> float | None:
+    """A positive finite number that a text, a number or an array of one states; None for anything else."""
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError):
+        return None
+    return number if 0 < number < math.inf else None
+
+
 def digest_of(path: Path) -> str:
-    """The SHA-256 of all of a file: to read it takes little beside what its embedding takes. A ValueError if it
-    cannot be read, or is no regular file."""
+    """The SHA-256 of a whole file. Raises ValueError if the file cannot be read, or is no regular file."""
     if path.exists() and not path.is_file():
         raise ValueError("is no regular file: a pipe or a device may have no end")
     try:
@@ -50,30 +58,27 @@ def digest_of(path: Path) -> str:
 
 
 def fingerprint(path: Path, keys: Keys) -> str:
-    """By which a slide's file is known again. The names of its arrays decide what the slide is too."""
+    """A hash by which a slide's file is known again. The names of its arrays are part of it."""
     return hashlib.sha256(json.dumps([digest_of(path), *keys]).encode()).hexdigest()
 
 
 class EmbeddingFile:
-    """Slide embeddings in safetensors. A ValueError for a file of others, or one that was made with other settings.
-
-    settings: all that decides what an embedding is, as JSON knows it.
-    """
+    """Slide embeddings in safetensors, and the settings that decide what an embedding is, in types of JSON. Raises
+    ValueError for a file that others made, or that has other settings."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = path, dict(settings)
-        self.place = Path(os.path.realpath(path))  # where a link leads: the link stays
+        self.place = Path(os.path.realpath(path))  # if the path is a link, its target is written and the link stays
         self.embeddings: dict[str, Tensor] = {}
         self.entries: dict[str, Entry] = {}
-        self._written = time.monotonic()
-        self._is_new = False
+        self._written, self._is_new = time.monotonic(), False
         self._read()
 
     def _refusal(self, why: str, *remedies: str) -> ValueError:
         return ValueError(f"--out {self.path} {why}. {', '.join(('Choose another name', *remedies))}.")
 
     def _read(self) -> None:
-        """Take in what the file holds and this process does not, if there is one."""
+        """Take in the embeddings that the file holds and this process does not. There may be no file."""
         try:
             self.path.stat()
         except FileNotFoundError:
@@ -97,21 +102,19 @@ class EmbeddingFile:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._refusal("is there, and what it says of itself cannot be read") from error
         for name in sorted(self.settings.keys() | settings.keys()):
-            if settings.get(name) != self.settings.get(name):
-                made = f"{name}={settings.get(name)!r}, not {self.settings.get(name)!r}"
-                raise self._refusal(f"holds embeddings made with {made}", "or the settings that it was made with")
+            theirs, ours = settings.get(name), self.settings.get(name)
+            if theirs != ours:
+                made = f"holds embeddings made with {name}={theirs!r}, not {ours!r}"
+                raise self._refusal(made, "or the settings that it was made with")
         self.entries = {name: entry for name, entry in found.items() if name in self.embeddings} | self.entries
 
     def has(self, name: str, path: Path, keys: Keys) -> bool:
-        """Whether the embedding of this slide is there. A ValueError if it is that of another file of this name."""
-        entry = self.entries.get(name)
-        if entry is None:
+        """Whether the embedding of this slide is there. Raises ValueError if another slide of this name is there."""
+        if name not in self.entries:
             return False
-        if entry.fingerprint != fingerprint(path, keys):
-            raise ValueError(
-                f"the slide {name!r} is in {self.path} already, made from another file than {path}, or from other "
-                "arrays in it: rename this one, or choose another --out"
-            )
+        if self.entries[name].fingerprint != fingerprint(path, keys):
+            there = f"the slide {name!r} is in {self.path} already, made from another file than {path}"
+            raise ValueError(f"{there}, or from other arrays in it: rename this one, or choose another --out")
         return True
 
     def add(self, name: str, embedding: Sequence[Any], entry: Entry) -> None:
@@ -126,23 +129,19 @@ class EmbeddingFile:
             self.write()
 
     def write(self) -> None:
-        """Put what there is in the file's place, if there is anything new."""
+        """Write the file, if there is anything new."""
         if not self._is_new:
             return
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        self._read()  # another process may have written meanwhile
-        metadata = {
-            "made_by": MADE_BY,
-            "embedding": self.settings["embedding"],
-            "settings": json.dumps(self.settings),
-            "slides": json.dumps(self.entries),
-        }
+        self._read()  # another process may have written to it since
+        metadata = {"made_by": MADE_BY, "embedding": self.settings["embedding"]}
+        metadata |= {"settings": json.dumps(self.settings), "slides": json.dumps(self.entries)}
         self.place.parent.mkdir(parents=True, exist_ok=True)
         try:
             with replaced(self.place) as unfinished:
                 save_file(self.embeddings, unfinished, metadata=metadata)
-        except SafetensorError as error:  # a full disk, for one
+        except SafetensorError as error:  # as for a full disk
             raise ValueError(f"--out {self.path} cannot be written: {error}") from error
         self._written, self._is_new = time.monotonic(), False

@@ -1,12 +1,9 @@
 """Files of tile features and coordinates, as pathologists' tools write them: HDF5, npz, and torch's pt.
 
 A file holds the features (tiles, C) under "features" (or "tile_embeds", as GigaPath's pipeline says) and the
-coordinates (tiles, 2) under "coords"; both may have a batch dim of 1 before. Nothing but arrays is read: no pickles.
+coordinates (tiles, 2) under "coords". Both may have a leading batch dim of 1. Only arrays are read, and no pickles.
 """
 
-import math
-import pickle
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.weights import check_sums, first_line
-from .embeddings import Keys
+from ...models.weights import first_line, load_tensors
+from .embeddings import Keys, positive
 
 # What TRIDENT calls the step from one tile to the next, in the units of the coordinates.
 TILE_SIZE = "patch_size_level0"
@@ -24,8 +21,8 @@ SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
 
 
 class Slide:
-    """An open file: `num_tiles`, `tile_size` as the file states it, `coords` (tiles, 2), and features when asked for.
-    A ValueError if the arrays are not there, or not of one slide."""
+    """An open file: `num_tiles`, `tile_size` if the file states one, `coords` (tiles, 2), and the features. Raises
+    ValueError if the arrays are missing, or not those of one slide."""
 
     def __init__(self, arrays: Mapping[str, Any], stated: Mapping[str, Any], keys: Keys) -> None:
         self._features, self.features_key = _array(arrays, "features", keys.features)
@@ -34,32 +31,25 @@ class Slide:
             raise ValueError(f"{coords_key} has shape {tuple(coords.shape)}, not (tiles, 2): x and y of each tile")
         self.num_tiles = self._features.shape[-2]
         if coords.shape[-2] != self.num_tiles:
-            raise ValueError(
-                f"{self.features_key} has {self.num_tiles} tiles and {coords_key} has {coords.shape[-2]}: one line of "
-                "each belongs to a tile"
-            )
+            sizes = f"{self.features_key} has {self.num_tiles} tiles and {coords_key} has {coords.shape[-2]}"
+            raise ValueError(f"{sizes}: one line of each belongs to a tile")
         self.coords = _tensor(coords[...], coords_key).reshape(-1, 2)
         if self.coords.is_floating_point() and self.coords.dtype.itemsize < 4:
             dtype = self.coords.dtype
-            raise ValueError(f"{coords_key} has dtype {dtype}, which has not every pixel: save integers or float32")
-        # Attributes are those of an HDF5 data set; other arrays have none.
+            raise ValueError(f"{coords_key} has dtype {dtype}, too coarse for pixels: save integers or float32")
+        # Only an HDF5 data set has attributes.
         self._tile_size = stated.get(TILE_SIZE, getattr(coords, "attrs", {}).get(TILE_SIZE))
 
     @property
     def tile_size(self) -> float | None:
         value = self._tile_size
-        if value is None:
-            return None
-        try:
-            number = float(value.item() if hasattr(value, "item") else value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not 0 < number < math.inf:
+        number = positive(value)
+        if number is None and value is not None:
             raise ValueError(f"{TILE_SIZE} is {value!r}, not a positive number of pixels")
         return number
 
     def features(self, start: int, stop: int) -> Tensor:
-        """Features (stop - start, C) of some tiles; of an HDF5 file no others are read."""
+        """Features (stop - start, C) of some tiles. An HDF5 file is read no further."""
         rows = self._features[0, start:stop] if len(self._features.shape) == 3 else self._features[start:stop]
         found = _tensor(rows, self.features_key)
         return found.clone() if stop - start < self.num_tiles else found  # a view would keep all rows
@@ -76,10 +66,8 @@ def _tensor(x: Any, name: str) -> Tensor:
 def _array(arrays: Mapping[str, Any], what: str, names: tuple[str, ...]) -> tuple[Any, str]:
     name = next((name for name in names if name in arrays), None)
     if name is None:
-        raise ValueError(
-            f"holds no {what}: it has {', '.join(map(str, arrays)) or 'no arrays'}, and {' and '.join(names)} were "
-            "looked for (--keys names others)"
-        )
+        there, wanted = ", ".join(map(str, arrays)) or "no arrays", " and ".join(names)
+        raise ValueError(f"holds no {what}: it has {there}, and {wanted} were looked for (--keys names others)")
     array = arrays[name]
     if isinstance(array, Tensor) and (array.layout != torch.strided or array.is_meta or array.is_quantized):
         raise ValueError(f"{name} has {array.layout} and {array.dtype} on {array.device}: save its numbers themselves")
@@ -91,8 +79,8 @@ def _array(arrays: Mapping[str, Any], what: str, names: tuple[str, ...]) -> tupl
 
 @contextmanager
 def open_slide(path: Path, keys: Keys) -> Iterator[Slide]:
-    """A slide's file, open as long as the context lasts. A ValueError with the reason, but without the path, if it
-    cannot be read, also while the context lasts."""
+    """A slide's file, open as long as the context lasts. If the file cannot be read, now or during the context, raises
+    ValueError with the reason, but without the path."""
     try:
         if path.suffix not in (".h5", ".hdf5"):
             loaded = _load(path)
@@ -109,29 +97,21 @@ def open_slide(path: Path, keys: Keys) -> Iterator[Slide]:
             yield Slide(arrays, dict(file.attrs), keys)
     except (ValueError, OSError):
         raise
-    except Exception as error:  # a damaged file raises anything, HDF5 where its features are read too
+    except Exception as error:  # a damaged file raises anything, and HDF5 only once its features are read
         raise ValueError(f"cannot be read: {first_line(error)}") from error
 
 
 def _load(path: Path) -> dict[str, Any]:
     """What an npz or pt file holds, by name."""
-    how = "as npz" if path.suffix == ".npz" else "with torch.load(weights_only=True)"
     try:
         if path.suffix == ".npz":
             import numpy
 
             with numpy.load(path, allow_pickle=False) as file:
                 return dict(file)
-        is_zip = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-        check_sums(path)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"cannot be read {how}, and is not read otherwise, since a pickle can run any code when it is opened: "
-            "save tensors alone. (Or the file is damaged.)"
-        ) from error
+        loaded = load_tensors(path, is_mapped=True)
     except Exception as error:  # a damaged file raises anything
-        raise ValueError(f"cannot be read {how}: {first_line(error)}") from error
+        raise ValueError(f"cannot be read as {path.suffix[1:]}: {first_line(error)}") from error
     if isinstance(loaded, Tensor):
         raise ValueError("holds a tensor alone, and no coordinates: save {'features': ..., 'coords': ...}")
     if not isinstance(loaded, dict):
@@ -140,8 +120,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def find_slides(paths: list[Path]) -> dict[str, Path]:
-    """The slides by name, which is the file's without its suffix. A folder stands for all that it holds. A ValueError
-    if there are none, one is not there, two have one name, or a file of embeddings can hold no such name."""
+    """The slides by name: their files' names without the suffix. A folder stands for all its slides. Raises ValueError
+    if a path does not exist, a folder has no slides, two slides share a name, or a name fits no safetensors file."""
     found: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
