@@ -118,13 +118,11 @@ class DilatedCache:
         lengths = ranks.agree(length, fields, None)
         position, shards = sum(lengths), ranks.shards(lengths)
         check_append(plan, [0], [position])
-
-        def parts() -> list[Tensor]:
-            own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
-            return [own if to in (None, rank) else own.new_empty(0) for rank in range(len(shards))]
-
         counts = [packed_size(plan, shard, position, key) if gets_one else 0 for shard in shards]
-        received = ranks.deliver(parts, counts, key, "the exchange of what a cache keeps")
+        with ranks.all_or_none():
+            own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
+            parts = [own if to in (None, rank) else own.new_empty(0) for rank in range(len(shards))]
+            received = ranks.scatter(parts, counts, key, "the exchange of what a cache keeps")
         if cache is not None:
             for shard, part in zip(shards, received, strict=True):
                 unpack(plan, shard, position, part, cache.memory)

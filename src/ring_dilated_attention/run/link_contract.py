@@ -1,6 +1,6 @@
 """What the executor and `DilatedCache.gather` ask of the object that connects ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -49,13 +49,13 @@ class Owners(Protocol):
 
     def refusing(self) -> AbstractContextManager[None]: ...
 
+    def all_or_none(self) -> AbstractContextManager[None]: ...
+
     def check_all_here(self, method: str) -> None: ...
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]: ...
 
-    def deliver(
-        self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], like: Tensor, moment: str
-    ) -> list[Tensor]: ...
+    def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]: ...
 
 
 class Parallel(Protocol):

@@ -15,7 +15,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    """x with a last stride of 1, as kernels need it. (`contiguous` leaves the strides of a single number as they are.)"""
+    """x with a last stride of 1, as kernels need it. (`contiguous` leaves the strides of a single number.)"""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
