@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..attention import autocast, dilated_attention
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
-from ..ranks.borders import validate_cu_seqlens
+from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel, refuse
 from ..ranks.handshake import RefusedError
 from ..ranks.validate import check_cuts, check_objects

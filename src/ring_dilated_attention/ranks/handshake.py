@@ -1,4 +1,4 @@
-"""All ranks make the same call, or none does: one record of fixed size to and from everybody before each call."""
+"""All ranks make the same call, or none does: before each call all exchange one record of fixed size."""
 
 import hashlib
 
@@ -6,20 +6,19 @@ import torch
 
 from .link import GroupLink
 
-# Columns of a record: at least as many as any call compares.
-_NUM_FIELDS = 16
+_NUM_FIELDS = 16  # columns of a record: no call compares more
 
 
 class RefusedError(ValueError):
-    """What all ranks raise alike: one of them refuses a call, or they make different ones. Nothing of it was sent."""
+    """Raised on all ranks alike: one of them refuses a call, or their calls differ. Nothing was sent."""
 
 
 def agree(control: GroupLink, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-    """Every rank's local length, once all ranks turn out to make the same call.
+    """Every rank's number of positions, once it is clear that all make the same call.
 
     Args:
         length: this rank's number of positions.
-        fields: what must agree, by name. Compared by fingerprint; only a mismatch is sent in words.
+        fields: what must be the same, by name. Fingerprints are compared; only a mismatch is sent as text.
         failure: why this rank refuses the call, if it does.
 
     Raises:

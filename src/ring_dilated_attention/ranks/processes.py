@@ -128,9 +128,7 @@ class Processes(Ranks):
                 use_local_synchronization=len(members) != dist.get_world_size(),
                 group_desc=f"ring_dilated_attention:{purpose}",
             )
-            self.name = (
-                self.name or f"context {group.group_name[:12]}"
-            )  # the first group's name, or a hash
+            self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or a hash
             link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
             link.open()
         except RuntimeError as error:

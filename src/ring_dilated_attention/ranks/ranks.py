@@ -17,8 +17,7 @@ from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
-from .borders import validate_cu_seqlens
-from .call import Begun, Call
+from .call import Begun, Call, validate_cu_seqlens
 
 # What connects a rank in one call: with the others of its ring, and with the ranks that deal heads to each other.
 Links = tuple[Link | None, Dealer | None]

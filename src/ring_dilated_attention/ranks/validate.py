@@ -13,8 +13,7 @@ from ..kernels.choose import check_backend, choose
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
 from ..run.dilated_cache import DilatedCache
-from .borders import validate_cu_seqlens
-from .call import Call
+from .call import Call, validate_cu_seqlens
 from .context import ContextParallel
 from .origin import origin_of, why_foreign
 
