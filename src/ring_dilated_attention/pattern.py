@@ -203,17 +203,17 @@ class DilatedPattern:
         """
         held = held if held is not None else range(num_heads)
         rate = self.dilation_rates[branch]
-        equal_held = [_within(heads, held)[1] for _, heads in self._heads_by_phase(branch, num_heads)]
+        groups = self.phase_groups(branch, num_heads, num_kv_heads, held)
         if self.heads == "all" and num_heads == num_kv_heads:
             block = _ceil_div(num_heads, rate)  # heads of one phase under the blocked rule
             if self.phase == "modulo":
                 diagonal = [range(k, min(k + rate, num_heads)) for k in range(0, num_heads, rate)]
             else:
                 diagonal = [range(k, num_heads, block) for k in range(block)]
-            diagonal_held = [_within(heads, held) for heads in diagonal]
-            if sum(bool(heads) for _, heads in diagonal_held) < sum(map(bool, equal_held)):
-                return tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in diagonal_held if heads)
-        return self.phase_groups(branch, num_heads, num_kv_heads, held)
+            found = (_within(heads, held) for heads in diagonal)
+            diagonals = tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in found if heads)
+            return min(groups, diagonals, key=len)
+        return groups
 
     def phase_groups(
         self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None

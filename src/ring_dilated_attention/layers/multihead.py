@@ -21,7 +21,7 @@ from .rotary import RotaryTable, document_positions, positions_on_ranks, rotary_
 
 
 class MultiheadDilatedAttention(nn.Module):
-    """Self-attention with a dilated pattern: `nn.MultiheadAttention(batch_first=True)` where the meanings agree.
+    """Self-attention with a dilated pattern, called like `nn.MultiheadAttention(batch_first=True)`.
 
         out = out_proj(subln(dilated_attention(rotate(query Wq), rotate(key Wk), value Wv)))
 
@@ -32,16 +32,15 @@ class MultiheadDilatedAttention(nn.Module):
     pattern:       who attends whom; causality is part of it.
     num_kv_heads:  grouped queries; num_heads must be a multiple of it. None means num_heads.
     rotary:        rotary position embeddings (rotate-half form); True for base 10,000 or the base itself.
-    parallel:      inputs and outputs are then the local shards of sequences that the ranks hold together. A mean of
-                   a loss over each shard weights ranks wrongly, without a word: `parallel.mean_loss` is right.
+    parallel:      the ranks that share sequences; inputs and outputs are then shards. Use `parallel.mean_loss`: a mean
+                   of each shard's loss weights ranks wrongly, and no error says so.
     backend:       as of `dilated_attention`.
-    heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6); phases go
-                   by the head of the layer. Outputs of modules that hold all heads together add up to the layer's: the
-                   one with head 0 adds out_proj's bias. `held` makes such a module of a whole one.
+    heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). A head's
+                   phase follows from its number in the layer. The outputs of modules that hold all heads together add
+                   up to the layer's; the one with head 0 adds out_proj's bias. `held` cuts such a module from a whole.
 
-    It serves inside nn.TransformerEncoderLayer (`layer.self_attn = ...`) and so in nn.TransformerEncoder. What torch's
-    module can do and this one cannot (dropout, attention masks, attention weights, cross-attention, extra key/value
-    rows) is refused with a ValueError.
+    It can stand in nn.TransformerEncoderLayer (`layer.self_attn = ...`) and so in nn.TransformerEncoder. A ValueError
+    refuses dropout, attention masks, attention weights, cross-attention and extra key/value rows.
     """
 
     in_proj_bias: nn.Parameter | None
@@ -85,13 +84,13 @@ class MultiheadDilatedAttention(nn.Module):
         self.heads_held = range(num_heads) if heads_held is None else heads_held
         num_held = len(self.heads_held) if isinstance(heads_held, range) else num_heads
         ratio = num_heads // num_kv_heads
-        held_heads(num_held, ratio, self.heads_held, num_heads)  # refuses what no tensors could hold
+        held_heads(num_held, ratio, self.heads_held, num_heads)  # for its errors
         if sub_layernorm and num_held < num_heads:
             raise ValueError(
                 f"sub_layernorm=True takes its mean over all {num_heads} heads, and heads_held={heads_held} are "
                 f"{num_held} of them: leave one of both out"
             )
-        # nn.TransformerEncoderLayer reads these two: around another attention it must not take its fast path.
+        # nn.TransformerEncoderLayer reads these two, and must not take its fast path around this attention.
         self.batch_first = True
         self._qkv_same_embed_dim = False
 
@@ -134,7 +133,7 @@ class MultiheadDilatedAttention(nn.Module):
             parallel=self.parallel,
             backend=self.backend,
             heads_held=heads,
-            device="meta",  # draws no random numbers: ranks that hold different parts go on with the same ones
+            device="meta",  # draws no random numbers: ranks with different parts keep the same generator state
             dtype=weight.dtype,
         ).to_empty(device=weight.device)
         ratio, dim = self.num_heads // self.num_kv_heads, self.head_dim
@@ -173,16 +172,16 @@ class MultiheadDilatedAttention(nn.Module):
         """(B, N, E) three times -> (B, N, E) and None, in the place of torch's attention weights.
 
         key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
-                     becomes a document of its own length; padded positions come out as zeros before `out_proj`.
-        is_causal:   torch's hint. True must agree with the pattern; False and None leave it to the pattern.
+                     becomes a document of its own length; padded positions are zeros before `out_proj`.
+        is_causal:   torch's hint. True needs a causal pattern; False and None leave it to the pattern.
         positions:   integer (N,), the place of each row for `rotary`, or the `rotary_table` of them, which the layers
                      of a model can share. None means 0, 1, ... within each document, counted over all ranks under
-                     `parallel`. With a cache None means from `cache.position` on, and only a table can be passed: of
-                     `cache.next_positions(N)`.
+                     `parallel`. With a cache, None means from `cache.position` on, and no positions can be passed other
+                     than the table of `cache.next_positions(N)`.
         cu_seqlens:  as for `dilated_attention`: packed documents, batch 1.
         cache:       of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
-        lengths:     with a cache, (B,): how many of its N rows each batch entry appends. The output of the rest, which
-                     is padding, means nothing.
+        lengths:     with a cache, (B,): how many of its N rows each batch entry appends. The output at the other rows
+                     has no meaning.
         """
         try:
             self._check_inputs(query, key, value)
@@ -192,7 +191,7 @@ class MultiheadDilatedAttention(nn.Module):
             self._check_positions(positions, query, cache)
             table = self._table(query, positions, cu_seqlens, cache)
             heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
-        except RefusedError:  # by all ranks alike
+        except RefusedError:  # raised on all ranks alike
             raise
         except Exception as error:  # whatever it is: the other ranks would wait for this one
             if self.parallel is not None:
@@ -204,7 +203,7 @@ class MultiheadDilatedAttention(nn.Module):
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
 
     def make_cache(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> DilatedCache:
-        """A `DilatedCache` for this layer, of its heads, device and dtype (or of autocast's, which calls take too)."""
+        """A `DilatedCache` for this layer, with its heads, device and dtype (under autocast, autocast's dtype)."""
         weight = self.in_proj_weight
         return DilatedCache(
             *(self.pattern, batch, self.num_heads, self.num_kv_heads, self.head_dim),
@@ -216,10 +215,10 @@ class MultiheadDilatedAttention(nn.Module):
         )
 
     def rotary_table(self, positions: Tensor) -> RotaryTable:
-        """What `forward` takes for `positions`, made once for all layers with this head dim and base.
+        """The table that `forward` takes as `positions`, which layers with one head dim and base can share.
 
-        positions: integer (N,), the place of each of this rank's rows, on the device of the inputs; or (B, N), where
-                   batch entries stand at different places (`cache.next_positions(N)`).
+        positions: integer (N,), the place of each of this rank's rows, on the device of the inputs; or (B, N), if the
+                   places of batch entries differ (`cache.next_positions(N)`).
         """
         if self.rotary_base is None:
             raise ValueError("this module has no rotary embeddings: construct it with rotary=True")
@@ -375,7 +374,7 @@ class MultiheadDilatedAttention(nn.Module):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """What must be known before positions are taken from documents or a cache; the call itself checks the rest."""
+        """The checks that must precede taking positions from documents or a cache. The call makes the others."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")
         if cu_seqlens is not None:

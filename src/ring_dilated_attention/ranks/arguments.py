@@ -1,4 +1,4 @@
-"""The arguments of a `ContextParallel`, checked. Every error quotes the value and names what may be given instead."""
+"""The checks of a `ContextParallel`'s arguments."""
 
 import os
 import warnings
@@ -30,7 +30,7 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
 
 
 def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1) -> Cut:
-    """How so many ranks share a sequence. Raises ValueError for unknown names, and numbers that do not fit."""
+    """How num_ranks ranks share a sequence. Raises ValueError for unknown names and for numbers that do not fit."""
     for name, number in (("the number of ranks", num_ranks), ("align", align)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")

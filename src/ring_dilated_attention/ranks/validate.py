@@ -21,7 +21,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_cuts(parallel: ContextParallel | None, **tensors: object) -> None:
-    """Raise ValueError for a shard that was cut otherwise than `parallel` cuts; warn of one without ranks."""
+    """Raise ValueError for a shard that is not as `parallel` cuts; warn of a shard in a call without `parallel`."""
     for name, x in tensors.items():
         if isinstance(parallel, ContextParallel):
             if failure := why_foreign(name, x, parallel.ranks):
@@ -51,7 +51,7 @@ def call_of(
     heads_held: Any,
     num_heads: Any,
 ) -> Call:
-    """The call that these arguments make, after all checks that need no other rank. `tensors` are query, key, value."""
+    """The call that these arguments make, after all checks that need no other rank. tensors: query, key, value."""
     _check_tensors(dict(zip(("query", "key", "value"), tensors, strict=True)))
     check_objects(pattern, parallel, backend)
     query, key, _ = tensors
@@ -62,11 +62,11 @@ def call_of(
     _check_scale(scale, torch.float64 if query.dtype == torch.float64 else torch.float32)
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, batch)
-    if query.device.type == "meta":  # such tensors would never reach the choice of a kernel: torch answers by itself
+    if query.device.type == "meta":  # torch calls the fake op for these, where no kernel would be chosen
         choose(backend, query)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {return_lse!r}.")
-    if parallel is None and num_held > seq_len and num_held > 256:  # a shard may well be that short
+    if parallel is None and num_held > seq_len and num_held > 256:  # a shard may be that short
         warnings.warn(
             f"query has {num_held} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
             "The layout is (batch, seq, heads, head_dim).",
@@ -127,7 +127,7 @@ def _check_scale(scale: Any, dtype: torch.dtype) -> None:
 def check_cache(
     cache: Any, call: Call, query: Tensor, key: Tensor, parallel: Any, cu_seqlens: Any, lengths: Any
 ) -> None:
-    """Raise ValueError unless the call can have this cache, or none if it is None."""
+    """Raise ValueError unless the call can have this cache, or None."""
     if cache is None:
         if lengths is not None:
             raise ValueError("lengths say how many rows go into a cache, and there is none: pass cache, or cu_seqlens.")
@@ -145,7 +145,7 @@ def check_cache(
     pairs: dict[str, tuple[object, object]] = {
         "batch": (cache.batch, query.shape[0]),
         "heads": (cache.plan.num_heads, call.num_heads),
-        "first head held": (cache.plan.heads.start, call.heads.start),  # torch.compile knows no equality of ranges
+        "first head held": (cache.plan.heads.start, call.heads.start),  # torch.compile cannot compare ranges
         "last head held": (cache.plan.heads.stop - 1, call.heads.stop - 1),
         "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
         "head dim": (cache.head_dim, query.shape[3]),
