@@ -71,9 +71,7 @@ class MultiheadDilatedAttention(nn.Module):
         if dropout != 0.0:
             raise ValueError(f"dropout={dropout!r}: attention dropout is not supported; pass dropout=0.0")
         if batch_first is not True:
-            raise ValueError(
-                f"batch_first={batch_first!r}: inputs are (batch, positions, embed_dim); pass batch_first=True"
-            )
+            raise ValueError(f"batch_first={batch_first!r}: inputs are (batch, positions, embed_dim); pass True")
         for name, switch in (("bias", bias), ("sub_layernorm", sub_layernorm)):
             if not isinstance(switch, bool):
                 raise ValueError(f"{name} must be True or False, got {switch!r}")
@@ -120,9 +118,7 @@ class MultiheadDilatedAttention(nn.Module):
     def held(self, heads: range) -> "MultiheadDilatedAttention":
         """A module of some of this one's query heads, with their rows and columns of its parameters (copies)."""
         if len(self.heads_held) < self.num_heads:
-            raise ValueError(
-                f"this module holds {self.heads_held} of {self.num_heads} heads: take parts of a whole one"
-            )
+            raise ValueError(f"this module has {self.heads_held} of {self.num_heads} heads: take parts of a whole one")
         weight = self.in_proj_weight
         part = MultiheadDilatedAttention(
             *(self.embed_dim, self.num_heads, self.pattern),
@@ -211,7 +207,7 @@ class MultiheadDilatedAttention(nn.Module):
             device=weight.device,
             max_len=max_len,
             keep=keep,
-            heads_held=None if len(self.heads_held) == self.num_heads else self.heads_held,
+            heads_held=self.heads_held,
         )
 
     def rotary_table(self, positions: Tensor) -> RotaryTable:
@@ -305,10 +301,8 @@ class MultiheadDilatedAttention(nn.Module):
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
             if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-                remedy = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
-                raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}, not (batch, positions, embed_dim={self.embed_dim}){remedy}"
-                )
+                text = f"{name} has shape {tuple(x.shape)}, not (batch, positions, embed_dim={self.embed_dim})"
+                raise ValueError(text + ("; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""))
         if not query.shape == key.shape == value.shape:
             raise ValueError(
                 f"query, key and value have shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}: "
@@ -380,9 +374,7 @@ class MultiheadDilatedAttention(nn.Module):
         if cu_seqlens is not None:
             validate_cu_seqlens(cu_seqlens, query.shape[0])
         if mask is not None and not (cache is None and lengths is None):
-            raise ValueError(
-                "key_padding_mask and cache: say with lengths, (B,) integers, how many rows of each entry are valid"
-            )
+            raise ValueError("key_padding_mask and cache: say with lengths, (B,) integers, how many rows are valid")
         if cache is None:
             return
         if not isinstance(cache, DilatedCache):

@@ -60,9 +60,8 @@ def rotary_base(rotary: bool | float, head_dim: int) -> float | None:
     if head_dim % 2:
         raise ValueError(f"rotary with head_dim={head_dim}: rotary embeddings rotate pairs, the head dim must be even")
     if not isinstance(rotary, Real) or not (rotary is True or 1.0 < rotary < math.inf):
-        raise ValueError(
-            f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {DEFAULT_ROTARY_BASE:,.0f}"
-        )
+        true = f"{DEFAULT_ROTARY_BASE:,.0f}"
+        raise ValueError(f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {true}")
     return DEFAULT_ROTARY_BASE if rotary is True else float(rotary)
 
 

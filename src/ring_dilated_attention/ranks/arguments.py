@@ -24,9 +24,7 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
             "chunks travel along the first axis: 'auto', 'ring' or 'all_gather'."
         )
     if not isinstance(timeout, timedelta) or not LEAST_TIMEOUT <= timeout <= MOST_TIMEOUT:
-        raise ValueError(
-            f"timeout must be a positive datetime.timedelta, from a millisecond to ten years, got {timeout!r}."
-        )
+        raise ValueError(f"timeout must be a positive datetime.timedelta, a millisecond to ten years, got {timeout!r}.")
 
 
 def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1) -> Cut:
@@ -49,9 +47,8 @@ def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | N
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
     if isinstance(group, DeviceMesh):
         if group.ndim > 2:
-            raise ValueError(
-                f"the DeviceMesh has {group.ndim} axes {group.mesh_dim_names}; name one or two, as in mesh['cp']."
-            )
+            names = group.mesh_dim_names
+            raise ValueError(f"the DeviceMesh has {group.ndim} axes {names}; name one or two, as in mesh['cp'].")
         group = group.get_group(0)
     if group is None:
         if dist.is_available() and dist.is_initialized():

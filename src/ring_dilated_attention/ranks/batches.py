@@ -80,9 +80,8 @@ def _check(batch: Any, ranks: Ranks, source: int | None) -> None:
     if batch is None:
         return
     if not isinstance(batch, Mapping) or not batch:
-        raise ValueError(
-            f"a batch must be a dict of tensors, got {type(batch).__name__}{'' if batch else ' without entries'}."
-        )
+        empty = "" if batch else " without entries"
+        raise ValueError(f"a batch must be a dict of tensors, got {type(batch).__name__}{empty}.")
     lengths = {}
     for name, x in batch.items():
         if not isinstance(name, str):

@@ -38,9 +38,8 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
         if len({row[column] for row in table}) > 1:
             texts = control.texts(str(fields[name]), moment)
             listed = ", ".join(f"rank {m} has {text}" for m, text in zip(control.members, texts, strict=True))
-            raise RefusedError(
-                f"ranks disagree on {name}: {listed}. All ranks of a group must make the same call; nothing was sent."
-            )
+            remedy = "All ranks of a group must make the same call; nothing was sent."
+            raise RefusedError(f"ranks disagree on {name}: {listed}. {remedy}")
     return tuple(row[0] for row in table)
 
 

@@ -108,10 +108,10 @@ class DilatedCache:
             if key.dim() != 4 or key.shape != value.shape:
                 shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
                 raise ValueError(f"key and value must both be (batch, positions, key/value heads, head dim): {shapes}.")
-            batch, length, num_held, head_dim = key.shape
+            batch, length, num_held, _ = key.shape
             num_kv_heads = num_held * num_heads // (len(heads_held) if isinstance(heads_held, range) else num_heads)
             plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
-            cache = cls._of(plan, batch, head_dim, key.dtype, key.device) if gets_one else None
+            cache = cls._of(plan, batch, key) if gets_one else None
             fields = {"call": "DilatedCache.gather", "pattern": pattern, "to": to, "max_len": max_len, "keep": keep}
             fields |= {"shape": (num_heads, batch, *key.shape[2:]), "heads held": heads_held}
             fields |= {"dtype": key.dtype, "device": key.device.type}
@@ -188,7 +188,7 @@ class DilatedCache:
     def fork(self, rows: Sequence[int] | Tensor) -> "DilatedCache":
         """A new cache whose entry i goes on from entry rows[i] of this one: for beams, or answers to one prompt."""
         entries = self._entries("fork", rows)
-        new = self._of(self.plan, len(entries), self.head_dim, self.dtype, self.device)
+        new = self._of(self.plan, len(entries), self.memory)
         torch.index_select(self.memory, 1, entries, out=new.memory)
         torch.index_select(self.progress, 1, entries, out=new.progress)
         return new
@@ -274,12 +274,10 @@ class DilatedCache:
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
 
     @classmethod
-    def _of(
-        cls, plan: CachePlan, batch: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> "DilatedCache":
-        sizes = (plan.pattern, batch, plan.num_heads, plan.num_kv_heads, head_dim)
+    def _of(cls, plan: CachePlan, batch: int, like: Tensor) -> "DilatedCache":
+        sizes = (plan.pattern, batch, plan.num_heads, plan.num_kv_heads, like.shape[-1])
         limits: dict[str, Any] = {"max_len": plan.max_len, "keep": plan.keep, "heads_held": plan.held}
-        return cls(*sizes, dtype=dtype, device=device, **limits)
+        return cls(*sizes, dtype=like.dtype, device=like.device, **limits)
 
     def _bytes_of_rows(self) -> int:
         return 2 * self.batch * self.num_rows * self.head_dim * self.dtype.itemsize
