@@ -182,10 +182,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError(
-        "dilated attention has no second derivative: its backward cannot be differentiated. "
-        "Call backward without create_graph=True."
-    )
+    raise NotImplementedError("dilated attention has no second derivative: call backward without create_graph=True.")
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

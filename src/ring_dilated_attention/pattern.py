@@ -249,10 +249,7 @@ class DilatedPattern:
         """
         self.check_heads(num_heads, num_kv_heads)
         if not self.is_causal:
-            raise ValueError(
-                "a cache needs a causal pattern: with is_causal=False a query sees keys that come later. "
-                "Make the pattern with is_causal=True."
-            )
+            raise ValueError("a cache needs a causal pattern (no query sees a later key): make it with is_causal=True.")
         return sum(
             len(group.kv_heads) * max(0, _ceil_div((w if max_len is None else min(w, max_len)) - group.phase, r))
             for i, (w, r) in enumerate(self.branches)

@@ -323,18 +323,12 @@ class MultiheadDilatedAttention(nn.Module):
         if is_causal is not None and not isinstance(is_causal, bool):
             raise ValueError(f"is_causal must be True, False or None, got {is_causal!r}")
         if is_causal and not self.pattern.is_causal:
-            raise ValueError(
-                "is_causal=True, but the pattern has is_causal=False: leave the argument out, or make the pattern "
-                "causal as wanted"
-            )
+            raise ValueError("is_causal=True, but the pattern has is_causal=False: leave it out, or change the pattern")
         if key_padding_mask is None:
             return
         check_tensor("key_padding_mask", key_padding_mask)
         if self.parallel is not None:
-            raise ValueError(
-                "key_padding_mask and parallel: a padded batch cannot be sharded; pack the documents into one row and "
-                "pass cu_seqlens"
-            )
+            raise ValueError("key_padding_mask and parallel: a padded batch cannot be sharded; pack it, pass cu_seqlens")
 
     def _check_positions(
         self, positions: Tensor | RotaryTable | None, query: Tensor, cache: DilatedCache | None

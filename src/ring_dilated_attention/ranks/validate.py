@@ -157,10 +157,7 @@ def check_cache(
                 "convert them."
             )
     if call.needs_grad:
-        raise ValueError(
-            "a call with a cache has no gradient, and inputs require one. Call it under torch.no_grad(), or pass "
-            "detached tensors."
-        )
+        raise ValueError("a call with a cache has no gradient: call it under torch.no_grad(), or detach the inputs.")
     is_tensor = isinstance(lengths, Tensor)
     if lengths is not None and not (is_tensor and lengths.shape == query.shape[:1] and lengths.dtype in INTEGERS):
         got = f"{lengths.dtype} {tuple(lengths.shape)}" if is_tensor else repr(lengths)

@@ -221,10 +221,8 @@ class DilatedCache:
         places = progress.T.tolist()  # for each saved sequence its positions, and the lowest to go back to
         for b, (position, floor) in enumerate(places):
             if limit is not None and position > limit:
-                raise ValueError(
-                    f"the state has {position} positions, and the cache holds max_len={limit}. Make it with "
-                    f"max_len={position} or more."
-                )
+                text = f"the state has {position} positions, and the cache holds max_len={limit}"
+                raise ValueError(f"{text}. Make it with max_len={position} or more.")
             shape = (2, sum(_sizes(source, position, floor)), self.head_dim)
             if tuple(saved[b].shape) != shape or saved[b].dtype != self.dtype:
                 raise ValueError(
