@@ -232,14 +232,13 @@ class MultiheadDilatedAttention(nn.Module):
             return None
         if isinstance(positions, RotaryTable):
             return positions
-        places, num_positions, device = positions, query_BNE.shape[1], query_BNE.device
-        if places is None and cache is not None:
-            places = cache.next_positions(num_positions)
-        elif places is None and self.parallel is not None:
-            places = positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
-        elif places is None:
-            places = document_positions(num_positions, cu_seqlens, device)
-        return self.rotary_table(places.to(device))
+        if positions is None and cache is not None:
+            positions = cache.next_positions(query_BNE.shape[1])
+        elif positions is None and self.parallel is not None:
+            positions = positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
+        elif positions is None:
+            positions = document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
+        return self.rotary_table(positions.to(query_BNE.device))
 
     def _heads(
         self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
@@ -261,7 +260,7 @@ class MultiheadDilatedAttention(nn.Module):
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Everything between the projections."""
+        """The attention and `subln`, between the projections."""
         out_BNHD = dilated_attention(
             *(*heads, self.pattern),
             parallel=self.parallel,
@@ -328,7 +327,7 @@ class MultiheadDilatedAttention(nn.Module):
             return
         check_tensor("key_padding_mask", key_padding_mask)
         if self.parallel is not None:
-            raise ValueError("key_padding_mask and parallel: a padded batch cannot be sharded; pack it, pass cu_seqlens")
+            raise ValueError("key_padding_mask and parallel: a padded batch cannot be sharded; pack it with cu_seqlens")
 
     def _check_positions(
         self, positions: Tensor | RotaryTable | None, query: Tensor, cache: DilatedCache | None

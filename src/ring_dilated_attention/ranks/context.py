@@ -58,8 +58,7 @@ class ContextParallel:
     Args:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
             Over a 2-D mesh heads are dealt (all-to-all) along the last axis, and chunks travel along the first.
-        sharding: "contiguous" shards in the order of ranks; "zigzag" cuts 2p parts and gives rank k the parts k and
-            2p-1-k.
+        sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k the parts k and 2p-1-k of 2p.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
             bytes, memory and number of messages.
         timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that

@@ -1,4 +1,4 @@
-"""What ranks do in a call: handshake -> plan -> program; and what differs between their kinds."""
+"""What ranks do in a call: handshake -> plan -> program."""
 
 import warnings
 from collections.abc import Iterator, Sequence
