@@ -232,13 +232,15 @@ class MultiheadDilatedAttention(nn.Module):
             return None
         if isinstance(positions, RotaryTable):
             return positions
-        if positions is None and cache is not None:
-            positions = cache.next_positions(query_BNE.shape[1])
-        elif positions is None and self.parallel is not None:
-            positions = positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
-        elif positions is None:
-            positions = document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
-        return self.rotary_table(positions.to(query_BNE.device))
+        if positions is not None:
+            places = positions
+        elif cache is not None:
+            places = cache.next_positions(query_BNE.shape[1])
+        elif self.parallel is not None:
+            places = positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
+        else:
+            places = document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
+        return self.rotary_table(places.to(query_BNE.device))
 
     def _heads(
         self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None

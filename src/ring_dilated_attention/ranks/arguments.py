@@ -24,7 +24,8 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
             "chunks travel along the first axis: 'auto', 'ring' or 'all_gather'."
         )
     if not isinstance(timeout, timedelta) or not LEAST_TIMEOUT <= timeout <= MOST_TIMEOUT:
-        raise ValueError(f"timeout must be a positive datetime.timedelta, a millisecond to ten years, got {timeout!r}.")
+        limits = "from a millisecond to ten years"
+        raise ValueError(f"timeout must be a positive datetime.timedelta, {limits}, got {timeout!r}.")
 
 
 def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1) -> Cut:

@@ -87,7 +87,8 @@ def _check_tensors(tensors: Mapping[str, Any]) -> None:
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}. Convert it with .to_dense().")
         if x.dim() != 4:
-            raise ValueError(f"{name} must be (batch, seq, heads, head_dim), got {x.dim()} dims: {tuple(x.shape)}.")
+            got = f"{x.dim()} dimensions: {tuple(x.shape)}"
+            raise ValueError(f"{name} must be (batch, seq, heads, head_dim), got {got}.")
     for name in ("dtype", "device"):
         values = {n: getattr(x, name) for n, x in tensors.items()}
         if len(set(values.values())) > 1:
