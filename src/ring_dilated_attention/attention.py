@@ -1,6 +1,6 @@
 """dilated_attention: validate -> handshake -> plan -> execute.
 
-Forward, backward and appending to a cache are custom ops, so that compiled graphs hold them whole. They take tensors
+Forward, backward and appending to a cache are custom ops, which torch.compile does not look into. They take tensors,
 and the call as a text (`Call.text`). B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 
@@ -48,17 +48,18 @@ def dilated_attention(
         key, value: (B, N, G, D) of the same dtype and device; H must be a multiple of G (grouped-query attention: query
             head h reads key/value head h // (H / G)).
         pattern: who attends whom.
-        parallel: the ranks that share the sequence. Every rank must make the call, and run its backward if one does: a
-            rank that has no use for the output adds 0 * out.sum() to its loss.
+        parallel: the ranks that share the sequence. Every rank must make the call, and every rank or none must run its
+            backward: a rank that has no use for the output adds 0 * out.sum() to its loss.
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
             at each. Under `parallel` they are global and the same on every rank.
         scale: of the scores; D ** -0.5 by default.
-        backend: "cpu", "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops), "auto", or by name
-            only until they have run on a GPU: "triton", and "triton-fused" (all branches at once, with least memory).
+        backend: "auto", "cpu", "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops), "triton" or
+            "triton-fused" (all branches at once, with least memory). "auto" takes neither of the last two, which have
+            not run on a GPU yet.
         return_lse: also return the logsumexp of the scores; gradients flow through it too.
         heads_held, num_heads: for tensors that hold some heads of a layer (tensor parallelism): which query heads, as
-            range(3, 6), of how many in all. Phases go by the head of the layer.
-        cache: the sequences so far. The N rows are appended to them, at `cache.position`, and see them. No gradient.
+            range(3, 6), and how many the layer has. A head's phase follows from its number in the layer.
+        cache: the sequences so far. The N rows are appended to them at `cache.position`. The call has no gradient.
         lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The rest is padding, with
             out = 0 and lse = -inf.
 
@@ -74,40 +75,26 @@ def dilated_attention(
         query, key, value = rows = autocast(query), autocast(key), autocast(value)
         call = call_of(rows, pattern, parallel, cu_seqlens, scale, backend, return_lse, heads_held, num_heads)
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
-    except Exception as error:  # whatever it is: the others would wait
+    except Exception as error:  # whatever it is: the other ranks would wait
         if isinstance(parallel, ContextParallel):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
     query, key, value = map(with_unit_stride, rows)
-    out, lse = _attend(call, query, key, value, parallel, cu_seqlens, cache, lengths)
+    if cache is None:
+        out, lse, begun = _forward(query, key, value, cu_seqlens, call.text)
+        if parallel is not None and torch.compiler.is_compiling():
+            parallel.ranks.kept.add_(begun[0])  # a graph drops a call whose results nothing uses; this is a use
+    elif torch.compiler.is_compiling():
+        limits = cache.plan.max_len, cache.plan.keep
+        out, lse = _append(query, key, value, cache.memory, cache.progress, lengths, call.text, *limits)
+    else:  # without the op: its overhead would be a quarter of a token's time where little is cached
+        rows = call.scaled(query), key, value
+        out, lse = append(cache.plan, call.backend, call.kernel_scale, *rows, cache.memory, cache.progress, lengths)
     return (out, lse) if return_lse else out
 
 
-def _attend(
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parallel: ContextParallel | None,
-    cu_seqlens: Tensor | None,
-    cache: DilatedCache | None,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """out and lse of a call that was checked."""
-    if cache is not None:
-        held = (cache.memory, cache.progress, lengths)
-        if torch.compiler.is_compiling():
-            return _append(query, key, value, *held, call.text, cache.plan.max_len, cache.plan.keep)
-        # Without the op, which costs a quarter of a token where little is cached.
-        return append(cache.plan, call.backend, call.kernel_scale, call.scaled(query), key, value, *held)
-    out, lse, begun = _forward(query, key, value, cu_seqlens, call.text)
-    if parallel is not None and torch.compiler.is_compiling():
-        parallel.ranks.kept.add_(begun[0])  # a graph drops a call that it does not use; this is a use
-    return out, lse
-
-
 def autocast(x: Any) -> Any:
-    """As torch's own attention under autocast: floating types but float64 take the autocast type."""
+    """As torch's own attention under autocast: floating types other than float64 become the autocast type."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     device = x.device.type
@@ -117,11 +104,11 @@ def autocast(x: Any) -> Any:
 
 
 def save_attention() -> tuple[Any, Any]:
-    """`context_fn` for torch.utils.checkpoint: recompute everything but attention, whose out and lse are kept.
+    """`context_fn` for torch.utils.checkpoint, which keeps attention's out and lse and recomputes everything else.
 
         checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 
-    Without it the recomputation would send all chunks a second time.
+    Without it ranks send all chunks a second time for the recomputation.
     """
 
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -139,7 +126,7 @@ def _ranks(call: Call) -> Ranks:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and what the backward takes from this forward (`Begun`), on the CPU."""
+    """out, lse, and on the CPU what the backward takes from this forward (`Begun`)."""
     found = Call.from_text(call)
     out, lse, begun = _ranks(found).forward(found, query, key, value, cu_seqlens)
     return out, lse, begun.tensor
@@ -178,7 +165,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, _, ctx.call = inputs
     ctx.save_for_backward(query, key, value, *output)
     key = Call.from_text(ctx.call).context
-    ctx.context = context_named(key) if key else None  # it must live as long as the graph
+    ctx.context = context_named(key) if key else None  # the context must live as long as the graph
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
 
@@ -186,7 +173,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple:
     try:
         query, key, value, out, lse, begun = ctx.saved_tensors
-    except RuntimeError as error:  # somebody has written into them: the others would wait
+    except RuntimeError as error:  # a saved tensor was written to: the other ranks would wait
         if ctx.context is not None and not isinstance(error, ExchangeError):
             refuse(ctx.context.key, str(error))
         raise
@@ -195,10 +182,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError(
-        "dilated attention has no second derivative: its backward cannot be differentiated. "
-        "Call backward without create_graph=True."
-    )
+    raise NotImplementedError("dilated attention has no second derivative: call backward without create_graph=True.")
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -217,7 +201,7 @@ def _append(
     max_len: int | None,
     keep: int,
 ) -> tuple[Tensor, Tensor]:
-    """`append` as one opaque op: compiled code has one graph for all tokens, and writes to the memory itself."""
+    """`append` as one op: compiled code has one graph for all tokens, and writes to the cache's memory in place."""
     found = Call.from_text(call)
     num_kv_heads = found.num_kv_heads(key.shape[2])
     plan = plan_cache(found.pattern, found.num_heads, num_kv_heads, max_len, keep, found.held)

@@ -18,9 +18,9 @@ from typing import NamedTuple
 PHASE_RULES = ("modulo", "blocked")
 HEAD_RULES = ("all", "split")
 
-# A segment this long is its whole document, whatever the length: more positions than any sequence has, an int64 still.
+# A segment of this length is the whole document: no sequence has as many positions, and int64 still holds it.
 WHOLE_DOCUMENT = 2**62
-_MOST_LISTED = 8  # phases, of those that `explain` lists
+_MOST_LISTED = 8  # phases that `explain` writes out
 
 
 class Branch(NamedTuple):
@@ -51,16 +51,16 @@ class HeadGroup(NamedTuple):
 class DilatedPattern:
     """The attention pattern: all branches, the phase rule and causality. Hashable.
 
-    `DilatedPattern.longnet` makes the branches of the paper's rule, `DilatedPattern.dense` the one of dense attention.
+    `DilatedPattern.longnet` makes branches by the paper's rule, and `DilatedPattern.dense` makes dense attention.
 
     Args:
-        segment_lengths: w of each branch, in positions. It need not divide anything.
+        segment_lengths: w of each branch, in positions. The sequence length need not be a multiple of it.
         dilation_rates: r of each branch.
         is_causal: a query sees no later key.
         phase: which phase head h of H reads. "modulo" is the paper's h mod r, "blocked" is torchscale's
             h // ceil(H / r).
         heads: "all" runs every branch on every head (LongNet). "split" gives branch i the i-th of near-equal
-            contiguous groups of heads (sizes as torch.tensor_split); they all read phase i mod r.
+            contiguous groups of heads (sizes as torch.tensor_split). All heads of the group read phase i mod r.
 
     Raises:
         ValueError: for lists that are empty or of different lengths, entries that are not integers from 1 to 2**62,
@@ -91,19 +91,19 @@ class DilatedPattern:
         if self.heads == "split" and self.phase != "modulo":
             rule = "heads='split' has its own phase rule (branch i reads phase i mod r)"
             raise ValueError(f"{rule}, got phase={self.phase!r}. Leave phase at its default.")
-        _ = self.text  # computed now, and not where a call is compiled
+        _ = self.text  # computed now, because torch.compile cannot trace it
 
     @cached_property
     def text(self) -> str:
         """The pattern as a custom op takes it; see `from_text`.
 
-        Not a field: FSDP copies the dataclasses that a module is passed, field by field.
+        It is not a field, because FSDP copies the fields of a dataclass that a module is passed.
         """
         return json.dumps((self.segment_lengths, self.dilation_rates, self.is_causal, self.phase, self.heads))
 
     @classmethod
     def dense(cls, *, is_causal: bool = False) -> "DilatedPattern":
-        """Dense attention, whatever the length: one branch at rate 1, whose segment is the whole document."""
+        """Dense attention of any length: one branch at rate 1, whose segment is the whole document."""
         return cls((WHOLE_DOCUMENT,), (1,), is_causal=is_causal)
 
     @classmethod
@@ -119,15 +119,15 @@ class DilatedPattern:
     ) -> "DilatedPattern":
         """LongNet's rule: segment lengths and rates grow alike, w_i = w_0 * a**i and r_i = a**i, up to max_len.
 
-        On average a query sees about w_0 / a**i keys of branch i, and w_0 * a / (a - 1) in all at most: the work is
+        On average a query sees about w_0 / a**i keys of branch i, and at most w_0 * a / (a - 1) in all. So the work is
         linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
-        lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. A
-        rate above the number of heads leaves phases that no head reads (`explain`).
+        lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. No
+        head reads some phases of a branch whose rate is above the number of heads; `explain` lists them.
 
         Args:
-            max_len: the last segment length; a longer sequence has several such segments.
-            first_length: w_0, the segment length of the branch at rate 1. From max_len on there is no other branch.
-            ratio: a, the common ratio of both sequences. The last length is cut to max_len, its rate is not.
+            max_len: the longest segment length; a longer sequence has several such segments.
+            first_length: w_0, the segment length of the branch at rate 1. If it is max_len or more, that branch is all.
+            ratio: a, the common ratio of lengths and rates. The last length is cut to max_len, but its rate is not.
 
         Raises:
             ValueError: for numbers that are not integers of at least 1 (`ratio`: 2).
@@ -135,11 +135,11 @@ class DilatedPattern:
         for name, number, least in (("max_len", max_len, 1), ("first_length", first_length, 1), ("ratio", ratio, 2)):
             if not is_integer(number) or number < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}.")
-        lengths, rates = [index(first_length)], [1]
-        while lengths[-1] < max_len:
-            lengths.append(lengths[-1] * index(ratio))
-            rates.append(rates[-1] * index(ratio))
-        lengths[-1] = index(max_len)
+        max_len, first_length, ratio = index(max_len), index(first_length), index(ratio)
+        rates = [1]
+        while first_length * rates[-1] < max_len:
+            rates.append(rates[-1] * ratio)
+        lengths = [min(first_length * rate, max_len) for rate in rates]
         return cls(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
 
     def __repr__(self) -> str:
@@ -194,37 +194,37 @@ class DilatedPattern:
     ) -> tuple[HeadGroup, ...]:
         """The heads of a branch, cut into as few strided views as possible.
 
-        Heads of equal phase form one view. So do heads of consecutive phases (a diagonal: one row further for each
-        head), unless key/value heads are shared.
+        Heads of equal phase form one view. Heads of consecutive phases form one too (a diagonal, one row further for
+        each head), unless query heads share key/value heads.
 
         Args:
-            held: the query heads that the tensor holds, if not all; whole groups of shared key/value heads. The
-                groups count from held.start; phases go by the global head.
+            held: the query heads that the tensor holds, if not all. Query heads that share a key/value head are all
+                held or none. The groups count heads from held.start; phases follow the number in the layer.
         """
         held = held if held is not None else range(num_heads)
         rate = self.dilation_rates[branch]
-        equal_held = [_within(heads, held)[1] for _, heads in self._heads_by_phase(branch, num_heads)]
+        groups = self.phase_groups(branch, num_heads, num_kv_heads, held)
         if self.heads == "all" and num_heads == num_kv_heads:
             block = _ceil_div(num_heads, rate)  # heads of one phase under the blocked rule
             if self.phase == "modulo":
                 diagonal = [range(k, min(k + rate, num_heads)) for k in range(0, num_heads, rate)]
             else:
                 diagonal = [range(k, num_heads, block) for k in range(block)]
-            diagonal_held = [_within(heads, held) for heads in diagonal]
-            if sum(bool(heads) for _, heads in diagonal_held) < sum(map(bool, equal_held)):
-                return tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in diagonal_held if heads)
-        return self.phase_groups(branch, num_heads, num_kv_heads, held)
+            found = (_within(heads, held) for heads in diagonal)
+            diagonals = tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in found if heads)
+            return min(groups, diagonals, key=len)
+        return groups
 
     def phase_groups(
         self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
     ) -> tuple[HeadGroup, ...]:
-        """As `head_groups`, but cut by phase alone, and where key/value heads serve unequal numbers."""
+        """As `head_groups` without diagonals. Within a group each key/value head serves equally many query heads."""
         held, ratio = held if held is not None else range(num_heads), num_heads // num_kv_heads
         phases = self._heads_by_phase(branch, num_heads)
         return tuple(group for s, heads in phases for group in _aligned(_within(heads, held)[1], s, ratio))
 
     def _heads_by_phase(self, branch: int, num_heads: int) -> list[tuple[int, range]]:
-        """The phases that a branch's query heads read, each with these heads."""
+        """The phases that query heads read in a branch, each with its heads."""
         rate = self.dilation_rates[branch]
         if self.heads == "split":
             return [(branch % rate, self.heads_of(branch, num_heads))]
@@ -239,21 +239,17 @@ class DilatedPattern:
             sum over branches (w, r), key/value heads and the phases s that their query heads read
                 of ceil((min(w, max_len) - s) / r)
 
-        Each term is the most rows of one buffer that the current or a later query sees at a time. Not all buffers have
-        their most rows at the same time.
+        Each term is the size of one buffer: the most rows in it that the current or a later query can see at a time.
 
         Args:
-            max_len: the longest sequence that is cached, if there is one.
+            max_len: the length of the longest sequence, if it is known.
 
         Raises:
             ValueError: if the pattern is not causal, or cannot run on these heads.
         """
         self.check_heads(num_heads, num_kv_heads)
         if not self.is_causal:
-            raise ValueError(
-                "a cache needs a causal pattern: with is_causal=False a query sees keys that come later. "
-                "Make the pattern with is_causal=True."
-            )
+            raise ValueError("a cache needs a causal pattern (no query sees a later key): make it with is_causal=True.")
         return sum(
             len(group.kv_heads) * max(0, _ceil_div((w if max_len is None else min(w, max_len)) - group.phase, r))
             for i, (w, r) in enumerate(self.branches)
@@ -261,11 +257,11 @@ class DilatedPattern:
         )
 
     def without_keys(self, num_heads: int, lengths: Sequence[int] | None = None) -> tuple[int, int]:
-        """(query, head) pairs that no branch has, so that out is 0 there, and how many pairs were looked at.
+        """How many (query, head) pairs are in no branch, so that out is 0 there, and how many pairs were looked at.
 
         Args:
-            lengths: of the documents; by default one period of the pattern. Of a period above 2^20 positions only the
-                first 2^20 of each document are looked at (fewer where more than 64 heads differ).
+            lengths: of the documents; by default one period of the pattern. If the period is above 2^20 positions, only
+                the first 2^20 of each document are looked at (fewer if more than 64 heads differ).
         """
         longest = max(lengths) if lengths is not None else math.inf
         # (t mod w) mod r repeats after r where r divides w or nothing is longer than w, and else after w.
@@ -285,19 +281,19 @@ class DilatedPattern:
         return count, num_heads * sum(lengths)
 
     def _seen(self, phases: Iterable[int | None], length: int) -> bytearray:
-        """For each position 1 if a head that reads these phases sees a key from there, itself at least."""
+        """For each position 1 if a head that reads these phases sees a key from there, and 0 if it sees none."""
         seen = bytearray(length)
         for (w, r), phase in zip(self.branches, phases, strict=True):
             if phase is not None:
-                segment = w if w % r else length  # where r divides w, the rows of a segment go on in the next
+                segment = w if w % r else length  # if r divides w, all segments have the same rows: t mod r == phase
                 for start in range(0, length, segment):
                     rows = range(start + phase, min(start + segment, length), r)
                     seen[rows.start : rows.stop : r] = b"\1" * len(rows)
         return seen
 
     def explain(self, num_heads: int, lengths: Sequence[int] | None = None) -> str:
-        """Which heads read which phase of each branch, and which phases no head reads: one line per branch, and one for
-        queries without keys, if there are any among documents of these `lengths` (as `without_keys` takes them)."""
+        """One line per branch: which heads read which phases, and which phases no head reads. A last line counts the
+        queries without keys, if there are any among documents of these `lengths` (see `without_keys`)."""
         self.check_heads(num_heads, num_heads)
         lines = []
         for i, branch in enumerate(self.branches):
@@ -307,7 +303,7 @@ class DilatedPattern:
             num_unread = len(phases) - sum(s in phases for s in read)
             share = f"heads {heads.start}..{heads.stop - 1}" if self.heads == "split" else f"all {num_heads} heads"
             note = "; every phase is read"
-            if num_unread:  # there may be more than memory can list
+            if num_unread:  # possibly more than memory can list
                 some = islice((s for s in phases if s not in read), _MOST_LISTED + 1)
                 last = next(s for s in reversed(phases) if s not in read)
                 note = f"; phases that no head reads: {_shorten(list(some), num_unread, last)}"
@@ -325,7 +321,7 @@ class DilatedPattern:
 def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     try:
         entries = tuple(values)
-    except TypeError:  # also a 0-dimensional array, which says that it is iterable
+    except TypeError:  # a 0-dimensional array too, although it is an Iterable
         entries = None
     if entries is None or isinstance(values, (str, bytes)):
         raise ValueError(f"{name} must be a list of positive integers, got {values!r}.")
@@ -342,16 +338,16 @@ def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
 
 
 def is_integer(value: object) -> bool:
-    """Whether it can be counted with: an int or what numpy and torch make of one, but no bool."""
+    """Whether a value is an integer, also one of numpy's or torch's, and no bool."""
     try:
-        index(value)  # type: ignore[arg-type]  # that is the question
+        index(value)  # type: ignore[arg-type]  # this is what is asked
     except TypeError:
         return False
     return not isinstance(value, bool)
 
 
 def _within(heads: range, held: range) -> tuple[int, range]:
-    """How many of `heads` come before `held`, and those in it, counted from its start."""
+    """How many of `heads` come before those in `held`, and those in `held`, counted from its start."""
     inside = [i for i, head in enumerate(heads) if head in held]
     if not inside:
         return 0, range(0)
@@ -384,7 +380,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def _shorten(numbers: list[int], num_all: int, last: int) -> str:
-    """Numbers in words, given the first of them: all of a few, of more the first four and the last."""
+    """A list of numbers as text, given its beginning: whole if it is short, else its first four and its last."""
     if num_all > _MOST_LISTED:
         return f"{', '.join(map(str, numbers[:4]))}, ... {last} ({num_all} of them)"
     return ", ".join(map(str, numbers)) or "none"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..attention import autocast, dilated_attention
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
-from ..ranks.borders import validate_cu_seqlens
+from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel, refuse
 from ..ranks.handshake import RefusedError
 from ..ranks.validate import check_cuts, check_objects
@@ -21,7 +21,7 @@ from .rotary import RotaryTable, document_positions, positions_on_ranks, rotary_
 
 
 class MultiheadDilatedAttention(nn.Module):
-    """Self-attention with a dilated pattern: `nn.MultiheadAttention(batch_first=True)` where the meanings agree.
+    """Self-attention with a dilated pattern, called like `nn.MultiheadAttention(batch_first=True)`.
 
         out = out_proj(subln(dilated_attention(rotate(query Wq), rotate(key Wk), value Wv)))
 
@@ -32,16 +32,15 @@ class MultiheadDilatedAttention(nn.Module):
     pattern:       who attends whom; causality is part of it.
     num_kv_heads:  grouped queries; num_heads must be a multiple of it. None means num_heads.
     rotary:        rotary position embeddings (rotate-half form); True for base 10,000 or the base itself.
-    parallel:      inputs and outputs are then the local shards of sequences that the ranks hold together. A mean of
-                   a loss over each shard weights ranks wrongly, without a word: `parallel.mean_loss` is right.
+    parallel:      the ranks that share sequences; inputs and outputs are then shards. Use `parallel.mean_loss`: a mean
+                   of each shard's loss weights ranks wrongly, and no error says so.
     backend:       as of `dilated_attention`.
-    heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6); phases go
-                   by the head of the layer. Outputs of modules that hold all heads together add up to the layer's: the
-                   one with head 0 adds out_proj's bias. `held` makes such a module of a whole one.
+    heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). A head's
+                   phase follows from its number in the layer. The outputs of modules that hold all heads together add
+                   up to the layer's; the one with head 0 adds out_proj's bias. `held` cuts such a module from a whole.
 
-    It serves inside nn.TransformerEncoderLayer (`layer.self_attn = ...`) and so in nn.TransformerEncoder. What torch's
-    module can do and this one cannot (dropout, attention masks, attention weights, cross-attention, extra key/value
-    rows) is refused with a ValueError.
+    It can stand in nn.TransformerEncoderLayer (`layer.self_attn = ...`) and so in nn.TransformerEncoder. A ValueError
+    refuses dropout, attention masks, attention weights, cross-attention and extra key/value rows.
     """
 
     in_proj_bias: nn.Parameter | None
@@ -72,9 +71,7 @@ class MultiheadDilatedAttention(nn.Module):
         if dropout != 0.0:
             raise ValueError(f"dropout={dropout!r}: attention dropout is not supported; pass dropout=0.0")
         if batch_first is not True:
-            raise ValueError(
-                f"batch_first={batch_first!r}: inputs are (batch, positions, embed_dim); pass batch_first=True"
-            )
+            raise ValueError(f"batch_first={batch_first!r}: inputs are (batch, positions, embed_dim); pass True")
         for name, switch in (("bias", bias), ("sub_layernorm", sub_layernorm)):
             if not isinstance(switch, bool):
                 raise ValueError(f"{name} must be True or False, got {switch!r}")
@@ -85,13 +82,13 @@ class MultiheadDilatedAttention(nn.Module):
         self.heads_held = range(num_heads) if heads_held is None else heads_held
         num_held = len(self.heads_held) if isinstance(heads_held, range) else num_heads
         ratio = num_heads // num_kv_heads
-        held_heads(num_held, ratio, self.heads_held, num_heads)  # refuses what no tensors could hold
+        held_heads(num_held, ratio, self.heads_held, num_heads)  # for its errors
         if sub_layernorm and num_held < num_heads:
             raise ValueError(
                 f"sub_layernorm=True takes its mean over all {num_heads} heads, and heads_held={heads_held} are "
                 f"{num_held} of them: leave one of both out"
             )
-        # nn.TransformerEncoderLayer reads these two: around another attention it must not take its fast path.
+        # nn.TransformerEncoderLayer reads these two, and must not take its fast path around this attention.
         self.batch_first = True
         self._qkv_same_embed_dim = False
 
@@ -121,9 +118,7 @@ class MultiheadDilatedAttention(nn.Module):
     def held(self, heads: range) -> "MultiheadDilatedAttention":
         """A module of some of this one's query heads, with their rows and columns of its parameters (copies)."""
         if len(self.heads_held) < self.num_heads:
-            raise ValueError(
-                f"this module holds {self.heads_held} of {self.num_heads} heads: take parts of a whole one"
-            )
+            raise ValueError(f"this module has {self.heads_held} of {self.num_heads} heads: take parts of a whole one")
         weight = self.in_proj_weight
         part = MultiheadDilatedAttention(
             *(self.embed_dim, self.num_heads, self.pattern),
@@ -134,7 +129,7 @@ class MultiheadDilatedAttention(nn.Module):
             parallel=self.parallel,
             backend=self.backend,
             heads_held=heads,
-            device="meta",  # draws no random numbers: ranks that hold different parts go on with the same ones
+            device="meta",  # draws no random numbers: ranks with different parts keep the same generator state
             dtype=weight.dtype,
         ).to_empty(device=weight.device)
         ratio, dim = self.num_heads // self.num_kv_heads, self.head_dim
@@ -173,16 +168,16 @@ class MultiheadDilatedAttention(nn.Module):
         """(B, N, E) three times -> (B, N, E) and None, in the place of torch's attention weights.
 
         key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
-                     becomes a document of its own length; padded positions come out as zeros before `out_proj`.
-        is_causal:   torch's hint. True must agree with the pattern; False and None leave it to the pattern.
+                     becomes a document of its own length; padded positions are zeros before `out_proj`.
+        is_causal:   torch's hint. True needs a causal pattern; False and None leave it to the pattern.
         positions:   integer (N,), the place of each row for `rotary`, or the `rotary_table` of them, which the layers
                      of a model can share. None means 0, 1, ... within each document, counted over all ranks under
-                     `parallel`. With a cache None means from `cache.position` on, and only a table can be passed: of
-                     `cache.next_positions(N)`.
+                     `parallel`. With a cache, None means from `cache.position` on, and no positions can be passed other
+                     than the table of `cache.next_positions(N)`.
         cu_seqlens:  as for `dilated_attention`: packed documents, batch 1.
         cache:       of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
-        lengths:     with a cache, (B,): how many of its N rows each batch entry appends. The output of the rest, which
-                     is padding, means nothing.
+        lengths:     with a cache, (B,): how many of its N rows each batch entry appends. The output at the other rows
+                     has no meaning.
         """
         try:
             self._check_inputs(query, key, value)
@@ -192,7 +187,7 @@ class MultiheadDilatedAttention(nn.Module):
             self._check_positions(positions, query, cache)
             table = self._table(query, positions, cu_seqlens, cache)
             heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
-        except RefusedError:  # by all ranks alike
+        except RefusedError:  # raised on all ranks alike
             raise
         except Exception as error:  # whatever it is: the other ranks would wait for this one
             if self.parallel is not None:
@@ -204,7 +199,7 @@ class MultiheadDilatedAttention(nn.Module):
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
 
     def make_cache(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> DilatedCache:
-        """A `DilatedCache` for this layer, of its heads, device and dtype (or of autocast's, which calls take too)."""
+        """A `DilatedCache` for this layer, with its heads, device and dtype (under autocast, autocast's dtype)."""
         weight = self.in_proj_weight
         return DilatedCache(
             *(self.pattern, batch, self.num_heads, self.num_kv_heads, self.head_dim),
@@ -212,14 +207,14 @@ class MultiheadDilatedAttention(nn.Module):
             device=weight.device,
             max_len=max_len,
             keep=keep,
-            heads_held=None if len(self.heads_held) == self.num_heads else self.heads_held,
+            heads_held=self.heads_held,
         )
 
     def rotary_table(self, positions: Tensor) -> RotaryTable:
-        """What `forward` takes for `positions`, made once for all layers with this head dim and base.
+        """The table that `forward` takes as `positions`, which layers with one head dim and base can share.
 
-        positions: integer (N,), the place of each of this rank's rows, on the device of the inputs; or (B, N), where
-                   batch entries stand at different places (`cache.next_positions(N)`).
+        positions: integer (N,), the place of each of this rank's rows, on the device of the inputs; or (B, N), if the
+                   places of batch entries differ (`cache.next_positions(N)`).
         """
         if self.rotary_base is None:
             raise ValueError("this module has no rotary embeddings: construct it with rotary=True")
@@ -237,14 +232,15 @@ class MultiheadDilatedAttention(nn.Module):
             return None
         if isinstance(positions, RotaryTable):
             return positions
-        places, num_positions, device = positions, query_BNE.shape[1], query_BNE.device
-        if places is None and cache is not None:
-            places = cache.next_positions(num_positions)
-        elif places is None and self.parallel is not None:
+        if positions is not None:
+            places = positions
+        elif cache is not None:
+            places = cache.next_positions(query_BNE.shape[1])
+        elif self.parallel is not None:
             places = positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
-        elif places is None:
-            places = document_positions(num_positions, cu_seqlens, device)
-        return self.rotary_table(places.to(device))
+        else:
+            places = document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
+        return self.rotary_table(places.to(query_BNE.device))
 
     def _heads(
         self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
@@ -266,7 +262,7 @@ class MultiheadDilatedAttention(nn.Module):
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Everything between the projections."""
+        """The attention and `subln`, between the projections."""
         out_BNHD = dilated_attention(
             *(*heads, self.pattern),
             parallel=self.parallel,
@@ -306,10 +302,8 @@ class MultiheadDilatedAttention(nn.Module):
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
             if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-                remedy = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
-                raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}, not (batch, positions, embed_dim={self.embed_dim}){remedy}"
-                )
+                text = f"{name} has shape {tuple(x.shape)}, not (batch, positions, embed_dim={self.embed_dim})"
+                raise ValueError(text + ("; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""))
         if not query.shape == key.shape == value.shape:
             raise ValueError(
                 f"query, key and value have shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}: "
@@ -330,18 +324,12 @@ class MultiheadDilatedAttention(nn.Module):
         if is_causal is not None and not isinstance(is_causal, bool):
             raise ValueError(f"is_causal must be True, False or None, got {is_causal!r}")
         if is_causal and not self.pattern.is_causal:
-            raise ValueError(
-                "is_causal=True, but the pattern has is_causal=False: leave the argument out, or make the pattern "
-                "causal as wanted"
-            )
+            raise ValueError("is_causal=True, but the pattern has is_causal=False: leave it out, or change the pattern")
         if key_padding_mask is None:
             return
         check_tensor("key_padding_mask", key_padding_mask)
         if self.parallel is not None:
-            raise ValueError(
-                "key_padding_mask and parallel: a padded batch cannot be sharded; pack the documents into one row and "
-                "pass cu_seqlens"
-            )
+            raise ValueError("key_padding_mask and parallel: a padded batch cannot be sharded; pack it with cu_seqlens")
 
     def _check_positions(
         self, positions: Tensor | RotaryTable | None, query: Tensor, cache: DilatedCache | None
@@ -375,15 +363,13 @@ class MultiheadDilatedAttention(nn.Module):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """What must be known before positions are taken from documents or a cache; the call itself checks the rest."""
+        """The checks that must precede taking positions from documents or a cache. The call makes the others."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")
         if cu_seqlens is not None:
             validate_cu_seqlens(cu_seqlens, query.shape[0])
         if mask is not None and not (cache is None and lengths is None):
-            raise ValueError(
-                "key_padding_mask and cache: say with lengths, (B,) integers, how many rows of each entry are valid"
-            )
+            raise ValueError("key_padding_mask and cache: say with lengths, (B,) integers, how many rows are valid")
         if cache is None:
             return
         if not isinstance(cache, DilatedCache):

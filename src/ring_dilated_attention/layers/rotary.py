@@ -1,4 +1,4 @@
-"""Where rows stand in their documents, and the rotations that say so to queries and keys (RoFormer, arXiv 2104.09864).
+"""Positions of rows in their documents, and rotary position embeddings (RoFormer, arXiv 2104.09864).
 
 B batch, N positions, D head dim.
 """
@@ -16,9 +16,9 @@ DEFAULT_ROTARY_BASE = 10_000.0
 
 
 class RotaryTable:
-    """cos_ND and sin_ND, each (N, D/2), of the angle by which each pair of each row is turned; or (B, N, D/2).
+    """cos_ND and sin_ND, each (N, D/2) or (B, N, D/2), of the angle by which each pair of each row is rotated.
 
-    Not a tuple of tensors: those that a module is passed FSDP casts to the 16-bit type of its parameters.
+    It is no tuple, because FSDP would cast the tensors of a tuple to the 16-bit dtype of the parameters.
     """
 
     def __init__(self, cos_ND: Tensor, sin_ND: Tensor, base: float) -> None:
@@ -40,7 +40,7 @@ class RotaryTable:
 def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
     """The table of the angles position * base^(-2i/D), on the device of the positions, (N,) or (B, N).
 
-    Angles are float64: at position 10^6 a float32 one is off by 0.06, and beyond 2^24 neighbours get the same one.
+    Angles are float64: in float32 an angle at position 10^6 is off by 0.06, and positions beyond 2^24 share one.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
     angles_ND = positions.to(torch.float64)[..., None] * base**-exponents
@@ -48,7 +48,7 @@ def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dty
 
 
 def rotate(x_BNHD: Tensor, table: RotaryTable) -> Tensor:
-    """Rotates the pairs (x[i], x[i + D/2]) by the angle of their row, in the table's dtype; returned in x's dtype."""
+    """Rotate the pairs (x[i], x[i + D/2]) by their angles, in the table's dtype. The result has x's dtype."""
     first, second = x_BNHD.to(table.cos_ND.dtype).chunk(2, dim=-1)
     cos, sin = table.cos_ND.unsqueeze(-2), table.sin_ND.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNHD.dtype)
@@ -60,9 +60,8 @@ def rotary_base(rotary: bool | float, head_dim: int) -> float | None:
     if head_dim % 2:
         raise ValueError(f"rotary with head_dim={head_dim}: rotary embeddings rotate pairs, the head dim must be even")
     if not isinstance(rotary, Real) or not (rotary is True or 1.0 < rotary < math.inf):
-        raise ValueError(
-            f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {DEFAULT_ROTARY_BASE:,.0f}"
-        )
+        true = f"{DEFAULT_ROTARY_BASE:,.0f}"
+        raise ValueError(f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {true}")
     return DEFAULT_ROTARY_BASE if rotary is True else float(rotary)
 
 
@@ -77,7 +76,7 @@ def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: to
 
 @torch.library.custom_op("ring_dilated_attention::positions", mutates_args=())
 def positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
-    """Positions within their document of this rank's rows, (N,) int64 on the CPU. An op, since it asks other ranks."""
+    """Positions within their document of this rank's rows, (N,) int64 on the CPU. An op, because it sends messages."""
     ranks = context_named(parallel).ranks
     given = None if cu_seqlens is None else cu_seqlens.tolist()
     fields: dict[str, object] = {"call": "positions of MultiheadDilatedAttention", "cu_seqlens": given}

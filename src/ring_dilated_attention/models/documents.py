@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..layers.checks import is_integral
 from ..plan.sharding import Shard, Span, check_documents
-from ..ranks.borders import validate_cu_seqlens
+from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel
 
 

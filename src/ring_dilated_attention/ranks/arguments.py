@@ -1,4 +1,4 @@
-"""The arguments of a `ContextParallel`, checked. Every error quotes the value and names what may be given instead."""
+"""The checks of a `ContextParallel`'s arguments."""
 
 import os
 import warnings
@@ -24,13 +24,12 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
             "chunks travel along the first axis: 'auto', 'ring' or 'all_gather'."
         )
     if not isinstance(timeout, timedelta) or not LEAST_TIMEOUT <= timeout <= MOST_TIMEOUT:
-        raise ValueError(
-            f"timeout must be a positive datetime.timedelta, from a millisecond to ten years, got {timeout!r}."
-        )
+        limits = "from a millisecond to ten years"
+        raise ValueError(f"timeout must be a positive datetime.timedelta, {limits}, got {timeout!r}.")
 
 
 def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1) -> Cut:
-    """How so many ranks share a sequence. Raises ValueError for unknown names, and numbers that do not fit."""
+    """How num_ranks ranks share a sequence. Raises ValueError for unknown names and for numbers that do not fit."""
     for name, number in (("the number of ranks", num_ranks), ("align", align)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
@@ -49,9 +48,8 @@ def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | N
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
     if isinstance(group, DeviceMesh):
         if group.ndim > 2:
-            raise ValueError(
-                f"the DeviceMesh has {group.ndim} axes {group.mesh_dim_names}; name one or two, as in mesh['cp']."
-            )
+            names = group.mesh_dim_names
+            raise ValueError(f"the DeviceMesh has {group.ndim} axes {names}; name one or two, as in mesh['cp'].")
         group = group.get_group(0)
     if group is None:
         if dist.is_available() and dist.is_initialized():

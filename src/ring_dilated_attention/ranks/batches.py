@@ -1,4 +1,4 @@
-"""One sample of a data loader, cut into the shards of all ranks: checked to be the same, or dealt out by one rank."""
+"""One sample of a data loader, cut into the shards of all ranks, who all have the same or get it from one rank."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan.sharding import Shard, check_documents, shard_length
-from .borders import validate_cu_seqlens
+from .call import validate_cu_seqlens
 from .origin import remember
 from .ranks import Ranks
 from .reshard import own_rows
@@ -63,10 +63,10 @@ def _agree_on(ranks: Ranks, described: dict[str, Any], samples: dict[str, int]) 
 
 
 def fingerprint(x: Tensor) -> int:
-    """64 bits of a tensor's content: equal for equal bytes, and otherwise hardly ever."""
+    """64 bits that stand for a tensor's bytes. Other bytes hardly ever have the same."""
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131  # odd: each place its own factor
+    place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131  # odd: no two places alike
     mixed = (words ^ (words >> 31)) * -4417276706812531889 + place
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())
 
@@ -80,9 +80,8 @@ def _check(batch: Any, ranks: Ranks, source: int | None) -> None:
     if batch is None:
         return
     if not isinstance(batch, Mapping) or not batch:
-        raise ValueError(
-            f"a batch must be a dict of tensors, got {type(batch).__name__}{'' if batch else ' without entries'}."
-        )
+        empty = "" if batch else " without entries"
+        raise ValueError(f"a batch must be a dict of tensors, got {type(batch).__name__}{empty}.")
     lengths = {}
     for name, x in batch.items():
         if not isinstance(name, str):
@@ -103,7 +102,7 @@ def _check(batch: Any, ranks: Ranks, source: int | None) -> None:
 
 
 def _dim(name: str, shape: list[int]) -> int | None:
-    """The dim of the positions; borders of documents have none, and stay whole."""
+    """The dim of the positions, or None for borders of documents, which stay whole."""
     return None if name == BORDERS else min(1, len(shape) - 1)
 
 
@@ -125,7 +124,7 @@ def _told(ranks: Ranks, described: dict[str, Any], source: int) -> dict[str, Any
 def _dealt(
     ranks: Ranks, whole: Tensor | None, name: str, shape: list[int], dtype: str, shards: Sequence[Shard], source: int
 ) -> Tensor:
-    """This rank's rows of a tensor that the source holds; each rank gets its own alone."""
+    """This rank's rows of a tensor that the source holds. No rank gets more than its own rows."""
     like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
     dim, own = _dim(name, shape), list(shape)
     if dim is not None:

@@ -1,9 +1,9 @@
-"""What a call is beside its tensors."""
+"""What an attention call is beside its tensors: its arguments, and the borders of packed documents."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,7 @@ LEAST_SCALE = 2.0**-126  # the least normal float32
 
 @dataclass(frozen=True)
 class Call:
-    """What a call is beside its tensors.
-
-    heads: those that the tensors hold, of num_heads query heads in all. context: the key of its ContextParallel.
-    """
+    """The arguments. heads: the query heads that the tensors hold, of num_heads. context: a ContextParallel's key."""
 
     pattern: DilatedPattern
     scale: float
@@ -33,7 +30,7 @@ class Call:
     @property
     def text(self) -> str:
         """The call as a custom op takes it; see `from_text`."""
-        # torch.compile may take integers for symbols, which no text can hold: `index` makes them numbers again.
+        # torch.compile may turn integers into symbols, which a text cannot hold: `index` makes them numbers again.
         start, stop, num_heads = index(self.heads.start), index(self.heads.stop), index(self.num_heads)
         numbers = f"{self.scale!r} {start} {stop} {num_heads} {self.return_lse}"
         return f"{self.backend} {self.needs_grad}\n{numbers}\n{self.pattern.text}\n{self.context}"
@@ -44,14 +41,12 @@ class Call:
         names, numbers, pattern, context = text.split("\n", 3)
         backend, needs_grad = names.split(" ")
         scale, *heads, num_heads, return_lse = numbers.split(" ")
-        held = range(*map(int, heads)), int(num_heads)
-        return cls(
-            DilatedPattern.from_text(pattern), float(scale), backend, needs_grad, return_lse == "True", *held, context
-        )
+        flags = float(scale), backend, needs_grad, return_lse == "True"
+        return cls(DilatedPattern.from_text(pattern), *flags, range(*map(int, heads)), int(num_heads), context)
 
     @property
     def held(self) -> range | None:
-        """The heads, if they are not all."""
+        """The heads, or None if they are all."""
         return None if len(self.heads) == self.num_heads else self.heads
 
     def num_kv_heads(self, num_held: int) -> int:
@@ -60,12 +55,12 @@ class Call:
 
     @property
     def kernel_scale(self) -> float:
-        """Kernels put -inf at masked scores and scale afterwards: NaN for what float32 takes for 0, +inf below 0."""
+        """The positive scale for kernels. They scale after masking: -inf times 0 is NaN, and times -1 is +inf."""
         return abs(self.scale) if abs(self.scale) >= LEAST_SCALE else 1.0
 
     @property
     def factor(self) -> float:
-        """What `kernel_scale` leaves out, of query and of dq: mostly 1."""
+        """The rest of the scale, by which query and dq are multiplied: mostly 1."""
         return self.scale / self.kernel_scale
 
     def scaled(self, query: Tensor) -> Tensor:
@@ -73,9 +68,9 @@ class Call:
 
 
 class Begun(NamedTuple):
-    """What the backward of a call takes from its forward, where it was chosen and read from the device.
+    """What the backward of a call takes from its forward, so as not to choose or read it from the device again.
 
-    number: of the call, by which its backward is recognised. kernel: its name. borders: of packed documents.
+    number: the number of the call, which ranks compare. kernel: its name. borders: of packed documents.
     """
 
     number: int
@@ -84,16 +79,31 @@ class Begun(NamedTuple):
 
     @classmethod
     def now(cls, number: int, call: Call, query: Tensor, cu_seqlens: Tensor | None) -> "Begun":
-        """Choose the kernel and read the borders."""
         borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
         return cls(number, choose(call.backend, query).NAME, borders)
 
     @property
     def tensor(self) -> Tensor:
-        """As the forward's op returns it; see `from_tensor`."""
+        """As the custom op of the forward returns it; see `from_tensor`."""
         return torch.tensor([self.number, list(BACKENDS).index(self.kernel), *(self.borders or ())], device="cpu")
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> "Begun":
         number, kernel, *borders = tensor.tolist()
         return cls(number, list(BACKENDS)[kernel], tuple(borders) or None)
+
+
+def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
+    """Raise ValueError for borders that no sequence can have, whatever its length."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
+        raise ValueError(f"cu_seqlens must be a 1-D int32 tensor, got {got}. Use torch.tensor(..., dtype=int32).")
+    if cu_seqlens.layout != torch.strided:
+        raise ValueError(f"cu_seqlens must be a dense tensor, got layout {cu_seqlens.layout}. Call .to_dense().")
+    if cu_seqlens.device.type == "meta" or cu_seqlens.numel() < 2:
+        raise ValueError(
+            f"cu_seqlens must hold the borders (0, ..., N) of one document at least, got {cu_seqlens.numel()} entries "
+            f"on {cu_seqlens.device}."
+        )
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs documents into one sequence, so batch must be 1, got {batch}. Flatten it.")

@@ -20,9 +20,9 @@ from .origin import origin_of, remember, why_foreign
 from .processes import Processes, note_dropped
 from .ranks import Ranks
 from .reduce import mean_loss
-from .reshard import ShardRows, UnshardRows, dim_failure, rows_fields
+from .reshard import ShardRows, UnshardRows, check_dim, rows_fields
 
-# The custom ops know a context by its name: they take no objects. An entry lives as long as its context.
+# Custom ops take no objects, so they find a context here, by its key. An entry lives as long as its context.
 _contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
 _made = count()
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -36,7 +36,7 @@ def context_named(key: str) -> "ContextParallel":
 
 
 def refuse(key: str, reason: str) -> None:
-    """Tell the other ranks why this one refuses the call that they make. Raises a ValueError, as theirs do."""
+    """Tell the other ranks why this one refuses their call. Raises a ValueError, as they do."""
     context_named(key).ranks.agree(0, {}, reason)
 
 
@@ -45,26 +45,26 @@ class ContextParallel:
 
     Every rank of the group makes it at the same time, and runs every forward and every backward, also a rank that owns
     no position. A backward runs only if the loss depends on the output of its forward: a rank that has no use for the
-    output adds 0 * out.sum() to its loss. (A forward runs also if nothing uses its output, compiled or not.)
+    output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
-    Ranks of one host (over a 2-D mesh: rows of the mesh on one host) stand side by side in the ring; `rank` is the
-    place in the ring. Errors name this context by its `name`, the same on every rank.
+    Ranks of one host are neighbours in the ring (over a 2-D mesh: rows of the mesh on one host). `rank` is the place in
+    the ring. `name` stands for this context in errors, and is the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` it belongs to the thread of its
     first call; all ranks refuse calls in other threads. torch.compile(fullgraph=True) takes `dilated_attention` and
-    `MultiheadDilatedAttention`; other calls that talk to ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`,
-    LongNetLM's loss) go outside.
+    `MultiheadDilatedAttention`. Make other calls that talk to ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`,
+    LongNetLM's loss) outside compiled code.
 
     Args:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
-            Over a 2-D mesh heads are dealt (all-to-all) along the last axis and chunks travel along the first.
-        sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k parts k and 2p-1-k of 2p.
+            Over a 2-D mesh heads are dealt (all-to-all) along the last axis, and chunks travel along the first.
+        sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k the parts k and 2p-1-k of 2p.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
             bytes, memory and number of messages.
-        timeout: how long a rank waits for another before it raises. (gloo notices at once that a rank died; NCCL as
-            its watchdog is configured.)
+        timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that
+            depends on its watchdog.)
         align: the borders of contiguous shards are multiples of it.
-        lengths: the lengths of contiguous shards, one for each rank, instead of near-equal ones.
+        lengths: the lengths of contiguous shards, one for each rank; near-equal by default.
 
     Raises:
         ValueError: for unknown names, an `align` below 1, and lengths that do not fit the group.
@@ -80,8 +80,8 @@ class ContextParallel:
         align: int = 1,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        # A call that is refused while it is compiled tells the others right away. Marked here, because this imports
-        # dynamo for a second or two; and before the ranks meet, so that none waits for it in its first call.
+        # A call that is refused while it is compiled tells the other ranks at once. This imports dynamo, which takes a
+        # second or two: so not at import, and before the ranks meet, so that none waits for another's first call.
         torch.compiler.assume_constant_result(refuse)
         mesh, inner = group if isinstance(group, DeviceMesh) else None, 1
         self.group = resolve_group(group)
@@ -108,7 +108,7 @@ class ContextParallel:
         """Be the context of these ranks."""
         self.ranks, self.cut, self.sharding, self.exchange = ranks, ranks.cut, ranks.cut.sharding, exchange
         self.rank, self.world_size, self.name = ranks.rank, ranks.world_size, ranks.name
-        # What the ops know it by: other than its name, never that of another in this process.
+        # Its key for custom ops. A later context of this process may have the same name, but never the same key.
         self.key = f"{self.name}, number {next(_made)}"
         _contexts[self.key] = self
         torch.compiler.assume_constant_result(refuse)
@@ -124,82 +124,85 @@ class ContextParallel:
         )
 
     def close(self) -> None:
-        """Give the groups back, with their connections and threads. The context is of no use afterwards.
+        """Give back the groups, with their connections and threads. No call can follow.
 
-        All ranks call it when they need the context no more: also after an error has broken it, and before they make
-        another.
+        All ranks call it when they need the context no more, before they make another; also after an error broke it.
         """
         self.ranks.close()
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of a full tensor that every rank holds. The gradient is the full one, gathered from all.
+        """This rank's rows of a whole tensor that every rank holds. The gradient is whole, gathered from all ranks.
 
         All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) The
-        result remembers how it was cut: a context that cuts otherwise refuses it. An op's result of it does not; if its
-        length and content show that it is a shard, cutting it again is warned of.
+        result remembers how it was cut, and a context that cuts otherwise refuses it. What an op makes of it does not
+        remember; a warning comes if its length and content show that a shard is cut again.
 
         Raises:
-            ValueError: on every rank, where shapes differ: they would be no cut of one sequence.
+            ValueError: on every rank, if shapes differ.
         """
-        self.ranks.check_all_here("shard")
-        failure = dim_failure("shard", x, dim)
-        if not failure and (origin := origin_of(x)) is not None:
-            failure = f"shard takes a whole sequence, and got {origin}"
-        fields = {} if failure else {**rows_fields("shard", x, dim), "length of the whole": x.shape[dim]}
-        last, mark = self.ranks.last_whole, 0
-        if not failure and last and self.world_size > 1 and set(self.ranks.lengths_of(last)) == {x.shape[dim]}:
-            mark = 0 if x.is_meta else fingerprint(x.narrow(dim, 0, min(x.shape[dim], 64)))
-        if len(set(self.ranks.agree(mark, fields, failure))) > 1:
+        ranks, last, mark = self.ranks, self.ranks.last_whole, 0
+        ranks.check_all_here("shard")
+        with ranks.refusing():
+            check_dim("shard", x, dim)
+            if (origin := origin_of(x)) is not None:
+                raise ValueError(f"shard takes a whole sequence, and got {origin}")
+            length = x.shape[dim]
+            if last and ranks.world_size > 1 and set(ranks.lengths_of(last)) == {length} and not x.is_meta:
+                mark = fingerprint(x.narrow(dim, 0, min(length, 64)))
+        fields = {**rows_fields("shard", x, dim), "length of the whole": length}
+        if len(set(ranks.agree(mark, fields, None))) > 1:
             text = (
-                f"shard was given {x.shape[dim]} positions, as many as each rank's shard of the {last} that were cut "
-                "last, and different ones on each rank: a shard is cut again. Pass it on as it is, or unshard it first"
+                f"shard was given {length} positions, as many as each rank's shard of the {last} that were cut last, "
+                "and different ones on each rank: a shard is cut again. Pass it on as it is, or unshard it first"
             )
-            self.ranks.warn_once("shard", text)
-        lengths = self.ranks.lengths_of(x.shape[dim])
-        self.ranks.last_whole, shards = x.shape[dim], self.ranks.shards(lengths)
-        return x if len(shards) == 1 else remember(ShardRows.apply(x, self.ranks, shards, dim), self.ranks, lengths)
+            ranks.warn_once("shard", text)
+        lengths = ranks.lengths_of(length)
+        ranks.last_whole, shards = length, ranks.shards(lengths)
+        return x if len(shards) == 1 else remember(ShardRows.apply(x, ranks, shards, dim), ranks, lengths)
 
     def shard_batch(self, batch: Mapping[str, Tensor] | None, *, source: int | None = None) -> dict[str, Tensor]:
         """This rank's rows of one sample of a data loader: tokens, labels, position ids, masks, borders of documents.
 
-            local = parallel.shard_batch(batch)              # every rank has the batch; that it is the same is checked
-            local = parallel.shard_batch(batch, source=0)    # rank 0 has it, and sends each rank its rows alone
+            local = parallel.shard_batch(batch)              # every rank has the batch; they check that it is the same
+            local = parallel.shard_batch(batch, source=0)    # rank 0 has the batch, and sends each rank only its rows
 
-        Tensors (B, N, ...) and (N,) are cut along N; "cu_seqlens" stays whole. They may stay on the CPU. "positions"
-        (N_local,), int64, within documents, is added unless given.
+        Tensors (B, N, ...) and (N,) are cut along N; "cu_seqlens" stays whole. Tensors may be on the CPU. "positions"
+        (N_local,), int64, within documents, is added unless the batch has it.
 
         Args:
-            batch: by name, alike on all ranks. With `source`, that rank's; others may pass None.
-            source: the rank (place in the ring) that deals its batch out. Without one, fingerprints are compared.
+            batch: tensors by name, the same on all ranks. With `source`, other ranks may pass None.
+            source: the rank (place in the ring) that deals out its batch. By default fingerprints are compared.
 
         Raises:
-            ValueError: on every rank, where ranks were given different samples (a sampler left at its default gives
-                each rank its own), or tensors that cannot be cut alike.
+            ValueError: on every rank, if ranks were given different samples (a sampler left at its default gives each
+                rank its own), or tensors that cannot be cut.
         """
         return shard_batch(self.ranks, batch, source)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The full tensor, from every rank's rows. What follows is the same on every rank: the gradient is a slice."""
+        """The whole tensor from every rank's rows. What follows must be the same on all: the gradient is a slice."""
         self.ranks.check_all_here("unshard")
-        failure = dim_failure("unshard", x, dim) or why_foreign("the tensor", x, self.ranks)
-        length, fields = (0, {}) if failure else (x.shape[dim], rows_fields("unshard", x, dim))
-        shards = self.ranks.shards(self.ranks.handshake(length, fields, failure))
+        with self.ranks.refusing():
+            check_dim("unshard", x, dim)
+            if failure := why_foreign("the tensor", x, self.ranks):
+                raise ValueError(failure)
+        shards = self.ranks.shards(self.ranks.handshake(x.shape[dim], rows_fields("unshard", x, dim)))
         return x if len(shards) == 1 else UnshardRows.apply(x, self.ranks, shards, dim)
 
     def mean_loss(self, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
-        """The mean of a loss over all ranks, from each rank's sum and number of terms: a scalar, alike on every rank.
+        """The mean of a loss over all ranks, from each rank's sum and number of terms: a scalar, the same on all.
 
             loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), labels.numel())
 
-        Ranks hold different numbers of terms: a mean over each shard would weight them wrongly. The gradient is scaled
-        so that the *mean* of the ranks' gradients, which DDP and FSDP2 take, is the gradient of one rank.
+        Ranks hold different numbers of terms, so a mean of their means would be wrong. The gradient is scaled so that
+        the *mean* of the ranks' gradients, which DDP and FSDP2 take, is the gradient on one device.
 
         Args:
-            local_sum: scalar, over this rank's positions; on a rank that owns none, 0 times something of the model.
-            local_count: the number of terms in it.
+            local_sum: scalar, over this rank's positions; on a rank that owns none, 0 times an output of the model.
+            local_count: the number of terms in `local_sum`.
 
         Raises:
-            ValueError: on every rank, where there is no term at all.
+            ValueError: on every rank, if there is no term at all.
         """
         return mean_loss(self.ranks, local_sum, local_count)
 
@@ -218,8 +221,10 @@ class ContextParallel:
         return self.ranks.positions(self.ranks.lengths_of(seq_len), cu_seqlens)
 
     def abandon(self, reason: str) -> None:
-        """Break this context's groups after an error between calls: the other ranks fail at once, and do not wait for
-        this one. (A call that fails does so by itself.)"""
+        """Break the connections after an error between calls, so that the other ranks fail at once and do not wait.
+
+        A call that fails does so by itself.
+        """
         self.ranks.abandon(reason)
 
 

@@ -17,15 +17,13 @@ from .validate import call_of
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which kernel and exchange a call would use, and why not the others."""
-
     kernel: str
     exchange: str
     reasons: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"kernel: {self.kernel}", f"exchange: {self.exchange}"]
-        return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.reasons.items()])
+        reasons = (f"  {name}: {reason}" for name, reason in self.reasons.items())
+        return "\n".join([f"kernel: {self.kernel}", f"exchange: {self.exchange}", *reasons])
 
 
 def explain(
@@ -42,8 +40,8 @@ def explain(
     """Which kernel and exchange `dilated_attention` would use on these tensors, and why. Sends nothing.
 
     Args:
-        lengths: the number of positions of every rank. By default those that `parallel` was made with or, since nobody
-            is asked, as many for each as this rank has.
+        lengths: the number of positions of every rank. By default those that `parallel` was made with, or else this
+            rank's number for every rank, since no other rank is asked.
 
     Raises:
         ValueError: where the call would.
@@ -73,6 +71,5 @@ def explain(
 
 
 def _why(against: dict[str, str | None], chosen: str, how: str) -> dict[str, str]:
-    """Why each was chosen or not."""
-    passed_by = "can serve these tensors, but another was chosen"
-    return {name: f"chosen: {how}" if name == chosen else reason or passed_by for name, reason in against.items()}
+    served = "can serve these tensors, but another was chosen"
+    return {name: f"chosen: {how}" if name == chosen else reason or served for name, reason in against.items()}

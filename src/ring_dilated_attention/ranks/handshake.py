@@ -1,4 +1,4 @@
-"""All ranks make the same call, or none does: one record of fixed size to and from everybody before each call."""
+"""All ranks make the same call, or none does: before each call all exchange one record of fixed size."""
 
 import hashlib
 
@@ -6,20 +6,19 @@ import torch
 
 from .link import GroupLink
 
-# Columns of a record: at least as many as any call compares.
-_NUM_FIELDS = 16
+_NUM_FIELDS = 16  # columns of a record: no call compares more
 
 
 class RefusedError(ValueError):
-    """What all ranks raise alike: one of them refuses a call, or they make different ones. Nothing of it was sent."""
+    """Raised on all ranks alike: one of them refuses a call, or their calls differ. Nothing was sent."""
 
 
 def agree(control: GroupLink, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-    """Every rank's local length, once all ranks turn out to make the same call.
+    """Every rank's number of positions, once it is clear that all make the same call.
 
     Args:
         length: this rank's number of positions.
-        fields: what must agree, by name. Compared by fingerprint; only a mismatch is sent in words.
+        fields: what must be the same, by name. Fingerprints are compared; only a mismatch is sent as text.
         failure: why this rank refuses the call, if it does.
 
     Raises:
@@ -39,9 +38,8 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
         if len({row[column] for row in table}) > 1:
             texts = control.texts(str(fields[name]), moment)
             listed = ", ".join(f"rank {m} has {text}" for m, text in zip(control.members, texts, strict=True))
-            raise RefusedError(
-                f"ranks disagree on {name}: {listed}. All ranks of a group must make the same call; nothing was sent."
-            )
+            remedy = "All ranks of a group must make the same call; nothing was sent."
+            raise RefusedError(f"ranks disagree on {name}: {listed}. {remedy}")
     return tuple(row[0] for row in table)
 
 

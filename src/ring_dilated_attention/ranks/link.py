@@ -1,7 +1,4 @@
-"""The only file that sends: messages between the ranks of one process group.
-
-Each is awaited exactly once, and errors name the group, the moment and the peer.
-"""
+"""The only file that sends: messages between the ranks of one process group."""
 
 import re
 import time
@@ -21,19 +18,18 @@ from ..run.link_contract import Messages
 from .watching import Handle, Progress, Sentinel, Watcher, start_thread, with_threads
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
-_UNUSED_TAG = 1  # all messages of calls have tag 0
+_UNUSED_TAG = 1  # every message has tag 0
 _Message = tuple[Callable[..., dist.Work | None], Tensor, int, str]  # isend or irecv, what, peer, what an error says
 
 
 class ExchangeError(RuntimeError):
-    """A rank died, is stuck, or gave up. The context is broken for good: make a new ContextParallel of those left."""
+    """A rank died, is stuck, or gave up. The context stays broken: make a new ContextParallel of the ranks left."""
 
 
 class Wait(NamedTuple):
-    """When messages were posted, when the last was through, and when their rank began and ended to wait, in seconds.
+    """When messages were posted, when the last one arrived, and when this rank began and ended its wait, in seconds.
 
-    end - start is *exposed* communication. Only on gloo can a host tell when messages are through; elsewhere `arrived`
-    is `end`.
+    end - start is *exposed* communication. Only on gloo can the host tell `arrived`; elsewhere it is `end`.
     """
 
     moment: str
@@ -45,7 +41,7 @@ class Wait(NamedTuple):
 
 @dataclass(eq=False)
 class GroupPending:
-    """Messages in flight, whose tensors are kept alive. A handle is awaited once: gloo hangs on a second wait."""
+    """Messages in flight, with their tensors. A handle is awaited once: gloo hangs on a second wait."""
 
     link: "GroupLink"
     moment: str
@@ -53,7 +49,7 @@ class GroupPending:
     tensors: list[Tensor] = field(default_factory=list)
     unstaged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     posted: float = field(default_factory=time.perf_counter)
-    progress: Progress | None = None  # of a thread that waits for them already, while waits are recorded
+    progress: Progress | None = None  # while waits are recorded: of a thread that waits from the start
 
     def wait(self) -> None:
         if not self.handles:
@@ -74,44 +70,43 @@ class GroupPending:
 class GroupLink:
     """Messages within one process group. Ranks and peers are places in the ring, in the order of `members`.
 
-    Every pair of ranks must post its messages in the same order (the plan sees to it); no tags are used, because NCCL
-    knows none.
+    Both ranks of a pair must post their messages in the same order, as plans do: NCCL has no tags.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[GroupLink]") -> None:
         self.group, self.name, self.world_size = group, name, len(members)
         self.reorder(members)
         self.failure: str | None = None
-        self.links = links  # those that break when one of them does
+        self.links = links  # if one of them breaks, all do
         links.append(self)
-        # Which transport serves which type of device. (dist.get_backend names one, or the user's text, or "undefined".)
+        # By type of device. (dist.get_backend gives only one name, the user's text, or "undefined".)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._watcher: Watcher | None = None
         self._sentinels: dict[int, Sentinel] = {}  # by peer
-        self.waits: list[Wait] | None = None  # a list while waits are recorded
+        self.waits: list[Wait] | None = None  # None unless waits are recorded
 
     def open(self) -> None:
-        """One call of all ranks, for NCCL: torch leaves undefined what comes of a first batch of some ranks only."""
+        """One NCCL call of all ranks: torch does not define what happens if only some ranks make the first one."""
         for device, backend in self.backends.items():
             if backend == "nccl":
                 dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     def reorder(self, members: Sequence[int]) -> None:
-        """Put the group's members, given by their global ranks, in this order."""
+        """Order the group's members, given by their global ranks, in this way."""
         self.members = list(members)
         self.order = [dist.get_group_rank(self.group, member) for member in members]  # rank in the group, by place
         self.rank = self.order.index(dist.get_rank(self.group))
 
     def on_gloo(self, x: Tensor) -> bool:
-        """Whether a tensor travels by gloo: also one of a device that this group has no transport for (`_staged`)."""
+        """Whether gloo sends a tensor, also that of a device for which this group has no transport (`_staged`)."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
     def wait_for(self, pending: GroupPending) -> None:
         """Wait for messages, one after the other; on gloo in a thread, to watch the peer meanwhile.
 
-        When a connection breaks, gloo ends the waits for messages that have not begun, but one that is partly through
-        (signalException in gloo/transport/tcp/pair.cc) lasts until its timeout. So a `Sentinel` tells of it.
+        When a connection breaks, gloo ends the waits for messages that have not begun. The wait for one that has
+        (signalException in gloo/transport/tcp/pair.cc) lasts until its timeout. So a `Sentinel` notices the break.
         """
         handles, progress = tuple(pending.handles), pending.progress or Progress()
         if not self.on_gloo(pending.tensors[0]):
@@ -127,7 +122,7 @@ class GroupLink:
             self.fail(pending.moment, handles[progress.num_done].deed, progress.error)
 
     def _watch(self, handles: Sequence[Handle], progress: Progress, moment: str) -> None:
-        """Fail if the peer that is waited for has gone."""
+        """Fail if the peer of the next message has gone."""
         num_done = progress.num_done
         if num_done == len(handles):
             return
@@ -135,7 +130,7 @@ class GroupLink:
         if peer not in self._sentinels:
             self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
         error = self._sentinels[peer].error
-        # A rank that is done with everything may leave when its last message has come through.
+        # A peer may leave without an error once its last message has come through, which may be noticed later.
         if error is not None and not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
             self.fail(moment, handles[num_done].deed, error)
 
@@ -143,25 +138,20 @@ class GroupLink:
         failure = f"{moment}: {deed} (group {self.name!r}, rank {self.members[self.rank]}): {_reason(error)}"
         if "did not enter backward" in deed and "imed out" in failure:
             failure += " A rank runs the backward of a call only if its loss depends on the output of that call."
-        # The others may be in another group of this context by now, waiting for this rank.
+        # The other ranks may be waiting for this one in another group of this context.
         for link in self.links:
             link.abandon(failure)
         raise ExchangeError(failure) from error
 
     def abandon(self, reason: str) -> None:
-        """Break the group after a failure of this rank, so that the others fail at once instead of waiting for it.
-
-        On gloo neither abort, shutdown nor destroying the group closes its connections, but a receive that runs out of
-        time closes all. Its tag is one that nobody sends with: a message that does not fit would end the process. Every
-        peer is tried, since a receive over a broken connection does not run out of time.
-        """
+        """Break the group after a failure of this rank, so that the others fail at once and do not wait for it."""
         if self.failure or self.world_size == 1:
             return
         self.failure = reason
         if set(self.backends.values()) != {"gloo"}:
             self.group.abort()
         self._disconnect()
-        # Some messages are stuck in gloo, and torch's profiler must not hear of their end later (`Sentinel`).
+        # Messages may be stuck in gloo. They must end now, and not after torch's profiler has stopped (`Sentinel`).
         pending = [x for x in list(self._pending) if x.handles and self.on_gloo(x.tensors[0])]
         for work in (handle.work for x in pending for handle in x.handles):
             with suppress(RuntimeError):
@@ -169,6 +159,12 @@ class GroupLink:
                     work.wait(timedelta(milliseconds=1))
 
     def _disconnect(self) -> None:
+        """Close gloo's connections.
+
+        Neither abort, shutdown nor destroying the group does, but one receive that times out closes all. Its tag is one
+        that nobody sends with, because a message of another size would end the process. Every peer is tried, because a
+        receive over a broken connection does not time out.
+        """
         if self.backends.get("cpu") != "gloo":
             return
         for peer in self.order:
@@ -181,17 +177,17 @@ class GroupLink:
         return self.group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
 
     def close(self) -> None:
-        """Give the group back. Its sockets and threads go with the last reference, which a sentinel would keep."""
+        """Give the group back. Its sockets and threads go with the last reference to it; a sentinel holds one."""
         if self._sentinels and not self.failure:
             self.end_threads()
         with_threads.discard(self)
         self.failure = self.failure or "it was closed"
-        with suppress(ValueError, AssertionError):  # torch.distributed was shut down before
+        with suppress(ValueError, AssertionError):  # if torch.distributed is already shut down
             dist.destroy_process_group(self.group)
         del self.group
 
     def end_threads(self) -> None:
-        """End the waits that threads are in, and so the threads."""
+        """End the waits of threads, and with them the threads."""
         self._disconnect()
         self._sentinels.clear()
         self._watcher = None
@@ -199,7 +195,7 @@ class GroupLink:
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str
     ) -> GroupPending:
-        """Start sending and receiving contiguous tensors, each with its peer. `moment` is quoted in errors."""
+        """Start sending and receiving contiguous tensors, each with its peer. Errors quote `moment`."""
         leave = [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
         come = [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]
         return self._post([*leave, *come], moment)
@@ -209,10 +205,10 @@ class GroupLink:
         return self.exchange([(x, m.peer) for x, m in sends], [(x, m.peer) for x, m in receives], moment)
 
     def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[GroupPending, GroupPending]:
-        """`carry`, to wait apart for what is sent and for what is received.
+        """`carry`, with one wait for what is sent and another for what is received.
 
-        On NCCL both are one batch: of two, its stream would put the receives behind the sends, on every rank of a ring,
-        and so all would wait for ever.
+        On NCCL both are one batch. In two batches every rank's receives would stand behind its sends in NCCL's stream,
+        and all ranks of a ring would wait for ever.
         """
         if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
             return self.carry(sends, (), moment), self.carry((), receives, moment)
@@ -239,7 +235,7 @@ class GroupLink:
             except ValueError as error:  # torch does not know the group any more
                 self.failure = "torch.distributed was shut down since it was made"
                 raise ExchangeError(f"{moment}: {self.failure}. Make a new ContextParallel.") from error
-            if len(works) != len(batch):  # a transport that answers for all of them at once
+            if len(works) != len(batch):  # the transport returns one handle for all messages
                 deeds = [", ".join(deeds)] * len(works)
             pending.handles += map(Handle, works, deeds, peers)
         if self.waits is not None and on_gloo and pending.handles:
@@ -249,11 +245,11 @@ class GroupLink:
         return pending
 
     def _stages(self, x: Tensor) -> bool:
-        """Whether a tensor must travel through host memory: gloo cannot send CUDA tensors. (No GPU has run this.)"""
+        """Whether host memory must carry a tensor: gloo cannot send CUDA tensors. (No GPU has run this.)"""
         return x.is_cuda and self.on_gloo(x)
 
     def _staged(self, x: Tensor, is_sent: bool, pending: GroupPending) -> Tensor:
-        """The tensor, or a pinned copy of it on the host; a received copy is brought back when it is there."""
+        """The tensor, or a pinned copy of it on the host. What arrives in a copy is copied back after the wait."""
         if not self._stages(x):
             return x
         host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=torch.cuda.is_available())
@@ -264,9 +260,9 @@ class GroupLink:
         return host
 
     def all_to_all(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Every rank's record (all of one shape and dtype). No rank returns before all have come.
+        """Every rank's record (all of one shape and dtype). No rank returns before all ranks have entered.
 
-        Point to point, like all that follows, so that an error can name the rank that did not come.
+        All messages are point to point, so that an error can name the rank that did not enter.
         """
         records = [record if peer == self.rank else torch.empty_like(record) for peer in range(self.world_size)]
         deeds = {peer: f"rank {self.members[peer]} did not enter {moment}" for peer in self._others()}
@@ -281,7 +277,7 @@ class GroupLink:
     def texts(self, text: str, moment: str) -> list[str]:
         """Every rank's text, up to 1,024 bytes each."""
         record = torch.zeros(1024, dtype=torch.uint8, device="cpu")
-        encoded = text.encode(errors="backslashreplace")[: len(record)]  # a name may hold what is no letter
+        encoded = text.encode(errors="backslashreplace")[: len(record)]  # a name may hold surrogates
         record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
         return [bytes(r[r != 0].tolist()).decode(errors="replace") for r in self.all_to_all(record, moment)]
 
@@ -297,7 +293,7 @@ class GroupLink:
     def all_to_all_single(
         self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
-        """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes."""
+        """As `link_contract.Dealer` says."""
         received = list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
         received[self.rank].copy_(parts[self.rank])
         sends = [(parts[peer].contiguous(), peer) for peer in self._others() if len(parts[peer])]
@@ -306,7 +302,7 @@ class GroupLink:
 
 
 def _reason(error: Exception) -> str:
-    """What a transport says, without its source line and its advice."""
+    """The transport's error without its source line and its advice."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     reason = re.sub(r"^\[\S+:\d+\] ", "", first).split(". This is typically")[0].rstrip(".")
     if "onnection closed" in reason or "onnection reset" in reason:

@@ -1,7 +1,7 @@
 """What a shard remembers of how it was cut, so that it is not taken for another one.
 
-The mark is an attribute of the tensor; copy, pickle and torch.save keep it. An op makes another tensor, of which only
-the length is known: what looks like a mistake is warned of (`Ranks.notice`).
+The mark is an attribute of the tensor; copy, pickle and torch.save keep it. An op's result has none: `Ranks.notice`
+warns if its length looks like a mistake.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Origin(NamedTuple):
 
 
 def remember(x: Tensor, ranks: Ranks, lengths: Sequence[int]) -> Tensor:
-    """x itself, which are this rank's rows."""
+    """x, marked as this rank's rows."""
     shard = tuple((span.start, span.stop) for span in ranks.shards(lengths)[ranks.rank])
     mark = (ranks.cut.sharding, tuple(lengths), ranks.rank, shard)
     setattr(x, _MARK, mark)  # plain tuples, which torch.load(weights_only=True) takes
@@ -38,7 +38,7 @@ def remember(x: Tensor, ranks: Ranks, lengths: Sequence[int]) -> Tensor:
 
 
 def why_doubtful(lengths: Sequence[int], ranks: Ranks) -> str | None:
-    """Why rows of these numbers may be those that another context has cut, otherwise; for ranks that have cut none."""
+    """Why rows may be those that another context has cut in another way, if these ranks have cut none themselves."""
     if ranks.last_whole is not None or not _last or _last[0].lengths != tuple(lengths) or _is_own(_last[0], ranks):
         return None
     return (
@@ -48,7 +48,7 @@ def why_doubtful(lengths: Sequence[int], ranks: Ranks) -> str | None:
 
 
 def origin_of(x: object) -> Origin | None:
-    """How a tensor was cut, if it is one that `remember` was given."""
+    """How a tensor was cut, if `remember` has marked it."""
     if torch.compiler.is_compiling():  # a graph knows no attributes of its inputs
         return None
     mark = getattr(x, _MARK, None)
@@ -56,7 +56,7 @@ def origin_of(x: object) -> Origin | None:
 
 
 def why_foreign(name: str, x: object, ranks: Ranks) -> str | None:
-    """Why a tensor cannot be this rank's rows, if it is known how it was cut; else None."""
+    """Why a tensor cannot be this rank's rows, or None. Without a mark it can be."""
     origin = origin_of(x)
     if origin is None or _is_own(origin, ranks):
         return None

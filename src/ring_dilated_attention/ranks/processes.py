@@ -1,11 +1,11 @@
 """Several processes that share sequences: their groups, in the order of the ring, and the handshake of a call."""
 
-import socket
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import chain, combinations, islice
+from socket import gethostname as host_name
 from threading import Thread, _DummyThread, current_thread
 
 import torch
@@ -24,32 +24,28 @@ from .origin import why_doubtful
 from .ranks import Links, Ranks
 
 
-def host_name() -> str:
-    return socket.gethostname()
-
-
 class _EmptyGroup(dist.ProcessGroup):
-    """A group of this rank alone: no connections, no threads, nothing but a place in torch's list of groups."""
+    """A group of this rank alone, without connections and threads, that only takes a place in torch's list."""
 
 
 _EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000
 
 
 def _give_back(links: list[GroupLink]) -> None:
-    """Close the links, and leave an empty group in the place of each, on every rank alike.
+    """Close the links, and make an empty group for each, on all ranks alike.
 
-    torch names a group of some ranks by these ranks and by the number of groups that there are, and its store keeps the
-    addresses under that name: a later group of the same name would connect to ports that are closed.
+    torch names a group of some ranks by these ranks and by the number of groups that exist. Its store keeps addresses
+    under that name: a later group of the same name would connect to closed ports.
     """
     for link in links:
         link.close()
-    if dist.is_initialized() and dist.get_world_size() > 2:  # any group of two ranks is of all
+    if dist.is_initialized() and dist.get_world_size() > 2:  # torch names groups of all ranks otherwise
         for _ in links:
             _leave_empty_group()
 
 
 def _leave_empty_group() -> None:
-    """Make an empty group. Where one of its name is there already, it is said to hold other ranks, for another name."""
+    """Make an empty group. If its name exists already, other ranks are given as members, for another name."""
     if _EMPTY not in dist.Backend.backend_list:
         dist.Backend.register_backend(_EMPTY, _make_empty_group, devices=["cpu"])
     rank = dist.get_rank()
@@ -66,26 +62,26 @@ def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: ti
 
 
 class Processes(Ranks):
-    """The processes of a group, with communicators of their own: a failed message breaks a group, but not the user's.
+    """The processes of a group. They have their own communicators, so that a failed message never breaks the user's.
 
-    control: all ranks, over gloo. all: all ranks, for data. inner: those that deal heads to each other, on a 2-D mesh.
-    outer: those of the ring.
+    control: all ranks, over gloo. all: all ranks, for data. inner: the ranks that deal heads to each other on a 2-D
+    mesh. outer: the ranks of the ring.
     """
 
     def __init__(self, members: list[int], timeout: timedelta) -> None:
-        """Make the control group: all ranks do, whatever else they were given, and then agree over it (`connect`)."""
+        """Make the control group. All ranks do so, also those with bad arguments, and agree over it in `connect`."""
         super().__init__(Cut("contiguous", len(members)))
         self.timeout, self.world_size = timeout, len(members)
-        self.opened: list[GroupLink] = []  # they break together
+        self.opened: list[GroupLink] = []  # if one of them breaks, all do
         self.owner: Thread | None = None
         self.expected: tuple[int, ...] = ()
         self.control = self._open("control", "gloo", members)
 
     def connect(self, cut: Cut | None, exchange: str, failure: str | None) -> None:
-        """Make the other groups, once all ranks turn out to want the same.
+        """Make the other groups, once it is clear that all ranks have the same arguments.
 
         Raises:
-            ValueError: on every rank, if any has bad arguments or other ones.
+            ValueError: on every rank, if any has bad arguments or arguments differ.
         """
         try:
             fields: dict[str, object] = {"call": "making a ContextParallel"}
@@ -115,8 +111,8 @@ class Processes(Ranks):
             self.outer = self._open("chunks", None, chunks) if len(chunks) > 1 else None
 
     def _told(self) -> list[str]:
-        """Every rank's host, and below it the contexts that it dropped. Those that all dropped are closed: ranks must
-        give groups back together, since torch numbers its groups by how many there are."""
+        """Every rank's host, and on further lines the contexts that it dropped. What all dropped is closed here: ranks
+        must give groups back together, because the number of groups is part of a group's name."""
         told = self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names")
         for name in set.intersection(*(set(text.split("\n")[1:]) for text in told)):
             _give_back(_dropped.pop(name, []))
@@ -132,7 +128,7 @@ class Processes(Ranks):
                 use_local_synchronization=len(members) != dist.get_world_size(),
                 group_desc=f"ring_dilated_attention:{purpose}",
             )
-            self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or hash
+            self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or a hash
             link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
             link.open()
         except RuntimeError as error:
@@ -143,12 +139,12 @@ class Processes(Ranks):
         return link
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        with self.turn:  # what a thread is refused is told to the other ranks between the owner's calls
+        with self.turn:  # another thread's refusal goes to the other ranks between calls of the owner
             return agree(self.control, length, fields, self._why_other_thread() or failure)
 
     def _why_other_thread(self) -> str | None:
-        """Why this thread may make no call, or None: calls of two threads would take each other's messages. autograd's
-        own threads, in a backward, count as the owner, which waits for them."""
+        """Why this thread may make no call, or None. Calls of two threads would take each other's messages. A thread of
+        autograd counts as the owner, which waits for it in the backward."""
         here = current_thread()
         self.owner = self.owner or here
         if here is self.owner or (isinstance(here, _DummyThread) and torch._C._current_graph_task_id() != -1):
@@ -228,11 +224,11 @@ class Processes(Ranks):
         self.opened.clear()
 
 
-_dropped: dict[str, list[GroupLink]] = {}  # links of contexts that went without a `close`, by the context's name
+_dropped: dict[str, list[GroupLink]] = {}  # by name: contexts that were dropped without `close`
 
 
 def note_dropped(opened: list[GroupLink], name: str) -> None:
-    """A finaliser of contexts. It talks to nobody and destroys nothing: that is left to the next context."""
+    """The finaliser of a context. It leaves the links to the next context, which gives them back on all ranks."""
     if opened:
         _dropped[name] = opened
         text = f"{name} was dropped without close(): its connections and threads are kept until all ranks make another "
@@ -241,7 +237,7 @@ def note_dropped(opened: list[GroupLink], name: str) -> None:
 
 @contextmanager
 def recorded_waits(ranks: Ranks) -> Iterator[list[Wait]]:
-    """The waits of this rank for others, on every link of its context (the handshakes' too), as they end."""
+    """This rank's waits on all links of its context, handshakes included. A wait is appended when it ends."""
     waits: list[Wait] = []
     links = ranks.opened if isinstance(ranks, Processes) else []
     for link in links:

@@ -1,9 +1,8 @@
-"""What ranks do in a call: handshake -> plan -> program; and what differs between their kinds."""
+"""What ranks do in a call: handshake -> plan -> program."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from threading import RLock
 
 import torch
@@ -18,18 +17,17 @@ from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
-from .borders import validate_cu_seqlens
-from .call import Begun, Call
+from .call import Begun, Call, validate_cu_seqlens
 
-# What connects a rank in one call: with the others of its ring, and with those that deal heads to each other.
+# What connects a rank in one call: with the others of its ring, and with the ranks that deal heads to each other.
 Links = tuple[Link | None, Dealer | None]
 
 
 class Ranks:
-    """The ranks that share sequences, seen from this process, which is alone. Other kinds override what differs.
+    """The ranks that share sequences. This class is of one process alone; other kinds override what differs.
 
-    rank: its place in the ring. name: of the context in errors, "" for one alone. calls: forwards so far, the same on
-    every rank.
+    rank: the place of this process in the ring. name: of the context in errors, "" for one process alone. calls: the
+    number of forwards so far, the same on every rank.
     """
 
     rank, world_size, name = 0, 1, ""
@@ -37,9 +35,9 @@ class Ranks:
     def __init__(self, cut: Cut) -> None:
         self.cut, self.calls = cut, 0
         self.last_whole: int | None = None  # the length of the sequence that was cut last
-        self.warned: set[str] = set()  # of what
+        self.warned: set[str] = set()  # what `warn_once` has warned of
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
-        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # what keeps calls in compiled graphs writes here
+        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # compiled graphs keep calls by writing here
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
         """Every process's number of rows of a sequence that it cuts."""
@@ -60,22 +58,22 @@ class Ranks:
         return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in (range(0), *ranges)])
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        """Every rank's number of rows, once all turn out to make the same call (`handshake.agree`)."""
+        """Every rank's number of rows, once it is clear that all make the same call (`handshake.agree`)."""
         if failure:
             raise ValueError(failure)
         return (length,)
 
     def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
-        """`agree`, and a warning where the rows look like the whole sequence on every rank."""
+        """`agree`, with a warning if every rank seems to have the whole sequence."""
         lengths = self.agree(length, fields, failure)
         self.notice_whole(lengths)
         return lengths
 
     @contextmanager
     def all_or_none(self, *agreed: type[Exception]) -> Iterator[None]:
-        """What fails on this rank alone (memory, say) breaks the connections: the other ranks fail, and do not wait.
+        """An error of this rank alone (out of memory, say) breaks the connections: other ranks fail, and do not wait.
 
-        agreed: the errors that all ranks raise alike. They break nothing.
+        agreed: errors that all ranks raise alike, and that break nothing.
         """
         try:
             yield
@@ -87,7 +85,7 @@ class Ranks:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Tell the other ranks, which wait for the handshake of a call, whatever this one raises before it."""
+        """Tell the other ranks, which wait for this one's handshake, why it raises an error before the handshake."""
         try:
             yield
         except Exception as error:
@@ -95,10 +93,10 @@ class Ranks:
             raise
 
     def notice(self, lengths: Sequence[int]) -> None:
-        """Warn, once, of numbers of rows that look like a mistake."""
+        """Warn once if the ranks' numbers of rows look like a mistake."""
 
     def notice_whole(self, lengths: Sequence[int]) -> bool:
-        """Warn, once, if each rank has as many rows as the sequence that was cut last. Whether it has."""
+        """Warn once if each rank has as many rows as the sequence that was cut last. Returns whether it has."""
         return False
 
     def warn_once(self, what: str, text: str) -> None:
@@ -107,10 +105,10 @@ class Ranks:
             warnings.warn(text + ". This is said once.", stacklevel=3)
 
     def expect(self, lengths: Sequence[int]) -> None:
-        """Rows of these numbers are no mistake: a model made them of shards that it was given."""
+        """Take these numbers of rows for no mistake: a model made such rows from its shards."""
 
     def check_all_here(self, method: str) -> None:
-        """Raise ValueError where other ranks' tensors cannot be had."""
+        """Raise ValueError if other ranks' tensors do not exist (one simulated rank)."""
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
         """Every process's record, all of one shape and dtype, on the CPU."""
@@ -121,22 +119,15 @@ class Ranks:
         return [x]
 
     def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
-        """Send a flat part to every process (parts may be empty) and receive one from each, of the given sizes."""
+        """Send a flat part to every process and receive one from each, of the given sizes. Parts may be empty."""
         return list(parts)
-
-    def deliver(
-        self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], like: Tensor, moment: str
-    ) -> list[Tensor]:
-        """`scatter`, in a call that all have agreed on: if this rank cannot make its parts, the others fail at once."""
-        with self.all_or_none():
-            return self.scatter(make_parts(), sizes, like, moment)
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:
         """The exchange of a call, and why."""
         return Choice("none", "one rank: nothing to send")
 
     def links(self, exchange: str, job: Job) -> Links:
-        """What connects this rank under an exchange."""
+        """What connects this rank in a call with this exchange."""
         return None, None
 
     def abandon(self, reason: str) -> None:
@@ -148,31 +139,29 @@ class Ranks:
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Begun]:
-        """out (B, N, H, D), lse (B, N, H), and what the backward takes from here."""
-        number = self.calls + 1 if self.name else 0  # alone there is nobody to agree with
+        """out (B, N, H, D), lse (B, N, H), and what the backward takes from this forward."""
+        number = self.calls + 1 if self.name else 0  # one process alone agrees with nobody
         with self.all_or_none(ValueError):
-            begin = partial(Begun.now, number, call, query, cu_seqlens)
-            begun, rank_plan, means, query = self.route(call, "forward", begin, query, key)
-        self.calls = number  # on all ranks or on none: a call that one rank refused has no number
+            with self.refusing():
+                begun = Begun.now(number, call, query, cu_seqlens)
+            rank_plan, means, query = self.route(call, "forward", begun, query, key)
+        self.calls = number  # on all ranks or on none: a refused call does not count
         with self.all_or_none():
             return *executor.forward(rank_plan, means, query, key, value), begun
 
     def backward(self, call: Call, begun: Begun, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, N, H, D), dk and dv (B, N, G, D)."""
         with self.all_or_none(ValueError):
-            _, rank_plan, means, query = self.route(call, "backward", lambda: begun, rows.query, rows.key)
+            rank_plan, means, query = self.route(call, "backward", begun, rows.query, rows.key)
         with self.all_or_none():
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
-                # The loss of a rank may not use lse: all deal its gradient, or none.
+                # This rank's loss may not use lse, but either all ranks deal its gradient or none does.
                 rows = rows._replace(dlse=torch.zeros_like(rows.lse))
             return executor.backward(rank_plan, means, rows._replace(query=query))
 
-    def route(
-        self, call: Call, stage: str, begin: Callable[[], Begun], query: Tensor, key: Tensor
-    ) -> tuple[Begun, RankPlan, Means, Tensor]:
+    def route(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> tuple[RankPlan, Means, Tensor]:
         """What this rank does, by what means, and the query that kernels take: handshake, choose the exchange, plan."""
         with self.refusing():
-            begun = begin()
             fields = self.fields(call, stage, begun, query, key)
             scaled = call.scaled(query)
         lengths = self.agree(query.shape[1], fields, None)
@@ -186,10 +175,10 @@ class Ranks:
         if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
             whole = kernel.choose_pass(call.pattern, job.borders).found
         means = Means(kernel, call.kernel_scale, *self.links(exchange, job), whole, call.factor)
-        return begun, rank_plan, means, scaled
+        return rank_plan, means, scaled
 
     def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:
-        """What must agree between ranks, by name."""
+        """What must be the same on all ranks, by name."""
         return {}
 
 

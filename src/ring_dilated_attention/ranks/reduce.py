@@ -12,7 +12,7 @@ from .ranks import Ranks
 
 
 def all_reduce(ranks: Ranks, x: Tensor) -> Tensor:
-    """The sum of all ranks' tensors, which are small. Not differentiable."""
+    """The sum of all ranks' tensors, without a gradient. Each rank gathers all of them: they must be small."""
     ranks.check_all_here("all_reduce")
     ranks.agree(0, {"call": "all_reduce", "shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type}, None)
     with ranks.all_or_none():
@@ -32,7 +32,6 @@ def mean_loss(ranks: Ranks, local_sum: Tensor, local_count: int | Tensor) -> Ten
 
 
 def _sum_and_count(local_sum: Any, local_count: Any) -> Tensor:
-    """Both numbers, float64, on the CPU."""
     if not _is_one_number(local_sum) or not local_sum.is_floating_point():
         got = f"{local_sum.dtype} {tuple(local_sum.shape)}" if isinstance(local_sum, Tensor) else repr(local_sum)
         raise ValueError(
@@ -71,8 +70,8 @@ class GlobalMean(torch.autograd.Function):
 class SumOverRanks(torch.autograd.Function):
     """Forward: the sum of all ranks' tensors, on each. Backward: the sum of all ranks' gradients.
 
-    If what follows is the same on every rank, this is p times the gradient of one rank. So the *mean* of the ranks'
-    gradients, which DDP and FSDP2 take, is right for parameters before the sum and after it.
+    If what follows is the same on every rank, the backward makes p times the gradient on one device. So the *mean* of
+    the ranks' gradients, which DDP and FSDP2 take, is right for parameters before the sum and after it.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Between a full tensor on every rank and each rank's rows of it, with gradients: a context's `shard` and `unshard`."""
+"""A context's `shard` and `unshard`: each rank's rows of a whole tensor, and the whole from them, with gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,24 +10,24 @@ from ..plan.sharding import Shard, Span, shard_length
 from .ranks import Ranks
 
 
-def dim_failure(call: str, x: Any, dim: Any) -> str | None:
-    """Why a tensor cannot be cut or joined along a dim, or None."""
+def check_dim(call: str, x: Any, dim: Any) -> None:
+    """Raise ValueError for a tensor that cannot be cut or joined along a dim."""
     if not isinstance(x, Tensor) or x.layout != torch.strided:
-        return f"{call} takes a dense tensor, got {x.layout if isinstance(x, Tensor) else type(x).__name__}"
-    if isinstance(dim, int) and -x.dim() <= dim < x.dim():
-        return None
-    return f"{call} along dim={dim!r} of a tensor {tuple(x.shape)}, which has {x.dim()}: give the dim of the positions"
+        raise ValueError(f"{call} takes a dense tensor, got {x.layout if isinstance(x, Tensor) else type(x).__name__}")
+    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        text = f"{call} along dim={dim!r} of a tensor {tuple(x.shape)}, which has {x.dim()}"
+        raise ValueError(f"{text}: give the dim of the positions")
 
 
 def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
-    """What must agree before ranks gather each other's rows."""
+    """What must be the same on all ranks before they gather each other's rows."""
     others = [length for i, length in enumerate(x.shape) if i != dim % x.dim()]
     return {"call": call, "dim": dim, "other lengths": others, "dtype": x.dtype, "device": x.device.type}
 
 
 def own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
     spans = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
-    return torch.cat(spans or [x.narrow(dim, 0, 0)], dim=dim)  # a copy: a view would keep the full tensor alive
+    return torch.cat(spans or [x.narrow(dim, 0, 0)], dim=dim)  # a copy: a view would keep the whole tensor alive
 
 
 def _all_rows(x: Tensor, ranks: Ranks, shards: Sequence[Shard], dim: int, moment: str) -> Tensor:
@@ -57,8 +57,7 @@ class ShardRows(torch.autograd.Function):
 
 
 class UnshardRows(torch.autograd.Function):
-    """Forward: all ranks' rows, gathered, (.., N, ..). Backward on rank k: its rows of the gradient, which is the
-    same on every rank."""
+    """Forward: all ranks' rows (.., N, ..). Backward on rank k: its rows of the gradient, the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, shards: tuple[Shard, ...], dim: int) -> Tensor:

@@ -13,8 +13,7 @@ from ..kernels.choose import check_backend, choose
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
 from ..run.dilated_cache import DilatedCache
-from .borders import validate_cu_seqlens
-from .call import Call
+from .call import Call, validate_cu_seqlens
 from .context import ContextParallel
 from .origin import origin_of, why_foreign
 
@@ -22,7 +21,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_cuts(parallel: ContextParallel | None, **tensors: object) -> None:
-    """Raise ValueError for a shard that was cut otherwise than `parallel` cuts; warn of one without ranks."""
+    """Raise ValueError for a shard that is not as `parallel` cuts; warn of a shard in a call without `parallel`."""
     for name, x in tensors.items():
         if isinstance(parallel, ContextParallel):
             if failure := why_foreign(name, x, parallel.ranks):
@@ -52,7 +51,7 @@ def call_of(
     heads_held: Any,
     num_heads: Any,
 ) -> Call:
-    """The call that these arguments make, after all checks that need no other rank. `tensors` are query, key, value."""
+    """The call that these arguments make, after all checks that need no other rank. tensors: query, key, value."""
     _check_tensors(dict(zip(("query", "key", "value"), tensors, strict=True)))
     check_objects(pattern, parallel, backend)
     query, key, _ = tensors
@@ -63,11 +62,11 @@ def call_of(
     _check_scale(scale, torch.float64 if query.dtype == torch.float64 else torch.float32)
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, batch)
-    if query.device.type == "meta":  # such tensors would never reach the choice of a kernel: torch answers by itself
+    if query.device.type == "meta":  # torch calls the fake op for these, where no kernel would be chosen
         choose(backend, query)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {return_lse!r}.")
-    if parallel is None and num_held > seq_len and num_held > 256:  # a shard may well be that short
+    if parallel is None and num_held > seq_len and num_held > 256:  # a shard may be that short
         warnings.warn(
             f"query has {num_held} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
             "The layout is (batch, seq, heads, head_dim).",
@@ -88,9 +87,8 @@ def _check_tensors(tensors: Mapping[str, Any]) -> None:
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}. Convert it with .to_dense().")
         if x.dim() != 4:
-            raise ValueError(
-                f"{name} must be (batch, seq, heads, head_dim), got {x.dim()} dimensions: {tuple(x.shape)}."
-            )
+            got = f"{x.dim()} dimensions: {tuple(x.shape)}"
+            raise ValueError(f"{name} must be (batch, seq, heads, head_dim), got {got}.")
     for name in ("dtype", "device"):
         values = {n: getattr(x, name) for n, x in tensors.items()}
         if len(set(values.values())) > 1:
@@ -128,7 +126,7 @@ def _check_scale(scale: Any, dtype: torch.dtype) -> None:
 def check_cache(
     cache: Any, call: Call, query: Tensor, key: Tensor, parallel: Any, cu_seqlens: Any, lengths: Any
 ) -> None:
-    """Raise ValueError unless the call can have this cache, or none if it is None."""
+    """Raise ValueError unless the call can have this cache, or None."""
     if cache is None:
         if lengths is not None:
             raise ValueError("lengths say how many rows go into a cache, and there is none: pass cache, or cu_seqlens.")
@@ -146,7 +144,7 @@ def check_cache(
     pairs: dict[str, tuple[object, object]] = {
         "batch": (cache.batch, query.shape[0]),
         "heads": (cache.plan.num_heads, call.num_heads),
-        "first head held": (cache.plan.heads.start, call.heads.start),  # torch.compile knows no equality of ranges
+        "first head held": (cache.plan.heads.start, call.heads.start),  # torch.compile cannot compare ranges
         "last head held": (cache.plan.heads.stop - 1, call.heads.stop - 1),
         "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
         "head dim": (cache.head_dim, query.shape[3]),
@@ -160,10 +158,7 @@ def check_cache(
                 "convert them."
             )
     if call.needs_grad:
-        raise ValueError(
-            "a call with a cache has no gradient, and inputs require one. Call it under torch.no_grad(), or pass "
-            "detached tensors."
-        )
+        raise ValueError("a call with a cache has no gradient: call it under torch.no_grad(), or detach the inputs.")
     is_tensor = isinstance(lengths, Tensor)
     if lengths is not None and not (is_tensor and lengths.shape == query.shape[:1] and lengths.dtype in INTEGERS):
         got = f"{lengths.dtype} {tuple(lengths.shape)}" if is_tensor else repr(lengths)

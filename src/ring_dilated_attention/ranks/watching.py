@@ -1,4 +1,4 @@
-"""Threads that watch messages and peers, since gloo's own waits last until a timeout, whatever the peer does."""
+"""Threads that watch messages and peers, because gloo's own waits can last until their timeout when a peer dies."""
 
 import atexit
 import time
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class Handle(NamedTuple):
-    """A message to wait for, what an error says of it, and its peer."""
+    """A message to wait for, what an error says of it, and the peer that it goes to or comes from."""
 
     work: dist.Work
     deed: str
@@ -37,7 +37,7 @@ def start_thread(function: Callable[..., None], *args: object) -> None:
 
 @atexit.register
 def _end_all_threads() -> None:
-    """A thread that comes back from gloo when Python is ending aborts the process (std::terminate)."""
+    """A thread that returns from gloo while Python ends would abort the process (std::terminate)."""
     for link in list(with_threads):
         link.end_threads()
     for thread in list(_threads):
@@ -45,19 +45,19 @@ def _end_all_threads() -> None:
 
 
 class Sentinel:
-    """Watches a peer by a receive that nobody answers: it fails as soon as the connection does.
+    """Watches a peer by a receive that nobody answers, which fails as soon as the connection does.
 
-    A thread for each peer that was ever waited for long; one for each look would stay with gloo.
+    A peer keeps its one sentinel: gloo would keep the receive of every further one.
     """
 
     def __init__(self, receive: Callable[[], dist.Work]) -> None:
         self.error: RuntimeError | None = None
         posted = Event()
         start_thread(self._watch, receive, posted)
-        posted.wait()  # or a `close` might come before it
+        posted.wait()  # so that no `close` comes before the receive
 
     def _watch(self, receive: Callable[[], dist.Work], posted: Event) -> None:
-        # torch's profiler frees its events when it stops. A message that it has seen writes into its own when it ends.
+        # When a message ends it writes into its profiler event, which torch's profiler frees when it stops.
         if hasattr(torch.autograd, "_enable_record_function"):
             torch.autograd._enable_record_function(False)  # in this thread
         try:
@@ -71,7 +71,7 @@ class Sentinel:
 
 
 class Progress:
-    """How many of some messages have come through, the error of the next, and when the last one ended."""
+    """How many messages have come through, the error of the next one, and when the last one ended."""
 
     def __init__(self) -> None:
         self.num_done, self.end = 0, 0.0
@@ -79,7 +79,6 @@ class Progress:
         self.ended = Event()
 
     def follow(self, handles: Sequence[Handle]) -> None:
-        """Wait for each message."""
         try:
             for handle in handles:
                 handle.work.wait()
@@ -90,20 +89,16 @@ class Progress:
         self.ended.set()
 
 
-_Queue = SimpleQueue[tuple[Progress, Sequence[Handle]] | None]
-
-
 class Watcher:
-    """Follows messages in a thread of its own, for as long as it lives."""
+    """Follows messages in a thread, which ends with it."""
 
     def __init__(self) -> None:
-        self.queue: _Queue = SimpleQueue()
-        start_thread(_serve, self.queue)
+        self.queue: SimpleQueue[tuple[Progress, Sequence[Handle]] | None] = SimpleQueue()
+        start_thread(self._serve, self.queue)
         weakref.finalize(self, self.queue.put, None)
 
-
-def _serve(queue: _Queue) -> None:
-    while (entry := queue.get()) is not None:
-        progress, handles = entry
-        progress.follow(handles)
-        del entry, progress, handles  # and with them the messages' memory
+    @staticmethod
+    def _serve(queue: SimpleQueue[tuple[Progress, Sequence[Handle]] | None]) -> None:
+        while (entry := queue.get()) is not None:
+            entry[0].follow(entry[1])
+            del entry  # and with it the messages' memory

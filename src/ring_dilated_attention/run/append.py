@@ -1,4 +1,4 @@
-"""Appending to a cache: new rows attend to what is cached and to each other, and those that live on are written.
+"""Appending to a cache: new rows attend to cached rows and to each other, and those that are seen later are written.
 
 P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L rows of one, m query
 heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all buffers.
@@ -33,11 +33,11 @@ def append(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of the new rows, each batch entry at its own position.
 
-    The host reads the positions, and waits for a GPU, unless a kernel of its own serves one token.
+    The host waits for the GPU to read the positions, unless M is 1 and the backend has a kernel for one token.
 
     Args:
         memory: written to.
-        progress: (2, B) int64: positions so far, and the lowest to go back to. Moved on.
+        progress: (2, B) int64: positions so far, and the lowest to go back to. Both are updated.
         lengths: (B,) how many of its M rows each entry appends; the rest is padding, with out 0 and lse -inf.
 
     Raises:
@@ -55,7 +55,7 @@ def append(
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
     results = []
-    # A row alone is written before it attends. With keep, over one that can still be gone back to.
+    # A single row is written before it attends. If plan.keep, it overwrites a row that `crop` may still need.
     ones = [(memory[:, entries], position) for entries, position, count in runs if count == 1 and plan.keep]
     written_over = [(slot, slot.clone()) for one in ones for slot in _next_slots(plan, *one)]
     try:
@@ -63,11 +63,11 @@ def append(
             q, k, v = (x[entries, :count] for x in (query, key, value))
             attend = _one if count == 1 else _many
             results.append(attend(plan, kernel, scale, q, k, v, memory[:, entries], position))
-    except BaseException:  # Ctrl-C too: a call that fails loses nothing
+    except BaseException:  # also Ctrl-C: a call that fails must lose nothing
         for slot, rows in written_over:
             slot.copy_(rows)
         raise
-    for entries, position, count in runs:  # when nothing can fail any more: rows that were seen are written over
+    for entries, position, count in runs:  # last, when nothing can fail any more: this overwrites rows
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
     ends = [position + count for position, count in zip(positions, counts, strict=True)]
@@ -83,7 +83,7 @@ def append(
 
 
 def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[slice, int, int]]:
-    """Runs of batch entries that append as many rows at the same position; those that append none are left out."""
+    """Runs of batch entries with one position and one count of new rows. Entries without new rows are left out."""
     start = 0
     for (position, count), run in groupby(zip(positions, counts, strict=True)):
         stop = start + len(list(run))
@@ -108,8 +108,7 @@ def _next_slots(plan: CachePlan, memory: Tensor, t: int) -> Iterator[Tensor]:
 def _one(
     plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
 ) -> tuple[Tensor, Tensor]:
-    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t, which is written first and then sees itself. It
-    overwrites nothing that it sees: a buffer holds a whole segment."""
+    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t, which is written first, to see itself."""
     batch, _, num_heads, head_dim = query.shape
     found = list(plan.of_position(t))
     partials = {branch: i for i, branch in enumerate(dict.fromkeys(branch for branch, _ in found))}
@@ -120,7 +119,7 @@ def _one(
     for branch, buffers in found:
         both_2BGCD, number = buffer_view(memory, buffers), buffers.before(t)
         both_2BGCD[:, :, :, number % buffers.capacity] = new_2BGD[:, :, _slice(buffers.kv_heads)]
-        # Query heads that share keys are rows of one tile: all of them see the same, and it is read once.
+        # Query heads that share a key/value head are rows of one tile, so that its keys are read once.
         heads, grouped = _slice(buffers.query_heads), (batch, len(buffers.kv_heads), -1)
         q_BGmD = query[:, 0, heads].view(*grouped, head_dim)
         out_BGmD = outs_PBHD[partials[branch], :, heads].view(*grouped, head_dim)
@@ -137,7 +136,7 @@ def _many(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of a chunk from position t on."""
     rank_plan = RankPlan(plan_chunk(plan, t, query.shape[1]), None)
-    # Which buffer a key/value head has is said by the place of its rows: along the heads nothing moves.
+    # The rows of a tile already say which buffer is read, so all key/value heads view the same memory (stride 0).
     keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
     return executor.forward(rank_plan, executor.Means(kernel, scale), query, key, value, cached=(keys, values))
 
@@ -145,7 +144,7 @@ def _many(
 def _add(
     kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, first: bool
 ) -> None:
-    """Merge queries times keys that all of them see into (out, lse), or write it there if it is the first."""
+    """Merge the attention of q over k, all of which it sees, into (out, lse). The first is written, not merged."""
     if kernel.IN_PLACE:
         kernel.forward_into(q, k, v, out, lse, False, scale, first=first)
     elif first:
@@ -156,7 +155,7 @@ def _add(
 
 
 def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
-    """Write those rows of a chunk from position t on that can be seen after it."""
+    """Write those rows of a chunk from position t on that a later query can see."""
     end = t + key.shape[1]
     for buffers in plan.buffers:
         kept = plan.kept(buffers, end)
@@ -187,7 +186,7 @@ def held(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
 
 
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
-    """The rows of a shard (B, N, G, D) that a cache of the whole sequence keeps, flat."""
+    """The rows of a shard (B, N, G, D) that a cache of the whole sequence keeps, as a flat tensor."""
     first = dict(zip(shard, first_rows(shard), strict=False))
     rows = [key.new_empty(0)]
     for buffers, numbers, span in plan.kept_of(shard, position):
@@ -196,13 +195,13 @@ def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Ten
 
 
 def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> int:
-    """Elements of it, for keys like (B, N, G, D)."""
+    """The number of elements that `packed` returns, for keys like `like` (B, N, G, D)."""
     rows = sum(len(buffers.kv_heads) * len(numbers) for buffers, numbers, _ in plan.kept_of(shard, position))
     return 2 * like.shape[0] * rows * like.shape[3]
 
 
 def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: Tensor) -> None:
-    """Place what `packed` has made."""
+    """Write the rows that `packed` returned."""
     batch, head_dim = memory.shape[1], memory.shape[3]
     for buffers, numbers, _ in plan.kept_of(shard, position):
         size = 2 * batch * len(buffers.kv_heads) * len(numbers) * head_dim

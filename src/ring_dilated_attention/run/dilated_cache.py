@@ -20,22 +20,22 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class DilatedCache:
     """Keys and values of a batch of sequences, for `dilated_attention(query, key, value, pattern, cache=cache)`.
 
-    A query sees rows of its own segments alone. So rolling buffers of about w / r rows, one for each branch (w, r),
-    key/value head and phase, hold all that a later query sees, at any length. All memory is allocated here.
+    A query sees only rows of its own segments. So one rolling buffer of about w / r rows for each branch (w, r),
+    key/value head and phase is enough at any length. All memory is allocated here.
 
     Args:
         pattern: who attends whom; causal.
-        batch, num_heads, num_kv_heads, head_dim: the sizes of the query (B, N, H, D) and the key (B, N, G, D); with
-            `heads_held`, the heads of the layer.
+        batch, num_heads, num_kv_heads, head_dim: the sizes of the query (B, N, H, D) and the key (B, N, G, D). With
+            `heads_held`, the numbers of heads are those of the layer.
         dtype, device: of the inputs; torch's defaults.
-        max_len: the most positions of a sequence, if that is known. No buffer is larger, so it saves memory where
-            segments are longer, and a dense pattern (one segment for everything) needs it.
-        keep: how many positions `crop` can take back where a segment has ended in between.
+        max_len: the most positions of a sequence, if that is known. No buffer is larger, which saves memory if
+            segments are longer. A dense pattern (one segment for everything) needs it.
+        keep: how many positions `crop` can take back after a segment has ended.
         heads_held: which of the num_heads query heads the tensors hold (tensor parallelism), as range(3, 6). Calls
-            say the same.
+            must give the same.
 
     num_rows: rows of keys, and as many of values, that are allocated for one sequence: with keep=0 and all heads
-        pattern.cache_rows(num_heads, num_kv_heads, max_len). num_bytes: all that is allocated.
+        pattern.cache_rows(num_heads, num_kv_heads, max_len). num_bytes: all bytes that are allocated.
     position: (B,) int64 on the device: how many positions each sequence has.
 
     Raises:
@@ -87,14 +87,14 @@ class DilatedCache:
         keep: int = 0,
         heads_held: range | None = None,
     ) -> "DilatedCache | None":
-        """A cache of the sequence that the ranks of `parallel` hold together, to go on from where they prefilled it.
+        """A cache of the sequence that the ranks of `parallel` hold together, to go on after it.
 
-        Every rank must make the call. Only rows that a later query can see travel, straight to where they are needed.
+        Every rank must make the call. Only rows that a later query can see are sent.
 
         Args:
             key, value: (B, N, G, D), this rank's rows, as they were passed to `dilated_attention`.
             num_heads: query heads; with `heads_held`, of the layer.
-            to: the rank (`parallel.rank`) that gets the cache; the others get None. By default each rank gets one.
+            to: the rank (`parallel.rank`) that gets the cache; the others get None. By default every rank gets one.
 
         Raises:
             ValueError: on every rank, if one refuses or they disagree.
@@ -102,33 +102,27 @@ class DilatedCache:
         ranks = parallel.ranks
         ranks.check_all_here("DilatedCache.gather")
         gets_one = to is None or to == ranks.rank
-        cache, failure, length, fields = None, None, 0, {}
-        try:
+        with ranks.refusing():
             if to is not None and not 0 <= to < ranks.world_size:
                 raise ValueError(f"to={to}: the ranks are 0 to {ranks.world_size - 1}, and None is each of them.")
             if key.dim() != 4 or key.shape != value.shape:
                 shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
                 raise ValueError(f"key and value must both be (batch, positions, key/value heads, head dim): {shapes}.")
-            batch, length, num_held, head_dim = key.shape
+            batch, length, num_held, _ = key.shape
             num_kv_heads = num_held * num_heads // (len(heads_held) if isinstance(heads_held, range) else num_heads)
             plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
-            if gets_one:
-                cache = cls._of(plan, batch, head_dim, key.dtype, key.device)
+            cache = cls._of(plan, batch, key) if gets_one else None
             fields = {"call": "DilatedCache.gather", "pattern": pattern, "to": to, "max_len": max_len, "keep": keep}
             fields |= {"shape": (num_heads, batch, *key.shape[2:]), "heads held": heads_held}
             fields |= {"dtype": key.dtype, "device": key.device.type}
-        except Exception as error:  # noqa: BLE001  whatever it is: the others would wait
-            failure = str(error) or type(error).__name__
-        lengths = ranks.agree(length, fields, failure)
+        lengths = ranks.agree(length, fields, None)
         position, shards = sum(lengths), ranks.shards(lengths)
         check_append(plan, [0], [position])
-
-        def parts() -> list[Tensor]:
-            own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
-            return [own if to in (None, rank) else own.new_empty(0) for rank in range(len(shards))]
-
         counts = [packed_size(plan, shard, position, key) if gets_one else 0 for shard in shards]
-        received = ranks.deliver(parts, counts, key, "the exchange of what a cache keeps")
+        with ranks.all_or_none():
+            own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
+            parts = [own if to in (None, rank) else own.new_empty(0) for rank in range(len(shards))]
+            received = ranks.scatter(parts, counts, key, "the exchange of what a cache keeps")
         if cache is not None:
             for shard, part in zip(shards, received, strict=True):
                 unpack(plan, shard, position, part, cache.memory)
@@ -164,23 +158,23 @@ class DilatedCache:
         return f"DilatedCache(batch={self.batch}, {heads}, {self.dtype}, {self.device}, {limits}: {size})"
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
-        """Begin new sequences: all, or those of these batch entries."""
+        """Begin a new sequence in every batch entry, or in these."""
         if rows is None:
             self.progress.zero_()
         else:
             self.progress[:, self._entries("reset", rows)] = 0
 
     def crop(self, count: int | Sequence[int] | Tensor) -> None:
-        """Take back the last positions: as many of every sequence, or of each its own number.
+        """Take back the last `count` positions of every sequence, or count[i] of sequence i.
 
-        Positions of open segments can always be taken back, and `keep` positions where a segment has ended since.
+        Positions of a segment that has not ended can always be taken back. After its end, `keep` positions can.
 
         Raises:
             ValueError: if a sequence has fewer positions, or needs rows that were dropped. The cache is as it was.
         """
         try:
             counts = torch.as_tensor(count).flatten().tolist()
-        except (TypeError, ValueError, RuntimeError):  # no numbers, or beyond 64 bits
+        except (TypeError, ValueError, RuntimeError):  # what is no number, or does not fit into 64 bits
             counts = [count]
         if not all(is_integer(number) for number in counts):
             raise ValueError(f"crop({counts}): positions are taken back in whole numbers.")
@@ -194,7 +188,7 @@ class DilatedCache:
     def fork(self, rows: Sequence[int] | Tensor) -> "DilatedCache":
         """A new cache whose entry i goes on from entry rows[i] of this one: for beams, or answers to one prompt."""
         entries = self._entries("fork", rows)
-        new = self._of(self.plan, len(entries), self.head_dim, self.dtype, self.device)
+        new = self._of(self.plan, len(entries), self.memory)
         torch.index_select(self.memory, 1, entries, out=new.memory)
         torch.index_select(self.progress, 1, entries, out=new.progress)
         return new
@@ -206,9 +200,9 @@ class DilatedCache:
         return {"cache": self._described(), "keep": self.plan.keep, "progress": self.progress.cpu(), "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was called. One sequence can be loaded into a batch: a common prefix.
+        """Go on where `state_dict` was called. A state of one sequence is loaded into every batch entry.
 
-        The caches may differ in max_len and keep. What both could take back can be taken back.
+        The caches may differ in max_len and keep. `crop` can take back what both caches could.
 
         Raises:
             ValueError: if the state is of another pattern, shape or dtype, or too long. The cache is as it was.
@@ -224,13 +218,11 @@ class DilatedCache:
             raise ValueError(f"the state is damaged: progress {progress} is not that of sequences with rows.")
         own, limit = self.plan, self.plan.max_len
         source = plan_cache(own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held)
-        places = progress.T.tolist()  # of each saved sequence: its positions, and the lowest to go back to
+        places = progress.T.tolist()  # for each saved sequence its positions, and the lowest to go back to
         for b, (position, floor) in enumerate(places):
             if limit is not None and position > limit:
-                raise ValueError(
-                    f"the state has {position} positions, and the cache holds max_len={limit}. Make it with "
-                    f"max_len={position} or more."
-                )
+                text = f"the state has {position} positions, and the cache holds max_len={limit}"
+                raise ValueError(f"{text}. Make it with max_len={position} or more.")
             shape = (2, sum(_sizes(source, position, floor)), self.head_dim)
             if tuple(saved[b].shape) != shape or saved[b].dtype != self.dtype:
                 raise ValueError(
@@ -249,19 +241,19 @@ class DilatedCache:
         return torch.cat([entry[:, 0, :0].cpu(), *(both[:, 0].flatten(1, 2).cpu() for both in found)], dim=1)
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
-        """Place what `_rows_of` a cache with another plan has made."""
+        """Place rows that `_rows_of` made in a cache whose plan was `source`."""
         entry, parts = self.memory[:, b : b + 1], rows[:, None].split(_sizes(source, position, floor), dim=2)
         own = {(branch, buffers.phase, buffers.kv_heads): buffers for branch, buffers in self.plan.by_branch}
         for (branch, there), both in zip(source.by_branch, parts, strict=True):
             saved = source.kept(there, position, floor)
-            if saved:  # else there may be no such buffer here: max_len ends before the first row of its phase
+            if saved:  # if not, max_len may be so small here that there is no such buffer
                 here = own[branch, there.phase, there.kv_heads]
                 numbers = range(max(saved.start, self.plan.kept(here, position, floor).start), saved.stop)
                 rows_of_heads = both.unflatten(2, (len(there.kv_heads), len(saved)))
                 place(here, numbers, entry, rows_of_heads[..., len(saved) - len(numbers) :, :])
 
     def _described(self) -> dict[str, Any]:
-        """What must be the same for rows to mean the same, in plain types that torch.load takes."""
+        """What caches with interchangeable rows have in common, in plain types that torch.load takes."""
         pattern, plan = self.pattern, self.plan
         branches = {"segment_lengths": list(pattern.segment_lengths), "dilation_rates": list(pattern.dilation_rates)}
         rules = {"phase": pattern.phase, "heads": pattern.heads}
@@ -272,7 +264,7 @@ class DilatedCache:
     def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
         given = rows.tolist() if isinstance(rows, Tensor) else rows
         entries = list(given) if isinstance(given, Iterable) else [None]
-        if not all(map(is_integer, entries)):  # a mask would be taken for the entries 0 and 1
+        if not all(map(is_integer, entries)):  # a mask would be read as the entries 0 and 1
             text = f"{call}({given}) takes the numbers of batch entries, as [0, 2]."
             raise ValueError(f"{text} For a mask, pass mask.nonzero().flatten().")
         if not all(0 <= row < self.batch for row in entries):
@@ -280,12 +272,10 @@ class DilatedCache:
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
 
     @classmethod
-    def _of(
-        cls, plan: CachePlan, batch: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> "DilatedCache":
-        sizes = (plan.pattern, batch, plan.num_heads, plan.num_kv_heads, head_dim)
+    def _of(cls, plan: CachePlan, batch: int, like: Tensor) -> "DilatedCache":
+        sizes = (plan.pattern, batch, plan.num_heads, plan.num_kv_heads, like.shape[-1])
         limits: dict[str, Any] = {"max_len": plan.max_len, "keep": plan.keep, "heads_held": plan.held}
-        return cls(*sizes, dtype=dtype, device=device, **limits)
+        return cls(*sizes, dtype=like.dtype, device=like.device, **limits)
 
     def _bytes_of_rows(self) -> int:
         return 2 * self.batch * self.num_rows * self.head_dim * self.dtype.itemsize
@@ -307,7 +297,7 @@ class DilatedCache:
 def _plan(
     pattern: DilatedPattern, num_heads: int, num_kv_heads: int, max_len: int | None, keep: int, heads_held: range | None
 ) -> CachePlan:
-    """The plan, with None for heads that are all. Raises ValueError where there can be none."""
+    """The plan of a cache. Raises ValueError if there can be none."""
     if heads_held is not None:
         pattern.check_heads(num_heads, num_kv_heads)
         num_held = len(heads_held) if isinstance(heads_held, range) else num_heads
@@ -317,12 +307,12 @@ def _plan(
 
 
 def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
-    """How many rows each of the buffers keeps."""
+    """How many rows are kept in each of the plan's groups of buffers."""
     return [len(buffers.kv_heads) * len(plan.kept(buffers, position, floor)) for buffers in plan.buffers]
 
 
 def _fit(progress: Any, rows: Any) -> bool:
-    """Whether a saved progress can be that of as many sequences as have rows."""
+    """Whether a saved progress is well-formed, for as many sequences as have rows."""
     if not isinstance(progress, Tensor) or not isinstance(rows, list) or progress.shape != (2, len(rows)):
         return False
     positions, floors = progress

@@ -26,8 +26,8 @@ from .views import accumulator_dtype, block_views, folds, rows_view
 class Means(NamedTuple):
     """By what means a rank carries out its programs.
 
-    link: to the other ranks of the ring. dealer: to those that deal heads to each other. whole: the kernel's own way to
-    make all of a stage. factor: dq is multiplied by it before it is rounded (without it, it may be beyond float16).
+    link: to the other ranks of the ring. dealer: to the ranks that deal heads to each other. whole: the kernel's own
+    pass over all branches. factor: dq is multiplied by it before dq is rounded, so that float16 can hold it.
     """
 
     kernel: Kernel
@@ -52,7 +52,7 @@ def forward(
 
 
 def backward(rank_plan: RankPlan, means: Means, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows; `rows` are all of them."""
+    """dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows."""
     given = {name: x for name, x in rows._asdict().items() if x is not None}
     made = _Executor("backward", rank_plan, means, given).carry_out()
     return made["dq"], made["dk"], made["dv"]
@@ -62,7 +62,7 @@ _LIKE = {"out": "query", "dq": "query", "dk": "key", "dv": "value"}
 
 
 class _Executor:
-    """One stage of one call. `alive` is everything that is held, by the program's names."""
+    """One stage of one call. `alive` holds all tensors by their names in the program."""
 
     def __init__(self, stage: str, rank_plan: RankPlan, means: Means, given: Mapping[str, Tensor]) -> None:
         self.stage, (self.plan, self.dealing) = stage, rank_plan
@@ -72,11 +72,11 @@ class _Executor:
         self.batch, self.head_dim = query.shape[0], query.shape[3]
         self.dtype, self.device = query.dtype, query.device
         self.sum_dtype = accumulator_dtype(query.dtype)
-        self.results: dict[str, Tensor] = {}  # of the tile at hand
-        self.posted: dict[str, tuple[Pending, Pending]] = {}  # by ticket: what leaves, what comes
+        self.results: dict[str, Tensor] = {}  # of the current tile
+        self.posted: dict[str, tuple[Pending, Pending]] = {}  # by ticket: what is sent, what is received
 
     def carry_out(self) -> dict[str, Tensor]:
-        """What is alive in the end."""
+        """Run all steps, and return `alive`."""
         terms = Terms(
             in_place=self.kernel.IN_PLACE,
             is_whole=self.means.whole is not None,
@@ -94,7 +94,7 @@ class _Executor:
         return self.alive
 
     def distances(self) -> tuple[int, int]:
-        """Bytes from one position to the next in query, and in key and value, once heads are dealt."""
+        """Bytes from one position to the next in query, and in key and value, after heads were dealt."""
         if self.dealing is not None:
             row = self.head_dim * self.dtype.itemsize
             return self.plan.num_heads * row, self.plan.num_kv_heads * row
@@ -151,12 +151,12 @@ class _Executor:
         self.slice_of(step.where).zero_()
 
     def start(self, step: steps.Start) -> None:
-        """Rows that no first tile writes must hold the identity: 0, and (0, -inf) of out and lse."""
+        """Rows that no first tile writes must hold the identity of their sum: 0, or -inf for lse."""
         like = self.alive[_LIKE[step.name]]
         make = torch.empty if step.is_covered else torch.zeros
         self.alive[step.name] = make(like.shape, dtype=self.sum_dtype, device=self.device)
         if step.name == "out":
-            # float64 until the end: rounded to float32 at each of 700 merges it made gradients wrong by 7e-6.
+            # float64 until the end: with lse rounded to float32 at each of 700 merges, gradients were off by 7e-6.
             self.alive["lse"] = torch.empty(like.shape[:3], dtype=torch.float64, device=self.device)
             if not step.is_covered:
                 self.alive["lse"].fill_(-torch.inf)
@@ -243,8 +243,8 @@ class _Executor:
             merge_(out, lse, partial_out, partial_lse)
 
     def adopt(self, name: str, result_BHMD: Tensor) -> None:
-        """Take a tile's result of all rows as the accumulator. It is made contiguous, as most kernels' results are in
-        memory already: then views of later tiles are no copies, and the custom ops return what their fakes say."""
+        """Take a tile's result of all rows as the accumulator. It is made contiguous, as most results already are in
+        memory: then later tiles view it without copies, and the custom ops return the strides of their fakes."""
         self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(self.alive[_LIKE[name]].shape)
 
     def add(self, step: steps.Add) -> None:
@@ -286,8 +286,8 @@ class _Executor:
 _Executor.do |= {kind: getattr(_Executor, kind.__name__.lower()) for kind in get_args(steps.Step)}
 
 
-# Heads for positions, and back (plan/dealing.py). T positions of the group, h = H / p heads of this rank. Also for
-# tensors with one number for each row and head, which have no D.
+# Heads for positions, and back (plan/dealing.py). The group holds T positions, and this rank h = H / p heads of them.
+# Tensors with one number for each row and head have no dim D.
 
 
 def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:

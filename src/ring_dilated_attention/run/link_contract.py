@@ -1,6 +1,7 @@
-"""What the executor, and the hand-over of a cache, ask of whatever connects ranks."""
+"""What the executor and `DilatedCache.gather` ask of the object that connects ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -13,10 +14,10 @@ class Pending(Protocol):
     """Messages in flight."""
 
     def wait(self) -> None:
-        """Return when they have been sent and received; at once if asked again."""
+        """Return when they have been sent and received. A second call returns at once."""
 
 
-Messages = Sequence[tuple[Tensor, Message]]  # of a plan, each with its contiguous tensor
+Messages = Sequence[tuple[Tensor, Message]]  # each message of a plan with its contiguous tensor
 
 
 class Link(Protocol):
@@ -26,7 +27,7 @@ class Link(Protocol):
         """Start sending and receiving. `moment` is quoted in errors."""
 
     def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[Pending, Pending]:
-        """The same, to wait apart for what is sent and for what is received."""
+        """As `carry`, with one wait for what is sent and another for what is received."""
 
 
 class Dealer(Protocol):
@@ -35,7 +36,7 @@ class Dealer(Protocol):
     def all_to_all_single(
         self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
-        """Send a flat part to every rank (parts may be empty) and receive one from each, of the given sizes."""
+        """Send a flat part to every rank and receive one from each, of the given sizes. Parts may be empty."""
 
 
 class Owners(Protocol):
@@ -46,16 +47,18 @@ class Owners(Protocol):
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]: ...
 
+    def refusing(self) -> AbstractContextManager[None]: ...
+
+    def all_or_none(self) -> AbstractContextManager[None]: ...
+
     def check_all_here(self, method: str) -> None: ...
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]: ...
 
-    def deliver(
-        self, make_parts: Callable[[], Sequence[Tensor]], sizes: Sequence[int], like: Tensor, moment: str
-    ) -> list[Tensor]: ...
+    def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]: ...
 
 
 class Parallel(Protocol):
-    """What knows them: a ContextParallel."""
+    """A ContextParallel."""
 
     ranks: Owners

@@ -7,8 +7,8 @@ from torch import Tensor
 def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> None:
     """Merge a partial into (out, lse), in place. Shapes (..., D) and (...); `out` is in the accumulator's dtype.
 
-    Each merge rounds lse, and p = exp(score - lse) takes the error of all of them: where they are many, give lse in
-    float64, whatever the partial's is.
+    Each merge rounds lse, and p = exp(score - lse) takes the sum of these errors. If merges are many, give lse in
+    float64, whatever the dtype of the partial.
 
     Two partials over disjoint multisets of keys, naively:
 
@@ -17,7 +17,7 @@ def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -
 
     The two weights add up to 1, so out' is a linear interpolation by sigmoid(partial_lse - lse): one pass over out.
     """
-    # (-inf) - (-inf) is NaN; an empty partial has no weight, whatever it meets.
+    # (-inf) - (-inf) is NaN; an empty partial has no weight.
     weight = torch.sigmoid(partial_lse - lse).masked_fill_(partial_lse == -torch.inf, 0)
     out.lerp_(partial_out.to(out.dtype), weight.to(out.dtype).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, partial_lse.to(lse.dtype)))

@@ -1,4 +1,4 @@
-"""Rows of tensors and of buffers as strided views: what a plan's numbers mean.
+"""Rows of tensors and of flat buffers as strided views.
 
 B batch, N positions, S segments, M rows of one segment and phase, H query heads, G key/value heads, D head dim.
 """
@@ -15,18 +15,18 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    """x with a last stride of 1, as kernels need it. (`contiguous` does not change the strides of a single number.)"""
+    """x with a last stride of 1, as kernels need it. (`contiguous` leaves the strides of a single number.)"""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
     """The rows as a view (B·S, heads, M, D), or (B·S, heads, M) of a tensor (B, N, H).
 
-    No copy: batch and segments must be one stride (`folds`), or one of them 1.
+    Nothing is copied: batch and segments must share one stride (`folds`), unless one of them is 1.
     """
     (heads, first, shift, step, num_rows, segments, segment_step), batch = rows, x_BNHD.shape[0]
     entry, position, head, *_ = x_BNHD.stride()
-    if segments > 1 or batch == 1:  # torch may give one entry any stride, and kernels compare strides
+    if segments > 1 or batch == 1:  # torch may give a dim of size 1 any stride, and kernels compare strides
         assert batch == 1 or entry == segments * segment_step * position, "batch and segments are two strides"
         entry = segment_step * position
     strides = (entry, heads.step * head + shift * position, step * position, 1)
@@ -36,7 +36,7 @@ def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
 
 
 def folds(x_BN: Tensor) -> bool:
-    """Whether batch and segments are one stride, if the segments fill the positions."""
+    """Whether batch and segments share one stride, if the segments fill the positions."""
     return x_BN.shape[0] == 1 or x_BN.stride(0) == x_BN.shape[1] * x_BN.stride(1)
 
 
