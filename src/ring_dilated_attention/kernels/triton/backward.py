@@ -1,11 +1,11 @@
-"""Backward kernels: delta, dq, and dk with dv, tile by tile or of all branches at once. p is the global weight.
+"""Backward kernels: delta, dq, and dk with dv, for one tile or for all branches at once.
 
-With s the scores, p = exp(s - lse) and delta = rowsum(dout * out) - dlse:
+With s the scores, p = exp(s - lse) the global weights and delta = rowsum(dout * out) - dlse:
 
     dv = p^T dout      ds = p * (dout v^T - delta)      dq = scale * ds k      dk = scale * ds^T q
 
-Every row of a result is summed by one program in one order, without atomics: equal from run to run to the bit.
-Names as in `blocks.py`, tables as there; delta has the strides of lse.
+One program sums each row of a result, in one order and without atomics, so results are equal from run to run to the
+bit. Names and tables as in `blocks.py`. delta has the strides of lse.
 """
 
 import triton
@@ -73,7 +73,7 @@ def query_gradient_kernel(
     IS_CAUSAL: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dq of views as in `forward_kernel`; strides d of dout, l of lse and of delta, g of dq. ACCUMULATE adds."""
+    """dq of views as in `forward_kernel`; strides d of dout, l of lse and of delta, g of dq. ACCUMULATE: add to dq."""
     i_b, i_g, i_h, first, o_x, at = queries_in_place(num_strips, num_bundles, num_kv_heads, num_rows, HEADS, BM)
     p_k = rows_at(k, stride_kb, stride_kg, stride_kl, i_b, i_g, 0)
     p_v = rows_at(v, stride_vb, stride_vg, stride_vl, i_b, i_g, 0)
@@ -150,7 +150,7 @@ def fused_query_gradient_kernel(
     IS_CAUSAL: tl.constexpr, CROSSES: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dq of (B, N, H, D) over all branches, written once; strides d of dout, l of lse and of delta, g of dq."""
+    """dq of (B, N, H, D) over all branches; strides d of dout, l of lse and of delta, g of dq."""
     tables = Tables(strips, branches, phases)
     i_b, i_g, i_c, i_h, strip, o_t, at = queries_of_strip(
         tables, num_strips, num_bundles, num_kv_heads, step, bundle_stride, head_step, HEADS, BM

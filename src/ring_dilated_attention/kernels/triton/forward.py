@@ -1,7 +1,7 @@
-"""Forward kernels: one tile of rows x one tile of keys' rows at a time, or all branches at once.
+"""Forward kernels, for one tile or for all branches at once. Names as in `blocks.py`.
 
-q, k, v are strided views; a row is D consecutive numbers. HEADS query heads of one position, which share a key/value
-head, follow each other in a strip: row i is position i // HEADS, head i % HEADS. Offsets of rows are 64-bit.
+q, k, v are strided views; a row is D consecutive numbers. A strip has the HEADS query heads of one position side by
+side: its row i is position i // HEADS, head i % HEADS. Offsets of rows are 64-bit.
 """
 
 import triton
@@ -39,7 +39,7 @@ def forward_kernel(
 ) -> None:  # fmt: skip
     """A partial of (B, H, M, D) queries over (B, G, L, D) keys; num_bundles * HEADS query heads share a key/value head.
 
-    With ACCUMULATE, out and lse hold the partial of other keys, which is the state that the online softmax starts from:
+    With ACCUMULATE, out and lse hold the partial over other keys, and the online softmax starts from this state:
     (max, sum, acc) = (lse, 1, out). A float64 lse is (max, sum) = (its float32, exp of the rest). Causal is for M == L.
     """
     i_b, i_g, i_h, first, o_x, at = queries_in_place(num_strips, num_bundles, num_kv_heads, num_rows, HEADS, BM)
@@ -82,7 +82,7 @@ def fused_forward_kernel(
     IS_CAUSAL: tl.constexpr, CROSSES: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out and lse of (B, N, H, D) queries over all branches, written once. CROSSES: strips do borders of segments."""
+    """out and lse of (B, N, H, D) queries over all branches. CROSSES: a strip can have rows of several segments."""
     tables = Tables(strips, branches, phases)
     i_b, i_g, i_c, i_h, strip, o_t, at = queries_of_strip(
         tables, num_strips, num_bundles, num_kv_heads, step, bundle_stride, head_step, HEADS, BM
