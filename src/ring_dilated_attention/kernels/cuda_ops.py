@@ -93,10 +93,8 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
     version = torch.backends.cudnn.version() or 0
     if version < 91501:  # older ones went out of bounds where M is not a multiple of 128 (pytorch#169849)
         return f"is taken from cuDNN 9.15.1 (91501) on, got {version}"
-    if 1 in (
-        tile.num_rows,
-        tile.num_keys,
-    ):  # torch gives it no single key; a single row gave NaN (cudnn-frontend#1072)
+    # Torch gives it no single key, and a single row gave NaN (cudnn-frontend#1072).
+    if 1 in (tile.num_rows, tile.num_keys):
         return f"takes two or more rows and keys, got {tile.num_rows} and {tile.num_keys}"
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return "is not deterministic, and torch.use_deterministic_algorithms(True) was called"

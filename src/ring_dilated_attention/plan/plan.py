@@ -42,8 +42,8 @@ class Tile(NamedTuple):
         return (q * (q + 1) // 2 if self.is_causal else q * k) * len(self.query.heads) * self.query.segments
 
     def split(self, max_rows: int) -> Iterator["Tile"]:
-        """The same pairs by calls of at most max_rows query rows each, but of no less than the heads of one segment
-        that share keys."""
+        """The same pairs by several calls: of at most max_rows query rows, but at least one head of one segment. Heads
+        that share keys stay together."""
         query, key, num_heads, num_kv_heads = self.query, self.key, len(self.query.heads), len(self.key.heads)
         heads = max(1, max_rows // query.num_rows) if num_heads == num_kv_heads else num_kv_heads
         segments = max(1, max_rows // (num_heads * query.num_rows)) if isinstance(key, Rows) else query.segments
@@ -64,7 +64,7 @@ class Tile(NamedTuple):
 class Message(NamedTuple):
     """A slice of a flat buffer that is sent to, or received from, `peer`.
 
-    owner: the rank that packed the chunk. packed: where the chunk lies in its owner's buffer of own chunks.
+    owner: the rank that packed the chunk. packed: where an own chunk lies in the buffer of own chunks.
     """
 
     peer: int

@@ -164,8 +164,7 @@ class _Maker:
         for one that its other side starts later.
         """
         hop, moment, leaving = self.plan.hops[s], f"backward, hop {s + 1}, gradients", []
-        for which in ("finished", "onward"):
-            is_finished = which == "finished"
+        for which, is_finished in (("finished", True), ("onward", False)):
             sends = [m for m in hop.grad_sends if (m.peer == m.owner) == is_finished]
             receives = [m for m in hop.grad_receives if (m.owner == self.plan.rank) == is_finished]
             if not sends and not receives:
@@ -218,10 +217,10 @@ class _Maker:
     def names_to_copy(self, tile: Tile, keys: str) -> list[str]:
         """The tensors of which a tile's rows are copied, as of `Packing`."""
         packing, (query, key) = self.terms.packing, self.terms.distances
-        num_rows = min(tile.query.num_rows, tile.key.num_rows)
-        if packing is None or self.terms.in_place or num_rows * self.terms.itemsize < packing.num_bytes:
+        fewer, more = sorted((tile.query.num_rows, tile.key.num_rows))
+        if packing is None or self.terms.in_place or fewer * self.terms.itemsize < packing.num_bytes:
             return []
-        if max(tile.query.num_rows, tile.key.num_rows) * self.terms.batch > packing.max_rows:
+        if more * self.terms.batch > packing.max_rows:
             return []
         names = ["query"] if tile.query.step * query >= packing.distance else []
         if keys == OWN_ROWS and isinstance(tile.key, Rows) and tile.key.step * key >= packing.distance:

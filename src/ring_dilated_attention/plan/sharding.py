@@ -80,7 +80,7 @@ class Cut(NamedTuple):
     inner: int = 1
 
     def default_lengths(self, seq_len: int) -> tuple[int, ...]:
-        """Every rank's number of positions of a sequence, unless the caller cuts it otherwise."""
+        """Every rank's number of positions of a sequence; ValueError if `lengths` is for another."""
         if self.lengths is None:
             return default_lengths(self.sharding, seq_len, self.num_shards, self.align, self.inner)
         if sum(self.lengths) != seq_len:
@@ -90,7 +90,7 @@ class Cut(NamedTuple):
         return self.lengths
 
     def shards_of(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
-        """Every rank's shard, given every rank's number of positions, which must agree with `lengths`."""
+        """Every rank's shard, given every rank's number of positions; ValueError if `lengths` says otherwise."""
         if self.lengths is not None and tuple(lengths) != self.lengths:
             raise ValueError(f"ranks have {tuple(lengths)} positions, but lengths={self.lengths} was given.")
         if self.inner == 1:

@@ -308,7 +308,7 @@ def key_gradient(
     MASKED: tl.constexpr, SELECT: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """dv += p^T dout and dk += ds^T q over queries begin..end-1, from transposed scores, so that no block is transposed.
+    """dv += p^T dout and dk += ds^T q over queries begin..end-1, by transposed scores, so that no block is transposed.
 
     The heads of a bundle lie side by side. With MASKED, key i is seen from position b_first[i] on. With SELECT, b_first
     is `end` for keys of other segments.

@@ -113,8 +113,8 @@ def _launch_gradient(
     launch.check(*inputs, *results)
     assert rows.delta is not None
     assert lse.stride() == rows.delta.stride()
-    strides = launch.strides(*inputs, lse, *results)
-    _launch(kernel, name, (*inputs, lse, rows.delta, *results), strides, is_causal, scale, first)
+    tensors = (*inputs, lse, rows.delta, *results)
+    _launch(kernel, name, tensors, launch.strides(*inputs, lse, *results), is_causal, scale, first)
 
 
 def _launch(
