@@ -1,8 +1,7 @@
 """The contract of a kernel: what it can serve, a tile forward, a tile backward. Each backend is a module that keeps it.
 
-B batch, N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim. In a tile, segments count
-as batch entries. Tensors may have any strides, except that the last is 1. A tile is never empty. A causal tile has
-M == L.
+B batch (in a tile: segments too), N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim.
+Tensors may have any strides, but the last is 1. A tile is never empty. A causal tile has M == L.
 """
 
 from collections.abc import Callable

@@ -199,8 +199,8 @@ class _Planner:
     def cut(self, tile: Tile, rank: int) -> Iterator[Tile]:
         """Cut a tile into blocks of heads, so that a kernel's results stay small beside the tensors they are added to.
 
-        A result takes at most a third of one local tensor. But each block keeps 4 key/value heads, for the threads of
-        the kernel. A first tile that covers all rows stays whole, since its result becomes the accumulator.
+        A result takes at most a third of one local tensor, unless a block would have fewer than 4 key/value heads for
+        the kernel's threads. A first tile of all rows stays whole, since its result becomes the accumulator.
         """
         local_size = shard_length(self.shards[rank]) * self.num_heads
         size = len(tile.query.heads) * tile.query.num_rows * tile.query.segments

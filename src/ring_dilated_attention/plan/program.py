@@ -7,7 +7,7 @@ This file alone decides the order of steps: on one device, in a ring (arXiv 2310
 `print(program)` shows it, a step to a line (docs/how_it_works.md).
 
 Beside its shards a rank holds two buffers of chunks, which change places at every hop: BUFFERS[(s + 1) % 2] holds those
-that come at hop s, from 0. In backward two buffers of gradients do the same.
+that come at hop s, from 0. In backward two buffers of gradients do the same. It keeps nothing else that it receives.
 """
 
 from collections.abc import Iterable

@@ -55,7 +55,7 @@ class Terms(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """Exchange a tensor's own positions of all heads for all positions of this rank's heads (to_heads), or back."""
+    """Turn the own positions of all heads of a tensor into all positions of this rank's heads (to_heads), or back."""
 
     name: str
     to_heads: bool
