@@ -102,8 +102,7 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
 
 
 def _flash_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool) -> tuple[Any, ...]:
-    no_documents = (None, None)
-    return out_BHMD, lse_BHM, *no_documents, out_BHMD.shape[2], num_keys, 0.0, is_causal, *_seeds(lse_BHM)
+    return out_BHMD, lse_BHM, None, None, out_BHMD.shape[2], num_keys, 0.0, is_causal, *_seeds(lse_BHM)  # no documents
 
 
 def _efficient_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool) -> tuple[Any, ...]:

@@ -45,8 +45,7 @@ class RankPlan(NamedTuple):
 def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPlan:
     """A rank's plan under one of EXCHANGES.
 
-    Args:
-        inner: groups of so many neighbouring ranks deal heads among them (the last axis of a 2-D mesh).
+    inner: groups of so many neighbouring ranks deal heads among them (the last axis of a 2-D mesh).
 
     Raises:
         ValueError: if heads cannot be dealt.
@@ -128,9 +127,8 @@ def dealt_bytes(
     Forward: query, key and value of its own positions, and out and lse of the others'. Backward: dout, query, key,
     value, out, lse (and dlse) of its own positions, and dq, dk, dv of the others'.
 
-    Args:
-        lengths: the number of positions of every rank of the group that deals.
-        heads: the numbers of query heads and of key/value heads, of all ranks of the group.
+    lengths: the number of positions of every rank of the group that deals.
+    heads: the numbers of query heads and of key/value heads, of all ranks of the group.
     """
     size, own = len(lengths), lengths[rank]
     share, kv_share = (num // size for num in heads)

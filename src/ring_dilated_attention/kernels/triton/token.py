@@ -63,8 +63,7 @@ def _tables(plan: CachePlan, device: torch.device) -> Tables:
     block_m = max(FEWEST_HEADS, 1 << (most_shared - 1).bit_length())
     num_splits = min(MOST_SPLITS, 1 << (-(-most_rows // ROWS_OF_A_SPLIT) - 1).bit_length())
     table = partial(torch.tensor, dtype=torch.int64, device=device)
-    numbers = table(units), table(plan.pattern.branches), table(phases), table(plan.lengths)
-    return Tables(*numbers, block_m, num_splits)
+    return Tables(table(units), table(plan.pattern.branches), table(phases), table(plan.lengths), block_m, num_splits)
 
 
 def append_one(
