@@ -64,7 +64,7 @@ def test_the_reason_names_what_it_rests_on():
     """Catches a reason without its figures: bytes, hops and memory of the ring, bytes of dealing."""
     shards = make_shards("contiguous", (2048,) * 4)
     plan = make_plan(Job(DilatedPattern((8192,), (1,)), shards, 8, 4), 0)
-    dealt = dealt_bytes((2048,) * 4, 0, 8, 4, Sizes(1, 64, 4))
+    dealt = dealt_bytes((2048,) * 4, 0, (8, 4), Sizes(1, 64, 4), backward=False)
     reason = choose(DilatedPattern((8192,), (1,)), 4, 8192, heads=(8, 4)).reason
     for figure in (plan.bytes_sent(1, 64, 4), 2 * plan.chunk_size * 64 * 4, dealt):
         assert f"{figure:,}" in reason

@@ -1,4 +1,4 @@
-"""Which kernel computes: one predicate per backend both chooses it and explains why not."""
+"""Which kernel computes. One predicate per backend, `why_not`, both chooses it and explains why not."""
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ def choose(backend: str, query: Tensor) -> Kernel:
     """The backend asked for, or under "auto" the first that can serve the tensor.
 
     Raises:
-        ValueError: if it cannot, with the reason of each.
+        ValueError: if it or, under "auto", none can, with the reasons.
     """
     check_backend(backend)
     if backend != "auto":

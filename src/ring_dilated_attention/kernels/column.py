@@ -1,10 +1,10 @@
 """The gradient through lse, for backward ops that take none.
 
 The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gradient of lse adds p * dlse to ds. One
-more column, in which q, k and v are 0, out is -dlse and dout is 1, changes nothing but delta: it becomes delta - dlse.
+more column, in which q, k and v are 0, out is -dlse and dout is 1, changes only delta, which becomes delta - dlse.
 
-dlse is a float32 (GradScaler begins with 65,536, beyond float16), which 16-bit inputs would round. There it is the sum
-of three columns. Each holds what the ones before leave, as numbers below 2 that dout, a power of 2, scales.
+dlse is float32, and 16-bit inputs would round it (GradScaler begins with 65,536, beyond float16). They take three
+columns instead: in each, out is a number below 2 that holds what the columns before it left, and dout a power of 2.
 """
 
 import torch
@@ -18,7 +18,7 @@ def num_columns(dtype: torch.dtype) -> int:
 
 
 def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
-    """The rows with `width` more columns, of which the first carry dlse. The scale must be passed on explicitly."""
+    """The rows with `width` more columns, of which the first carry dlse. The caller must pass the scale explicitly."""
     assert rows.dlse is not None
     zeros, head_dim = (0, width), rows.query.shape[-1]
     out, dout = pad(rows.out, zeros), pad(rows.dout, zeros)

@@ -1,7 +1,7 @@
-"""What a kernel is: what it can serve, a tile forward, a tile backward. A backend is a module that keeps one of these.
+"""The contract of a kernel: what it can serve, a tile forward, a tile backward. Each backend is a module that keeps it.
 
-B batch (segments count as batch entries), H query heads, G key/value heads, M query rows, L key rows, D head dim. Rows
-are views with any strides but a last one of 1; a tile is never empty; causal is for M == L only.
+B batch (in a tile: segments too), N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim.
+Tensors may have any strides, but the last is 1. A tile is never empty. A causal tile has M == L.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from ..plan.sizes import Traits
 
 
 class BackwardRows(NamedTuple):
-    """What a backward knows of some query rows and some key rows.
+    """The inputs of a tile's backward.
 
-    out, lse: the merged ones, of all keys. p = exp(score - lse) is then the global weight, and the sum over tiles is
-        the exact gradient.
-    dlse: the gradient of lse, or None for zero. delta: that of `InPlaceKernel.delta`, for kernels that read it.
+    out, lse: the merged ones, over all keys, so that p = exp(score - lse) is the global weight and the sum over tiles
+        is the exact gradient.
+    dlse: the gradient of lse, or None for zero. delta: from `InPlaceKernel.delta`, for kernels that read it.
     """
 
     dout: Tensor
@@ -33,7 +33,7 @@ class BackwardRows(NamedTuple):
 
 
 class Pass(Protocol):
-    """All of a stage on one device, by a kernel's own means."""
+    """All tiles of a call on one device, computed at once by a kernel."""
 
     def forward(self, scale: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """out (B, N, H, D) in the input's dtype and lse (B, N, H)."""
@@ -43,13 +43,13 @@ class Pass(Protocol):
 
 
 class WholePasses(NamedTuple):
-    """How a call on one device is best computed by a kernel that may take all branches at once, and why."""
+    """The pass in which a kernel computes a call on one device, or None for branch by branch; and why."""
 
     found: Pass | None
     reason: str
 
 
-# One new row for each batch entry of a cache, without asking the device where the sequences stand.
+# One new row for each batch entry of a cache, at positions that are read on the device only.
 # (plan, scale, query (B, 1, H, D), key, value (B, 1, G, D), memory, progress, lengths) -> out and lse, as `run.append`.
 AppendOne = Callable[[CachePlan, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
@@ -59,9 +59,9 @@ class _Backend(Protocol):
     TRAITS: Traits
     ONLY_BY_NAME: str | None  # why "auto" passes it by although it could serve a tensor
     choose_pass: Callable[[DilatedPattern, tuple[int, ...]], WholePasses] | None  # given the borders (0, ..., N)
-    append_one: AppendOne | None  # None: a token is put together of tiles
-    # The ops that may run it, each with the reason why it cannot attend densely to (B, N, H, D), or None. The first
-    # that can does. None: it has one.
+    append_one: AppendOne | None  # None: a token is computed by tiles
+    # Each op that may run it, with the reason why the op cannot attend densely to (B, N, H, D), or None if it can. The
+    # first that can runs. None for a backend with one op.
     ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:
@@ -69,7 +69,7 @@ class _Backend(Protocol):
 
 
 class PartialKernel(_Backend, Protocol):
-    """Gives the results of one tile."""
+    """Returns the results of one tile."""
 
     IN_PLACE: Literal[False]
 
@@ -99,10 +99,10 @@ class InPlaceKernel(_Backend, Protocol):
         *,
         first: bool,
     ) -> None:
-        """Merge the partial over these keys into (out, lse)."""
+        """Merge the partial over these keys into (out, lse). A float64 lse keeps what many merges would round away."""
 
     def delta(self, dout_BNHD: Tensor, dlse_BNH: Tensor | None, out_BNHD: Tensor) -> Tensor:
-        """rowsum(dout * out) - dlse, (B, N, H) in float32, contiguous. One for all tiles of a call."""
+        """rowsum(dout * out) - dlse, (B, N, H) in float32, contiguous. All tiles of a call share it."""
 
     def query_gradient_into(
         self, rows: BackwardRows, dq_BHMD: Tensor, is_causal: bool, scale: float, *, first: bool
@@ -112,7 +112,7 @@ class InPlaceKernel(_Backend, Protocol):
     def key_gradient_into(
         self, rows: BackwardRows, dk_BGLD: Tensor, dv_BGLD: Tensor, is_causal: bool, scale: float, *, first: bool
     ) -> None:
-        """Add dk and dv of these rows; else as `query_gradient_into`."""
+        """Add dk and dv of these rows. lse and delta have equal strides."""
 
 
 Kernel = PartialKernel | InPlaceKernel

@@ -1,8 +1,7 @@
 """What torch's CUDA attention ops take: one predicate per op both chooses it and explains why not.
 
-Read in the schemas, meta kernels and headers of torch 2.13 and in the sources of versions around it; no GPU has run it.
-
-B batch, H query heads, M query rows, L key rows, D head dim.
+Unverified: no GPU has run it. It comes from the schemas, meta kernels and headers of torch 2.13, and from the sources
+of versions around it. Names are those of `contract.py`.
 """
 
 import math
@@ -16,7 +15,7 @@ from torch.nn.functional import pad
 
 
 class TileFacts(NamedTuple):
-    """What the choice of an op depends on: queries (B, H, M, D) against L keys."""
+    """The facts of a tile on which the choice of an op depends."""
 
     dtype: torch.dtype
     device: torch.device
@@ -42,7 +41,7 @@ class Op(NamedTuple):
     max_head_dim: float
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]  # after value
     forward_arguments: tuple[Any, ...] = (None, True)  # between value and dropout: no bias, with lse
-    refuses: Callable[[TileFacts], str | None] = lambda tile: None  # what else it asks
+    refuses: Callable[[TileFacts], str | None] = lambda tile: None  # for any other reason
     max_batch: float = _GRID
     takes_groups: bool = False  # fewer key/value heads than query heads
     takes_strides: bool = False  # of out and dout
@@ -67,7 +66,7 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-# The compute capabilities (major) that torch's bindings of these accept, forward and backward. Both take float16 and
+# The major compute capabilities that torch's bindings of these accept, forward and backward. Both take float16 and
 # bfloat16 only, as torch's own flash does.
 _MAJORS = {"FA3": (9,), "FA4": (9, 10)}
 
@@ -82,7 +81,7 @@ def _flash_refuses(tile: TileFacts) -> str | None:
         return "is not part of this build of torch"
     if 192 < tile.head_dim <= 224 and ((8, 6) <= found <= (8, 9) or found[0] == 12):
         return f"has no backward for head dims 193 to 224 on {_dotted(found)}, got {tile.head_dim}"
-    # Backward counts the elements of its accumulator of dq, so padded, in 32 bits, and beyond writes out of bounds.
+    # Backward counts the elements of its padded accumulator of dq in 32 bits, and writes out of bounds beyond.
     row = tile.head_dim + -tile.head_dim % (32 if tile.head_dim <= 128 else 64)
     size = tile.batch * tile.num_heads * (tile.num_rows + -tile.num_rows % 128) * row
     return f"takes up to 2^31 padded elements at a time, got {size}" if size > 2**31 else None
@@ -92,9 +91,10 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
     if torch.version.hip:
         return "is not part of ROCm"
     version = torch.backends.cudnn.version() or 0
-    if version < 91501:  # before, it went out of bounds where M is not a multiple of 128 (pytorch#169849)
+    if version < 91501:  # older ones went out of bounds where M is not a multiple of 128 (pytorch#169849)
         return f"is taken from cuDNN 9.15.1 (91501) on, got {version}"
-    if 1 in (tile.num_rows, tile.num_keys):  # torch gives it no single key; a single row made NaN (cudnn-frontend#1072)
+    # Torch gives it no single key, and a single row gave NaN (cudnn-frontend#1072).
+    if 1 in (tile.num_rows, tile.num_keys):
         return f"takes two or more rows and keys, got {tile.num_rows} and {tile.num_keys}"
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
@@ -102,12 +102,11 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
 
 
 def _flash_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool) -> tuple[Any, ...]:
-    no_documents = (None, None)
-    return out_BHMD, lse_BHM, *no_documents, out_BHMD.shape[2], num_keys, 0.0, is_causal, *_seeds(lse_BHM)
+    return out_BHMD, lse_BHM, None, None, out_BHMD.shape[2], num_keys, 0.0, is_causal, *_seeds(lse_BHM)  # no documents
 
 
 def _efficient_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool) -> tuple[Any, ...]:
-    if not torch.version.hip:  # lse comes in multiples of 32 rows, but for ROCm; in added rows exp(s - inf) = 0
+    if not torch.version.hip:  # except on ROCm, it reads lse in multiples of 32 rows; in added rows exp(s - inf) = 0
         lse_BHM = pad(lse_BHM, (0, -lse_BHM.shape[2] % 32), value=torch.inf)
     wanted = [True, True, True, False]
     return None, out_BHMD, lse_BHM, *_seeds(lse_BHM), 0.0, wanted, is_causal
@@ -119,12 +118,12 @@ def _cudnn_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal
 
 
 def _seeds(like: Tensor) -> list[Tensor]:
-    return [like.new_empty((), dtype=torch.int64)] * 2  # of dropout: asked for, never read
+    return [like.new_empty((), dtype=torch.int64)] * 2  # of dropout: the op asks for them, and never reads them
 
 
 _SM80 = dict.fromkeys((torch.bfloat16, torch.float16), (8, 0))
 
-# In the order of torch's own defaults: cuDNN runs where it is selected (docs/decisions.md says why).
+# In the order of torch's own defaults, so that cuDNN runs only where the caller selects it (docs/decisions.md).
 OPS = {
     "flash": Op(
         torch.backends.cuda.flash_sdp_enabled,
@@ -136,7 +135,7 @@ OPS = {
         takes_groups=True,
         takes_strides=True,
     ),
-    "efficient": Op(  # its backward takes out's row stride for H * D, whatever it is
+    "efficient": Op(  # its backward assumes that out's row stride is H * D
         torch.backends.cuda.mem_efficient_sdp_enabled,
         {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)},
         max_head_dim=math.inf,

@@ -1,14 +1,11 @@
 """A partial and its gradients by torch's CUDA attention ops: flash, memory-efficient and cuDNN.
 
-Unverified: no GPU has run it. Written from the ops' schemas and sources, tested on meta tensors and with stand-ins that
-keep to the ops' contracts.
+Unverified: no GPU has run it. It is written from the ops' schemas and sources, and tested on meta tensors and with
+stand-ins that keep to the ops' contracts.
 
-The first op of `cuda_ops.OPS` that takes a call runs it. `torch.nn.attention.sdpa_kernel([...])` selects one here as
-everywhere (but for set_priority: the order is that of the table). FlashAttention 3 and 4 run in the place of torch's
-flash once somebody has called `torch.nn.attention.activate_flash_attention_impl`; nothing here does.
-
-B batch, H query heads, G key/value heads, M query rows, L key rows, D head dim. Inputs are views; the ops read any
-strides, if those of the last dimension are 1 and the others whole numbers of 16 bytes.
+The first op of `cuda_ops.OPS` that takes a call runs it. `torch.nn.attention.sdpa_kernel([...])` selects ops as usual,
+but the order stays that of the table, also with set_priority. FlashAttention 3 and 4 run in the place of torch's flash
+after the caller has called `torch.nn.attention.activate_flash_attention_impl`. Names are those of `contract.py`.
 """
 
 from typing import Any, Literal
@@ -35,30 +32,23 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_not(query: Tensor) -> str | None:
-    """The reason why this backend cannot serve the tensor, or None."""
     if query.device.type != "cuda":
         return f"serves CUDA tensors, got {query.device}"
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
     if torch.compiler.is_compiling():  # it cannot trace torch's switches; the call itself will ask again
         return None
-    # A tile that says nothing of this rank's length, so that all ranks refuse a call or none does.
-    against = _against(_dense_tile(query)._replace(batch=1, num_rows=2, num_keys=2))
+    # The tile does not have this rank's length, so that all ranks refuse a call or none does.
+    q_BHMD = query.transpose(1, 2)
+    against = _against(_tile(q_BHMD, q_BHMD)._replace(batch=1, num_rows=2, num_keys=2))
     return None if None in against.values() else f"has no op for these tensors: {_listed(against)}"
 
 
 def ops(query: Tensor) -> dict[str, str | None]:
-    """For each op the reason why it cannot attend densely to the tensor (B, N, H, D), or None if it can.
-
-    Names say whose it is: "efficient", "flash, FA3".
-    """
-    active = current_flash_attention_impl()
-    against = _against(_dense_tile(query))
+    """As `contract.py` says. An active FlashAttention is named: "flash, FA3"."""
+    q_BHMD, active = query.transpose(1, 2), current_flash_attention_impl()
+    against = _against(_tile(q_BHMD, q_BHMD))
     return {f"{name}, {active}" if name == "flash" and active else name: reason for name, reason in against.items()}
-
-
-def _dense_tile(query: Tensor) -> TileFacts:
-    return _tile(query.transpose(1, 2), query.transpose(1, 2))
 
 
 def _tile(q_BHMD: Tensor, k_BGLD: Tensor) -> TileFacts:
@@ -75,7 +65,7 @@ def _listed(against: dict[str, str | None]) -> str:
 
 
 def _choose(tile: TileFacts) -> str:
-    """The first op that takes the tile. Those of one call may go to several."""
+    """The first op that takes the tile. Tiles of one call may go to different ops."""
     against = _against(tile)
     for name, reason in against.items():
         if reason is None:
@@ -85,7 +75,7 @@ def _choose(tile: TileFacts) -> str:
 
 
 def _aligned(x_BHMD: Tensor) -> Tensor:
-    """Rows, strides and pointer in whole numbers of 16 bytes, which the ops read at a time. Most tensors are so."""
+    """The tensor, or a copy whose rows, strides and pointer are whole numbers of 16 bytes, as the ops need them."""
     width = 16 // x_BHMD.element_size()
     if x_BHMD.shape[-1] % width:
         return pad(x_BHMD, (0, -x_BHMD.shape[-1] % width))
@@ -95,17 +85,18 @@ def _aligned(x_BHMD: Tensor) -> Tensor:
     return x_BHMD
 
 
-def _expanded(x_BGLD: Tensor, num_heads: int) -> Tensor:
-    return x_BGLD if num_heads == x_BGLD.shape[1] else x_BGLD.repeat_interleave(num_heads // x_BGLD.shape[1], dim=1)
+def _prepared(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
+    """The name of the op that takes a tile, and query, key and value as this op needs them."""
+    name, ratio = _choose(_tile(q_BHMD, k_BGLD)), q_BHMD.shape[1] // k_BGLD.shape[1]
+    q, k, v = map(_aligned, (q_BHMD, k_BGLD, v_BGLD))
+    if ratio > 1 and not OPS[name].takes_groups:
+        k, v = (x.repeat_interleave(ratio, dim=1) for x in (k, v))
+    return name, q, k, v
 
 
 def forward(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out (B, H, M, D) in the input's dtype and lse (B, H, M) in float32. Causal is for M == L only."""
-    num_heads, num_rows, head_dim = q_BHMD.shape[1:]
-    name = _choose(_tile(q_BHMD, k_BGLD))
-    q, k, v = map(_aligned, (q_BHMD, k_BGLD, v_BGLD))
-    if not OPS[name].takes_groups:
-        k, v = _expanded(k, num_heads), _expanded(v, num_heads)
+    num_rows, head_dim = q_BHMD.shape[2:]
+    name, q, k, v = _prepared(q_BHMD, k_BGLD, v_BGLD)
     op = getattr(aten, f"_scaled_dot_product_{name}_attention")
     out, lse = op(q, k, v, *OPS[name].forward_arguments, 0.0, is_causal, scale=scale)[:2]
     # The memory-efficient op pads lse to multiples of 32 rows, and cuDNN's is (B, H, M, 1).
@@ -113,20 +104,14 @@ def forward(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, sca
 
 
 def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of these rows.
-
-    The op is chosen anew, also if another ran forward: of forward's results any backward uses out and lse only.
-    """
-    num_heads, head_dim = rows.query.shape[1], rows.query.shape[3]
-    num_kv_heads, num_keys = rows.key.shape[1:3]
+    """The op may be another than forward's, of whose results every backward uses out and lse only."""
+    head_dim, (num_kv_heads, num_keys) = rows.query.shape[3], rows.key.shape[1:3]
     if rows.dlse is not None:
         width = num_columns(rows.query.dtype)
         width += -(head_dim + width) % (16 // rows.query.element_size())  # aligned, so that nothing is padded twice
         rows = with_dlse_columns(rows, width)
-    dout, q, k, v, out = map(_aligned, (rows.dout, rows.query, rows.key, rows.value, rows.out))
-    name = _choose(_tile(q, k))
-    if not OPS[name].takes_groups:
-        k, v = _expanded(k, num_heads), _expanded(v, num_heads)
+    name, q, k, v = _prepared(rows.query, rows.key, rows.value)
+    dout, out = map(_aligned, (rows.dout, rows.out))
     if not OPS[name].takes_strides:
         dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))  # as (B, M, H, D)
     op = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")

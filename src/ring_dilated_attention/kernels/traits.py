@@ -1,4 +1,4 @@
-"""What programs and memory need to know of each kernel. No torch, so that a laptop can plan with it."""
+"""The traits of each kernel. No torch, so that planning needs none."""
 
 from ..plan.sizes import Sizes, Traits
 from ..plan.step import Compute, Packing
@@ -12,8 +12,8 @@ def query_block(num_rows: int) -> int:
 
 
 def cpu_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
-    """Torch's CPU flash attention takes blocks of scores for each thread. Its backward takes blocks of their gradients
-    too, and a copy of dout unless the tile's rows lie side by side with all heads."""
+    """Torch's CPU flash attention takes blocks of scores for each thread. Its backward also takes blocks of their
+    gradients, and a copy of dout unless the tile's rows lie side by side with all heads."""
     tile, is_forward = step.tile, step.what == "partial"
     queries = min(query_block(tile.query.num_rows), tile.query.num_rows)
     scores = queries * min(KEY_BLOCK, tile.key.num_rows)
@@ -33,8 +33,8 @@ def no_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
     return 0
 
 
-# Measured for torch's CPU flash attention (`python -m benchmarks packing`): a copy pays where rows lie on a page each
-# of memory, and segments are so long that their keys are read for several blocks of queries.
+# Measured for torch's CPU flash attention (`python -m benchmarks packing`): a copy pays where each row lies on another
+# page of memory, and segments are so long that several blocks of queries read the same keys.
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {

@@ -1,13 +1,13 @@
 """What a cache keeps: the rows that the current or a later query can still see, and where they lie. No torch.
 
-In a branch (w, r) a query at position t sees rows of its own segment only. Once t rows were appended, a later query can
-see those from the start of segment t // w on. Rows of earlier segments are dropped.
+In a branch (w, r) a query at position t sees rows of its own segment only. So after t positions the cache keeps the
+rows from the start of segment t // w on, and drops those of earlier segments.
 
     w = 8, r = 2, phase 1     position     8  9 10 11 12 13 14 15 | 16
                               row number      4     5     6    7  |
                               slot            0     1     2    3  |     capacity 4: row 8 will take slot 0 again
 
-The rows of a phase are numbered through, over all segments. Row number c lies in slot c mod capacity of its *rolling
+The rows of a phase have numbers 0, 1, 2, ... through all segments. Row c lies in slot c mod capacity of its *rolling
 buffer*.
 """
 
@@ -26,7 +26,7 @@ from .sharding import Shard, Span, make_shards
 
 
 class Buffers(NamedTuple):
-    """The rolling buffers of one branch and phase, of key/value heads that serve equally many of its query heads.
+    """The rolling buffers of one branch and phase, for key/value heads that equally many query heads share.
 
     The buffer of kv_heads[k] is `capacity` rows of the cache from `offset + k * capacity` on.
     """
@@ -48,7 +48,7 @@ class Buffers(NamedTuple):
         return position % self.segment_length % self.rate == self.phase
 
     def before(self, position: int) -> int:
-        """How many rows of the phase lie before a position: the number of the next."""
+        """How many rows of the phase lie before a position, which is the number of the next row."""
         segment, rest = divmod(position, self.segment_length)
         return segment * self.rows_per_segment + max(0, -(-(rest - self.phase) // self.rate))
 
@@ -57,7 +57,7 @@ class Buffers(NamedTuple):
         return segment * self.segment_length + self.phase + row * self.rate
 
     def seen(self, position: int) -> range:
-        """The numbers of the rows before a position that a query there can see, if it has the phase."""
+        """The numbers of the rows before a position that a query at this position and of this phase sees."""
         return range(self.before(position - position % self.segment_length), self.before(position))
 
     def slots(self, numbers: range) -> Iterator[range]:
@@ -73,7 +73,7 @@ class Buffers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CachePlan:
-    """All rolling buffers of a pattern, and what must be in them after so many positions.
+    """All rolling buffers of a pattern, and which rows they must hold at a position.
 
     num_heads, num_kv_heads, held: as of `job.Job`. max_len: the most positions of a sequence; None for any number.
     keep: how many positions can be taken back across the borders of segments.
@@ -91,13 +91,11 @@ class CachePlan:
 
     @property
     def heads(self) -> range:
-        """The query heads that the tensors hold."""
         return range(self.num_heads) if self.held is None else self.held
 
     @property
     def num_kv_held(self) -> int:
-        """Key/value heads that the tensors hold."""
-        heads = self.heads  # torch.compile knows no len of a range that is not constant
+        heads = self.heads  # torch.compile cannot take the len of a range of variables
         return (heads.stop - heads.start) * self.num_kv_heads // self.num_heads
 
     @property
@@ -109,10 +107,10 @@ class CachePlan:
     @property
     def num_rows(self) -> int:
         """Rows that are allocated for one sequence."""
-        return sum(len(buffers.kv_heads) * buffers.capacity for buffers in self.buffers)
+        return sum(len(x.kv_heads) * x.capacity for x in self.buffers)
 
     def of_position(self, position: int) -> Iterator[tuple[int, Buffers]]:
-        """The buffers to which the row at a position belongs, with their branch: it attends and is written there."""
+        """The buffers that have the phase of a position, each with its branch."""
         for branch, (length, rate) in enumerate(self.pattern.branches):
             for buffers in self.of_phase[branch].get(position % length % rate, ()):
                 yield branch, buffers
@@ -120,14 +118,14 @@ class CachePlan:
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that are kept after `position` positions, if nobody goes back to one below `floor`.
 
-        Those of the open segment, and of segments that are open again if up to `keep` positions are taken back.
+        They are those of the open segment, and of segments that open again if up to `keep` positions are taken back.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 
     def floor(self, position: int) -> int:
         """The lowest position to which one can go back from `position`.
 
-        Back to the start of the youngest open segment every branch has all of its rows; beyond it to the last `keep`.
+        One can go back to the latest start of an open segment, or by `keep` positions if that is further.
         """
         youngest = max((position - position % length for length in self.lengths), default=0)  # 0 without buffers
         return max(0, min(youngest, position - self.keep))
@@ -142,24 +140,18 @@ class CachePlan:
                     yield buffers, numbers, span
 
     def live(self, buffers: Buffers, position: int) -> range:
-        """The numbers of the rows that the last query before `position`, or one from there on, sees.
+        """The numbers of the rows that the last query before `position`, or a later one, sees.
 
-        They are fewer than are kept where the rest of the segment has no position of the phase: only going back would
-        show the rows again.
+        If the rest of the segment has no position of the phase, rows are kept that are not live.
         """
         stop = buffers.before(position)
         number = stop - 1 if position and buffers.has(position - 1) else stop  # of the first query to come that has it
         return range(number - number % buffers.rows_per_segment, stop)
 
     def distinct_rows(self, position: int) -> int:
-        """How many live rows there are, counting once what several branches hold."""
-        held = {
-            (head, buffers.position_of(number))
-            for buffers in self.buffers
-            for number in self.live(buffers, position)
-            for head in buffers.kv_heads
-        }
-        return len(held)
+        """The number of live rows, where a row that several branches hold counts once."""
+        live = ((x.kv_heads, x.position_of(number)) for x in self.buffers for number in self.live(x, position))
+        return len({(head, at) for heads, at in live for head in heads})
 
 
 @lru_cache(maxsize=64)
@@ -173,11 +165,11 @@ def plan_cache(
 ) -> CachePlan:
     """Plan the rolling buffers of a pattern.
 
-    A buffer has room for the most rows that must be in it at any one time: those of a whole segment, or of a segment
-    less its last position and the `keep` positions from there on. For keep = 0 that is `pattern.cache_rows` in all.
+    A buffer has room for the most rows that it must hold at any one time: those among the first
+    segment_length + max(keep, 1) - 1 positions. For keep = 0 this is `pattern.cache_rows` in all.
 
     Raises:
-        ValueError: if the pattern is not causal or cannot run on these heads, or for sizes that cannot be.
+        ValueError: if the pattern is not causal or cannot run on these heads, or for impossible sizes.
     """
     if max_len is not None and (not is_integer(max_len) or max_len < 1):
         raise ValueError(f"max_len={max_len!r} must be an integer of at least 1, or None for sequences of any length.")
@@ -192,23 +184,22 @@ def plan_cache(
         longest = length + max(keep, 1) - 1
         num_positions = longest if max_len is None else min(longest, max_len)
         for group in pattern.phase_groups(branch, num_heads, num_kv_heads, held):
-            heads = (group.query_heads, group.kv_heads)
-            capacity = Buffers(length, rate, group.phase, *heads, 0, 0).before(num_positions)
-            if group.phase < length and capacity:  # a phase from the length on is that of no position
-                buffers = Buffers(length, rate, group.phase, *heads, capacity, offset)
+            empty = Buffers(length, rate, group.phase, group.query_heads, group.kv_heads, 0, offset)
+            buffers = empty._replace(capacity=empty.before(num_positions))
+            if group.phase < length and buffers.capacity:  # no position has a phase from the length on
                 found.append(buffers)
                 of_phase[branch][group.phase] = (*of_phase[branch].get(group.phase, ()), buffers)
-                offset += len(group.kv_heads) * capacity
+                offset += len(group.kv_heads) * buffers.capacity
     lengths = tuple(sorted({buffers.segment_length for buffers in found}))
     return CachePlan(pattern, num_heads, num_kv_heads, held, max_len, keep, tuple(found), tuple(of_phase), lengths)
 
 
 def plan_chunk(plan: CachePlan, position: int, num_new: int) -> Plan:
-    """The work of new rows from a position on: that of the second of two ranks with shards (position, num_new).
+    """The work of `num_new` rows from a position on: that of the second of two ranks with shards (position, num_new).
 
-    Its own rows meet by the planner's tiles. What the first rank would send are the cached rows of the open segments.
+    The planner makes the tiles among the new rows. In the place of the first rank's chunks stand the cached rows.
     """
-    period = math.lcm(*plan.lengths)  # plans are kept, and depend on nothing else of the position
+    period = math.lcm(*plan.lengths)  # equal plans are made once, and only position mod period tells them apart
     shards = make_shards("contiguous", (position % period, num_new))
     whole = make_plan(Job(plan.pattern, shards, plan.num_heads, plan.num_kv_heads, None, plan.held), 1)
     local = tuple(tile._replace(packed=None) for tile in whole.local)
@@ -217,7 +208,7 @@ def plan_chunk(plan: CachePlan, position: int, num_new: int) -> Plan:
 
 
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
-    """The new rows of the segment that is open at a position, times the rows of it that are cached: all before them."""
+    """The new rows of the segment that is open at a position, times all cached rows of this segment."""
     seen = buffers.seen(position)
     stop = position + min(buffers.segment_length - position % buffers.segment_length, num_new)
     num_queries = buffers.before(stop) - seen.stop

@@ -1,13 +1,13 @@
 """What ranks compute and must receive, counted from the positions that they own. Pure integers, no torch.
 
-A phase s of rate r has B(x) = ceil((x - s) / r) rows before position x of a segment. A rank that owns the positions a
-to b of a segment of n positions
+A phase s of rate r has B(x) = ceil((x - s) / r) rows before position x of a segment. Let a rank own the positions a to
+b - 1 of a segment of n positions, with a row of a head's phase among them. For this head the rank
 
     computes    B(b) (B(b) + 1) / 2 - B(a) (B(a) + 1) / 2 pairs if the pattern is causal, else (B(b) - B(a)) B(n)
     receives    the rows of others before its own last one if the pattern is causal, else those of all others
 
-for each head, where it has a row of the head's phase. Since B differs by one row at most from phase to phase, a sum
-over phases needs their number and one place in a sorted list. Shards may have any lengths and pieces.
+B differs by at most one row between phases. So a sum over phases needs only their number, and how many of them have
+the additional row, which a sorted list tells.
 """
 
 from bisect import bisect_left
@@ -25,9 +25,8 @@ Pieces = Sequence[tuple[int, int]]  # where they start and stop, counted from th
 class Share(NamedTuple):
     """What a rank computes and receives of a segment that it does not own as a whole.
 
-    place: the branch, and the position at which the segment starts.
-    starts: of its pieces of the segment, counted from there.
-    rows: its own rows of keys and values, by the chunks in which they may travel, in units of B * D elements.
+    place: the branch, and the position at which the segment starts. starts: of the rank's pieces, counted from there.
+    rows: its own keys and values, for each chunk in which they may travel, in units of B * D elements.
     received: those of others, in the same units.
     """
 
@@ -39,8 +38,7 @@ class Share(NamedTuple):
 
 
 class RankCount(NamedTuple):
-    """What one rank computes and receives in a forward. Its backward receives as much again, and sends the gradients of
-    what it receives."""
+    """What one rank computes and receives in a forward. In backward it receives this again, and sends its gradients."""
 
     pairs: int
     received: int
@@ -48,7 +46,7 @@ class RankCount(NamedTuple):
 
 
 class Phases:
-    """Sums over phases of one rate, each as often as it is given."""
+    """Sums over phases of one rate. A phase counts as often as it is given."""
 
     def __init__(self, phases: Sequence[int], rate: int) -> None:
         self.phases, self.rate, self.num = sorted(phases), rate, len(phases)
@@ -81,7 +79,7 @@ class Phases:
 
     def foreign(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
         """The rows of others that queries in pieces of a segment need."""
-        if len(pieces) == 1 and pieces[0][1] - pieces[0][0] >= self.rate:  # which holds a row of every phase
+        if len(pieces) == 1 and pieces[0][1] - pieces[0][0] >= self.rate:  # the piece has a row of every phase
             return self.rows(pieces[0][0]) if is_causal else self.rows(length) - sum(self.own(pieces))
         total = 0
         for num, phase in self._alike(chain((length,), *pieces)):
@@ -93,7 +91,7 @@ class Phases:
         return total
 
     def _alike(self, positions: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Phases that have as many rows as each other before all of these positions: how many, and one of them."""
+        """Groups of phases with equally many rows before each of these positions: how many, and one of them."""
         marks = {0, self.num, *(bisect_left(self.phases, x % self.rate) for x in positions)}
         for lo, hi in pairwise(sorted(marks)):
             yield hi - lo, self.phases[lo]
@@ -105,7 +103,7 @@ def rows_before(position: int, phase: int, rate: int) -> int:
 
 
 class Counter:
-    """Counts a job's ranks, each by itself."""
+    """Counts the ranks of a job, each without the others."""
 
     def __init__(self, job: Job) -> None:
         job.pattern.check_heads(job.num_heads, job.num_kv_heads)
@@ -135,7 +133,7 @@ class Counter:
         length, keys, is_causal = stop - origin, self.keys[branch], self.pattern.is_causal
         pairs = self.queries[branch].pairs(pieces, length, is_causal=is_causal)
         own = [2 * rows for rows in keys.own(pieces)]
-        # If causal, others need a later piece at other hops, so that it is a chunk by itself.
+        # If causal, others need a later piece at other hops, so it is a chunk of its own.
         rows = tuple(own) if is_causal else (sum(own),)
         starts = tuple(start for start, _ in pieces)
         return Share((branch, origin), starts, pairs, rows, 2 * keys.foreign(pieces, length, is_causal=is_causal))
@@ -144,9 +142,8 @@ class Counter:
 class Segment(NamedTuple):
     """A segment that ranks share.
 
-    sharers: the number of ranks that hold rows of it that some head reads.
-    largest: rows of the ranks' largest chunks, first and second ones apart.
-    received: rows, by all of them; 0 if each needs only its own.
+    sharers: the number of ranks with rows of it. received: rows that they receive, all together.
+    largest: rows of the largest first chunk of a rank, and of the largest second one if ranks have two.
     """
 
     sharers: int
@@ -155,10 +152,7 @@ class Segment(NamedTuple):
 
 
 class JobCount(NamedTuple):
-    """Lists by rank; segments by branch and start.
-
-    buffers: rows of one chunk of each segment that the rank shares, for which its buffer has room.
-    """
+    """Lists are by rank; segments by branch and start. buffers: rows for which a rank's buffer of chunks has room."""
 
     pairs: list[int]
     received: list[int]
@@ -166,17 +160,16 @@ class JobCount(NamedTuple):
     segments: dict[tuple[int, int], Segment]
 
     def sharing(self, branch: int) -> int:
-        """The most ranks that share a segment of which anything is sent; 1 where nothing is."""
-        found = (x.sharers for (b, _), x in self.segments.items() if b == branch and x.received)
-        return max(found, default=1)
+        """The most ranks that share a segment whose rows are sent; 1 if none are."""
+        return max((x.sharers for (b, _), x in self.segments.items() if b == branch and x.received), default=1)
 
     def received_of(self, branch: int) -> int:
-        """By all ranks together, which is what they send."""
+        """The rows that all ranks receive, or send, for a branch."""
         return sum(x.received for (b, _), x in self.segments.items() if b == branch)
 
 
 def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> JobCount:
-    """Count all ranks. step: called after each."""
+    """Count all ranks. step is called after each."""
     ranks: list[RankCount] = []
     segments: dict[tuple[int, int], Segment] = {}
     for rank in range(counter.job.num_ranks):
@@ -197,7 +190,7 @@ def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
 
 
 def branch_pairs(pattern: DilatedPattern, branch: int, seq_len: int, num_heads: int) -> int:
-    """Those of one branch, of the heads that run it and the phases that they read."""
+    """The pairs of one branch."""
     length, rate = pattern.branches[branch]
     heads = pattern.heads_of(branch, num_heads)
     phases = Phases([pattern.phase_of(branch, head, num_heads) or 0 for head in heads], rate)

@@ -1,7 +1,7 @@
 """Heads for positions (DeepSpeed-Ulysses, arXiv 2309.14509). Pure integers, no torch.
 
-Before the attention every rank of a group gets all of the group's positions of its share of the heads, in the order of
-the sequence, and afterwards its own positions of all heads again.
+Before the attention each rank gets all positions of its group, but only its share of the heads. Afterwards it gets its
+own positions of all heads again.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,10 @@ from .sharding import Shard, first_rows, joined, shard_length
 
 
 class Dealing(NamedTuple):
-    """How one rank deals.
+    """How one rank deals heads within its group.
 
-    place: of this rank in the group that deals.
-    lengths: the number of positions of every rank of the group.
-    runs: (place, first row, number of rows) of runs of the ranks' rows, in the order of the sequence.
+    place: this rank's place in the group. lengths: the number of positions of every rank of the group.
+    runs: (place, first row, number of rows) of each run of consecutive positions, in the order of the sequence.
     """
 
     place: int
@@ -28,10 +27,9 @@ class Dealing(NamedTuple):
 
 
 def deal(shards: Sequence[Shard], place: int) -> tuple[Dealing, Shard]:
-    """How the rank at `place` deals with those that hold these shards, and the shard of all their rows in order."""
-    found = sorted(
-        (span, k, row) for k, shard in enumerate(shards) for span, row in zip(shard, first_rows(shard), strict=False)
-    )
+    """How the rank at `place` of a group deals, given the group's shards; and the shard of all their positions."""
+    held = ((k, *x) for k, shard in enumerate(shards) for x in zip(shard, first_rows(shard), strict=False))
+    found = sorted((span, k, row) for k, span, row in held)
     runs = tuple((k, row, span.stop - span.start) for span, k, row in found)
     return Dealing(place, tuple(map(shard_length, shards)), runs), joined(span for span, _, _ in found)
 
@@ -41,6 +39,5 @@ def check_dealing(num_kv_heads: int, world_size: int) -> None:
     if num_kv_heads % world_size:
         raise ValueError(
             f"all_to_all deals heads to ranks, and {num_kv_heads} key/value heads do not divide among {world_size} "
-            f"ranks: {num_kv_heads} mod {world_size} = {num_kv_heads % world_size}. The exchange ring "
-            "takes any number."
+            f"ranks: {num_kv_heads} mod {world_size} = {num_kv_heads % world_size}. The exchange ring takes any number."
         )

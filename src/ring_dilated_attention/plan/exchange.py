@@ -1,4 +1,4 @@
-"""How chunks travel: a rank's plan under each exchange, and which of them a call uses under "auto". Pure, no torch."""
+"""A rank's plan under each exchange, and which exchange a call uses under "auto". Pure integers, no torch."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,19 +16,19 @@ EXCHANGES = ("ring", "all_gather", "all_to_all")
 
 # One round of small chunks costs less than several hops of them.
 SMALL_CHUNK_BYTES = 64 * 1024
-# The ring's bytes hide behind its computation, those of an all-to-all do not: it must save this factor.
+# The ring sends its bytes while it computes, an all-to-all does not, so it must send fewer by this factor.
 ALL_TO_ALL_SAVING = 3
 
 
 class RankPlan(NamedTuple):
-    """What a rank does under an exchange. dealing: how it deals heads; the plan is then that of the dealt heads."""
+    """What a rank does under an exchange. dealing: how it deals heads, if it does. The plan is for the dealt heads."""
 
     plan: Plan
     dealing: Dealing | None
 
     @property
     def num_rows(self) -> int:
-        """Positions of this rank."""
+        """The number of positions that the rank owns."""
         return self.plan.num_rows if self.dealing is None else self.dealing.lengths[self.dealing.place]
 
     def bytes_sent(self, sizes: Sizes, *, backward: bool = False, has_dlse: bool = False) -> int:
@@ -38,15 +38,14 @@ class RankPlan(NamedTuple):
         if dealing is None:
             return sent
         heads = (plan.num_heads * dealing.size, plan.num_kv_heads * dealing.size)
-        return sent + dealt_bytes(dealing.lengths, dealing.place, *heads, sizes, backward=backward, has_dlse=has_dlse)
+        return sent + dealt_bytes(dealing.lengths, dealing.place, heads, sizes, backward=backward, has_dlse=has_dlse)
 
 
 @lru_cache(maxsize=256)
 def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPlan:
     """A rank's plan under one of EXCHANGES.
 
-    Args:
-        inner: groups of so many neighbouring ranks deal heads among them (the last axis of a 2-D mesh).
+    inner: groups of so many neighbouring ranks deal heads among them (the last axis of a 2-D mesh).
 
     Raises:
         ValueError: if heads cannot be dealt.
@@ -65,7 +64,7 @@ def dealers(exchange: str, job: Job, inner: int = 1) -> int:
 
 
 def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
-    """The job of the ranks at one place of groups of `size` that deal heads, a ring by itself, and how each deals.
+    """The job of the ranks at one place of all groups of `size` that deal heads, and how each of these ranks deals.
 
     Raises:
         ValueError: if heads cannot be dealt.
@@ -91,8 +90,7 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
 def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     """The exchange for a forward, given what the ranks receive.
 
-    By bytes, by the memory that they take, and by the number of kernel calls: an exchange that saves bytes and cuts the
-    work into smaller tiles saves nothing.
+    It is chosen by bytes, by memory and by the number of kernel calls: many small calls cost more than bytes save.
     """
     unit = sizes.unit * sizes.itemsize
     received, two_chunks = unit * max(counted.received), 2 * unit * max(counted.buffers)
@@ -122,25 +120,18 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
 
 
 def dealt_bytes(
-    lengths: Sequence[int],
-    rank: int,
-    num_heads: int,
-    num_kv_heads: int,
-    sizes: Sizes,
-    *,
-    backward: bool = False,
-    has_dlse: bool = False,
+    lengths: Sequence[int], rank: int, heads: tuple[int, int], sizes: Sizes, *, backward: bool, has_dlse: bool = False
 ) -> int:
     """Bytes that a rank sends where heads are dealt for positions (all_to_all, or the inner axis of a 2-D mesh).
 
-    Forward: its rows of query, key and value for others' heads, and others' rows of out and lse for its own. Backward:
-    dout, query, key, value, out, lse (and dlse) there, and dq, dk, dv back.
+    Forward: query, key and value of its own positions, and out and lse of the others'. Backward: dout, query, key,
+    value, out, lse (and dlse) of its own positions, and dq, dk, dv of the others'.
 
-    Args:
-        lengths: the number of positions of every rank of the group that deals.
+    lengths: the number of positions of every rank of the group that deals.
+    heads: the numbers of query heads and of key/value heads, of all ranks of the group.
     """
     size, own = len(lengths), lengths[rank]
-    share, kv_share = num_heads // size, num_kv_heads // size
+    share, kv_share = (num // size for num in heads)
     row, number = sizes.head_dim * sizes.itemsize, sizes.sum_itemsize
     if backward:
         there = (3 * share + 2 * kv_share) * row + share * number * (1 + has_dlse)
@@ -153,6 +144,6 @@ def dealt_bytes(
 def most_dealt(
     lengths: Sequence[int], num_heads: int, num_kv_heads: int, sizes: Sizes, *, backward: bool = False
 ) -> int:
-    """The bytes of the rank that sends most to deal: one with the most or the fewest positions of its group."""
+    """Bytes of the rank that sends most where heads are dealt: one with the most or the fewest positions."""
     ends = (lengths.index(max(lengths)), lengths.index(min(lengths)))
-    return max(dealt_bytes(lengths, rank, num_heads, num_kv_heads, sizes, backward=backward) for rank in ends)
+    return max(dealt_bytes(lengths, rank, (num_heads, num_kv_heads), sizes, backward=backward) for rank in ends)

@@ -1,4 +1,4 @@
-"""Job: an attention call over shards, as far as integers tell; and which heads of a layer tensors hold. No torch."""
+"""Job: the sizes, shards and heads of an attention call. Pure integers, no torch."""
 
 from typing import Any, NamedTuple
 
@@ -9,10 +9,10 @@ from .sharding import Shard, shard_length
 class Job(NamedTuple):
     """What the plans of all ranks of a call share.
 
-    shards: the spans of every rank (`sharding.make_shards`).
+    shards: of every rank (`sharding.make_shards`).
     num_heads, num_kv_heads: query heads and key/value heads of the layer.
-    documents: global borders (0, ..., n) of packed documents; None is one document.
-    held: the query heads that the tensors hold, if not all.
+    documents: global borders (0, ..., n) of packed documents; None for one document.
+    held: the query heads of the layer that the tensors hold; None for all.
     """
 
     pattern: DilatedPattern
@@ -32,25 +32,23 @@ class Job(NamedTuple):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """The borders of its documents, also where there is one."""
+        """`documents`, but (0, n) for one document."""
         return (0, self.seq_len) if self.documents is None else self.documents
 
     @property
     def held_heads(self) -> range:
-        """The query heads that the tensors hold."""
         return range(self.num_heads) if self.held is None else self.held
 
     @property
     def num_kv_held(self) -> int:
-        """The key/value heads that the tensors hold."""
         return len(self.held_heads) * self.num_kv_heads // self.num_heads
 
 
 def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> range:
-    """The query heads of the layer that tensors hold, of which `ratio` each share a key/value head.
+    """The query heads of the layer that tensors hold: all, or those that the caller names. `ratio` share a K/V head.
 
     Raises:
-        ValueError: if they are not consecutive heads of num_heads, or cut through those that share a key/value head.
+        ValueError: if they are not consecutive heads of num_heads, or cut through heads that share a K/V head.
     """
     if heads_held is None and num_heads is None:
         return range(num_held)
@@ -61,7 +59,7 @@ def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> ra
         )
     if heads_held.step != 1 or not 0 <= heads_held.start < heads_held.stop <= num_heads:
         raise ValueError(f"heads_held={heads_held} are not consecutive heads of num_heads={num_heads}.")
-    if heads_held.stop - heads_held.start != num_held:  # torch.compile knows no len of a range that is not constant
+    if heads_held.stop - heads_held.start != num_held:  # torch.compile cannot take the len of a range of variables
         raise ValueError(f"heads_held={heads_held} are {len(heads_held)} heads, and query holds {num_held}.")
     if num_heads % ratio or heads_held.start % ratio or num_held % ratio:
         raise ValueError(

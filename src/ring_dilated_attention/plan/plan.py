@@ -1,9 +1,9 @@
 """What a plan is: one rank's tiles, messages and hops. Pure integers, no torch; `planner.py` makes it.
 
-A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views, so a plan is numbers.
+A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views.
 A segment inside one span of a shard is local: its tile has the same rows on both sides. A segment that straddles shards
-has a *ring*, the ranks that share it. Each of them packs its dilated rows of the segment, its *chunk*, into a flat
-buffer, and the chunks travel along the ring. At hop s the i-th rank of a ring of g meets chunk (i - s) mod g.
+has a *ring*, the ranks that share it. Each of these packs its dilated rows of the segment, its *chunk*, into a flat
+buffer, and the chunks travel along the ring. At hop s the i-th of g ranks meets the chunk of the rank (i - s) mod g.
 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
 """
@@ -21,8 +21,8 @@ class Tile(NamedTuple):
     """Query rows times key rows, by one kernel call.
 
     is_causal: both sides are the same rows of the sequence, and row j sees keys 0..j.
-    first_query, first_key: nothing was added to these rows before, so results are written, not added.
-    packed: where own key rows lie in the buffer of own chunks too, side by side: kernels read them faster there.
+    first_query, first_key: no earlier tile has results for these rows, so results are written, not added.
+    packed: the copy of own key rows in the buffer of own chunks, if there is one: kernels read it faster.
     """
 
     query: Rows
@@ -42,8 +42,8 @@ class Tile(NamedTuple):
         return (q * (q + 1) // 2 if self.is_causal else q * k) * len(self.query.heads) * self.query.segments
 
     def split(self, max_rows: int) -> Iterator["Tile"]:
-        """The same pairs by several calls of at most so many query rows, or of one head of one segment (of all heads
-        that share keys)."""
+        """The same pairs by several calls: of at most max_rows query rows, but at least one head of one segment. Heads
+        that share keys stay together."""
         query, key, num_heads, num_kv_heads = self.query, self.key, len(self.query.heads), len(self.key.heads)
         heads = max(1, max_rows // query.num_rows) if num_heads == num_kv_heads else num_kv_heads
         segments = max(1, max_rows // (num_heads * query.num_rows)) if isinstance(key, Rows) else query.segments
@@ -64,7 +64,7 @@ class Tile(NamedTuple):
 class Message(NamedTuple):
     """A slice of a flat buffer that is sent to, or received from, `peer`.
 
-    owner: the rank whose chunk, or whose chunk's gradient, it is. packed: where an own chunk lies among the own ones.
+    owner: the rank that packed the chunk. packed: where an own chunk lies in the buffer of own chunks.
     """
 
     peer: int
@@ -78,12 +78,12 @@ class Message(NamedTuple):
 class Hop(NamedTuple):
     """What one rank does at one hop. Peers are ranks of the group.
 
-    sends, receives: chunks, so that afterwards the received ones can be met. Later than at the first hop an own chunk
-        is sent from the rank's rows, since the buffer holds others by then.
+    sends, receives: chunks, before the tiles. After the first hop an own chunk is packed anew, since the buffer holds
+        others by then.
     tiles: own queries times received chunks.
     grad_starts: where gradients of received chunks start from zero.
-    grad_sends: gradients of chunks, to the rank of the next hop or, finished, home.
-    grad_receives: gradients that come along for the next hop, and this rank's own that come home, by ring.
+    grad_sends: gradients of received chunks, to the rank of the next hop or, if finished, to the chunk's owner.
+    grad_receives: gradients of the chunks of the next hop, and finished ones of own chunks.
     targets: own chunks, to the ranks that meet them at this hop (for `gathered`, which sends them straight there).
     """
 
@@ -102,8 +102,8 @@ class Plan:
 
     packs: which rows of its own key/value go where in the buffer of its own chunks.
     chunk_size, received_size, home_size: of the buffers of own chunks, of received ones, and of gradients that come
-        home. Over several hops the first two change places, and are of one size.
-    cached: own queries times rows of a cache, which a rank of one has in the place of chunks (forward only).
+        home. Over several hops the first two change places, and have one size.
+    cached: own queries times rows of a cache (one rank, forward only).
     """
 
     rank: int
@@ -130,22 +130,22 @@ class Plan:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs that this rank computes, per batch entry."""
+        """(query, key) pairs of all tiles, per batch entry."""
         return sum(tile.pairs for tile in self.tiles)
 
     def packs_of(self, message: Message) -> Iterator[tuple[Rows, Block]]:
-        """Which own rows lie where in the own chunk of a message; places count from its start."""
+        """Which own rows lie where in the own chunk of a message. Offsets count from the start of the chunk."""
         stop = message.packed + message.size
         for rows, block in self.packs:
             if message.packed <= block.offset < stop:
                 yield rows, block._replace(offset=block.offset - message.packed)
 
     def flops(self, batch: int, head_dim: int, *, backward: bool = False) -> int:
-        """Floating-point operations: 2 matrix products forward, 5 backward, 2 * D operations per pair each."""
+        """Floating-point operations: 2 matrix products forward and 5 backward, of 2 * D operations for each pair."""
         return (5 if backward else 2) * 2 * head_dim * batch * self.pairs
 
     def sent(self, *, backward: bool = False) -> tuple[int, int]:
-        """(elements of K‖V, elements of dK‖dV) that this rank sends, in units of B * D."""
+        """(K and V, dK and dV) that this rank sends, in units of B * D elements."""
         chunks = sum(m.size for hop in self.hops for m in hop.sends)
         grads = sum(m.size for hop in self.hops for m in hop.grad_sends)
         return chunks, grads if backward else 0
@@ -161,10 +161,11 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def gathered(plan: Plan) -> Plan:
-    """The same work in one round (all_gather): every chunk goes straight to the ranks that meet it, its gradients home.
+    """The same work in one round (all_gather): an owner sends its chunk to all ranks that meet it, and they send its
+    gradients back.
 
-    That sends as many bytes as the ring and waits once instead of g - 1 times. But a rank holds all chunks that it
-    meets, and their gradients. Buffers are in the order of owners (or of ranks that send gradients home), then of hops.
+    This sends as many bytes as the ring, and waits once instead of g - 1 times. But a rank holds all chunks that it
+    meets, and their gradients. They lie in the order of the ranks that send them, then of hops.
     """
     if not plan.hops:
         return plan
@@ -172,12 +173,11 @@ def gathered(plan: Plan) -> Plan:
     targets = sorted((m for hop in plan.hops for m in hop.targets), key=lambda m: m.peer)
     *places, received_size = accumulate((m.size for m, _ in received), initial=0)
     *homes, home_size = accumulate((m.size for m in targets), initial=0)
-    chunks, tiles = [], []
-    at_hop: list[list[tuple[Message, int]]] = [[] for _ in plan.hops]
-    for (message, i), place in zip(received, places, strict=True):
-        chunks.append(Message(message.owner, place, message.size, message.owner))
-        at_hop[i].append((message, place))
-    for hop, here in zip(plan.hops, at_hop, strict=True):
+    placed = list(zip(received, places, strict=True))
+    chunks = tuple(Message(m.owner, place, m.size, m.owner) for (m, _), place in placed)
+    tiles = []
+    for i, hop in enumerate(plan.hops):
+        here = [(m, place) for (m, k), place in placed if k == i]
         for tile in hop.tiles:
             assert isinstance(tile.key, Block)
             at = tile.key.offset
@@ -185,9 +185,9 @@ def gathered(plan: Plan) -> Plan:
             tiles.append(tile._replace(key=tile.key._replace(offset=at + shift)))
     only = Hop(
         sends=tuple(targets),
-        receives=tuple(chunks),
+        receives=chunks,
         tiles=tuple(tiles),
-        grad_starts=tuple(chunks),
+        grad_starts=chunks,
         grad_sends=tuple(m._replace(is_gradient=True) for m in chunks),
         grad_receives=tuple(m._replace(offset=home, is_gradient=True) for m, home in zip(targets, homes, strict=True)),
     )
@@ -195,10 +195,7 @@ def gathered(plan: Plan) -> Plan:
 
 
 class GlobalChunk(NamedTuple):
-    """What a message carries: rows of a segment of a branch that one rank owns, as rows of the whole sequence.
-
-    origin, lane: as of the `rings.Ring`. rows: global positions in the place of local ones, and where they lie.
-    """
+    """What a message carries. origin, lane: as of `rings.Ring`. rows: by global position, and where they lie."""
 
     owner: int
     branch: int

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import accumulate, groupby, pairwise, product
 
 from ..pattern import HeadGroup
@@ -67,7 +67,7 @@ def chunk_finder(job: Job, rank: int) -> Callable[[Message], GlobalChunk]:
 
 
 class _Planner:
-    """What the plans of all ranks share, and the steps of making one."""
+    """What the plans of all ranks of a job share, and the steps of making one."""
 
     def __init__(self, job: Job) -> None:
         self.pattern, self.shards, self.borders = job.pattern, job.shards, job.borders
@@ -78,7 +78,7 @@ class _Planner:
         self.owners = sorted((span, rank) for rank, shard in enumerate(job.shards) for span in shard)
         self.starts = [span.start for span, _ in self.owners]
         self.row_of = {s: row for shard in job.shards for s, row in zip(shard, first_rows(shard), strict=False)}
-        self.rings_of = cache(self.make_rings)  # their ranks share them
+        self.rings_of = cache(self.make_rings)  # all ranks of a ring ask for it
 
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
         """Tiles of all branches with own rows on both sides, and the rings of this rank."""
@@ -93,13 +93,13 @@ class _Planner:
                     elif (branch, origin) not in rings:
                         rings[branch, origin] = self.rings_of(branch, origin, stop)
                         own = self.pieces(rank, origin, stop)
-                        # Each piece with itself first: these tiles write where the others add.
+                        # Each piece times itself comes first: these tiles write where the others add.
                         for query, key in sorted(product(own, own), key=lambda pair: pair[0] != pair[1]):
                             tiles += self.own_tiles(branch, origin, query, key, 1)
         return tiles, [ring for _, both in sorted(rings.items()) for ring in both if rank in ring.ranks]
 
     def own_tiles(self, branch: int, origin: int, query: Piece, key: Piece, segments: int) -> Iterator[Tile]:
-        """Own queries of one piece times own keys of one piece of the same segment (and the `segments - 1` after)."""
+        """Own queries of one piece times own keys of another or the same, of one segment or of `segments` alike."""
         length, rate = self.pattern.branches[branch]
         same, is_causal, split = query == key, self.pattern.is_causal, self.pattern.heads == "split"
         segment_step = length if segments > 1 else 0
@@ -138,9 +138,9 @@ class _Planner:
         return tuple(rings)
 
     def members(self, branch: int, origin: int, stop: int) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
-        """The ranks that share a segment, with their pieces: once for all heads whose rows the same ranks need.
+        """The ranks that share a segment, with their pieces; once for all heads whose rows the same ranks need.
 
-        A rank needs a row if it has one of the same phase, if causal a later one: what counts then is its last piece.
+        A rank needs the rows of the phases that it holds: all of them or, if causal, those before its last piece.
         """
         rate = self.pattern.dilation_rates[branch]
         pieces = {rank: self.pieces(rank, origin, stop) for rank in self.candidates(branch, origin, stop)}
@@ -164,7 +164,7 @@ class _Planner:
                 yield held, groups
 
     def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
-        """The ranks that may hold rows of a segment. Goes from row to row: few ranks have any where rates are high."""
+        """The ranks that may hold rows of a segment, found from row to row, since at high rates few ranks hold any."""
         rate, groups = self.pattern.dilation_rates[branch], self.groups[branch]
         lowest = min((group.phase for group in groups), default=0)
         highest = max((g.phase + (len(g.query_heads) - 1) * g.phase_step for g in groups), default=0)
@@ -197,10 +197,10 @@ class _Planner:
                     yield Tile(q.query_rows(rate), block, is_causal=False, first_query=False, first_key=False)
 
     def cut(self, tile: Tile, rank: int) -> Iterator[Tile]:
-        """Cut a tile into head blocks, so that a kernel's results stay small beside the tensors they are added to.
+        """Cut a tile into blocks of heads, so that a kernel's results stay small beside the tensors they are added to.
 
-        A result is kept below a third of one local tensor, but no block gets fewer than 4 key/value heads, which a
-        backend's threads share. A first tile that covers everything stays whole: it becomes the accumulator.
+        A result takes at most a third of one local tensor, unless a block would have fewer than 4 key/value heads for
+        the kernel's threads. A first tile of all rows stays whole, since its result becomes the accumulator.
         """
         local_size = shard_length(self.shards[rank]) * self.num_heads
         size = len(tile.query.heads) * tile.query.num_rows * tile.query.segments
@@ -221,13 +221,10 @@ class _Planner:
             leaving, here, coming = (i + 1 - s) % g, (i - s) % g, (i - s - 1) % g  # chunks
             target = ring.ranks[(i + s) % g]  # meets this rank's chunk
 
-            def add(
-                field: str, peer: int, chunk: int, ring: Ring = ring, offset: int = offset, is_gradient: bool = False
-            ) -> None:
+            def add(field: str, peer: int, chunk: int, ring: Ring = ring, offset: int = offset) -> None:
                 size, owner = ring.chunks[chunk].size, ring.ranks[chunk]
-                hop[field].append(Message(peer, offset, size, owner, is_gradient, packed=offset))
+                hop[field].append(Message(peer, offset, size, owner, field.startswith("grad_"), packed=offset))
 
-            add_gradient = partial(add, is_gradient=True)
             if meets(leaving, s) and (s == 1 or meets(leaving, s - 1)):
                 add("sends", onward, leaving)
             if meets(i, s):
@@ -235,16 +232,16 @@ class _Planner:
                 if s > 1 and not meets(i, s - 1):
                     add("sends", target, i)
                 if not meets(i, s + 1):
-                    add_gradient("grad_receives", target, i)
+                    add("grad_receives", target, i)
             if meets(here, s):
                 is_first = s == 1 or not meets(here, s - 1)
                 add("receives", ring.ranks[here] if is_first else back, here)
                 if is_first:
-                    add_gradient("grad_starts", rank, here)
+                    add("grad_starts", rank, here)
                 hop["tiles"] += (x for tile in self.remote_tiles(ring, i, here, offset) for x in self.cut(tile, rank))
-                add_gradient("grad_sends", onward if meets(here, s + 1) else ring.ranks[here], here)
+                add("grad_sends", onward if meets(here, s + 1) else ring.ranks[here], here)
             if meets(coming, s) and meets(coming, s + 1):
-                add_gradient("grad_receives", back, coming)
+                add("grad_receives", back, coming)
         return Hop(**{field: tuple(entries) for field, entries in hop.items()})
 
 

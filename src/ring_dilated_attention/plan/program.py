@@ -2,11 +2,12 @@
 
     plan -> program -> {carried out (run/executor.py), weighed (forecast/ledger.py), timed (forecast/clock.py)}
 
-Nothing else knows what happens when: what is made, sent, awaited, computed, merged and let go stands here, once, for
-one device, for a ring (arXiv 2310.01889), for all chunks in one round (`plan.gathered`) and for heads dealt to ranks.
-A program is made before it is carried out. `print(program)` shows it, a step to a line (docs/how_it_works.md).
+This file alone decides the order of steps: on one device, in a ring (arXiv 2310.01889), with all chunks in one round
+(`plan.gathered`) and with heads dealt to ranks. A whole program is made before its first step is carried out.
+`print(program)` shows it, a step to a line (docs/how_it_works.md).
 
-A rank holds its shards, two K‖V buffers and, in backward, two dK‖dV buffers; nothing else that it receives is kept.
+Beside its shards a rank holds two buffers of chunks, which change places at every hop: BUFFERS[(s + 1) % 2] holds those
+that come at hop s, from 0. In backward two buffers of gradients do the same. It keeps nothing else that it receives.
 """
 
 from collections.abc import Iterable
@@ -21,8 +22,8 @@ from .step import BUFFERS, GRADIENTS, OWN_CHUNKS, OWN_ROWS, RECEIVED, BufferSlic
 _GIVEN = {"forward": ("query", "key", "value"), "backward": ("dout", "query", "key", "value", "out", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
-# A program of more tiles (times batch entries) is made anew for every call: it would take much memory, and its tiles
-# take longer than its making.
+# A program of more tiles (times batch entries) is made anew for every call. To keep it would take much memory, and to
+# make it takes less time than its tiles.
 MOST_KEPT_TILES = 1000
 
 
@@ -59,20 +60,19 @@ _kept = lru_cache(maxsize=64)(make_program)
 
 
 class _Maker:
-    """Writes the steps of a stage down. Knows which accumulators there are: a first result that covers everything is
-    adopted."""
+    """Lists the steps of a stage, and remembers which accumulators there are and which gradients are on their way."""
 
     def __init__(self, plan: Plan, stage: str, terms: Terms) -> None:
         self.plan, self.stage, self.terms = plan, stage, terms
         self.made: list[Step] = []
         self.started: set[str] = set()
-        self.arriving: list[steps.Wait] = []  # for what earlier ranks added to the gradients of the chunks at hand
+        self.arriving: list[steps.Wait] = []  # for gradients of the chunks at hand, from the rank that had them before
 
     def put(self, *found: Step) -> None:
         self.made += found
 
     def forward(self) -> None:
-        """out and lse of this rank's queries: own tiles while the first chunks fly, then those of each hop's chunks."""
+        """out and lse of this rank's queries: own tiles while the first chunks travel, then the tiles of each hop."""
         plan = self.plan
         self.start_hop(0)
         for tile in plan.local:
@@ -83,7 +83,7 @@ class _Maker:
             self.arrive(s)
             self.start_hop(s + 1)
             for tile in hop.tiles:
-                self.partial(tile, _received_at(s))
+                self.partial(tile, BUFFERS[(s + 1) % 2])
         self.put(steps.Free(BUFFERS))
         self.start("out")
         self.put(steps.Finish("out"), steps.Finish("lse"))
@@ -91,8 +91,8 @@ class _Maker:
     def backward(self) -> None:
         """dq, dk, dv of this rank's rows. `out` and `lse` are the merged ones, so every tile's p is the global weight.
 
-        The chunks make their way again, in ranges of hops. The gradient of a chunk starts where a range does, follows
-        one hop behind and goes home at the end of the range. What its owner contributes is added at home.
+        The chunks travel again, and their gradients follow one hop behind (`rings.py`). The owner of a chunk adds what
+        its own queries contribute.
         """
         plan = self.plan
         self.start_hop(0)
@@ -109,7 +109,7 @@ class _Maker:
                 self.put(steps.Take(sums, plan.received_size, is_sum=True))
             self.put(*(steps.Zero(BufferSlice(sums, m.offset, m)) for m in hop.grad_starts))
             for tile in hop.tiles:
-                self.gradients(tile, _received_at(s), sums)
+                self.gradients(tile, BUFFERS[(s + 1) % 2], sums)
             self.await_gradients()
             if s + 1 == len(plan.hops):
                 self.put(steps.Free(BUFFERS))
@@ -123,8 +123,10 @@ class _Maker:
             self.put(steps.Finish(name))
 
     def start_hop(self, s: int) -> None:
-        """Start the exchange of hop s (from 0): send chunks on from one buffer, receive others into the other. Own
-        chunks are dilated before the first hop. After the last hop, the buffer from which was sent can go."""
+        """Start to send the chunks of hop s from one buffer and to receive others into the other.
+
+        Own chunks are packed before the first hop. After the last one, the buffer that was sent from is freed.
+        """
         if s == len(self.plan.hops):
             self.put(*([steps.Free((BUFFERS[(s + 1) % 2],))] if s else []))
             return
@@ -136,12 +138,12 @@ class _Maker:
         sends = tuple(
             BufferSlice(late[m], 0, m) if m in late else BufferSlice(BUFFERS[s % 2], m.offset, m) for m in hop.sends
         )
-        receives = tuple(BufferSlice(_received_at(s), m.offset, m) for m in hop.receives)
+        receives = tuple(BufferSlice(BUFFERS[(s + 1) % 2], m.offset, m) for m in hop.receives)
         if sends or receives:
             self.put(steps.Post(self.moment(s), self.moment(s), sends, receives))
 
     def arrive(self, s: int) -> None:
-        """Wait for the chunks of hop s, and for those that it sends."""
+        """Wait until hop s has sent and received its chunks."""
         hop, late = self.plan.hops[s], tuple(self.late_chunks(s).values())
         self.put(*([steps.Wait(self.moment(s))] if hop.sends or hop.receives else []))
         self.put(*([steps.Free(late)] if late else []))
@@ -150,20 +152,19 @@ class _Maker:
         return f"{self.stage}, hop {s + 1}, keys and values"
 
     def late_chunks(self, s: int) -> dict[Message, str]:
-        """Own chunks that are sent after the first hop, dilated once more, since the buffer holds others' by then."""
+        """Own chunks that are sent after the first hop. They are packed anew, since the buffer holds others by then."""
         own = (m for m in self.plan.hops[s].sends if s and m.owner == self.plan.rank)
         return {m: f"own chunk sent late at hop {s + 1}, {m.packed}" for m in own}
 
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
-        """Send the gradients of hop s off. Returns the waits for their leaving.
+        """Start to send the gradients of hop s. Returns the waits until they are sent.
 
-        Finished ones go to the owners of their chunks. They are received where those for the next hop will be, so there
-        are two batches. All ranks have them in this order, and each batch holds both sides of its messages: none waits
-        for one that stands behind it in another rank's stream.
+        Finished ones go to the owners of their chunks, the others on to the next rank. Both are received into the same
+        buffer, one after the other, so there are two posts. All ranks have both in this order, so that no message waits
+        for one that its other side starts later.
         """
         hop, moment, leaving = self.plan.hops[s], f"backward, hop {s + 1}, gradients", []
-        for which in ("finished", "onward"):
-            is_finished = which == "finished"
+        for which, is_finished in (("finished", True), ("onward", False)):
             sends = [m for m in hop.grad_sends if (m.peer == m.owner) == is_finished]
             receives = [m for m in hop.grad_receives if (m.owner == self.plan.rank) == is_finished]
             if not sends and not receives:
@@ -187,7 +188,7 @@ class _Maker:
         self.arriving = []
 
     def start(self, *names: str) -> None:
-        """Make the accumulators that there are not yet."""
+        """Make those accumulators that were not made yet."""
         for name in names:
             if name not in self.started:
                 self.started.add(name)
@@ -214,12 +215,12 @@ class _Maker:
                     self.put(steps.Merge(call, entry, how))
 
     def names_to_copy(self, tile: Tile, keys: str) -> list[str]:
-        """Which rows pay for a copy: all are read once for each block of queries."""
+        """The tensors of which a tile's rows are copied, as of `Packing`."""
         packing, (query, key) = self.terms.packing, self.terms.distances
-        num_rows = min(tile.query.num_rows, tile.key.num_rows)
-        if packing is None or self.terms.in_place or num_rows * self.terms.itemsize < packing.num_bytes:
+        fewer, more = sorted((tile.query.num_rows, tile.key.num_rows))
+        if packing is None or self.terms.in_place or fewer * self.terms.itemsize < packing.num_bytes:
             return []
-        if max(tile.query.num_rows, tile.key.num_rows) * self.terms.batch > packing.max_rows:
+        if more * self.terms.batch > packing.max_rows:
             return []
         names = ["query"] if tile.query.step * query >= packing.distance else []
         if keys == OWN_ROWS and isinstance(tile.key, Rows) and tile.key.step * key >= packing.distance:
@@ -227,7 +228,7 @@ class _Maker:
         return names
 
     def gradients(self, tile: Tile, keys: str, sums: str = OWN_ROWS) -> None:
-        """Gradients that arrive are awaited when everything else is under way."""
+        """The gradients of a tile. Those that arrive are awaited last, just before dk and dv are added to them."""
         for entry in self.entries(tile):
             if self.terms.in_place:
                 self.start("dq")
@@ -246,7 +247,7 @@ class _Maker:
                 self.put(steps.Add(name, tile, entry, how, OWN_ROWS if isinstance(tile.key, Rows) else sums))
 
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
-        """How a result goes into its accumulator, which is there then."""
+        """How a result goes into its accumulator: a first one that covers all rows becomes it ("adopt")."""
         num_heads = self.plan.num_kv_heads if name in ("dk", "dv") else self.plan.num_heads
         is_all = entry is None and rows.segments * len(rows.heads) * rows.num_rows == self.plan.num_rows * num_heads
         if is_first and is_all and name not in self.started and not self.terms.widens:
@@ -256,14 +257,9 @@ class _Maker:
         return "write" if is_first else otherwise
 
     def entries(self, tile: Tile) -> Iterable[int | None]:
-        """One call for the whole batch if batch and segments fold into one stride, else one for each entry."""
+        """One call for the whole batch (None) if batch and segments fold into one stride, else one for each entry."""
         rows, batch = tile.query, self.terms.batch
         folds = self.terms.folds and self.plan.num_rows == rows.segments * rows.segment_step
         if batch == 1 or rows.segments == 1 or folds:
             return (None,)
         return range(min(batch, 2) if self.terms.is_brief else batch)
-
-
-def _received_at(s: int) -> str:
-    """The buffer that holds the chunks of hop s: the two change places at every hop."""
-    return BUFFERS[(s + 1) % 2]

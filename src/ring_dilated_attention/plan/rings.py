@@ -1,15 +1,14 @@
-"""Rings: who shares rows of a straddling segment, what a chunk holds, and at which hops it is needed.
+"""Rings: who shares rows of a straddling segment, what a chunk holds, and when it is needed. Pure integers, no torch.
 
-Pure integers, no torch.
+At hop s the chunk of the rank at place c of a ring is due at place c + s. It is sent there only if that rank needs it,
+so a chunk travels during *ranges* of hops. The owner sends it to the first rank of a range, and inside the range each
+rank passes it on. If the pattern is causal and shards are contiguous, no range wraps, and the ring is a line. Under
+zigzag only lower ranks need the later piece of a shard: the owner sends it to rank 0 at the hop at which the earlier
+piece gets there too. In backward the gradient of a chunk follows the chunk one hop behind. The gradient starts from
+zero at the first rank of each range, and the last rank of the range sends it to the owner.
 
-At hop s the chunk of the rank at place c of a ring is due at place c + s. It is sent there only if the rank needs it,
-so it travels during *ranges* of hops. Inside a range each rank passes it on; the first rank of a range has it from the
-owner. Under causality with contiguous shards no range wraps, and the ring is a line. Under zigzag only lower ranks need
-the later piece of a shard: it goes straight to rank 0 when the earlier piece gets there too. In backward the gradient
-of a chunk follows it one hop behind, starts from zero with each range, and goes straight home at its end.
-
-Where a rate is higher than a piece is long, a rank may have rows of some phases only. Heads whose phases other ranks
-share have rings of their own then, so that no chunk comes to a rank without queries for all of it.
+Where pieces are shorter than the rate, a rank may have rows of some phases only. Heads then share a ring only if the
+same ranks hold their phases, so that a rank has queries for all of each chunk that it receives.
 """
 
 from bisect import bisect_left
@@ -42,8 +41,7 @@ Hops = tuple[tuple[int, int], ...]  # ranges of hops, first and last
 class Ring(NamedTuple):
     """Heads of a straddling segment of a branch, and the ranks that hold rows of them.
 
-    origin: where the segment starts.
-    lane: rows that other ranks need, or that are needed at other hops, are in chunks of other rings, with other lanes.
+    origin: where the segment starts. lane: the number of this ring among those of the segment.
     ranks, pieces, chunks, needed: each rank in order, its pieces, its chunk, and the hops at which the chunk is needed.
     """
 
@@ -56,7 +54,7 @@ class Ring(NamedTuple):
     needed: tuple[Hops, ...]
 
     def meets(self, chunk: int, s: int) -> bool:
-        """Whether the rank to which a chunk comes at hop s needs it."""
+        """Whether the rank at which a chunk is due at hop s needs it."""
         return any(first <= s <= last for first, last in self.needed[chunk])
 
     def place_of(self, rank: int) -> int:
@@ -75,17 +73,13 @@ def make_chunk(groups: Sequence[HeadGroup], pieces: Sequence[Piece], origin: int
 
 
 def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
-    """For each piece of each place of a ring the hops at which it comes to a place that needs it.
+    """For each piece of each place of a ring, the hops at which it comes to a place that needs it.
 
-    A place needs a piece if one of its own starts later. Places are added as the start that is asked for falls, and
-    kept as ranges of neighbours.
-
-    Args:
-        starts: of the pieces of each place, in ascending order.
+    A place needs the pieces that start before its own last one. starts: of each place's pieces, in ascending order.
     """
     g = len(starts)
-    falling = sorted(range(g), key=lambda k: starts[k][-1])  # taken from the end
-    ranges: list[tuple[int, int]] = []
+    falling = sorted(range(g), key=lambda k: starts[k][-1])  # places that do not need the piece at hand yet
+    ranges: list[tuple[int, int]] = []  # of neighbouring places that do
     found: list[list[Hops]] = [[()] * len(place) for place in starts]
     for start, c, j in sorted(((x, c, j) for c, place in enumerate(starts) for j, x in enumerate(place)), reverse=True):
         while falling and starts[falling[-1]][-1] > start:

@@ -1,7 +1,7 @@
 """Where rows lie: the rows that heads read in a piece of a segment, as strided views. Pure integers, no torch.
 
-A *piece* is what one span of a shard holds of a segment. The rows that one head reads in it have the stride of the
-dilation rate. A *band* is a range of a head group's heads whose rows form one view, also from head to head.
+A *piece* is what one span of a shard holds of a segment. One head reads every r-th row of it, where r is the dilation
+rate. A *band* is a range of neighbouring heads of a head group whose rows together form one strided view.
 """
 
 from bisect import bisect_left, bisect_right
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Heads start..stop-1 of a block of a chunk: keys (B, num_heads, num_rows, D) at `offset`, values after them."""
+    """Heads start..stop-1 of a block of a chunk: keys (B, num_heads, num_rows, D) at `offset`, then as many values."""
 
     offset: int
     num_heads: int
@@ -82,7 +82,7 @@ class Band(NamedTuple):
 
     @property
     def kv_heads(self) -> range:
-        """A diagonal has a key/value head for each query head; heads of one phase may share them, and are never cut."""
+        """On a diagonal each query head has its own. Heads of one phase may share them, and are never cut apart."""
         return self.group.kv_heads[self.lo : self.hi] if self.group.phase_step else self.group.kv_heads
 
     def query_rows(self, rate: int) -> Rows:
@@ -103,9 +103,9 @@ def segment_of(position: int, borders: Sequence[int], length: int) -> tuple[int,
 
 
 def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Iterator[tuple[Piece, int]]:
-    """Cut a span into pieces by segment, each with the number of whole segments from there on that are alike.
+    """Cut a span into pieces by segment, each with the number of whole segments that begin there and are alike.
 
-    0 stands for a piece of a segment that does not lie in the span as a whole.
+    That number is 0 for a piece of a segment that does not lie in the span as a whole.
     """
 
     def piece(start: int, stop: int) -> Piece:
@@ -126,9 +126,9 @@ def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Ite
             yield piece(stop - rest, stop), 1 if stop == end else 0
 
 
-@lru_cache(maxsize=1024)  # a rank's queries meet one chunk after the other
+@lru_cache(maxsize=1024)  # the same queries meet one chunk after another
 def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[Band, ...]:
-    """Cut the heads of a group where their rows in a piece stop being one strided view. Heads without rows drop out."""
+    """Cut the heads of a group into bands of a piece. Heads without rows in it drop out."""
     start, stop = piece.start - origin, piece.stop - origin
     bands: list[Band] = []
     for j in range(len(group.query_heads) if group.phase_step else 1):

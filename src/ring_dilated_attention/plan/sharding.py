@@ -33,11 +33,7 @@ def split_lengths(seq_len: int, num_parts: int, align: int = 1) -> tuple[int, ..
 
 
 def default_lengths(sharding: str, seq_len: int, world_size: int, align: int = 1, inner: int = 1) -> tuple[int, ...]:
-    """The number of positions of every rank under the near-equal split.
-
-    Args:
-        inner: groups of so many neighbouring ranks share one shard, in near-equal slices (a 2-D mesh).
-    """
+    """The number of positions of every rank under the near-equal split. align, inner: as of `Cut`."""
     if sharding != "zigzag":
         return split_lengths(seq_len, world_size, align)
     parts = split_lengths(seq_len, 2 * (world_size // inner))
@@ -65,7 +61,7 @@ def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
             f"got {lengths}. Cut the sequence with ContextParallel.shard."
         )
     parts = [Span(a, b) for a, b in pairwise(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))]
-    # The last rank's two parts are neighbours, yet two spans: they travel opposite ways, as everybody's do.
+    # The last rank's two parts are neighbours, but stay two spans: as chunks they travel at different hops.
     pairs = ((parts[k], parts[-1 - k]) for k in range(world_size))
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
 
@@ -73,8 +69,8 @@ def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
 class Cut(NamedTuple):
     """How ranks cut a sequence.
 
-    num_shards: ranks that hold a shard. align, lengths: as `ContextParallel` takes them.
-    inner: groups of so many neighbours share one, in slices (a 2-D mesh).
+    num_shards: the number of ranks. align, lengths: as `ContextParallel` takes them.
+    inner: groups of so many neighbouring ranks share one shard, in near-equal slices (a 2-D mesh).
     """
 
     sharding: str
@@ -84,7 +80,7 @@ class Cut(NamedTuple):
     inner: int = 1
 
     def default_lengths(self, seq_len: int) -> tuple[int, ...]:
-        """Every rank's number of positions of a sequence that `shard` cuts."""
+        """Every rank's number of positions of a sequence; ValueError if `lengths` is for another."""
         if self.lengths is None:
             return default_lengths(self.sharding, seq_len, self.num_shards, self.align, self.inner)
         if sum(self.lengths) != seq_len:
@@ -94,11 +90,7 @@ class Cut(NamedTuple):
         return self.lengths
 
     def shards_of(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
-        """Every rank's shard, given every rank's number of positions.
-
-        Raises:
-            ValueError: if they are not those that were given.
-        """
+        """Every rank's shard, given every rank's number of positions; ValueError if `lengths` says otherwise."""
         if self.lengths is not None and tuple(lengths) != self.lengths:
             raise ValueError(f"ranks have {tuple(lengths)} positions, but lengths={self.lengths} was given.")
         if self.inner == 1:
@@ -134,11 +126,7 @@ def joined(spans: Iterable[Span]) -> Shard:
 
 
 def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
-    """The ranks in the order in which they stand in the ring: those of one host side by side, hosts as they first come.
-
-    Args:
-        hosts: the host of every rank.
-    """
+    """The order of the ranks in the ring, given each rank's host: side by side on a host, hosts by their first rank."""
     first_seen = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
     return tuple(sorted(range(len(hosts)), key=lambda rank: (first_seen[hosts[rank]], rank)))
 
@@ -153,7 +141,7 @@ def first_rows(shard: Shard) -> Iterator[int]:
 
 
 def check_documents(borders: Sequence[int], seq_len: int) -> None:
-    """Raise ValueError unless borders of packed documents lead from 0 to seq_len, upwards."""
+    """Raise ValueError unless borders of packed documents increase from 0 to seq_len."""
     if len(borders) < 2 or borders[0] != 0 or borders[-1] != seq_len:
         quoted = list(borders) if len(borders) <= 6 else f"[{borders[0]}, {borders[1]}, ..., {borders[-1]}]"
         raise ValueError(
@@ -168,7 +156,7 @@ def check_documents(borders: Sequence[int], seq_len: int) -> None:
 
 
 def documents_of(borders: Sequence[int] | None, seq_len: int) -> tuple[int, ...] | None:
-    """The borders of packed documents, checked against the length of the whole sequence; None for one document."""
+    """The borders of packed documents, checked; None for one document."""
     if borders is None:
         return None
     check_documents(borders, seq_len)
@@ -176,11 +164,7 @@ def documents_of(borders: Sequence[int] | None, seq_len: int) -> tuple[int, ...]
 
 
 def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:
-    """Positions within their document of a shard's rows, as ranges in local order.
-
-    Args:
-        documents: global borders of the packed documents, (0, ..., n).
-    """
+    """Positions of a shard's rows within their documents, as ranges in local order. documents: borders (0, ..., n)."""
     ranges = []
     for start, stop in shard:
         for i in range(bisect_right(documents, start) - 1, bisect_left(documents, stop)):

@@ -1,4 +1,4 @@
-"""How large the tensors of a call are, and what its program needs to know of a kernel. No torch."""
+"""The sizes of a call's tensors, and the traits of a kernel on which programs and memory depend. No torch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,11 +7,7 @@ from .step import Compute, Packing
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call's tensors.
-
-    itemsize: bytes of an element of query, key and value. Accumulators have at least 4.
-    num_threads: of the CPU kernel; each has scratch of a fixed size.
-    """
+    """itemsize: bytes of an element of query, key and value. num_threads: of the CPU kernel; each takes scratch."""
 
     batch: int
     head_dim: int
@@ -20,6 +16,7 @@ class Sizes(NamedTuple):
 
     @property
     def sum_itemsize(self) -> int:
+        """Bytes of an element of an accumulator."""
         return max(self.itemsize, 4)
 
     @property
@@ -31,10 +28,10 @@ class Sizes(NamedTuple):
 class Traits(NamedTuple):
     """What programs and memory need to know of a kernel.
 
-    in_place: it merges and adds by itself, instead of giving the results of one tile.
-    is_whole: it makes the whole pass by itself on one device.
-    scratch: bytes that it takes and frees inside one call, given the number of query heads of all tiles together.
-    packing: when rows are copied side by side for it.
+    in_place: it adds to the accumulators itself, instead of returning the results of a tile.
+    is_whole: it can compute a whole pass on one device by itself.
+    scratch: bytes that it takes and frees inside one call. The number is that of all query heads of the tensors.
+    packing: from when on rows are copied side by side for it.
     """
 
     in_place: bool

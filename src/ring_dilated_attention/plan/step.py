@@ -1,8 +1,8 @@
-"""What a rank's program is made of: the steps that it can take, and the terms under which it takes them. No torch.
+"""The steps of a rank's program, and the terms on which a program depends. No torch.
 
-Steps call tensors by name: "query", "key", "value", "out", "lse", their gradients "dout", "dlse", "dq", "dk", "dv", the
-results of one tile, the flat buffers of chunks, and "cached key" and "cached value" (B, rows, G, D), the memory of a
-cache. Sizes of buffers are in units of B * D elements.
+Steps name tensors: "query", "key", "value", "out", "lse", the gradients "dout", "dlse", "dq", "dk", "dv", the buffers
+of chunks below, and the memory of a cache, "cached key" and "cached value" (B, rows, G, D). Sizes of buffers are in
+units of B * D elements.
 """
 
 from typing import NamedTuple
@@ -19,9 +19,9 @@ STAGES = ("forward", "backward")
 
 
 class Packing(NamedTuple):
-    """From when on a kernel reads the rows of a tile faster if they are copied side by side before.
+    """When a kernel computes a tile faster from a copy in which the rows lie side by side.
 
-    distance: bytes from one row to the next. num_bytes: of an element of each of a segment's rows.
+    distance: the least number of bytes from one row to the next. num_bytes: the least number of rows, times itemsize.
     max_rows: query rows that are copied at a time; a tile of more is split into several calls.
     """
 
@@ -34,12 +34,11 @@ class Terms(NamedTuple):
     """What a program depends on beside the plan.
 
     in_place, is_whole, packing: the kernel's, as of `sizes.Traits`.
-    widens: accumulators are of a wider dtype than the inputs (float32 for 16-bit types).
+    widens: accumulators have a wider dtype than the inputs (float32 for 16-bit types).
     folds: batch and segments are one stride in every tensor; else a tile of several segments is a call per batch entry.
-    dealing: heads are dealt for positions before, and positions for heads afterwards.
-    has_dlse: lse has a gradient (backward).
+    dealing: how heads are dealt before and after, if they are. has_dlse: lse has a gradient (backward).
     distances: bytes from one position to the next in query, and in key and value. itemsize: bytes of their elements.
-    is_brief: of a tile's calls and batch entries, which take the same steps, two are listed. Times need all of them.
+    is_brief: list only two of a tile's calls and of its batch entries, which are alike. Times need all of them.
     """
 
     in_place: bool = False
@@ -56,7 +55,7 @@ class Terms(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """Replace a tensor by its rows of all ranks that deal, of this rank's heads; or the other way around."""
+    """Turn the own positions of all heads of a tensor into all positions of this rank's heads (to_heads), or back."""
 
     name: str
     to_heads: bool
@@ -85,7 +84,7 @@ class Free(NamedTuple):
 
 
 class BufferSlice(NamedTuple):
-    """A message, and where it lies: from `start` on in the buffer `name`."""
+    """A message, which lies in the buffer `name` from `start` on."""
 
     name: str
     start: int
@@ -96,9 +95,9 @@ class BufferSlice(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start to send and to receive.
+    """Start to send and to receive. is_apart: the two are awaited apart.
 
-    ticket: a `Wait` names it. moment: an error names it. is_apart: what is sent and what comes are awaited apart.
+    ticket: names the post in its `Wait`. moment: names it in an error.
     """
 
     ticket: str
@@ -109,7 +108,7 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait for what a post sends or receives, or for both. Waiting again returns at once."""
+    """Wait until a post has sent, has received, or both. A second wait returns at once."""
 
     ticket: str
     sent: bool = True
@@ -123,18 +122,18 @@ class Zero(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Make an accumulator (of out: and of lse). is_covered: first tiles write all of it; else it holds the identity."""
+    """Make an accumulator; with out, that of lse too. is_covered: first tiles write all of it, so it stays unfilled."""
 
     name: str
     is_covered: bool
 
 
 class Prepare(NamedTuple):
-    """Make what a kernel that adds in place reads in backward beside the tensors: delta."""
+    """Make delta, which a kernel that adds in place reads in backward."""
 
 
 class Copy(NamedTuple):
-    """Copy the rows that a tile reads of "query", "key" or "value" side by side, as the tensor `packed(name)`."""
+    """Copy the rows that a tile reads of "query", "key" or "value" side by side into the tensor `packed(name)`."""
 
     name: str
     rows: Rows
@@ -149,7 +148,7 @@ class Compute(NamedTuple):
     """Run the kernel on a tile.
 
     entry: of the batch, or None for all at once.
-    what: "partial" (out and lse), "gradients" (dq, dk and dv) or, of kernels that add in place, "dq" or "dk and dv".
+    what: "partial" (out and lse), "gradients" (dq, dk and dv), or for kernels that add in place "dq" or "dk and dv".
     keys: the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS.
     sums: the buffer to which a kernel adds dk and dv in place, or OWN_ROWS.
     """
@@ -180,7 +179,7 @@ class Add(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Add the finished gradient of an own chunk, which lies in a buffer, to dk and dv where it was dilated from."""
+    """Add the finished gradient of an own chunk to the rows of dk and dv that the chunk was packed from."""
 
     where: BufferSlice
 
@@ -203,7 +202,7 @@ Step = Exchanges | Computes
 
 
 def text_of(step: Step) -> str:
-    """A step in a line: what is done, and with which rows or units of buffers."""
+    """A step in a line."""
     entry = getattr(step, "entry", None)
     of = "" if entry is None else f", batch entry {entry}"
     match step:

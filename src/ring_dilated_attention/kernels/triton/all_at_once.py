@@ -1,7 +1,6 @@
-"""The Triton kernels with all branches at once wherever they can be: the least memory, if not the least work.
+"""The backend "triton-fused": all branches at once on one device, where `fused.choose_pass` allows it.
 
-One device that holds the whole sequence needs nothing beside query, key, value, out and their gradients then. Where no
-fused tile makes sense, and over the hops of a ring, this is `in_place`.
+This takes the least memory, though not always the least work. Elsewhere, and in a ring, it is the same as `in_place`.
 """
 
 from typing import Literal

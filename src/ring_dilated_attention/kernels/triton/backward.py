@@ -1,38 +1,18 @@
-"""Backward kernels: delta, dq, and dk with dv, tile by tile or of all branches at once. p is the global weight.
+"""Backward kernels: delta, dq, and dk with dv, for one tile or for all branches at once.
 
-With s the scores, p = exp(s - lse) and delta = rowsum(dout * out) - dlse:
+With s the scores, p = exp(s - lse) the global weights and delta = rowsum(dout * out) - dlse:
 
     dv = p^T dout      ds = p * (dout v^T - delta)      dq = scale * ds k      dk = scale * ds^T q
 
-Every row of a result is summed by one program in one order, without atomics: equal from run to run to the bit.
-Names as in `blocks.py`, tables as there; delta has the strides of lse.
+One program sums each row of a result, in one order and without atomics, so results are equal from run to run to the
+bit. Names and tables as in `blocks.py`. delta has the strides of lse.
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import (
-    LOG2_E,
-    SIZES,
-    Places,
-    Tables,
-    key_gradient,
-    keys_in_place,
-    keys_of_segment,
-    load_branch,
-    load_rows,
-    load_strip,
-    load_sums,
-    offsets,
-    program_of,
-    queries_in_place,
-    queries_of_strip,
-    queries_seeing,
-    query_gradient,
-    rows_at,
-    spaced,
-    store_rows,
-)
+from . import blocks
+from .blocks import LOG2_E, SIZES, Places, Tables, load_branch, load_rows, offsets, rows_at, spaced, store_rows
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -45,7 +25,7 @@ def delta_kernel(
     HAS_DLSE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ) -> None:  # fmt: skip
     """delta (B, N, H) of (B, N, H, D); strides d of dout, o of out, g of dlse, e of delta."""
-    i_r, _, i_h, i_b = program_of(tl.cdiv(num_rows, BM), 1, num_heads)
+    i_r, _, i_h, i_b = blocks.program_of(tl.cdiv(num_rows, BM), 1, num_heads)
     i_h = i_h.to(tl.int64)
     o_x = i_r * BM + tl.arange(0, BM)
     at = Places(o_x.to(tl.int64), 0, o_x < num_rows)
@@ -73,8 +53,8 @@ def query_gradient_kernel(
     IS_CAUSAL: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dq of views as in `forward_kernel`; strides d of dout, l of lse and of delta, g of dq. ACCUMULATE adds."""
-    i_b, i_g, i_h, first, o_x, at = queries_in_place(num_strips, num_bundles, num_kv_heads, num_rows, HEADS, BM)
+    """dq of views as in `forward_kernel`; strides d of dout, l of lse and of delta, g of dq. ACCUMULATE: add to dq."""
+    i_b, i_g, i_h, first, o_x, at = blocks.queries_in_place(num_strips, num_bundles, num_kv_heads, num_rows, HEADS, BM)
     p_k = rows_at(k, stride_kb, stride_kg, stride_kl, i_b, i_g, 0)
     p_v = rows_at(v, stride_vb, stride_vg, stride_vl, i_b, i_g, 0)
     p_lse = rows_at(lse, stride_lb, stride_lh, stride_lm, i_b, i_h, 0)
@@ -82,10 +62,10 @@ def query_gradient_kernel(
     # [BM, BD]
     b_q = load_rows(rows_at(q, stride_qb, stride_qh, stride_qm, i_b, i_h, 0), at, True, D, BD)
     b_do = load_rows(rows_at(dout, stride_db, stride_dh, stride_dm, i_b, i_h, 0), at, True, D, BD)
-    b_lse, b_delta = load_sums(p_lse, p_delta, at)
-    _, end, b_last = keys_in_place(first, o_x, num_keys, IS_CAUSAL, HEADS, BM, BN)
+    b_lse, b_delta = blocks.load_sums(p_lse, p_delta, at)
+    _, end, b_last = blocks.keys_in_place(first, o_x, num_keys, IS_CAUSAL, HEADS, BM, BN)
     b_dq = tl.zeros([BM, BD], tl.float32)
-    b_dq = query_gradient(
+    b_dq = blocks.query_gradient(
         b_q, b_do, b_lse, b_delta, b_last, p_k, p_v, end, b_dq, scale * LOG2_E, False, PRECISION, D, BD, BN,
     )  # fmt: skip
     p_dq = rows_at(dq, stride_gb, stride_gh, stride_gm, i_b, i_h, 0)
@@ -108,7 +88,7 @@ def key_gradient_kernel(
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ) -> None:  # fmt: skip
     """dk and dv, summed over the query heads that share them; strides x of dk and y of dv."""
-    i_r, _, i_g, i_b = program_of(num_strips, 1, num_kv_heads)
+    i_r, _, i_g, i_b = blocks.program_of(num_strips, 1, num_kv_heads)
     i_g = i_g.to(tl.int64)
     first = i_r * BN
     o_x = first + tl.arange(0, BN)
@@ -127,7 +107,7 @@ def key_gradient_kernel(
         p_do = rows_at(dout, stride_db, stride_dh, stride_dm, i_b, i_h, 0)
         p_lse = rows_at(lse, stride_lb, stride_lh, stride_lm, i_b, i_h, 0)
         p_delta = rows_at(delta, stride_lb, stride_lh, stride_lm, i_b, i_h, 0)
-        b_dk, b_dv = key_gradient(
+        b_dk, b_dv = blocks.key_gradient(
             b_k, b_v, o_x, p_q, p_do, p_lse, p_delta, begin, num_rows * HEADS, b_dk, b_dv, scale * LOG2_E,
             IS_CAUSAL, False, PRECISION, D, BD, HEADS, BM,
         )  # fmt: skip
@@ -150,9 +130,9 @@ def fused_query_gradient_kernel(
     IS_CAUSAL: tl.constexpr, CROSSES: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dq of (B, N, H, D) over all branches, written once; strides d of dout, l of lse and of delta, g of dq."""
+    """dq of (B, N, H, D) over all branches; strides d of dout, l of lse and of delta, g of dq."""
     tables = Tables(strips, branches, phases)
-    i_b, i_g, i_c, i_h, strip, o_t, at = queries_of_strip(
+    i_b, i_g, i_c, i_h, strip, o_t, at = blocks.queries_of_strip(
         tables, num_strips, num_bundles, num_kv_heads, step, bundle_stride, head_step, HEADS, BM
     )
     p_k = rows_at(k, stride_kb, stride_kg, stride_kn, i_b, i_g, strip.document)
@@ -162,15 +142,15 @@ def fused_query_gradient_kernel(
     # [BM, BD]
     b_q = load_rows(rows_at(q, stride_qb, stride_qh, stride_qn, i_b, i_h, 0), at, True, D, BD)
     b_do = load_rows(rows_at(dout, stride_db, stride_dh, stride_dn, i_b, i_h, 0), at, True, D, BD)
-    b_lse, b_delta = load_sums(p_lse, p_delta, at)
+    b_lse, b_delta = blocks.load_sums(p_lse, p_delta, at)
     b_dq = tl.zeros([BM, BD], tl.float32)
     for i_w in range(num_branches):
         width, rate, phase, i_first, i_end = load_branch(tables, strip, step, i_w, i_g, i_c, num_kv_heads, num_bundles)
         for i_s in range(i_first, i_end):
-            p_k_seen, p_v_seen, _, end, b_last = keys_of_segment(
+            p_k_seen, p_v_seen, _, end, b_last = blocks.keys_of_segment(
                 p_k, p_v, strip, step, o_t, i_s, width, rate, phase, IS_CAUSAL, CROSSES, BN
             )
-            b_dq = query_gradient(
+            b_dq = blocks.query_gradient(
                 b_q, b_do, b_lse, b_delta, b_last, p_k_seen, p_v_seen, end, b_dq, scale * LOG2_E,
                 CROSSES, PRECISION, D, BD, BN,
             )  # fmt: skip
@@ -196,9 +176,9 @@ def fused_key_gradient_kernel(
 ) -> None:  # fmt: skip
     """dk and dv of (B, N, G, D), summed over the query heads that share them; strides x of dk and y of dv."""
     tables = Tables(strips, branches, phases)
-    i_r, _, i_g, i_b = program_of(num_strips, 1, num_kv_heads)
+    i_r, _, i_g, i_b = blocks.program_of(num_strips, 1, num_kv_heads)
     i_kg = i_g.to(tl.int64)
-    strip = load_strip(tables, i_r)
+    strip = blocks.load_strip(tables, i_r)
     o_i = tl.arange(0, BN)
     o_t = strip.first + o_i * step
     at = Places(strip.document + o_t, 0, o_i < strip.num_rows)
@@ -214,7 +194,7 @@ def fused_key_gradient_kernel(
         for i_s in range(i_first, i_end):
             start = i_s * width
             stop = tl.minimum(start + width, strip.length)
-            begin, end = queries_seeing(strip, step, start, stop, phase, rate, IS_CAUSAL, HEADS, BM)
+            begin, end = blocks.queries_seeing(strip, step, start, stop, phase, rate, IS_CAUSAL, HEADS, BM)
             b_first = o_t * 0
             if IS_CAUSAL:
                 b_first = (o_t - start - phase) // rate
@@ -225,7 +205,7 @@ def fused_key_gradient_kernel(
             p_do = rows_at(dout, stride_db, stride_dh, stride_dn, i_b, i_h, o_q)
             p_lse = spaced(rows_at(lse, stride_lb, stride_lh, stride_ln, i_b, i_h, o_q), 0, rate, head_step)
             p_delta = spaced(rows_at(delta, stride_lb, stride_lh, stride_ln, i_b, i_h, o_q), 0, rate, head_step)
-            b_dk, b_dv = key_gradient(
+            b_dk, b_dv = blocks.key_gradient(
                 b_k, b_v, b_first, spaced(p_q, 0, rate, head_step), spaced(p_do, 0, rate, head_step), p_lse, p_delta,
                 begin, end, b_dk, b_dv, scale * LOG2_E,
                 IS_CAUSAL or CROSSES, CROSSES, PRECISION, D, BD, HEADS, BM,

@@ -38,7 +38,7 @@ def has_config(arch: str) -> bool:
 def config(kernel: str, head_dim: int, itemsize: int, arch: str) -> Config:
     """The configuration of one of KERNELS. "forward_half" is the fused forward's: half the query rows of "forward"."""
     entry = _table()[arch]
-    if isinstance(entry, str):  # the same as another's
+    if isinstance(entry, str):  # an architecture that has the same
         entry = _table()[entry]
     by_dim = entry.get("any") or entry[f"{8 * itemsize}-bit"]
     by_kernel = by_dim.get("any") or by_dim[str(padded(head_dim))]

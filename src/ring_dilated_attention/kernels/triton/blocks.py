@@ -1,8 +1,9 @@
-"""What all kernels share: rows in memory, those that a program holds, and the loops over blocks of others.
+"""What all kernels share: access to rows in memory, and the loops over blocks of rows.
 
 Names: i_ index, o_ offsets, m_ mask, p_ pointer or `Rows`, b_ block in registers. A *strip* is the rows that a program
-holds: BM query rows (for each position HEADS heads, a *bundle*, that share a key/value head) or BN key rows. Blocks of
-others stream past. A block has BD >= D columns, a power of two. Scores are in base 2: exp(x) = exp2(x * log2(e)).
+holds: BN key rows, or BM query rows, which are a *bundle* of HEADS query heads for each position. The program loops
+over blocks of the other side's rows. A block has BD >= D columns, a power of two. Scores are in base 2:
+exp(x) = exp2(x * log2(e)).
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from . import strips
 IS_INTERPRETED = triton.knobs.runtime.interpret  # read by triton once, when a kernel is decorated
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Arguments whose value triton must not look at: it would compile anew for a 1 and for multiples of 16, so with packed
-# documents for many steps. Strides stay: what they are multiples of decides how wide a load is.
+# Arguments whose value triton must not specialize on: it would compile anew for a 1 and for multiples of 16, so with
+# packed documents again and again. It does so for strides, since their divisors decide how wide a load can be.
 SIZES = (
     *("num_strips", "num_bundles", "num_kv_heads", "num_heads", "num_rows", "num_keys", "num_branches"),
     *("step", "bundle_stride", "head_step"),
@@ -25,7 +26,7 @@ SIZES = (
 
 
 def device_function(function: Callable) -> Any:
-    """A function for use in kernels. The interpreter calls it as it is: it prepares each call of a jitted one anew."""
+    """A function for use in kernels. The interpreter takes it unjitted, since it prepares each call of a jitted one."""
     return function if IS_INTERPRETED else triton.jit(function)
 
 
@@ -43,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """For each row of a block where it is, counted in rows and heads from the first, in 64 bits; and whether it is."""
+    """Where each row of a block is, in rows and heads from the first (64 bits); and the mask of those that exist."""
 
     row: tl.tensor
     head: tl.tensor
@@ -63,7 +64,7 @@ class Tables(NamedTuple):
     phases: tl.tensor
 
 
-# What a program holds.
+# Rows that a program holds.
 
 
 @device_function
@@ -78,7 +79,7 @@ def queries_in_place(
     num_strips: tl.int32, num_bundles: tl.int32, num_kv_heads: tl.int32, num_rows: tl.int32,
     HEADS: tl.constexpr, BM: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """Batch entry, key/value head and first query head of this program; its first row of num_rows, rows, and places."""
+    """Batch entry, key/value head and first query head of this program; its first position, all positions, places."""
     i_r, i_c, i_g, i_b = program_of(num_strips, num_bundles, num_kv_heads)
     first = (num_strips - 1 - i_r) * (BM // HEADS)  # causal: the long ones first
     o_i = tl.arange(0, BM)
@@ -93,7 +94,7 @@ def keys_in_place(
     first: tl.int32, o_x: tl.tensor, num_keys: tl.int32,
     IS_CAUSAL: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """(num_full, num_keys) as `keys_seen`, but of one segment, in which all rows lie; and the last key of each row."""
+    """(num_full, num_keys) as from `keys_seen`, if all rows lie in one segment; and the last key that each row sees."""
     num_full = num_keys
     end = num_keys
     b_last = o_x * 0 + num_keys - 1
@@ -131,7 +132,7 @@ def load_branch(
     tables: Tables, strip: Strip, step: tl.int32,
     i_w: tl.int32, i_g: tl.int32, i_c: tl.int32, num_kv_heads: tl.int32, num_bundles: tl.int32,
 ) -> tuple:  # fmt: skip
-    """Segment length, rate, phase of a bundle; the first segment that the strip meets, and one past the last."""
+    """Segment length, rate, phase of a bundle; the first segment in which the strip has rows, and one past the last."""
     width, rate = tl.load(tables.branches + i_w * 2), tl.load(tables.branches + i_w * 2 + 1)
     phase = tl.load(tables.phases + (i_w * num_kv_heads + i_g) * num_bundles + i_c)
     return width, rate, phase, strip.first // width, (strip.first + (strip.num_rows - 1) * step) // width + 1
@@ -145,7 +146,7 @@ def rows_at(
     p_x: tl.tensor, stride_b: tl.int64, stride_h: tl.int64, stride_m: tl.int64,
     i_b: tl.int64, i_h: tl.int64, first: tl.int64,
 ) -> Rows:  # fmt: skip
-    """Those of a batch entry from a head and a row on."""
+    """The rows of a batch entry from a head and a row on."""
     return Rows(p_x + i_b * stride_b + i_h * stride_h + first * stride_m, stride_h, stride_m)
 
 
@@ -161,7 +162,7 @@ def keys_of_segment(
     i_s: tl.int32, width: tl.int32, rate: tl.int32, phase: tl.int32,
     IS_CAUSAL: tl.constexpr, CROSSES: tl.constexpr, BN: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """Keys and values of a segment and phase, (num_full, num_keys) as `keys_seen`, and the last key of each row."""
+    """Keys and values of a segment and phase, (num_full, num_keys) as from `keys_seen`, and each row's last key."""
     start = i_s * width
     stop = tl.minimum(start + width, strip.length)
     num_full, num_keys = keys_seen(strip, step, start, stop, phase, rate, IS_CAUSAL, BN)
@@ -208,12 +209,12 @@ def store_rows(x: Rows, at: Places, b_x: tl.tensor, ADD: tl.constexpr, D: tl.con
 
 @device_function
 def load_sums(lse: Rows, delta: Rows, at: Places) -> tuple:
-    """[rows] of lse, in base 2, and of delta; where there is no row, p = exp(s - inf) = 0."""
+    """[rows] of lse, in base 2, and of delta. Where there is no row, lse is inf, so that p = exp(s - inf) = 0."""
     b_lse = tl.load(lse.start + offsets(lse, at), mask=at.mask, other=float("inf")) * LOG2_E
     return b_lse, tl.load(delta.start + offsets(delta, at), mask=at.mask, other=0.0)
 
 
-# Blocks that stream past.
+# Loops over blocks.
 
 
 @device_function
@@ -223,7 +224,7 @@ def attend_block(
     MASKED: tl.constexpr, SELECT: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """One step of the online softmax: keys i_k.. of which row i sees those up to b_last[i]."""
+    """One step of the online softmax, over the keys from i_k on. Row i sees keys up to b_last[i]."""
     o_k = i_k + tl.arange(0, BN)
     at = Places(o_k.to(tl.int64), 0, o_k < num_keys)
     # [BN, BD]
@@ -278,9 +279,9 @@ def query_gradient(
     p_k: Rows, p_v: Rows, num_keys: tl.int32, b_dq: tl.tensor, scale: tl.float32,
     SELECT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """dq += ds k, with ds = p * (dout v^T - delta) and p = exp(s - lse), over keys as `attend` meets them.
+    """dq += ds k, with ds = p * (dout v^T - delta) and p = exp(s - lse), over the keys 0..num_keys-1.
 
-    One loop, masked throughout: beside a loop without masks its registers would spill.
+    One loop, masked throughout: with a second one without masks, registers would spill.
     """
     for i_k in range(0, num_keys, BN):
         o_k = i_k + tl.arange(0, BN)
@@ -307,10 +308,10 @@ def key_gradient(
     MASKED: tl.constexpr, SELECT: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """dv += p^T dout and dk += ds^T q over queries begin..end-1; transposed scores, so that no block in registers is.
+    """dv += p^T dout and dk += ds^T q over queries begin..end-1, by transposed scores, so that no block is transposed.
 
-    Heads of a bundle follow each other. With MASKED, key i is seen from position b_first[i] on; with SELECT, b_first is
-    `end` for keys of other segments.
+    The heads of a bundle lie side by side. With MASKED, key i is seen from position b_first[i] on. With SELECT, b_first
+    is `end` for keys of other segments.
     """
     for i_q in range(begin, end, BM):
         o_q = i_q + tl.arange(0, BM)

@@ -1,28 +1,14 @@
-"""Forward kernels: one tile of rows x one tile of keys' rows at a time, or all branches at once.
+"""Forward kernels, for one tile or for all branches at once. Names as in `blocks.py`.
 
-q, k, v are strided views; a row is D consecutive numbers. HEADS query heads of one position, which share a key/value
-head, follow each other in a strip: row i is position i // HEADS, head i % HEADS. Offsets of rows are 64-bit.
+q, k, v are strided views; a row is D consecutive numbers. A strip has the HEADS query heads of one position side by
+side: its row i is position i // HEADS, head i % HEADS. Offsets of rows are 64-bit.
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import (
-    LOG2_E,
-    SIZES,
-    Tables,
-    attend,
-    keys_in_place,
-    keys_of_segment,
-    load_branch,
-    load_rows,
-    normalized,
-    offsets,
-    queries_in_place,
-    queries_of_strip,
-    rows_at,
-    store_rows,
-)
+from . import blocks
+from .blocks import LOG2_E, SIZES, Tables, load_branch, load_rows, offsets, rows_at, store_rows
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -39,10 +25,10 @@ def forward_kernel(
 ) -> None:  # fmt: skip
     """A partial of (B, H, M, D) queries over (B, G, L, D) keys; num_bundles * HEADS query heads share a key/value head.
 
-    With ACCUMULATE, out and lse hold the partial of other keys, which is the state that the online softmax starts from:
+    With ACCUMULATE, out and lse hold the partial over other keys, and the online softmax starts from this state:
     (max, sum, acc) = (lse, 1, out). A float64 lse is (max, sum) = (its float32, exp of the rest). Causal is for M == L.
     """
-    i_b, i_g, i_h, first, o_x, at = queries_in_place(num_strips, num_bundles, num_kv_heads, num_rows, HEADS, BM)
+    i_b, i_g, i_h, first, o_x, at = blocks.queries_in_place(num_strips, num_bundles, num_kv_heads, num_rows, HEADS, BM)
     p_k = rows_at(k, stride_kb, stride_kg, stride_kl, i_b, i_g, 0)
     p_v = rows_at(v, stride_vb, stride_vg, stride_vl, i_b, i_g, 0)
     p_out = rows_at(out, stride_ob, stride_oh, stride_om, i_b, i_h, 0)
@@ -59,11 +45,11 @@ def forward_kernel(
         b_max = tl.full([BM], float("-inf"), tl.float32)
         b_sum = tl.zeros([BM], tl.float32)
         b_out = tl.zeros([BM, BD], tl.float32)
-    full, end, b_last = keys_in_place(first, o_x, num_keys, IS_CAUSAL, HEADS, BM, BN)
-    b_max, b_sum, b_out = attend(
+    full, end, b_last = blocks.keys_in_place(first, o_x, num_keys, IS_CAUSAL, HEADS, BM, BN)
+    b_max, b_sum, b_out = blocks.attend(
         b_q, b_last, p_k, p_v, full, end, b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN
     )
-    b_out, b_lse = normalized(b_max, b_sum, b_out, lse.dtype.element_ty)
+    b_out, b_lse = blocks.normalized(b_max, b_sum, b_out, lse.dtype.element_ty)
     store_rows(p_out, at, b_out, False, D, BD)
     tl.store(p_lse.start + offsets(p_lse, at), b_lse, mask=at.mask)
 
@@ -82,9 +68,9 @@ def fused_forward_kernel(
     IS_CAUSAL: tl.constexpr, CROSSES: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out and lse of (B, N, H, D) queries over all branches, written once. CROSSES: strips do borders of segments."""
+    """out and lse of (B, N, H, D) queries over all branches. CROSSES: a strip can have rows of several segments."""
     tables = Tables(strips, branches, phases)
-    i_b, i_g, i_c, i_h, strip, o_t, at = queries_of_strip(
+    i_b, i_g, i_c, i_h, strip, o_t, at = blocks.queries_of_strip(
         tables, num_strips, num_bundles, num_kv_heads, step, bundle_stride, head_step, HEADS, BM
     )
     p_k = rows_at(k, stride_kb, stride_kg, stride_kn, i_b, i_g, strip.document)
@@ -97,14 +83,14 @@ def fused_forward_kernel(
     for i_w in range(num_branches):
         width, rate, phase, i_first, i_end = load_branch(tables, strip, step, i_w, i_g, i_c, num_kv_heads, num_bundles)
         for i_s in range(i_first, i_end):
-            p_k_seen, p_v_seen, full, end, b_last = keys_of_segment(
+            p_k_seen, p_v_seen, full, end, b_last = blocks.keys_of_segment(
                 p_k, p_v, strip, step, o_t, i_s, width, rate, phase, IS_CAUSAL, CROSSES, BN
             )
-            b_max, b_sum, b_out = attend(
+            b_max, b_sum, b_out = blocks.attend(
                 b_q, b_last, p_k_seen, p_v_seen, full, end, b_max, b_sum, b_out, scale * LOG2_E,
                 CROSSES, PRECISION, D, BD, BN,
             )  # fmt: skip
-    b_out, b_lse = normalized(b_max, b_sum, b_out, lse.dtype.element_ty)
+    b_out, b_lse = blocks.normalized(b_max, b_sum, b_out, lse.dtype.element_ty)
     store_rows(rows_at(out, stride_ob, stride_oh, stride_on, i_b, i_h, 0), at, b_out, False, D, BD)
     p_lse = rows_at(lse, stride_lb, stride_lh, stride_ln, i_b, i_h, 0)
     tl.store(p_lse.start + offsets(p_lse, at), b_lse, mask=at.mask)

@@ -1,9 +1,6 @@
 """All branches of a pattern at once, on one device: no partials, no merges, no copies, no float32 accumulators.
 
-Unverified: no GPU was at hand (see `in_place.py`). Rows of a strip lie R = lcm(rates) positions apart. Launching
-imports triton, and nothing else here does.
-
-B batch, N positions, H query heads, G key/value heads, D head dim. Borders (0, ..., N) are those of packed documents.
+Unverified: no GPU was at hand (see `in_place.py`). Rows of a strip lie R = lcm(rates) positions apart (`strips.py`).
 """
 
 from collections.abc import Iterable
@@ -23,7 +20,7 @@ from .strips import Bundles, bundles_of, crosses, fused_strips, heads_of_bundle,
 
 
 class _Tables(NamedTuple):
-    """What the kernels read beside the tensors, and the numbers they are launched with."""
+    """What the kernels read beside the tensors (`blocks.Tables`), and what decides how they are launched."""
 
     strips: Tensor
     branches: Tensor
@@ -39,19 +36,17 @@ class FusedPass(NamedTuple):
     borders: tuple[int, ...]
 
     def forward(self, scale: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """out (B, N, H, D) in the input's dtype and lse (B, N, H) in float32."""
         from .forward import fused_forward_kernel
 
         launch.check(query, key, value)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         tensors = (query, key, value, out, lse)
-        # Half the rows: these reach R times as far as a tile's, and a causal strip computes what its last row sees.
+        # Half the rows: they reach R times as far as a tile's, and a causal strip computes what its last row sees.
         self._launch(fused_forward_kernel, "forward_half", tensors, launch.strides(*tensors), scale)
         return out, lse
 
     def backward(self, scale: float, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
-        """dq (B, N, H, D), dk and dv (B, N, G, D), in the input's dtype."""
         from .backward import fused_key_gradient_kernel, fused_query_gradient_kernel
 
         given = (rows.query, rows.key, rows.value)
@@ -107,7 +102,7 @@ def _tables(
 
 
 def choose_pass(pattern: DilatedPattern, borders: tuple[int, ...]) -> WholePasses:
-    """All branches at once, but where no strip has two rows of one segment: nearly all of its work would be masked."""
+    """All branches at once, unless no strip has two rows of one segment: nearly all of its work would be masked."""
     step = step_of(pattern)
     longest = min(max(pattern.segment_lengths), max(stop - start for start, stop in pairwise(borders)))
     if step >= longest:

@@ -1,13 +1,10 @@
-"""Tiles by Triton kernels that merge and add in place: a later branch or hop needs neither a partial nor another pass.
+"""The backend "triton": tiles by kernels that merge and add in place, so that no partials are made.
 
-Unverified: no GPU was at hand. Tested in Triton's interpreter (float32, float16) and compiled ahead of time
-(`python -m benchmarks.resources`, in a clone); so "auto" does not choose it.
+Unverified: no GPU was at hand. The kernels are tested in Triton's interpreter (float32, float16) and compiled ahead of
+time (`python -m benchmarks.resources`, in a clone). So "auto" does not choose this backend.
 
-Products of float32 are computed in TF32 (ten bits of mantissa, many times faster) where torch's own are:
-`torch.backends.cuda.matmul.fp32_precision`, which `torch.set_float32_matmul_precision("high")` sets; else in float32.
-
-B batch, N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim. Inputs are views with any
-strides but a last one of 1.
+Products of float32 are computed in TF32 (ten bits of mantissa, many times faster) where torch's own are, for example
+after `torch.set_float32_matmul_precision("high")`; else in float32. Names are those of `contract.py`.
 """
 
 import importlib.util
@@ -30,12 +27,11 @@ IN_PLACE: Literal[True] = True
 TRAITS = ALL_TRAITS[NAME]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ops = None
-# Why "auto" passes it by, although it could serve a tensor. To be removed with the first verified run on a GPU.
+# To be removed with the first verified run on a GPU.
 ONLY_BY_NAME: str | None = "has not run on a GPU yet, so it is used only when asked for by name"
 
 
 def why_not(query: Tensor) -> str | None:
-    """The reason why this backend cannot serve the tensor, or None."""
     if importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed; pip install triton"
     interpreted = launch.is_interpreted()
@@ -70,10 +66,6 @@ def forward_into(
     *,
     first: bool,
 ) -> None:
-    """Merge the partial over these keys into (out, lse), views of accumulators; or, if it is the first, write it.
-
-    Causal is for M == L only. A float64 lse keeps what many merges would round away.
-    """
     from .forward import forward_kernel
 
     launch.check(q_BHMD, k_BGLD, v_BGLD, out_BHMD)
@@ -82,7 +74,6 @@ def forward_into(
 
 
 def delta(dout_BNHD: Tensor, dlse_BNH: Tensor | None, out_BNHD: Tensor) -> Tensor:
-    """rowsum(dout * out) - dlse, (B, N, H) in float32, contiguous. One for all tiles of a call."""
     from .backward import delta_kernel
 
     launch.check(dout_BNHD, out_BNHD)
@@ -102,7 +93,6 @@ def delta(dout_BNHD: Tensor, dlse_BNH: Tensor | None, out_BNHD: Tensor) -> Tenso
 
 
 def query_gradient_into(rows: BackwardRows, dq_BHMD: Tensor, is_causal: bool, scale: float, *, first: bool) -> None:
-    """Add dq of these rows to a view of an accumulator, or write it if it is the first."""
     from .backward import query_gradient_kernel
 
     _launch_gradient(query_gradient_kernel, "query_gradient", rows, (dq_BHMD,), is_causal, scale, first)
@@ -111,7 +101,6 @@ def query_gradient_into(rows: BackwardRows, dq_BHMD: Tensor, is_causal: bool, sc
 def key_gradient_into(
     rows: BackwardRows, dk_BGLD: Tensor, dv_BGLD: Tensor, is_causal: bool, scale: float, *, first: bool
 ) -> None:
-    """Add dk and dv of these rows to views of accumulators, or write them."""
     from .backward import key_gradient_kernel
 
     _launch_gradient(key_gradient_kernel, "key_gradient", rows, (dk_BGLD, dv_BGLD), is_causal, scale, first)
@@ -120,12 +109,12 @@ def key_gradient_into(
 def _launch_gradient(
     kernel: Any, name: str, rows: BackwardRows, results: tuple[Tensor, ...], is_causal: bool, scale: float, first: bool
 ) -> None:
-    inputs, lse, delta = (rows.query, rows.key, rows.value, rows.dout), rows.lse, rows.delta
+    inputs, lse = (rows.query, rows.key, rows.value, rows.dout), rows.lse
     launch.check(*inputs, *results)
-    assert delta is not None
-    assert lse.stride() == delta.stride()
-    strides = launch.strides(*inputs, lse, *results)
-    _launch(kernel, name, (*inputs, lse, delta, *results), strides, is_causal, scale, first)
+    assert rows.delta is not None
+    assert lse.stride() == rows.delta.stride()
+    tensors = (*inputs, lse, rows.delta, *results)
+    _launch(kernel, name, tensors, launch.strides(*inputs, lse, *results), is_causal, scale, first)
 
 
 def _launch(

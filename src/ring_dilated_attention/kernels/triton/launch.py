@@ -1,4 +1,4 @@
-"""What every launch over views needs: block sizes, constants, strides, the device. Imports no triton."""
+"""What every launch of a kernel needs: block sizes, constants, strides, the device. Imports no triton."""
 
 import os
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def on_device(x: Tensor) -> AbstractContextManager:
 
 
 def precision() -> str:
-    """The precision of products of float32: as torch's own."""
+    """The precision of float32 products, the same as of torch's own."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
@@ -37,7 +37,7 @@ def constants(blocks: Config, head_dim: int, heads: int) -> dict[str, Any]:
 
 
 def strides(*tensors: Tensor) -> Iterator[int]:
-    """All but those of the columns, which are 1."""
+    """The strides of each tensor without the last, which is 1."""
     return (stride for x in tensors for stride in x.stride()[:3])
 
 
@@ -51,6 +51,6 @@ _captured: list[object] = []
 
 
 def keep_for_graphs(tables: object, query: Tensor) -> None:
-    """Keep for good what a CUDA graph that is being captured will read whenever it is replayed."""
+    """Keep the tables for good if a CUDA graph is being captured, since each replay will read them."""
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         _captured.append(tables)

@@ -1,12 +1,12 @@
-"""Which rows a program of the kernels holds, and what it meets: integers only, no torch and no triton.
+"""Which rows a program of the fused kernels holds, and which others it meets: integers only, no torch and no triton.
 
-A *strip* is `num_rows` positions first, first + step, ... of one document: of queries, times a *bundle* of query heads
-of equal phases that share a key/value head; or of keys, of one head. The step is a multiple of a branch's rate, so
-inside one segment of the branch all rows of a strip have one phase: the branch covers all of them or none.
+A *strip* is `num_rows` positions first, first + step, ... of one document. A strip of keys has one head. A strip of
+queries has a *bundle* of heads, which share a key/value head and have equal phases. The step is a multiple of each
+branch's rate, so inside one segment all rows of a strip have one phase: a branch covers all of them or none.
 
 `keys_seen` and `queries_seeing` are compiled into the kernels as they stand (`blocks.py`), so that what the tests
-enumerate is what runs. They therefore use nothing but integers, min, max and if, and no negative dividends, for which
-the languages differ.
+enumerate is what runs. So they use only integers, min, max and if, and no negative dividends, on which Python and
+Triton differ.
 """
 
 from itertools import pairwise
@@ -17,7 +17,7 @@ from ...pattern import DilatedPattern
 
 
 class Strip(NamedTuple):
-    """`num_rows` positions first, first + step, ... of the document of `length` positions that begins at `document`."""
+    """A strip of the document of `length` positions that begins at `document`."""
 
     document: int
     length: int
@@ -30,8 +30,8 @@ def keys_seen(
 ) -> tuple[int, int]:
     """(num_full, num_keys): queries of the strip see the first num_keys keys with this phase of segment start..stop-1.
 
-    All rows see the first num_full of them, whole blocks. Both are 0 if the branch does not cover the strip here. The
-    strip must begin before `stop`; `phase` is -1 if the heads do not run the branch.
+    All rows see the first num_full of these, which are whole blocks. Both are 0 if the branch does not cover the strip
+    here. The strip must begin before `stop`. `phase` is -1 if the heads do not run the branch.
     """
     lo = (max(start - strip.first, 0) + step - 1) // step  # rows lo..hi lie in the segment
     hi = min(strip.num_rows - 1, (stop - 1 - strip.first) // step)
@@ -54,7 +54,7 @@ def queries_seeing(
 ) -> tuple[int, int]:
     """(begin, end): keys of the strip are seen by queries begin..end-1 with this phase of segment start..stop-1.
 
-    Queries count `heads` for each position; `begin` is a whole block. Both are 0 where the branch covers no row of it.
+    A position counts as `heads` queries, and `begin` is the first of a block. Both are 0 if the branch covers no row.
     """
     lo = (max(start - strip.first, 0) + step - 1) // step  # rows lo..hi lie in the segment
     hi = min(strip.num_rows - 1, (stop - 1 - strip.first) // step)
@@ -80,12 +80,12 @@ class Bundles(NamedTuple):
 
 
 def step_of(pattern: DilatedPattern) -> int:
-    """R, the least common multiple of the rates: rows of a strip are R positions apart."""
+    """R, the least common multiple of the rates."""
     return lcm(*pattern.dilation_rates)
 
 
 def bundle_size(ratio: int, most: int) -> int:
-    """How many of the query heads that share a key/value head are a bundle: the largest divisor of their number."""
+    """How many of `ratio` query heads that share a key/value head are a bundle: the largest divisor up to `most`."""
     return max(size for size in range(1, min(ratio, most) + 1) if ratio % size == 0)
 
 
@@ -116,7 +116,7 @@ def phases_of_heads(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, 
 
 
 def fused_strips(borders: tuple[int, ...], step: int, positions: int) -> list[Strip]:
-    """Strips of `positions` rows over all documents, every position once. The last first: if causal, it sees most."""
+    """Strips of `positions` rows, with every position in one. The last comes first: if causal, it sees most keys."""
     strips = [
         Strip(document, stop - document, first, min(positions, -(-(stop - document - first) // step)))
         for document, stop in pairwise(borders)

@@ -1,9 +1,7 @@
-"""Launching the kernels of one token with a cache: the tables they read, grids, and moving the sequences on.
+"""Launching the kernels of one token with a cache: their tables, their grids, and the positions of the sequences.
 
-Unverified: no GPU was at hand (see `in_place.py`). Nothing here asks the device anything: where the sequences stand
-stays there, so that calls follow each other without waiting and can be captured in a CUDA graph.
-
-B batch, H query heads, G key/value heads, D head dim.
+Unverified: no GPU was at hand (see `in_place.py`). The positions stay on the device and nothing here reads them back,
+so that calls follow each other without waiting and can be captured in a CUDA graph.
 """
 
 from functools import lru_cache, partial
@@ -23,7 +21,7 @@ MOST_SPLITS, ROWS_OF_A_SPLIT = 16, 32 if launch.is_interpreted() else 128
 
 
 class Tables(NamedTuple):
-    """See the kernels; `widths` are the segment lengths that decide how far one can go back."""
+    """As `token_kernels` describes them. widths: the segment lengths, which decide how far one can go back."""
 
     units: Tensor
     branches: Tensor
@@ -39,7 +37,7 @@ def block_n(head_dim: int, itemsize: int) -> int:
 
 
 def units_of(plan: CachePlan) -> list[tuple[int, ...]]:
-    """The rows of the table of units: rolling buffers, each once for every MOST_HEADS of the heads that share it."""
+    """The table of units: a rolling buffer, with up to MOST_HEADS of the query heads that share it."""
     units: list[tuple[int, ...]] = []
     for branch, buffers in plan.by_branch:
         shared = len(buffers.query_heads) // len(buffers.kv_heads)
@@ -65,8 +63,7 @@ def _tables(plan: CachePlan, device: torch.device) -> Tables:
     block_m = max(FEWEST_HEADS, 1 << (most_shared - 1).bit_length())
     num_splits = min(MOST_SPLITS, 1 << (-(-most_rows // ROWS_OF_A_SPLIT) - 1).bit_length())
     table = partial(torch.tensor, dtype=torch.int64, device=device)
-    numbers = table(units), table(plan.pattern.branches), table(phases), table(plan.lengths)
-    return Tables(*numbers, block_m, num_splits)
+    return Tables(table(units), table(plan.pattern.branches), table(phases), table(plan.lengths), block_m, num_splits)
 
 
 def append_one(
@@ -81,8 +78,8 @@ def append_one(
 ) -> tuple[Tensor, Tensor]:
     """out (B, 1, H, D) and lse (B, 1, H) of one new row for each batch entry, or none where `lengths` is 0.
 
-    Nothing is raised for a sequence that would become too long, since nobody asks where it stands: its out and lse are
-    NaN, and its rows of the cache stay as they were.
+    A sequence that would become too long raises nothing, since its position is on the device: its out and lse are NaN,
+    and its rows of the cache stay as they were.
     """
     from .token_kernels import merge_kernel, token_kernel
 
@@ -102,27 +99,22 @@ def append_one(
     out = query.new_empty((batch, 1, num_heads, head_dim))
     lse = query.new_empty((batch, 1, num_heads), dtype=torch.float32)
     counts, has_lengths = (progress, False) if lengths is None else (lengths, True)
+    sizes = {"HAS_LENGTHS": has_lengths, "SPLITS": splits, "D": head_dim, "BD": padded(head_dim)}
     with launch.on_device(query):
         token_kernel[len(tables.units) * splits * batch,](
             *(query, key, value, memory, progress, counts, tables.units, partial_out, partial_lse, scale),
             *(len(tables.units), num_heads, num_branches),
             *(query.stride(0), query.stride(2), key.stride(0), key.stride(2), value.stride(0), value.stride(2)),
             *memory.stride()[:2],
-            HAS_LENGTHS=has_lengths,
-            SPLITS=splits,
             PRECISION=launch.precision(),
-            D=head_dim,
-            BD=padded(head_dim),
             BM=tables.block_m,
             BN=block_n(head_dim, query.element_size()),
+            **sizes,
         )
         merge_kernel[batch * num_heads,](
             *(partial_out, partial_lse, progress, counts, tables.branches, tables.phases, out, lse),
             *(num_heads, num_branches),
-            HAS_LENGTHS=has_lengths,
-            SPLITS=splits,
-            D=head_dim,
-            BD=padded(head_dim),
+            **sizes,
         )
     if is_too_long is not None:
         lse.masked_fill_(is_too_long[:, None, None], torch.nan)
@@ -132,7 +124,7 @@ def append_one(
 
 
 def _move_on(plan: CachePlan, tables: Tables, progress: Tensor, lengths: Tensor | None) -> None:
-    """As `CachePlan.floor`, on the device."""
+    """Add the new rows to the positions, and set each floor as `CachePlan.floor` does, on the device."""
     position, floor = progress
     position += 1 if lengths is None else lengths
     youngest = (position - position % tables.widths[:, None]).amax(0)

@@ -1,7 +1,7 @@
-"""One token with a cache: `token_kernel` attends, split over the cached rows, and writes; `merge_kernel` merges.
+"""One token with a cache. `token_kernel` computes partials over splits of the cached rows; `merge_kernel` merges them.
 
-Where a sequence stands is read on the device, and so are the bounds of loops: grids are the same for every token. A
-*unit* is a rolling buffer with query heads that read it; only units of the token's phase have work.
+A program reads the position of its sequence on the device, so grids are the same for every token. A *unit* is a rolling
+buffer with query heads that read it. Only units of the token's phase have work.
 """
 
 import triton
@@ -22,7 +22,7 @@ def token_kernel(
     HAS_LENGTHS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The partial of split i_s of the rows of a unit that the query sees, and of its own row in the first split.
+    """The partial over one split of a unit's rows, in the first split also over the token's own row, which it writes.
 
     units: (num_units, 12) segment length, rate, phase, rows of a segment, capacity and first row of the buffer,
         first query head, step to the next, their number, key/value head, branch, whether the unit writes the row.
@@ -85,7 +85,7 @@ def token_kernel(
         o_partial = ((i_b * num_heads + o_h) * num_branches + branch) * SPLITS + i_s
         store_rows(Rows(partial_out, 0, D), Places(o_partial, 0, m_i), b_out, False, D, BD)
         tl.store(partial_lse + o_partial, b_lse, mask=m_i)
-        if (i_s == 0) & (writes > 0):  # nobody reads this slot now: it is that of the row after those cached
+        if (i_s == 0) & (writes > 0):  # no program reads this slot: it comes after those of the cached rows
             o_d = tl.arange(0, BD)
             o_slot = (first_slot + num_cached) % capacity * D + o_d
             tl.store(p_keys + o_slot, tl.load(p_own_k + o_d, mask=o_d < D), mask=o_d < D)
