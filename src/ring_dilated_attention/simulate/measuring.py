@@ -42,7 +42,9 @@ def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
     """
     ranks = parallel.ranks
     if not isinstance(ranks, SimulatedRanks):
-        raise ValueError("measuring needs all ranks in this process: make the context by simulate.all_ranks(p).")
+        raise ValueError(
+            "measuring needs all ranks in this process, and this context is no simulate.all_ranks(p). Make such a one."
+        )
     uses = [Use(rank, ranks.cut.num_shards) for rank in range(ranks.cut.num_shards)]
 
     @contextmanager
