@@ -19,10 +19,11 @@ from .options import add_call, add_head_dim, answered, call_of
 EXAMPLES = f"""examples:
   rda plan compare --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 128Ki 1Mi --dilation-rates 1 16 64 --causal \\
                    --heads 16 --head-dim 128 --dtype bfloat16 --hardware h100-infiniband
-        by ring, all-gather, all-to-all and both, on both shardings, and dense; which to take, and why
+        by ring, all-gather, all-to-all and 2-D (a ring of groups that deal heads), on both shardings, and by dense
+        attention; which to take, and why
 
-Up to {MOST_PLANNED} ranks every rank of every way is planned and timed. Of more the work is counted exactly, bytes are
-those that a rank receives, memory is an estimate, and only rings are timed, about.
+Up to {MOST_PLANNED} ranks, every rank of every way is planned and timed. Beyond, the work is counted exactly, bytes are
+those that a rank receives, and memory is an estimate. Only rings have a time then, which is an estimate too.
 """
 
 
@@ -31,18 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_call(parser)
     add_head_dim(parser)
     add_hardware_options(parser)
-    parser.add_argument("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: what fits")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    return answered(lambda: answer(arguments))
+    parser.add_argument("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: says what fits")
 
 
 def answer(arguments: argparse.Namespace) -> None:
     """Print the comparison.
 
     Raises:
-        ValueError: for a call that cannot be, or without the rates of a machine.
+        ValueError: for a call that is not possible, or without the rates of a machine.
     """
     call, machine = call_of(arguments), machine_for(arguments)
     if machine is None:
@@ -63,6 +60,9 @@ def answer(arguments: argparse.Namespace) -> None:
         "advice": said,
     }
     print(json.dumps(found, indent=1) if arguments.json else text(found))
+
+
+run = answered(answer)
 
 
 def _as_json(row: Alternative) -> dict[str, Any]:
