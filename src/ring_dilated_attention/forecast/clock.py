@@ -44,9 +44,7 @@ class Hardware(NamedTuple):
     handshake_seconds: float | None = None
 
     def compute_seconds(self, flops: float, *, backward: bool, calls: int = 1) -> float:
-        rate = self.flops_per_second
-        if backward and self.backward_flops_per_second is not None:
-            rate = self.backward_flops_per_second
+        rate = (self.backward_flops_per_second if backward else None) or self.flops_per_second
         return flops / rate + calls * self.call_seconds
 
     def work_seconds(self, num_pairs: int, sizes: Sizes) -> float:
@@ -181,14 +179,14 @@ class _Rank:
         assert self.dealing is not None
         place, lengths = self.dealing.place, self.dealing.lengths
         row = self.sizes.batch * row_bytes(step.name, self.plan, self.sizes)
-        first = self.number - place
-        leaves, comes = [], []
-        for peer, length in enumerate(lengths):
-            if peer != place:
-                there, back = (lengths[place], length) if step.to_heads else (length, lengths[place])
-                leaves += [Side(first + peer, there * row, self.now)] if there else []
-                comes += [Side(first + peer, back * row, self.now)] if back else []
-        sent, received = self.network.post(self.number, leaves, comes)
+
+        def sides(rows: Sequence[int]) -> list[Side]:
+            first = self.number - place
+            return [Side(first + i, n * row, self.now) for i, n in enumerate(rows) if n and i != place]
+
+        own = [lengths[place]] * len(lengths)
+        leaves, comes = (own, lengths) if step.to_heads else (lengths, own)
+        sent, received = self.network.post(self.number, sides(leaves), sides(comes))
         return [*sent, *received]
 
     def wait(self, sides: Sequence["Side"]) -> Iterator[None]:

@@ -31,10 +31,6 @@ class Call(NamedTuple):
         shards = cut.shards_of(cut.default_lengths(self.seq_len))
         return Job(self.pattern, shards, self.num_heads, self.num_kv_heads)
 
-    @property
-    def dense(self) -> "Call":
-        return self._replace(pattern=DilatedPattern.dense(is_causal=self.pattern.is_causal))
-
 
 class Alternative(NamedTuple):
     """One way to compute a call. figures: None where `why_not` gives the reason."""
@@ -59,8 +55,8 @@ class Alternative(NamedTuple):
 def ways_of(call: Call) -> list[Alternative]:
     """The pattern and dense attention by every exchange and sharding, without figures."""
     ways = [Way("ring"), Way("all_gather"), Way("all_to_all")]
-    sizes = (d for d in range(2, call.num_ranks) if call.num_ranks % d == 0 and call.num_kv_heads % d == 0)
-    ways += [Way("ring", inner) for inner in [max(sizes, default=1)] if inner > 1]
+    sizes = [d for d in range(2, call.num_ranks) if call.num_ranks % d == 0 and call.num_kv_heads % d == 0]
+    ways += [Way("ring", d) for d in sizes[-1:]]
     return [
         Alternative(function, way, sharding)
         for function in ("dilated", "dense")
@@ -73,6 +69,7 @@ def alternatives(
     call: Call, hardware: Hardware, traits: Traits, step: Callable[[], object] = lambda: None
 ) -> list[Alternative]:
     """All ways with their figures. step: called once for each rank of each way."""
+    dense = call._replace(pattern=DilatedPattern.dense(is_causal=call.pattern.is_causal))
     found = []
     for one in ways_of(call):
         if one.way.exchange == "all_to_all":
@@ -81,7 +78,7 @@ def alternatives(
             except ValueError as error:
                 found.append(one._replace(why_not=str(error).split(":")[0]))
                 continue
-        job = (call if one.function == "dilated" else call.dense).job(one.sharding, one.way.inner)
+        job = (call if one.function == "dilated" else dense).job(one.sharding, one.way.inner)
         figures = forecast(job, one.way, call.sizes, traits=traits, hardware=hardware, step=step)
         found.append(one._replace(figures=figures))
     return found

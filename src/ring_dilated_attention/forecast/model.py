@@ -175,10 +175,6 @@ def model_memory(job: ModelJob, activations: str, traits: Traits | None) -> Mode
     return ModelMemory(parameters, parameters, optimiser, saved, working, host)
 
 
-def fits(job: ModelJob, activations: str, traits: Traits | None, num_bytes: int) -> bool:
-    return model_memory(job, activations, traits).total <= num_bytes
-
-
 def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
     """The most that the backward of the loss and of the last block holds beside what the forward saved.
 
@@ -307,7 +303,7 @@ def _fitting(
     search: Callable[[Callable[[ModelJob], bool]], ModelJob | None], activations: str, traits: Traits, num_bytes: int
 ) -> ModelJob | None:
     """What a search finds. It runs without the attention first: that takes no time, and is mostly the answer."""
-    found = search(lambda job: fits(job, activations, None, num_bytes))
-    if found is None or fits(found, activations, traits, num_bytes):
+    found = search(lambda job: model_memory(job, activations, None).total <= num_bytes)
+    if found is None or model_memory(found, activations, traits).total <= num_bytes:
         return found
-    return search(lambda job: fits(job, activations, traits, num_bytes))
+    return search(lambda job: model_memory(job, activations, traits).total <= num_bytes)

@@ -44,8 +44,8 @@ key, value and out, their gradients, the buffers of the ring and the kernel's pa
 computes at --flops, and sends and receives at --bandwidth each. Presets are rates that kernels and links were seen to
 reach, printed with their source; rda doctor --save FILE.toml measures those of your machines.
 
-Up to {MOST_PLANNED} ranks are planned one by one. Of more the work and the received bytes are counted exactly; memory
-and time are estimates, and are marked "about" (docs/planning.md says how far off they may be).
+Up to {MOST_PLANNED} ranks are planned one by one. With more ranks the work and the received bytes are counted exactly,
+and memory and time are estimates, marked "about" (docs/planning.md says how far off they may be).
 """
 
 
@@ -66,11 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def answer(arguments: argparse.Namespace) -> None:
-    """Print the plan.
-
-    Raises:
-        ValueError: for a call that is not possible.
-    """
+    """Print the plan. Raises ValueError for a call that is not possible."""
     call, machine = call_of(arguments), machine_for(arguments)
     job, hardware = job_of(call, arguments), None if machine is None else machine.hardware
     if arguments.picture is not None:

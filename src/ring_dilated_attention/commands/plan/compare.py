@@ -36,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def answer(arguments: argparse.Namespace) -> None:
-    """Print the comparison.
-
-    Raises:
-        ValueError: for a call that is not possible, or without the rates of a machine.
-    """
+    """Print the comparison. Raises ValueError for a call that is not possible, and without the rates of a machine."""
     call, machine = call_of(arguments), machine_for(arguments)
     if machine is None:
         raise ValueError("rda plan compare compares times: give --hardware, or --flops and --bandwidth")
@@ -91,11 +87,9 @@ def text(found: dict[str, Any]) -> str:
     left_out = dict.fromkeys(f"{row['name']}: {row['why_not']}" for row in found["alternatives"] if row["why_not"])
     best = found["recommended"]
     name = "" if best is None else f"{best['name']}, {best['sharding']} shards: "
-    lines = [wrapped(found["assumed"]), "", aligned(headers, rows, num_left=3)]
-    lines += [wrapped(f"left out: {line}") for line in left_out]
-    lines += [wrapped(ERRORS_TEXT)] if is_about else []
-    lines += ["", wrapped(f"recommended: {name}{found['reason']}")]
-    return "\n".join(lines + ([wrapped(found["advice"])] if found["advice"] else []))
+    words = [*(f"left out: {line}" for line in left_out), *[ERRORS_TEXT] * is_about, ""]
+    words += [f"recommended: {name}{found['reason']}", *([found["advice"]] if found["advice"] else [])]
+    return "\n".join([wrapped(found["assumed"]), "", aligned(headers, rows, num_left=3), *map(wrapped, words)])
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, ...]:

@@ -80,11 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def answer(arguments: argparse.Namespace) -> None:
-    """Print the plan.
-
-    Raises:
-        ValueError: for a model that is not possible.
-    """
+    """Print the plan. Raises ValueError for a model that is not possible."""
     if arguments.tokens is not None:
         if arguments.hardware is None and arguments.flops is None:
             raise ValueError("--tokens asks for a time: give --hardware, or --flops and --bandwidth")
@@ -113,11 +109,7 @@ class Asked(NamedTuple):
 
 
 def fill_in(arguments: argparse.Namespace) -> None:
-    """Fill in from the config what the options leave open.
-
-    Raises:
-        ValueError: for a config that cannot be read, and for a size that is missing.
-    """
+    """Fill in from the config what the options leave open. Raises ValueError for a size that is missing."""
     for name, value in (read_config(arguments.config) if arguments.config is not None else {}).items():
         if getattr(arguments, name) is None or getattr(arguments, name) is False:
             setattr(arguments, name, value)
