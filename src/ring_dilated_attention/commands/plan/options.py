@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 from ...forecast.compare import Call
 from ...kernels.traits import TRAITS
@@ -19,7 +20,7 @@ def add_call(parser: argparse.ArgumentParser, *, is_required: bool = True) -> No
     add = parser.add_argument
     add("--seq-len", type=count, required=is_required, metavar="N", help="positions of the whole sequence")
     add("--ranks", type=count, metavar="P", help="ranks that share a sequence (default 1)")
-    branches = {"type": count, "nargs": "+", "required": is_required, "help": "one per branch"}
+    branches: dict[str, Any] = {"type": count, "nargs": "+", "required": is_required, "help": "one per branch"}
     add("--segment-lengths", metavar="W", **branches)
     add("--dilation-rates", metavar="R", **branches)
     add("--causal", action="store_true", help="a query sees no later key")
