@@ -111,17 +111,15 @@ class Counted(NamedTuple):
         """Bytes of the rank that receives and deals most: in a forward, and in a forward with its backward."""
         received = sizes.unit * max(max(ring.counted.received) for ring in self.rings)
         forward, gradients = received * sizes.itemsize, received * sizes.sum_itemsize
-        dealt_forward, dealt_backward = (self._dealt(sizes, backward=backward) for backward in (False, True))
-        return forward + dealt_forward, 2 * forward + gradients + dealt_forward + dealt_backward
-
-    def _dealt(self, sizes: Sizes, *, backward: bool) -> int:
-        size = len(self.rings)
+        size, lengths = len(self.rings), list(map(shard_length, self.job.shards))
         if size == 1:
-            return 0
-        lengths = list(map(shard_length, self.job.shards))
+            return forward, 2 * forward + gradients
         groups = {tuple(lengths[i : i + size]) for i in range(0, len(lengths), size)}
-        num_heads, num_kv_heads = len(self.job.held_heads), self.job.num_kv_held
-        return max(most_dealt(group, num_heads, num_kv_heads, sizes, backward=backward) for group in groups)
+        heads = len(self.job.held_heads), self.job.num_kv_held
+        dealt_forward, dealt_backward = (
+            max(most_dealt(group, *heads, sizes, backward=backward) for group in groups) for backward in (False, True)
+        )
+        return forward + dealt_forward, 2 * forward + gradients + dealt_forward + dealt_backward
 
 
 def count(job: Job, way: Way, step: Callable[[], object] = lambda: None) -> Counted:

@@ -49,9 +49,8 @@ class Hardware(NamedTuple):
 
     def work_seconds(self, num_pairs: int, sizes: Sizes) -> float:
         """The time of so many pairs of queries and keys, forward and backward, in one kernel call each."""
-        return sum(
-            self.compute_seconds(2 * products * sizes.unit * num_pairs, backward=products == 5) for products in (2, 5)
-        )
+        flops = 2 * sizes.unit * num_pairs  # of one product
+        return self.compute_seconds(2 * flops, backward=False) + self.compute_seconds(5 * flops, backward=True)
 
     @property
     def handshake(self) -> float:

@@ -136,11 +136,10 @@ def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
 
 
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
-    """The queries that hear least, in the first and the last segments.
+    """The queries that hear least: rows 0 and `num_heads` of the first and the last segments.
 
-    The first row of a segment hears of earlier segments only what wider branches read there; row `num_heads` of a
-    segment may be in a phase that no head reads. An early query loses a larger share with each position; ragged
-    segments come last.
+    Row 0 hears of earlier segments only what wider branches read there; no head may read the phase of row `num_heads`.
+    An early query loses a larger share with each position, and ragged segments come last.
     """
     shortest = min(pattern.segment_lengths)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}

@@ -14,7 +14,7 @@ from ...kernels.traits import TRAITS
 from ...plan.exchange import EXCHANGES, Choice, choice_by
 from ...plan.job import Job
 from ...plan.sharding import SHARDINGS, shard_length
-from ...plan.sizes import Sizes, Traits
+from ...plan.sizes import Sizes
 from ..hardware import add_options as add_hardware_options
 from ..hardware import machine_for
 from ..numbers import count as whole_number
@@ -73,7 +73,13 @@ def answer(arguments: argparse.Namespace) -> None:
         check_picture(arguments.picture)
     with progress_bar(job.num_ranks * len(SHARDINGS), "rank", delay=2) as bar:
         counted, choice = counted_of(job, call.sizes, arguments.exchange, bar.update)
-        found = figures(counted, call.sizes, TRAITS[arguments.kernel], hardware)
+        traits, way = TRAITS[arguments.kernel], counted.way
+        said = forecast(job, way, call.sizes, traits=traits, hardware=hardware, counted=counted)
+        found = report.of_each(said, call.sizes) if said.is_planned else report.of_many(said, job.num_ranks, call.sizes)
+        if hardware is not None:
+            if said.step is not None:
+                found["model"] = report.model_json(said.step, hardware)
+            found["advice"] = advice(job, way, call.sizes, said, hardware)
         found["exchange"] = choice._asdict()
         found["shardings"] = compared(call, counted, hardware, bar.update) if job.num_ranks > 1 else []
     if arguments.json:
@@ -113,18 +119,6 @@ def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object
     choice = choice_by(ring.rings[0].counted, job, sizes)
     way = Way(choice.exchange)
     return count(job, way, step) if way.is_dealt else ring._replace(way=way), choice
-
-
-def figures(counted: Counted, sizes: Sizes, traits: Traits, hardware: Hardware | None) -> dict[str, Any]:
-    """The figures of counted ranks, as JSON has them."""
-    job, way = counted.job, counted.way
-    said = forecast(job, way, sizes, traits=traits, hardware=hardware, counted=counted)
-    found = report.of_each(said, sizes) if said.is_planned else report.of_many(said, job.num_ranks, sizes)
-    if hardware is not None:
-        if said.step is not None:
-            found["model"] = report.model_json(said.step, hardware)
-        found["advice"] = advice(job, way, sizes, said, hardware)
-    return found
 
 
 def compared(

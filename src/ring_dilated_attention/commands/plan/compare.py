@@ -79,9 +79,8 @@ def _as_json(row: Alternative) -> dict[str, Any]:
 
 def text(found: dict[str, Any]) -> str:
     is_about = found["num_ranks"] > MOST_PLANNED
-    headers = ("function", "exchange", "sharding", "step", "waits", "balance", "sent,\nMB", "peak,\nMB")
-    if is_about:
-        headers = (*headers[:3], "step,\nabout", *headers[4:6], "received,\nMB", "peak, MB,\nabout")
+    step, sent, peak = ("step,\nabout", "received", "peak, MB,\nabout") if is_about else ("step", "sent", "peak,\nMB")
+    headers = ("function", "exchange", "sharding", step, "waits", "balance", f"{sent},\nMB", peak)
     ways = [row for row in found["alternatives"] if not row["why_not"]]
     rows = [(row["function"], row["name"], row["sharding"], *_numbers(row)) for row in ways]
     left_out = dict.fromkeys(f"{row['name']}: {row['why_not']}" for row in found["alternatives"] if row["why_not"])
@@ -93,7 +92,6 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, ...]:
-    time = ("no time", "")
-    if row["step_seconds"] is not None:
-        time = time_text(row["step_seconds"]), f"{row['exposed']:.0%}"
+    is_timed = row["step_seconds"] is not None
+    time = (time_text(row["step_seconds"]), f"{row['exposed']:.0%}") if is_timed else ("no time", "")
     return *time, f"{row['balance']:.1%}", f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['peak_bytes'] / 1e6:,.1f}"

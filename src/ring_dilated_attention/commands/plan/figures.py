@@ -96,7 +96,7 @@ def draw_sketch(found: Sequence[Panel], *, is_causal: bool) -> "Figure":
         draw_panel(axes, panel, BRANCH_COLOURS[i % len(BRANCH_COLOURS)], is_causal=is_causal)
     every[0].set_ylabel("query", fontsize=8)
     borders = "; dotted: borders of shards" if any(panel.borders for panel in found) else ""
-    causal = ", causal" if is_causal else ""
+    causal = ", causal" * is_causal
     title = f"A sketch: where a head's keys lie{causal}. Each branch at its own scale; paler: sparser{borders}"
     figure.suptitle(title, fontsize=10 if columns > 2 else 7)
     return figure
@@ -280,8 +280,7 @@ def _draw_work(axes: "Axes", rank: int, y: float, sources: Sequence[int], *, is_
         axes.text(rank, y, "idle", ha="center", va="center", fontsize=8, color=FAINT)
         return
     keys = "own keys" if is_local else f"keys of {', '.join(map(str, sources))}"
-    text = f"queries of {rank}\n× {keys}"
-    axes.text(rank + 0.06, y, text, ha="center", va="center", fontsize=8, color=INK)
+    axes.text(rank + 0.06, y, f"queries of {rank}\n× {keys}", ha="center", va="center", fontsize=8, color=INK)
     for i, source in enumerate(sources):
         height = 0.4 / len(sources)
         bottom = y + 0.2 - (i + 1) * height + 0.015

@@ -91,7 +91,19 @@ def answer(arguments: argparse.Namespace) -> None:
     job, machine = job_of(arguments), machine_for(arguments)
     memory = arguments.memory or (None if machine is None else machine.memory_bytes)
     asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory)
-    found = figures(asked)
+    with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
+        columns = {how: _column(asked, how, bar.update) for how in ACTIVATIONS}
+    found = {
+        "mesh": job.mesh._asdict(),
+        "counted_as": "LongNetLM",
+        "pattern": asdict(job.pattern),
+        "num_parameters": job.shape.num_parameters,
+        "tokens_per_step": job.tokens,
+        "flops_per_step": flops_of_step(job),
+        "memory": columns,
+    }
+    if machine is not None:
+        found["advice"] = advice_on(job, machine.hardware)
     print(json.dumps(found, indent=1) if arguments.json else text(asked, found))
 
 
@@ -211,22 +223,6 @@ def job_of(arguments: argparse.Namespace) -> ModelJob:
             f"{shape.vocab_size:,}) has more than {MOST_PARAMETERS:.0e} parameters: give smaller sizes"
         )
     return ModelJob(shape, pattern, arguments.seq_len, arguments.batch, mesh, arguments.sharding)
-
-
-def figures(asked: Asked) -> dict[str, Any]:
-    job = asked.job
-    with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
-        memory = {how: _column(asked, how, bar.update) for how in ACTIVATIONS}
-    found = {
-        "mesh": job.mesh._asdict(),
-        "counted_as": "LongNetLM",
-        "pattern": asdict(job.pattern),
-        "num_parameters": job.shape.num_parameters,
-        "tokens_per_step": job.tokens,
-        "flops_per_step": flops_of_step(job),
-        "memory": memory,
-    }
-    return found if asked.machine is None else found | {"advice": advice_on(job, asked.machine.hardware)}
 
 
 def _column(asked: Asked, how: str, step: Callable[[], object]) -> dict[str, Any]:

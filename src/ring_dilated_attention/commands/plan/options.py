@@ -68,13 +68,8 @@ def complete(arguments: argparse.Namespace) -> None:
 
 
 def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
-    pattern = DilatedPattern(
-        arguments.segment_lengths,
-        arguments.dilation_rates,
-        is_causal=arguments.causal,
-        phase=arguments.phase,
-        heads="split" if arguments.split_heads else "all",
-    )
+    branches, heads = (arguments.segment_lengths, arguments.dilation_rates), "split" if arguments.split_heads else "all"
+    pattern = DilatedPattern(*branches, is_causal=arguments.causal, phase=arguments.phase, heads=heads)
     pattern.check_heads(arguments.heads, arguments.kv_heads)
     return pattern
 
