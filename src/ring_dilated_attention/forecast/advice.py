@@ -12,8 +12,7 @@ from .clock import Hardware
 # The share of a step in which a rank waits. Above it, faster messages gain more than a faster kernel.
 BOUND_BY_COMMUNICATION = 0.2
 SPARSER = 4
-# A remedy leaves at most this share of a step's time. Sending less does not where latency binds.
-WORTH_IT = 0.95
+WORTH_IT = 0.95  # a remedy leaves at most this share of a step's time; sending less does not where latency binds
 OTHERWISE = "fewer ranks, or a link that is faster or has less latency, would help"
 
 

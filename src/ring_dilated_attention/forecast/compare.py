@@ -11,8 +11,7 @@ from ..plan.sizes import Sizes, Traits
 from .call import Figures, Way, forecast
 from .clock import Hardware
 
-# Two steps are alike if one takes less than so many times the other. Of these the one that sends less is better, then
-# the one that holds less.
+# Two steps are alike if one takes at most so many times the other. Sending less then decides, then holding less.
 ALIKE = 1.02
 
 

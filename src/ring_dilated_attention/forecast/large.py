@@ -22,9 +22,8 @@ from .ledger import Peak, attention_memory
 
 # Ranks of the small job that stands for a large one.
 FEW = 8
-# The estimate over the exact figure. Memory: in hundreds of random jobs of 65 to 128 ranks with uneven shards, never
-# below the first and in 95 % at most the second. Time: the 5th and 95th percentile of hundreds of random jobs of 9 to
-# 40 ranks.
+# The estimate over the exact figure, in hundreds of random jobs. Memory (65 to 128 ranks, uneven shards): the least and
+# the 95th percentile. Time (9 to 40 ranks): the 5th and the 95th percentile.
 MEMORY_ERRORS, TIME_ERRORS = (0.95, 1.17), (0.69, 1.1)
 
 ERRORS_TEXT = (
@@ -84,9 +83,8 @@ def _coming_home(counter: Counter, counted: JobCount) -> list[int]:
 def _few(job: Job, counted: JobCount) -> Job:
     """A job of FEW ranks with shards as long as the longest shard of the job.
 
-    A segment of the whole sequence stays one. Another segment is cut to half of the small sequence if it is longer, and
-    ends at the same place of a shard. It straddles shards, and more than two of them, where it does so in the job. So a
-    rank meets one hop where it met one, and several where it met several.
+    A segment of the whole sequence stays one. Any other is cut to half of the small sequence, if it is longer, and
+    ends at the same place of a shard. It straddles two shards, or more, where it does so in the job.
     """
     length, longest = max(map(shard_length, job.shards)), max(b - a for a, b in pairwise(job.borders))
     seq_len, segments = FEW * length, []
@@ -114,8 +112,8 @@ def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Ha
 def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardware: Hardware) -> float:
     """Forward and backward of a rank that works as much at each hop of a ring.
 
-    A hop takes as long as its tiles or its messages, in backward with gradients, whichever is longer. Before the hops
-    come the rank's own tiles or the first chunks, whichever is longer.
+    A hop takes as long as its tiles or its messages (in backward with gradients), whichever is longer. So does the
+    start: the rank's own tiles or the first chunks.
     """
     seconds = 0.0
     for products, is_backward in ((2, False), (5, True)):

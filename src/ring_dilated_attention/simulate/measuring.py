@@ -65,7 +65,7 @@ def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
 class Held(TorchDispatchMode):
     """Bytes of the given rows, and of every storage that an op of this thread returns, for as long as it lives.
 
-    It does not see what an op makes and frees by itself: a kernel's scratch, a cast to the dtype of a sum.
+    What an op frees itself is not seen: a kernel's scratch, a cast to the dtype of a sum.
     """
 
     def __init__(self, rows: Given) -> None:

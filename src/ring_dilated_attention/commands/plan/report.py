@@ -99,10 +99,8 @@ def _branch_line(i: int, row: dict[str, Any], exchange: str) -> str:
     if exchange == "all_to_all":
         what = "is computed by heads: each rank has all positions of some heads"
     elif row["forward_sent_bytes"]:
-        what = (
-            f"travels among up to {row['num_sharing']:,} ranks, {row['forward_sent_bytes'] / 1e6:,.1f} MB of keys and "
-            "values in a forward, over all ranks"
-        )
+        sent = f"{row['forward_sent_bytes'] / 1e6:,.1f} MB of keys and values in a forward, over all ranks"
+        what = f"travels among up to {row['num_sharing']:,} ranks, {sent}"
     return f"branch {i} ({Branch(row['segment_length'], row['dilation_rate'])}) {what}"
 
 
