@@ -1,6 +1,7 @@
 """`rda plan`: its numbers are the plan's, and it needs no torch."""
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -11,11 +12,13 @@ import pytest
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.plan import figures
 from ring_dilated_attention.forecast import call
-from ring_dilated_attention.forecast.clock import Hardware, RankTime, model_step
+from ring_dilated_attention.forecast.clock import Hardware, RankTime, model_step, time_text
+from ring_dilated_attention.forecast.ledger import attention_memory
+from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.plan.sizes import Sizes
 
 DENSE = ["--seq-len", "4096", "--segment-lengths", "4096", "--dilation-rates", "1", "--heads", "2"]
@@ -41,6 +44,38 @@ def test_the_rows_are_the_plan(capsys):
         assert row["sent_bytes"] == plan.bytes_sent(1, 32, 2) + plan.bytes_sent(1, 32, 2, backward=True)
         assert row["peak_bytes"] == sum(item["num_bytes"] for item in row["peak_items"])
     assert found["balance"] < 0.6
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_printed_figure_is_that_of_the_plans(seed, capsys):
+    """The table and the sentences, of random jobs: catches a column of another figure, unit or rank."""
+    rng = random.Random(seed)
+    n, ranks, batch, head_dim = rng.randint(900, 9000), rng.randint(2, 9), rng.randint(1, 3), rng.choice([8, 24])
+    w, r, sharding = rng.randint(50, n), rng.randint(1, 9), rng.choice(["contiguous", "zigzag"])
+    argv = f"plan --seq-len {n} --ranks {ranks} --segment-lengths {w} {n} --dilation-rates 1 {r} --heads 4 --causal"
+    argv += f" --batch {batch} --head-dim {head_dim} --sharding {sharding} --exchange ring --kv-heads 2"
+    assert cli.main([*argv.split(), *TIME]) == 0
+    out = capsys.readouterr().out
+    shards = make_shards(sharding, default_lengths(sharding, n, ranks))
+    job = Job(DilatedPattern((w, n), (1, r), is_causal=True), shards, 4, 2)
+    sizes, plans = Sizes(batch, head_dim, 4), [make_plan(job, rank) for rank in range(ranks)]
+    step = model_step(plans, sizes, Hardware(1e9, 1e8, 1e-4))
+    work = [plan.pairs for plan in plans]
+    memory = [attention_memory(plan, sizes, TRAITS["cpu"]) for plan in plans]
+    for rank, (plan, held, time) in enumerate(zip(plans, memory, step.ranks, strict=True)):
+        forward, backward = (plan.bytes_sent(*sizes[:3], backward=x) for x in (False, True))
+        num_bytes = forward, forward + backward, held.forward.num_bytes, held.forward_backward.num_bytes
+        cells = [f"{rank}", f"{plan.num_rows:,}", f"{14 * batch * head_dim * plan.pairs / 1e9:,.1f}"]
+        cells += [f"{plan.pairs / sum(work):.1%}", *(f"{x / 1e6:,.1f}" for x in num_bytes)]
+        assert [*cells, f"{time.exposed_seconds / step.step_seconds:.1%}"] in [row.split() for row in out.splitlines()]
+    assert f"balance: {sum(work) / ranks / max(work):.1%}" in out
+    waits = max(rank.exposed_seconds for rank in step.ranks) / step.step_seconds
+    assert f"efficiency {step.efficiency:.1%}; a rank waits at most {waits:.1%} of it" in words(out)
+    times = (time_text(x) for x in (step.step_seconds, step.forward_seconds, step.backward_seconds))
+    assert "modelled step: {} (forward {}, backward {})".format(*times) in words(out)
+    largest = max(memory, key=lambda x: x.forward_backward.num_bytes).forward_backward
+    for item in largest.items:
+        assert f"{item.num_bytes / 1e6:>12,.1f} MB  {item.name}\n" in out
 
 
 def test_zigzag_balances(capsys):

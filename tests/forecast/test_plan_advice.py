@@ -12,7 +12,7 @@ from ring_dilated_attention.commands.plan.model import advice_on as advice_on_mo
 from ring_dilated_attention.forecast import call
 from ring_dilated_attention.forecast.advice import advice
 from ring_dilated_attention.forecast.call import Figures, Time, Way, forecast
-from ring_dilated_attention.forecast.clock import Hardware
+from ring_dilated_attention.forecast.clock import Hardware, time_text
 from ring_dilated_attention.forecast.compare import Alternative, Call, alternatives, recommended
 from ring_dilated_attention.forecast.ledger import Item, Peak
 from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape
@@ -236,6 +236,12 @@ def test_the_json_of_a_comparison_is_its_rows(capsys):
     assert found["alternatives"] == [command._as_json(row) for row in rows]
     timed = [row["step_seconds"] for row in found["alternatives"] if not row["why_not"]]
     assert found["recommended"]["step_seconds"] in timed
+    assert cli.main(argv[:-1]) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for row in (row for row in rows if row.figures is not None):
+        known, time = row.figures, time_text(row.figures.seconds).split()
+        cells = [row.function, row.name, row.sharding, *time, f"{known.exposed:.0%}", f"{known.balance:.1%}"]
+        assert [*cells, f"{known.sent_bytes / 1e6:,.1f}", f"{known.peak_bytes / 1e6:,.1f}"] in printed
 
 
 @pytest.mark.parametrize("more", [["--mesh", "1x4"], ["--mesh", "1x66", "--seq-len", "4097"]])

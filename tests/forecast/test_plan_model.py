@@ -10,9 +10,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.hardware import PRESETS, Machine, as_toml, machine_of
+from ring_dilated_attention.commands.numbers import size_text
 from ring_dilated_attention.forecast import call, large
 from ring_dilated_attention.forecast import model as planned
-from ring_dilated_attention.forecast.clock import Hardware, model_step
+from ring_dilated_attention.forecast.clock import Hardware, model_step, time_text
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.kernels.traits import TRAITS
@@ -44,6 +45,27 @@ def test_parameters_are_the_models(fields):
     assert job.shape.num_parameters == sum(x.numel() for x in LongNetLM(config).parameters())
     block = LongNetLM(config).blocks[0]
     assert job.shape.block_parameters == sum(x.numel() for x in block.parameters())
+
+
+@pytest.mark.parametrize(("data", "sequence", "shards"), [(1, 1, 1), (2, 4, 1), (2, 4, 8), (1, 3, 3)])
+def test_flops_and_gradients_of_a_step(data, sequence, shards):
+    """By the model's own matrices, the plans of its attention and a ring's sum of gradients."""
+    config, job = job_of(SMALL, 516, Mesh(data, sequence, shards))
+    job, model = replace(job, batch=3), LongNetLM(config)
+    entries = sum(x.numel() for x in model.parameters() if x.ndim == 2) - 256 * 48  # the embedding is no product
+    cut = make_shards("contiguous", default_lengths("contiguous", 516, sequence))
+    plans = [make_plan(Job(job.pattern, cut, 4, 2), rank) for rank in range(sequence)]
+    attention = sum(plan.flops(3, 12, backward=backward) for plan in plans for backward in (False, True))
+    tokens = 3 * data * 516
+    assert job.tokens == tokens
+    assert planned.flops_of_step(job) == 6 * tokens * entries + data * 3 * attention
+    for activations, again in (("kept", 0), ("checkpointed", 2), ("offloaded", 2)):
+        parts = planned.step_parts(job, activations, Hardware(1e9, 1e6))
+        in_blocks = entries - 256 * 48  # the head is not computed again
+        products = 6 * tokens * entries + again * tokens * in_blocks
+        assert parts.matrices == pytest.approx(products / (data * sequence) / 1e9)
+        passes = (3 if shards > 1 else 2) * (data * sequence - 1) / (data * sequence)
+        assert parts.gradients == pytest.approx(passes * 4 * job.shape.num_parameters / 1e6)
 
 
 def test_the_loss_is_cut_as_in_the_model():
@@ -224,10 +246,18 @@ def test_the_command_plans_a_model(capsys):
     seconds = kept["step"]["seconds"]
     assert found["tokens_per_step"] == 2 * 4096
     assert kept["training_seconds"] == pytest.approx(1e9 / 8192 * seconds)
+    assert kept["tokens_per_second"] == pytest.approx(8192 / seconds)
     assert cli.main(argv) == 0
     out = " ".join(capsys.readouterr().out.split())
     for words in ("a rank holds", "assumed of each rank: 1.00 TFLOP/s", "longest sequence", "tokens/s"):
         assert words in out
+    columns = found["memory"].values()
+    for part in ("parameters", "gradients", "optimiser", "activations", "working", "total", "host"):
+        assert f" {part} {' '.join(size_text(row[part]) for row in columns)} " in out
+    steps = [row["step"] for row in columns]
+    for name, part in (("products with weights", "matrices"), ("attention", "attention"), ("in all", "seconds")):
+        assert f" {name} {' '.join(time_text(step[part]) for step in steps)} " in out
+    assert f" tokens/s {' '.join(format(row['tokens_per_second'], ',.0f') for row in columns)} " in out
 
 
 def test_a_model_says_which_pattern_it_was_planned_with(tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Suggestions keep the budget, and what is said of them is the definition's."""
 
 import json
+import random
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ring_dilated_attention.commands import cli
 from ring_dilated_attention.forecast.reach import MOST_FOLLOWED, every_query, queries_to_follow, reach, some_queries
 from ring_dilated_attention.forecast.suggest import suggestions, unread_phases
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.cache_plan import plan_cache
 from ring_dilated_attention.plan.counts import pairs
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
@@ -234,6 +236,27 @@ def test_what_is_received_is_that_of_the_plans(n, num_ranks, more, capsys):
         plans = [make_plan(Job(pattern, shards, 4, 2), rank) for rank in range(num_ranks)]
         rows = [sum(m.size for hop in plan.hops for m in hop.receives) for plan in plans]
         assert found["largest_received_bytes"] == max(rows) * 8 * (2 * 2 + 4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_work_of_a_suggestion_is_that_of_the_plans(seed, capsys):
+    """Pairs, FLOPs, the share of dense attention's work and the cache, of random jobs."""
+    rng = random.Random(seed)
+    n, head_dim, num_kv_heads = rng.randint(500, 5000), rng.choice([8, 24]), rng.choice([1, 2, 4])
+    argv = ["suggest", "--seq-len", str(n), "--heads", "4", "--head-dim", str(head_dim), "--speedup", "6", "--json"]
+    assert cli.main([*argv, "--kv-heads", str(num_kv_heads)]) == 0
+    for found in json.loads(capsys.readouterr().out)["suggestions"]:
+        pattern = DilatedPattern(found["segment_lengths"], found["dilation_rates"], is_causal=True)
+        plan, dense = (
+            make_plan(Job(x, make_shards("contiguous", (n,)), 4, num_kv_heads), 0)
+            for x in (pattern, DilatedPattern.dense(is_causal=True))
+        )
+        assert found["pairs"] == plan.pairs
+        assert found["flops"] == plan.flops(1, head_dim) + plan.flops(1, head_dim, backward=True)
+        assert found["of_dense"] == plan.pairs / dense.pairs <= 1 / 6
+        cache = plan_cache(pattern, 4, num_kv_heads, n)
+        assert found["cache_bytes"] == cache.num_rows * 2 * head_dim * 2
+        assert found["dense_cache_bytes"] == n * num_kv_heads * 2 * head_dim * 2
 
 
 def test_what_it_suggests_can_be_planned(capsys):

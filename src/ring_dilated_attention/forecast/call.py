@@ -1,7 +1,7 @@
 """What an attention call over all ranks would compute, send, hold and take. Numbers only, no torch.
 
-What ranks compute and receive is counted, of any number of them. What they hold and how long they take is that of their
-plans if they are few, and estimated (`large.py`) if they are many.
+What ranks compute and receive is always counted exactly. Memory and time follow from the plans of up to MOST_PLANNED
+ranks, and are estimated for more (`large.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -18,12 +18,12 @@ from . import large
 from .clock import Hardware, StepTime, model_step, time_text
 from .ledger import AttentionMemory, Peak, attention_memory
 
-# Ranks of which every one is planned and timed.
+# Up to so many ranks, each is planned and timed.
 MOST_PLANNED = 64
 
 
 class Way(NamedTuple):
-    """How rows travel. inner: neighbouring ranks that deal heads inside a ring of groups (a 2-D mesh); 1 for none."""
+    """How rows travel. inner: the size of the groups that deal heads, in a ring of groups (a 2-D mesh); 1 for none."""
 
     exchange: str = "ring"
     inner: int = 1
@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
 
 class Time(NamedTuple):
-    """Of a step: a forward and its backward. is_about: estimated, and not by the clock of all ranks."""
+    """The time of a forward and its backward. is_about: estimated, not by the clock of all ranks."""
 
     seconds: float
     is_about: bool = False
@@ -47,9 +47,9 @@ class Time(NamedTuple):
 class BranchShare(NamedTuple):
     """A branch over all ranks.
 
-    num_sharing: the most ranks that exchange rows of one segment; 1 where all stay at home.
-    num_rows: rows of phase 0 in its longest segment, of the num_positions there.
-    sent: what all ranks together send of it in a forward, in units of B * D elements; not what is dealt.
+    num_sharing: the most ranks that exchange rows of one segment; 1 where no row travels.
+    num_rows: the rows of phase 0 in the longest segment, which has num_positions.
+    sent: the chunks that all ranks together send in a forward, in units of B * D elements; dealt heads are not in it.
     """
 
     segment_length: int
@@ -65,14 +65,14 @@ class BranchShare(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The ranks at one place of groups that deal heads, or all ranks where none do."""
+    """The ranks of one ring, counted. Where groups deal heads, the ranks at one place of each group are a ring."""
 
     counter: Counter
     counted: JobCount
 
 
 class Counted(NamedTuple):
-    """What all ranks of a way compute and receive, in the rings that they form. pairs: by rank."""
+    """What all ranks compute and receive, in the rings that they form."""
 
     job: Job
     way: Way
@@ -80,6 +80,7 @@ class Counted(NamedTuple):
 
     @property
     def pairs(self) -> list[int]:
+        """By rank."""
         size = len(self.rings)
         return [self.rings[rank % size].counted.pairs[rank // size] for rank in range(self.job.num_ranks)]
 
@@ -101,30 +102,28 @@ class Counted(NamedTuple):
 
     @property
     def num_hops(self) -> int:
-        """Of the longest ring; one round is one."""
+        """The hops of the longest ring. The one round of an all-gather counts as one."""
         shared = [x for ring in self.rings for x in ring.counted.segments.values() if x.received]
         hops = max((x.sharers - 1 for x in shared), default=0)
         return min(1, hops) if self.way.exchange == "all_gather" else hops
 
     def most_moved(self, sizes: Sizes) -> tuple[int, int]:
-        """Bytes of the rank that receives and deals most, in a forward, and in a forward with its backward."""
+        """Bytes of the rank that receives and deals most: in a forward, and in a forward with its backward."""
         received = sizes.unit * max(max(ring.counted.received) for ring in self.rings)
         forward, gradients = received * sizes.itemsize, received * sizes.sum_itemsize
-        dealt_forward, dealt_backward = (self._dealt(sizes, backward=backward) for backward in (False, True))
-        return forward + dealt_forward, 2 * forward + gradients + dealt_forward + dealt_backward
-
-    def _dealt(self, sizes: Sizes, *, backward: bool) -> int:
-        size = len(self.rings)
+        size, lengths = len(self.rings), list(map(shard_length, self.job.shards))
         if size == 1:
-            return 0
-        lengths = list(map(shard_length, self.job.shards))
+            return forward, 2 * forward + gradients
         groups = {tuple(lengths[i : i + size]) for i in range(0, len(lengths), size)}
         heads = len(self.job.held_heads), self.job.num_kv_held
-        return max(most_dealt(group, *heads, sizes, backward=backward) for group in groups)
+        dealt_forward, dealt_backward = (
+            max(most_dealt(group, *heads, sizes, backward=backward) for group in groups) for backward in (False, True)
+        )
+        return forward + dealt_forward, 2 * forward + gradients + dealt_forward + dealt_backward
 
 
 def count(job: Job, way: Way, step: Callable[[], object] = lambda: None) -> Counted:
-    """Count all ranks. step: called after each.
+    """Count all ranks. step: called after each rank.
 
     Raises:
         ValueError: if heads cannot be dealt.
@@ -145,15 +144,16 @@ class RankFigures(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Of the rank that has most, but for the totals: pairs, balance and branches.
+    """The figures of a call over all ranks.
 
-    busiest: the rank that computes most. balance: mean work over its own.
-    forward_bytes, sent_bytes: that it sends in a forward, and in a forward with its backward. Of many ranks chunks are
-        those that it receives, which of all together are as many as are sent.
-    peak: in a forward with its backward, if a kernel is given.
-    time: if hardware is given, and tests held it against the clock. exposed: the share of it in which the busiest rank
-        waits.
-    ranks, step: of few ranks, each by its plan, and their times; else peak and time are estimates.
+    pairs, branches: of all ranks together.
+    most_pairs, busiest: the work of the rank that computes most, and its number. balance: the mean work over that work.
+    forward_bytes, sent_bytes: of the rank that sends most, in a forward, and in a forward with its backward. Where
+        ranks are not planned, chunks are counted by the rank that receives most.
+    peak: of the rank that holds most, in a forward with its backward, if a kernel is given.
+    time: if hardware is given; None for ways of many ranks that no test compares with the clock.
+    exposed: the share of the time in which the busiest rank waits.
+    ranks, step: the planned ranks and their times; empty and None where peak and time are estimates.
     """
 
     pairs: int
@@ -176,13 +176,13 @@ class Figures(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """For figures of a kernel."""
+        """Needs a kernel."""
         assert self.peak is not None
         return self.peak.num_bytes
 
     @property
     def seconds(self) -> float:
-        """For figures that were timed."""
+        """Needs a time."""
         assert self.time is not None
         return self.time.seconds
 
@@ -197,10 +197,10 @@ def forecast(
     counted: Counted | None = None,
     step: Callable[[], object] = lambda: None,
 ) -> Figures:
-    """Figures of a call over all ranks.
+    """The figures of a call over all ranks.
 
     Args:
-        counted: the ranks, where they were counted already; else `step` is called once for each of them.
+        counted: the ranks, if they were counted already; else `step` is called after each rank.
     """
     counted = count(job, way, step) if counted is None else counted
     pairs = counted.pairs
@@ -259,7 +259,7 @@ def _of_counts(
 
 
 def _peak_of_counts(counted: Counted, sizes: Sizes, traits: Traits) -> Peak | None:
-    """That of the rings that may hold most: with the largest buffers, and with most work."""
+    """Of the two rings that may hold most: the one with the largest buffers, and the one with most work."""
     size, longest = len(counted.rings), max(map(shard_length, counted.job.shards))
     dealing = None if size == 1 else Dealing(0, (longest,) * size, ())
     by_buffers = max(counted.rings, key=lambda ring: max(ring.counted.buffers))

@@ -1,19 +1,16 @@
 """How long a step takes on given hardware: the programs of all ranks, in virtual time. Numbers only, no torch.
 
-All ranks run together, so that a rank that is late makes its neighbours wait. Exposed is the time in which a rank waits
-for messages, be it that they are slow or that their sender is late.
+All ranks run together, so a late rank makes its neighbours wait. Exposed is the time in which a rank waits for a
+message, whether the message is slow or its sender is late.
 
-What is assumed:
+Assumptions:
 
-- Computation: a tile takes its FLOPs over a rate of the forward and one of the backward (the same, if only one is
-  known), and what a call takes besides. Give the rate that kernels reach, not the peak; packing, merging and adding are
-  part of it. Messages take nothing from it, and posting them no time.
-- Links: a rank has one way out and one way in, each of so many bytes per second, whoever the peers are. On each,
-  messages go one after the other, in the order in which the rank posts them (as on one NCCL stream). A message starts
-  when both of its ranks have posted it and both ways are free; it is there, for both, when its bytes have passed and
-  one latency.
-- Handshake: before a forward, and before its backward, every rank waits for the slowest one, and one latency (or
-  what a handshake was measured to take).
+- Computation: a tile takes its FLOPs over the rate of the stage, and `call_seconds`. Packing, merging and adding are
+  part of the rate, so give the rate that kernels reach. Messages do not slow the computation; posting takes no time.
+- Network: a rank has one way out and one way in, each of so many bytes per second. On each way messages go one after
+  the other, in the order in which the rank posts them, as on one NCCL stream. A message starts when both of its ranks
+  have posted it and both ways are free. It has arrived, for both ranks, one latency after its last byte has left.
+- Handshake: before each stage every rank waits for the slowest rank, and for one handshake.
 
 So every moment is a maximum of sums of durations, and nothing that becomes faster makes a step slower.
 """
@@ -27,16 +24,16 @@ from ..plan.dealing import Dealing
 from ..plan.plan import Message, Plan
 from ..plan.program import make_program
 from ..plan.sizes import Sizes
-from ..plan.step import STAGES, BufferSlice, Compute, Deal, Post, Terms, Wait
+from ..plan.step import STAGES, Compute, Deal, Post, Terms, Wait
 from .ledger import row_bytes
 
 
 class Hardware(NamedTuple):
-    """One device's rate, one way of its link, and what any message takes besides.
+    """The rates of one device and of one way of its network.
 
-    backward_flops_per_second: where it differs from the forward's.
-    call_seconds: of every kernel call, whatever its size.
-    handshake_seconds: of a handshake; one latency where nothing else is known.
+    backward_flops_per_second: None if as the forward's.
+    call_seconds: what every kernel call takes, whatever its size.
+    handshake_seconds: None for one latency.
     """
 
     flops_per_second: float
@@ -47,16 +44,13 @@ class Hardware(NamedTuple):
     handshake_seconds: float | None = None
 
     def compute_seconds(self, flops: float, *, backward: bool, calls: int = 1) -> float:
-        rate = self.flops_per_second
-        if backward and self.backward_flops_per_second is not None:
-            rate = self.backward_flops_per_second
+        rate = (self.backward_flops_per_second if backward else None) or self.flops_per_second
         return flops / rate + calls * self.call_seconds
 
     def work_seconds(self, num_pairs: int, sizes: Sizes) -> float:
-        """Of so many pairs of queries and keys, forward and backward, in one kernel call each."""
-        return sum(
-            self.compute_seconds(2 * products * sizes.unit * num_pairs, backward=products == 5) for products in (2, 5)
-        )
+        """The time of so many pairs of queries and keys, forward and backward, in one kernel call each."""
+        flops = 2 * sizes.unit * num_pairs  # of one product
+        return self.compute_seconds(2 * flops, backward=False) + self.compute_seconds(5 * flops, backward=True)
 
     @property
     def handshake(self) -> float:
@@ -64,10 +58,9 @@ class Hardware(NamedTuple):
 
 
 class RankTime(NamedTuple):
-    """One rank's seconds. A stage begins when all ranks have ended the one before.
+    """One rank's seconds. A stage begins when all ranks have ended the stage before.
 
-    computing_seconds, exposed_seconds: of both stages; exposed in messages and handshakes. In the rest of a step a rank
-        is done before the slowest one.
+    computing_seconds, exposed_seconds: of both stages; exposed while it waits for messages and handshakes.
     """
 
     forward_seconds: float
@@ -77,7 +70,7 @@ class RankTime(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """One forward and its backward, of all ranks."""
+    """The time of one forward and its backward."""
 
     ranks: tuple[RankTime, ...]
 
@@ -95,12 +88,12 @@ class StepTime(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """T1 / (p Tp). One rank computes the same tiles' pairs and waits for nobody, so T1 is the sum of computing."""
+        """T1 / (p Tp). T1 is the sum of all ranks' computing: one rank would compute it all, and wait for nobody."""
         return self._mean_computing / self.step_seconds if self.step_seconds else 1.0
 
     @property
     def balance(self) -> float:
-        """Mean work over the largest: the efficiency if nobody waited for messages."""
+        """The mean work over the largest work: the efficiency if no rank waited for messages."""
         largest = max(rank.computing_seconds for rank in self.ranks)
         return self._mean_computing / largest if largest else 1.0
 
@@ -112,7 +105,7 @@ class StepTime(NamedTuple):
 def model_step(
     plans: Sequence[Plan], sizes: Sizes, hardware: Hardware, dealings: Sequence[Dealing] | None = None
 ) -> StepTime:
-    """The time of a step, under a kernel that gives the results of one tile at a time.
+    """The time of a step, under a kernel that computes one tile at a time.
 
     Args:
         plans: every rank's, in the order of ranks.
@@ -126,27 +119,22 @@ def model_step(
         for rank in ranks:
             rank.now = start
             rank.wait_until(start + handshake)
-        _run([rank.carry_out(stage) for rank in ranks], network)
+        running = [rank.carry_out(stage) for rank in ranks]
+        while running:  # each loop stops where the end of its wait is not known yet
+            before = len(running), network.num_carried
+            running = [loop for loop in running if next(loop, "ended") is None]
+            assert (len(running), network.num_carried) != before, "ranks wait for each other: not the plans of one job"
         seconds.append([rank.now - start for rank in ranks])
         start = max(rank.now for rank in ranks)
     return StepTime(tuple(RankTime(f, b, r.computing, r.exposed) for f, b, r in zip(*seconds, ranks, strict=True)))
 
 
-def _run(loops: Sequence[Iterator[None]], network: "Network") -> None:
-    """Advance all ranks' loops in turn; each stops where the end of its wait is not known yet."""
-    running = list(loops)
-    while running:
-        before = len(running), network.num_carried
-        running = [loop for loop in running if next(loop, "ended") is None]
-        assert (len(running), network.num_carried) != before, "ranks wait for each other: not the plans of one job"
-
-
-# Of 2 * D operations per pair each, as `Plan.flops` counts them.
+# Products of 2 * D operations per pair each, as `Plan.flops` counts them.
 _PRODUCTS = {"partial": 2, "gradients": 5, "dq": 2, "dk and dv": 3}
 
 
 class _Rank:
-    """A rank's clock, and what it did until now."""
+    """A rank's clock, and how long it has computed and waited."""
 
     def __init__(self, number: int, plan: Plan, network: "Network", sizes: Sizes, dealing: Dealing | None) -> None:
         self.number, self.plan, self.network = number, plan, network
@@ -154,7 +142,7 @@ class _Rank:
         self.now = self.computing = self.exposed = 0.0
 
     def carry_out(self, stage: str) -> Iterator[None]:
-        """The program of a stage. Stops where the end of a wait is not known yet."""
+        """Carry out the program of a stage, and yield where the end of a wait is not known yet."""
         posted: dict[str, tuple[list[Side], list[Side]]] = {}
         terms = Terms(batch=self.sizes.batch, dealing=self.dealing)
         for step in make_program(self.plan, stage, terms):
@@ -176,31 +164,28 @@ class _Rank:
         self.computing += seconds
 
     def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
-        def sides(parts: Sequence[BufferSlice]) -> list[Side]:
-            return [Side(self.address(x.message.peer), self.num_bytes(x.message), self.now) for x in parts]
+        # Where heads are dealt there is a ring for each place, in which a peer is the number of a group.
+        size, place = (1, 0) if self.dealing is None else (self.dealing.size, self.dealing.place)
 
-        return self.network.post(self.number, sides(step.sends), sides(step.receives))
+        def side(message: Message) -> Side:
+            itemsize = self.sizes.sum_itemsize if message.is_gradient else self.sizes.itemsize
+            return Side(message.peer * size + place, message.size * self.sizes.unit * itemsize, self.now)
 
-    def address(self, peer: int) -> int:
-        """The number of a rank of the ring. Where heads are dealt there is a ring for each place."""
-        return peer if self.dealing is None else peer * self.dealing.size + self.dealing.place
-
-    def num_bytes(self, message: Message) -> int:
-        itemsize = self.sizes.sum_itemsize if message.is_gradient else self.sizes.itemsize
-        return message.size * self.sizes.unit * itemsize
+        sends, receives = ([side(part.message) for part in parts] for parts in (step.sends, step.receives))
+        return self.network.post(self.number, sends, receives)
 
     def deal(self, step: Deal) -> list["Side"]:
         assert self.dealing is not None
         place, lengths = self.dealing.place, self.dealing.lengths
         row = self.sizes.batch * row_bytes(step.name, self.plan, self.sizes)
-        first = self.number - place
-        leaves, comes = [], []
-        for peer, length in enumerate(lengths):
-            if peer != place:
-                there, back = (lengths[place], length) if step.to_heads else (length, lengths[place])
-                leaves += [Side(first + peer, there * row, self.now)] if there else []
-                comes += [Side(first + peer, back * row, self.now)] if back else []
-        sent, received = self.network.post(self.number, leaves, comes)
+
+        def sides(rows: Sequence[int]) -> list[Side]:
+            first = self.number - place
+            return [Side(first + i, n * row, self.now) for i, n in enumerate(rows) if n and i != place]
+
+        own = [lengths[place]] * len(lengths)
+        leaves, comes = (own, lengths) if step.to_heads else (lengths, own)
+        sent, received = self.network.post(self.number, sides(leaves), sides(comes))
         return [*sent, *received]
 
     def wait(self, sides: Sequence["Side"]) -> Iterator[None]:
@@ -216,7 +201,7 @@ class _Rank:
 
 @dataclass
 class Side:
-    """A message as one of its ranks posted it. `done` is the moment at which it is through, once that is known."""
+    """A message as one of its ranks posted it. `done` is the moment at which it has arrived, once that is known."""
 
     peer: int
     num_bytes: int
@@ -227,8 +212,8 @@ class Side:
 class Network:
     """The ways out of and into every rank, each with its messages in the order in which the rank posted them.
 
-    All ranks order messages alike (by hop, then by ring), so the first message of some way is always the first of its
-    peer's way too, and none blocks another for good.
+    All ranks order messages alike (by hop, then by ring). So some message is always the first at both of its ranks, and
+    no order blocks for good.
     """
 
     def __init__(self, num_ranks: int, hardware: Hardware) -> None:
@@ -253,7 +238,7 @@ class Network:
         return sends, receives
 
     def _carry(self, sender: int, receiver: int) -> None:
-        """Carry the first message of both ways."""
+        """Carry the message that is the first of both ways."""
         sent, received = self.leaving[sender].popleft(), self.coming[receiver].popleft()
         assert sent.num_bytes == received.num_bytes, (sender, sent, receiver, received)
         start = max(sent.posted, received.posted, self.out_free[sender], self.in_free[receiver])
@@ -264,8 +249,7 @@ class Network:
 
 
 def time_text(seconds: float) -> str:
-    """From nanoseconds to years, three digits of them."""
+    """Three digits, in units from nanoseconds to years."""
     steps = ((365.25 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
     size, unit = next((step for step in steps if seconds >= step[0]), (1e-9, "ns"))
-    number = seconds / size
-    return (f"{number:,.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}") if seconds else "0 s"
+    return f"{seconds / size:,{'.3g' if seconds < 999.5 * size else '.0f'}} {unit}" if seconds else "0 s"

@@ -1,4 +1,4 @@
-"""The same attention by other means, side by side, and which of them to take. Pure numbers, no torch."""
+"""The same attention by every exchange and sharding, and which of them to take. Pure numbers, no torch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from ..plan.sizes import Sizes, Traits
 from .call import Figures, Way, forecast
 from .clock import Hardware
 
-# Two steps whose times differ by less are alike: what sends less, then what holds less, is better.
+# Two steps are alike if one takes at most so many times the other. Sending less then decides, then holding less.
 ALIKE = 1.02
 
 
@@ -30,13 +30,9 @@ class Call(NamedTuple):
         shards = cut.shards_of(cut.default_lengths(self.seq_len))
         return Job(self.pattern, shards, self.num_heads, self.num_kv_heads)
 
-    @property
-    def dense(self) -> "Call":
-        return self._replace(pattern=DilatedPattern.dense(is_causal=self.pattern.is_causal))
-
 
 class Alternative(NamedTuple):
-    """One way to compute it. figures: None where `why_not` says why there are none."""
+    """One way to compute a call. figures: None where `why_not` gives the reason."""
 
     function: str
     way: Way
@@ -50,16 +46,16 @@ class Alternative(NamedTuple):
 
     @property
     def known(self) -> Figures:
-        """The figures of one that has some."""
+        """The figures of an alternative that has them."""
         assert self.figures is not None, self.why_not
         return self.figures
 
 
 def ways_of(call: Call) -> list[Alternative]:
-    """The pattern by every exchange and sharding, and dense attention by the same; without figures."""
+    """The pattern and dense attention by every exchange and sharding, without figures."""
     ways = [Way("ring"), Way("all_gather"), Way("all_to_all")]
-    sizes = (d for d in range(2, call.num_ranks) if call.num_ranks % d == 0 and call.num_kv_heads % d == 0)
-    ways += [Way("ring", inner) for inner in [max(sizes, default=1)] if inner > 1]
+    sizes = [d for d in range(2, call.num_ranks) if call.num_ranks % d == 0 and call.num_kv_heads % d == 0]
+    ways += [Way("ring", d) for d in sizes[-1:]]
     return [
         Alternative(function, way, sharding)
         for function in ("dilated", "dense")
@@ -71,7 +67,8 @@ def ways_of(call: Call) -> list[Alternative]:
 def alternatives(
     call: Call, hardware: Hardware, traits: Traits, step: Callable[[], object] = lambda: None
 ) -> list[Alternative]:
-    """All ways with their figures. step: called once for each rank of each."""
+    """All ways with their figures. step: called once for each rank of each way."""
+    dense = call._replace(pattern=DilatedPattern.dense(is_causal=call.pattern.is_causal))
     found = []
     for one in ways_of(call):
         if one.way.exchange == "all_to_all":
@@ -80,22 +77,20 @@ def alternatives(
             except ValueError as error:
                 found.append(one._replace(why_not=str(error).split(":")[0]))
                 continue
-        job = (call if one.function == "dilated" else call.dense).job(one.sharding, one.way.inner)
+        job = (call if one.function == "dilated" else dense).job(one.sharding, one.way.inner)
         figures = forecast(job, one.way, call.sizes, traits=traits, hardware=hardware, step=step)
         found.append(one._replace(figures=figures))
     return found
 
 
 def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alternative | None, str]:
-    """The fastest of those that were timed, fit and compute the pattern, and the reason in a sentence."""
+    """The fastest way that computes the pattern, fits and was timed, and the reason in a sentence."""
     ways = [one for one in found if one.function == "dilated" and not one.why_not]
     fitting = [one for one in ways if memory_bytes is None or one.known.peak_bytes <= memory_bytes]
     if not fitting:
         least = min(ways, key=lambda one: one.known.peak_bytes)
-        return (
-            None,
-            f"none fits: the least, {least.name} {least.sharding}, holds {least.known.peak_bytes / 1e6:,.1f} MB",
-        )
+        held = f"{least.known.peak_bytes / 1e6:,.1f} MB"
+        return None, f"none fits: the least, {least.name} {least.sharding}, holds {held}"
     timed = [one for one in fitting if one.known.time is not None]
     if not timed:
         return None, "none: no way that fits was timed"
@@ -107,7 +102,7 @@ def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alt
 
 
 def _reason(best: Alternative, alike: list[Alternative], timed: list[Alternative]) -> str:
-    """Why it is the best of those that are alike, and of what is known of the others."""
+    """Why it is the best of those that are alike, and how much longer the next of the others takes."""
     why = "the fastest"
     if len(alike) > 1:
         ways_alike = "another way, and of the two" if len(alike) == 2 else f"{len(alike) - 1} other ways, and of these"

@@ -22,8 +22,8 @@ from .ledger import Peak, attention_memory
 
 # Ranks of the small job that stands for a large one.
 FEW = 8
-# The estimate over the exact figure. Memory: at least the first, and in 95 % of hundreds of random jobs of 65 to 128
-# ranks with uneven shards at most the second. Time: in 5 and 95 % of hundreds of random jobs of 9 to 40 ranks.
+# The estimate over the exact figure, in hundreds of random jobs. Memory (65 to 128 ranks, uneven shards): the least and
+# the 95th percentile. Time (9 to 40 ranks): the 5th and the 95th percentile.
 MEMORY_ERRORS, TIME_ERRORS = (0.95, 1.17), (0.69, 1.1)
 
 ERRORS_TEXT = (
@@ -35,12 +35,13 @@ ERRORS_TEXT = (
 def peak_memory(
     counter: Counter, counted: JobCount, sizes: Sizes, traits: Traits, *, dealing: Dealing | None, is_gathered: bool
 ) -> Peak:
-    """At most, about: what a rank of a ring would hold that had the longest shard and the largest buffers of all. Its
-    tiles are those of one of FEW ranks with such shards; the sizes of its buffers are those that were counted.
+    """The memory of a rank that has the longest shard of all ranks and the largest buffers of all.
+
+    Its tiles are those of one of FEW ranks with such shards. The sizes of its buffers were counted.
 
     Args:
         dealing: how the rank deals heads, where ranks do.
-        is_gathered: all chunks that it meets are there at once.
+        is_gathered: all chunks that the rank meets are there at once.
     """
     job = counter.job
     small = job if job.num_ranks <= FEW else _few(job, counted)
@@ -60,7 +61,7 @@ def peak_memory(
 
 
 def _coming_home(counter: Counter, counted: JobCount) -> list[int]:
-    """For each rank the rows of gradients that come home at once: its chunks', one from each rank that needs them."""
+    """For each rank the rows of gradients that come home at once: one for each row that it sends to each rank."""
     shares = [
         [share for share in counter.of(rank).shares if any(share.rows) and counted.segments[share.place].received]
         for rank in range(counter.job.num_ranks)
@@ -80,9 +81,11 @@ def _coming_home(counter: Counter, counted: JobCount) -> list[int]:
 
 
 def _few(job: Job, counted: JobCount) -> Job:
-    """A job of FEW ranks with shards as long as the longest. Segments of the whole sequence stay so; longer ones than
-    half of it are cut to that, with their ends at the same places of shards. They straddle shards where those of the
-    job do, and are shared by more than two ranks where those are: so a rank meets one hop, or several."""
+    """A job of FEW ranks with shards as long as the longest shard of the job.
+
+    A segment of the whole sequence stays one. Any other is cut to half of the small sequence, if it is longer, and
+    ends at the same place of a shard. It straddles two shards, or more, where it does so in the job.
+    """
     length, longest = max(map(shard_length, job.shards)), max(b - a for a, b in pairwise(job.borders))
     seq_len, segments = FEW * length, []
     for branch, w in enumerate(job.pattern.segment_lengths):
@@ -101,16 +104,18 @@ def _few(job: Job, counted: JobCount) -> Job:
 
 
 def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Hardware) -> float:
-    """A forward and its backward around the ring: of the rank that computes most, or the one that receives most."""
+    """A forward and its backward around the ring: of the rank that computes most, or of the rank that receives most."""
     ranks = {column.index(max(column)) for column in (counted.pairs, counted.received)}
-    return max(sum(_stages(counter, counted, rank, sizes, hardware)) for rank in ranks)
+    return max(_rank_seconds(*_work_of(counter, counted, rank), sizes, hardware) for rank in ranks)
 
 
-def _stages(counter: Counter, counted: JobCount, rank: int, sizes: Sizes, hardware: Hardware) -> tuple[float, float]:
-    """A rank that works as much at each hop of a ring: each takes as long as its tiles, or as what passes meanwhile (in
-    backward gradients too). Before them come its own tiles, or the first chunks."""
-    own, rings = _work_of(counter, counted, rank)
-    seconds = []
+def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardware: Hardware) -> float:
+    """Forward and backward of a rank that works as much at each hop of a ring.
+
+    A hop takes as long as its tiles or its messages (in backward with gradients), whichever is longer. So does the
+    start: the rank's own tiles or the first chunks.
+    """
+    seconds = 0.0
     for products, is_backward in ((2, False), (5, True)):
         passing = sizes.unit * (sizes.itemsize + is_backward * sizes.sum_itemsize) / hardware.bytes_per_second
 
@@ -125,8 +130,8 @@ def _stages(counter: Counter, counted: JobCount, rank: int, sizes: Sizes, hardwa
             load = _Load(*map(sum, zip(*(load for hops, load in rings.items() if hops >= last), strict=True)))
             total += (last - before) * max(work(load), load.rows * passing + hardware.latency_seconds)
             before = last
-        seconds.append(total)
-    return seconds[0], seconds[1]
+        seconds += total
+    return seconds
 
 
 class _Load(NamedTuple):
@@ -138,7 +143,7 @@ class _Load(NamedTuple):
 
 
 def _work_of(counter: Counter, counted: JobCount, rank: int) -> tuple[_Load, dict[int, _Load]]:
-    """A rank's load with its own keys, and of one hop of its rings, by their number of hops."""
+    """A rank's load with its own keys, and its load in one hop of its rings, by the number of hops of the ring."""
     job, count = counter.job, counter.of(rank)
     heads = job.num_heads, job.num_kv_heads, job.held
     calls = [len(job.pattern.head_groups(branch, *heads)) for branch in range(len(job.pattern.branches))]
@@ -148,7 +153,7 @@ def _work_of(counter: Counter, counted: JobCount, rank: int) -> tuple[_Load, dic
         segment = counted.segments[branch, origin]
         if not any(rows) or not segment.received:
             continue
-        each = sum(rows) / 2 / counter.keys[branch].num  # of its own rows, on the average of phases
+        each = sum(rows) / 2 / counter.keys[branch].num  # the mean number of its own rows in a phase
         home = counter.queries[branch].num * each * ((each + 1) / 2 if job.pattern.is_causal else each)
         hops, remote = segment.sharers - 1, max(0.0, num_pairs - home)
         own = own._replace(pairs=own.pairs - remote)

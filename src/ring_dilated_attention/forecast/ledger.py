@@ -1,9 +1,9 @@
 """Memory of one attention call on one rank: the bytes of what its program makes and lets go. Pure integers, no torch.
 
-So the figure is a sum over named items, and no formula. What is counted is what torch's allocator gives out. What a
-kernel takes beside its results is said next to the kernels (`kernels/traits.py`) and given here. Not counted: the
-column that a gradient of lse needs, the float32 copies of one tile that the float16 backward makes on CPUs, the packed
-keys and values of one tile that torch's bfloat16 kernel makes on CPUs with AMX, and what the transport allocates.
+So a figure is a sum over named items, and no formula. Counted is what torch's allocator gives out. `kernels/traits.py`
+says what a kernel takes beside its results. Not counted are: the column that a gradient of lse needs; on CPUs the
+float32 copies of one tile in the float16 backward; on CPUs with AMX the packed keys and values of one tile in torch's
+bfloat16 kernel; what the transport allocates.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from ..plan.sizes import Sizes, Traits
 
 
 class Item(NamedTuple):
-    """Something that is alive at the peak."""
+    """Something that is held at the peak."""
 
     name: str
     num_bytes: int
 
 
 class Peak(NamedTuple):
-    """What is alive at the moment when most is, the largest first."""
+    """What is held when most is held, the largest first."""
 
     items: tuple[Item, ...]
 
@@ -44,10 +44,10 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
     """The memory of one call on the plan's rank.
 
     Args:
-        plan: where heads are dealt, that of the dealt heads.
+        plan: where heads are dealt, the plan of the dealt heads.
 
     Raises:
-        ValueError: for a kernel that makes whole passes, and a plan with hops.
+        ValueError: for a plan with hops and a kernel that makes whole passes.
     """
     if traits.is_whole and plan.hops:
         raise ValueError(
@@ -81,7 +81,7 @@ def row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
 
 
 class _Ledger:
-    """What is held now, by name, and what was held when it was most."""
+    """What is held now, by name, and what was held when most was held."""
 
     def __init__(self, plan: Plan, sizes: Sizes, terms: steps.Terms, traits: Traits) -> None:
         self.plan, self.sizes, self.terms, self.traits = plan, sizes, terms, traits
@@ -116,7 +116,7 @@ class _Ledger:
             self.hold(self.given(name), self.tensor(name, is_dealt=False))
 
     def given(self, name: str) -> str:
-        """What a tensor of this rank's own rows is called beside that of its dealt heads."""
+        """The name of a tensor of this rank's own rows, which the tensor of its dealt heads does not share."""
         return name if self.terms.dealing is None else f"{name}, own rows"
 
     def add_up(self, stage: str) -> None:
@@ -124,7 +124,7 @@ class _Ledger:
             self.carry[type(step)](self, step)
 
     def tensor(self, name: str, *, is_dealt: bool = True) -> int:
-        """Bytes of a whole tensor of the program; lse as a result."""
+        """Bytes of a whole tensor of the program. lse counts in its result's dtype."""
         rows, share = self.plan.num_rows, 1
         if self.terms.dealing is not None and not is_dealt:
             rows, share = self.terms.dealing.lengths[self.terms.dealing.place], self.terms.dealing.size
@@ -141,7 +141,7 @@ class _Ledger:
     # One method for each step.
 
     def deal(self, step: steps.Deal) -> None:
-        """Copies of the parts that leave, those that come, and the tensor that is made of them."""
+        """First copies of the parts that leave, then the parts that come, then the tensor that is made of them."""
         own, dealt = self.tensor(step.name, is_dealt=False), self.tensor(step.name)
         leaves, comes = (own, dealt) if step.to_heads else (dealt, own)
         self.hold("parts of dealt heads", leaves + comes)
@@ -194,9 +194,7 @@ class _Ledger:
             self.hold("results of one tile", lse)
             self.hold("out", out)
             self.hold("lse", self.wide(lse))
-        elif (
-            step.how == "merge"
-        ):  # as `run/merge.py`: the weight, and a copy of it, of out and of lse where dtypes differ
+        elif step.how == "merge":  # as `run/merge.py`: the weight; copies of it, of out and of lse where dtypes differ
             copy = 0 if self.wide(lse) == lse else lse
             cast = self.summed(out) if self.terms.widens else 0
             self.pass_by("merging", self.wide(lse) + max(copy + cast, self.wide(lse) + 2 * copy))
@@ -221,7 +219,7 @@ class _Ledger:
             self.hold(name, self.tensor(name))
 
     def nothing(self, step: steps.Step) -> None:
-        """Moves or writes what is there."""
+        """Makes nothing, and frees nothing."""
 
     carry: ClassVar[dict[type, Callable[["_Ledger", Any], None]]] = {
         steps.Deal: deal, steps.Pack: pack, steps.Take: take, steps.Free: free, steps.Start: start,

@@ -1,25 +1,24 @@
 """What a `LongNetLM` holds, computes and takes on a mesh of ranks, part by part. Numbers only, no torch.
 
-Ranks are data parallel times sequence parallel: each group of `sequence` ranks shares a sequence, and `data` groups
-have sequences of their own. With `shards` > 1 parameters, gradients and optimiser state are cut over so many ranks
-(FSDP2).
+A mesh is `data` groups of `sequence` ranks, and the ranks of a group share a sequence. With `shards` > 1 parameters,
+gradients and optimiser state are cut over so many ranks (FSDP2).
 
-Saved for backward, in numbers per position of a rank, where E is the width, F that of the feed-forward, H and G the
-heads and D their size:
+Saved for backward, in numbers for each position of a rank. E is the width of the model, F of the feed-forward; H and G
+are the numbers of query and key/value heads, D is the head dim:
 
     a block            7 E + (E + 2 G D) + G D + 3 F, and H + 8 in float32 (lse; mean and deviation of four norms)
     checkpointed       2 E, and H in float32: its input, and what `save_attention` keeps of the attention
     the ends           2 E, and 2 + D in float32 (the last norm, the rotary table), and two int64 (tokens, labels)
 
-What is taken for a moment (`working`) is the largest of the loss's backward, of the feed-forward's and of the
-attention's, in the last block; and, checkpointed, that block once more:
+`working` is what a backward holds for a moment: the largest of the loss, the last feed-forward and the last attention.
+If checkpointed, what the last block saves is added:
 
-    the loss           12 bytes per logit of a chunk; or 4, and the gradient of the head's matrix
-    the feed-forward   per position gradients of F and of E; and that of one of its matrices
+    the loss           12 bytes for each logit of a chunk; or 4, and the gradient of the head's matrix
+    the feed-forward   gradients of F and of E for each position; and the gradient of one of its matrices
     the attention      what its buffers hold; its products with weights come before and after it
 
-The gradient of a matrix is computed apart from the one that is kept (DDP's buckets, or that of an earlier backward) and
-then added to it; the head's is summed over chunks first.
+The gradient of a matrix is computed apart, and then added to the gradient that is kept (in DDP's buckets, or of an
+earlier backward). The gradient of the head's matrix is summed over chunks first.
 """
 
 from bisect import bisect_left
@@ -40,7 +39,7 @@ ACTIVATIONS = ("kept", "checkpointed", "offloaded")
 LOSS_CHUNK_LOGITS, LOSS_CHUNK_ROWS = 2**20, 1024  # as in models/longnet.py, and tested to be
 BYTES_PER_LOGIT = 12
 FLOAT = 4
-# Of the search for what fits: ranks of a sequence, positions of a rank, and the share of a length that it is found to.
+# The search for what fits: the most ranks of a sequence, the most positions of a rank, and how exact a length is.
 MOST_RANKS, LONGEST, SEARCHED_TO = 65_536, 2**34, 1 / 256
 
 
@@ -60,7 +59,7 @@ class Mesh(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of the model. Parameters and their gradients have param_itemsize bytes, activations itemsize."""
+    """A model's sizes. Parameters and their gradients have param_itemsize bytes, activations itemsize."""
 
     num_layers: int
     embed_dim: int
@@ -87,20 +86,25 @@ class Shape(NamedTuple):
 
     @property
     def block_parameters(self) -> int:
-        e, f = self.embed_dim, self.ffn_dim
-        biases = (e + 2 * self.kv_dim) + e + f + e
-        norms = 2 * (3 * e + f)
+        biases = 3 * self.embed_dim + 2 * self.kv_dim + self.ffn_dim
+        norms = 2 * (3 * self.embed_dim + self.ffn_dim)
         return self.block_matrices + biases + norms
 
     @property
     def num_parameters(self) -> int:
-        ends = 2 * self.vocab_size * self.embed_dim + 2 * self.embed_dim
-        return self.num_layers * self.block_parameters + ends
+        return self.num_layers * self.block_parameters + 2 * (self.vocab_size + 1) * self.embed_dim
+
+    def saved(self) -> tuple[int, int, int]:
+        """Bytes saved for each position: of a block, of a checkpointed block, and at the ends."""
+        row = 2 * self.embed_dim * self.itemsize
+        numbers = 8 * self.embed_dim + 3 * self.kv_dim + 3 * self.ffn_dim
+        block = numbers * self.itemsize + (self.num_heads + 8) * FLOAT
+        return block, row + self.num_heads * FLOAT, row + (2 + self.head_dim) * FLOAT + 16
 
 
 @dataclass(frozen=True)
 class ModelJob:
-    """A model, its pattern and what is trained with it. batch: sequences of each data-parallel group."""
+    """The training of a model. batch: sequences of each data-parallel group."""
 
     shape: Shape
     pattern: DilatedPattern
@@ -122,12 +126,12 @@ class ModelJob:
 
     @property
     def tokens(self) -> int:
-        """Of one step, over all ranks."""
+        """Tokens of one step, over all ranks."""
         return self.batch * self.mesh.data * self.seq_len
 
     @property
     def rows(self) -> int:
-        """Positions times batch of the rank that has most."""
+        """Positions times batch, of the rank that has most."""
         return self.batch * -(-self.seq_len // self.mesh.sequence)
 
 
@@ -147,76 +151,54 @@ class ModelMemory(NamedTuple):
 
 
 def model_memory(job: ModelJob, activations: str, traits: Traits | None) -> ModelMemory:
-    """The rank that holds most, at the largest moment of a step.
+    """The memory of the rank that holds most, when it holds most.
 
     Args:
-        activations: one of ACTIVATIONS. Offloaded ones are checkpointed, and lie in the host's memory but for the block
-            at hand and the next.
-        traits: of the kernel; None leaves the attention's moment out, so that the result is a lower bound.
+        activations: one of ACTIVATIONS. Offloaded activations are checkpointed, and those of all but two blocks are in
+            the host's memory.
+        traits: of the kernel; None leaves the attention out of `working`, so that the result is a lower bound.
     """
     shape, mesh = job.shape, job.mesh
     cut = -(-shape.num_parameters // mesh.shards)
-    parameters, gradients = cut * shape.param_itemsize, cut * shape.param_itemsize
+    parameters = cut * shape.param_itemsize
     moments = 2 * cut * max(FLOAT, shape.param_itemsize)
-    optimiser = moments + (cut * FLOAT if shape.param_itemsize < FLOAT else 0)  # 16-bit ones have a wide copy
-    block, ends, rest = _saved_of_block(shape), _saved_at_ends(shape), _saved_of_checkpoint(shape)
-    is_again = activations != "kept"
-    each = rest if is_again else block
+    optimiser = moments + (cut * FLOAT if shape.param_itemsize < FLOAT else 0)  # 16-bit parameters have a wide copy
+    block, checkpoint, ends = shape.saved()
+    each = block if activations == "kept" else checkpoint
     held = min(2, shape.num_layers) if activations == "offloaded" else shape.num_layers
-    saved = job.rows * (held * each + ends)
-    host = job.rows * (shape.num_layers - held) * each
-    working = _working(job, traits, job.rows * (block - rest) if is_again else 0)
+    saved, host = job.rows * (held * each + ends), job.rows * (shape.num_layers - held) * each
+    working = _working(job, traits, job.rows * (block - each))
     if mesh.shards > 1:  # the block at hand and the next one, whole, and the gradients of one
         working += 3 * shape.block_parameters * shape.itemsize
     elif shape.itemsize < shape.param_itemsize:
         working += shape.num_parameters * shape.itemsize  # weights cast once a step
-    return ModelMemory(parameters, gradients, optimiser, saved, working, host)
-
-
-def fits(job: ModelJob, activations: str, traits: Traits | None, num_bytes: int) -> bool:
-    return model_memory(job, activations, traits).total <= num_bytes
-
-
-def _saved_of_block(shape: Shape) -> int:
-    """Bytes for each position."""
-    e, kv, f = shape.embed_dim, shape.kv_dim, shape.ffn_dim
-    numbers = 7 * e + (e + 2 * kv) + kv + 3 * f
-    return numbers * shape.itemsize + (shape.num_heads + 8) * FLOAT
-
-
-def _saved_of_checkpoint(shape: Shape) -> int:
-    return 2 * shape.embed_dim * shape.itemsize + shape.num_heads * FLOAT
-
-
-def _saved_at_ends(shape: Shape) -> int:
-    return 2 * shape.embed_dim * shape.itemsize + (2 + shape.head_dim) * FLOAT + 16
+    return ModelMemory(parameters, parameters, optimiser, saved, working, host)
 
 
 def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
-    """The most that the backward of the loss and of the last block takes beside what the forward saved.
+    """The most that the backward of the loss and of the last block holds beside what the forward saved.
 
-    again: of what is computed once more of a block.
+    again: the bytes of a checkpointed block's activations, which are computed once more.
     """
     shape = job.shape
     row, wide = shape.embed_dim * shape.itemsize, shape.ffn_dim * shape.itemsize
-    loss = _working_of_loss(job)
-    # The gradient of the residual stream is there, and 2 E of the ends are gone; at the attention's turn 3 F and 3 E of
-    # the block too.
+    # The gradient of the residual stream is there, and 2 E of the ends are gone. When the attention runs, 3 F and 3 E
+    # of the block are gone, too.
     feed_forward = job.rows * (wide + row - 2 * row) + again
     if job.mesh.shards == 1:  # else it is among the gradients of the block at hand
         feed_forward += _gradient_of(shape, shape.embed_dim * shape.ffn_dim)
-    if traits is None:
-        return max(loss, feed_forward, 0)
-    attention = attention_of(job, traits).peak
-    assert attention is not None
-    given = {"query", "key", "value", "out", "lse"}
-    beside = sum(item.num_bytes for item in attention.items if item.name not in given)
-    in_attention = beside + job.rows * (row - 5 * row - 3 * wide) + again
-    return max(loss, feed_forward, in_attention, 0)
+    in_attention = 0
+    if traits is not None:
+        attention = attention_of(job, traits).peak
+        assert attention is not None
+        given = {"query", "key", "value", "out", "lse"}
+        beside = sum(item.num_bytes for item in attention.items if item.name not in given)
+        in_attention = beside + job.rows * (row - 5 * row - 3 * wide) + again
+    return max(_working_of_loss(job), feed_forward, in_attention, 0)
 
 
 def _working_of_loss(job: ModelJob) -> int:
-    """At a chunk's logits, or at the head's matrix after them, whichever holds more."""
+    """The most that the loss holds: at a chunk's logits, or at the gradient of the head's matrix after them."""
     shape, row = job.shape, job.shape.embed_dim * job.shape.itemsize
     chunk = min(job.rows, max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // shape.vocab_size))
     logits, head = chunk * shape.vocab_size, _gradient_of(shape, shape.vocab_size * shape.embed_dim)
@@ -226,21 +208,21 @@ def _working_of_loss(job: ModelJob) -> int:
 
 
 def _gradient_of(shape: Shape, num_entries: int) -> int:
-    """Bytes of a matrix's gradient on its way: one of 16 bits is made wide before it is added."""
+    """Bytes of a matrix's gradient until it is added. A gradient of 16 bits is made wide before."""
     return num_entries * (shape.itemsize + (shape.param_itemsize if shape.itemsize < shape.param_itemsize else 0))
 
 
-@lru_cache(maxsize=1024)  # the same whatever becomes of the model's activations
+@lru_cache(maxsize=1024)  # asked again for each of ACTIVATIONS
 def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware | None = None) -> Figures:
     """One layer's attention, on the ranks of one sequence."""
     return forecast(job.call.job(job.sharding), Way(), job.sizes, traits=traits, hardware=hardware)
 
 
 class StepParts(NamedTuple):
-    """Seconds of a step, by what they go to.
+    """Seconds of a step, by part.
 
     matrices: the products with weights. attention: of all layers, waits included. gradients: their sum over ranks,
-    hidden by nothing.
+    which hides behind nothing.
     """
 
     matrices: float
@@ -255,20 +237,19 @@ class StepParts(NamedTuple):
 def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts:
     """One step of all ranks: forward, backward and the sum of gradients; the optimiser's own work is not counted."""
     shape = job.shape
-    times = 3 if activations == "kept" else 4  # forward, and backward twice as much; forward again
+    times = 3 if activations == "kept" else 4  # a forward, a backward of twice as much, and the forward once more
     products = 2 * job.rows * (times * shape.num_layers * shape.block_matrices + 3 * shape.vocab_size * shape.embed_dim)
     attention = attention_of(job, hardware=hardware).time
     assert attention is not None
-    ranks = job.mesh.num_ranks
-    size = shape.num_parameters * shape.param_itemsize
+    sent = (1 - 1 / job.mesh.num_ranks) * shape.num_parameters * shape.param_itemsize
     passes = 3 if job.mesh.shards > 1 else 2  # scatter and gather; sharded weights are gathered twice
-    sum_seconds = passes * (ranks - 1) / ranks * size / hardware.bytes_per_second if ranks > 1 else 0.0
+    sum_seconds = passes * sent / hardware.bytes_per_second
     layers = Time(shape.num_layers * attention.seconds, attention.is_about)
     return StepParts(products / hardware.flops_per_second, layers, sum_seconds)
 
 
 def flops_of_step(job: ModelJob) -> int:
-    """Useful ones, of all ranks: 6 for each entry of a matrix and position, 14 D for each pair."""
+    """The useful FLOPs of all ranks: 6 for each position and entry of a matrix, 14 D for each pair."""
     shape = job.shape
     matrices = shape.num_layers * shape.block_matrices + shape.vocab_size * shape.embed_dim
     attention = 14 * shape.head_dim * pairs(job.pattern, job.seq_len, shape.num_heads) * job.batch * job.mesh.data
@@ -276,15 +257,14 @@ def flops_of_step(job: ModelJob) -> int:
 
 
 def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> int:
-    """Positions at which memory suffices, at least the job's own if those do; 0 if not even one for each rank fits.
-    Longer sequences hold more, so halving finds it, to SEARCHED_TO of the length."""
+    """The most positions that fit, to SEARCHED_TO of them; at least the job's own if those fit, 0 if no number fits."""
 
     def longest(suffices: Callable[[ModelJob], bool]) -> ModelJob | None:
         ranks = job.mesh.sequence
         least, most = 0, job.seq_len
         while most < LONGEST * ranks and suffices(replace(job, seq_len=most)):
             least, most = most, 2 * most
-        while most - least > max(ranks, least * SEARCHED_TO):
+        while most - least > max(ranks, least * SEARCHED_TO):  # longer sequences hold more
             middle = max((least + most) // 2, least + ranks) // ranks * ranks
             least, most = (middle, most) if suffices(replace(job, seq_len=middle)) else (least, middle)
         return replace(job, seq_len=least) if least else None
@@ -294,9 +274,11 @@ def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes:
 
 
 def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> Mesh | None:
-    """The fewest sequence-parallel ranks on which the length fits, up to MOST_RANKS, and never more than the job's if
-    those do; None if none do. Data parallel ranks and the cut of the states stay; a cut over all ranks goes on being
-    one. More ranks hold less each, so halving finds it."""
+    """The mesh with the fewest sequence-parallel ranks, at most MOST_RANKS, on which the length fits, or None.
+
+    It has no more ranks than the job's mesh if that fits. The data-parallel ranks and the cut of the states stay; a cut
+    over all ranks stays over all.
+    """
     mesh = job.mesh
     is_over_all = mesh.shards == mesh.num_ranks > 1
     unit = 1 if is_over_all else mesh.shards // gcd(mesh.shards, mesh.data)  # the cut has to divide all ranks
@@ -310,7 +292,7 @@ def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: in
         own = mesh.sequence // unit
         if suffices(of(own)):
             counts = range(1, own + 1)
-        index = bisect_left(counts, True, key=lambda count: suffices(of(count)))
+        index = bisect_left(counts, True, key=lambda count: suffices(of(count)))  # more ranks hold less each
         return of(counts[index]) if index < len(counts) else None
 
     found = _fitting(smallest, activations, traits, num_bytes)
@@ -320,9 +302,8 @@ def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: in
 def _fitting(
     search: Callable[[Callable[[ModelJob], bool]], ModelJob | None], activations: str, traits: Traits, num_bytes: int
 ) -> ModelJob | None:
-    """What a search finds. It runs without the attention's moment first, which takes no time and is mostly the
-    answer."""
-    found = search(lambda job: fits(job, activations, None, num_bytes))
-    if found is None or fits(found, activations, traits, num_bytes):
+    """What a search finds. It runs without the attention first: that takes no time, and is mostly the answer."""
+    found = search(lambda job: model_memory(job, activations, None).total <= num_bytes)
+    if found is None or model_memory(found, activations, traits).total <= num_bytes:
         return found
-    return search(lambda job: fits(job, activations, traits, num_bytes))
+    return search(lambda job: model_memory(job, activations, traits).total <= num_bytes)

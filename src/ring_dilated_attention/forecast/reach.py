@@ -1,28 +1,28 @@
 """What a query can have heard of after some layers: followed exactly, at any length. Pure integers, no torch.
 
-Heads are mixed between layers, so a layer has the phases of all heads. Of a sequence of up to MOST_FOLLOWED positions
-every query is followed, forward: a set of positions is an integer, a bit for each.
+Heads are mixed between layers, so a layer has the phases of all heads. In a sequence of up to MOST_FOLLOWED positions
+every query is followed, forward. A set of positions is then an integer, with a bit for each position.
 
-Of a longer one some queries are, back through the branches, layer by layer. A set of positions is then a binary tree:
-its halves are sets of half as many positions, and equal ones are the same node. Where lengths and rates are powers of
-two most segments look alike, so that a trillion positions need hardly more nodes than a million, and what was done to a
-node once need not be done again.
+In a longer sequence some queries are followed, back through the branches, layer by layer. A set of positions is then a
+binary tree: its halves are sets of half as many positions, and equal sets are the same node. Where lengths and rates
+are powers of two most segments look alike. So a trillion positions need hardly more nodes than a million, and no node
+is computed twice.
 """
 
 from collections.abc import Collection, Iterator
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 
 MOST_FOLLOWED = 8192  # positions, of which each is a query: a second's work
-NONE, ALL = 0, 1  # the nodes of no positions, and of all, whatever the number
+NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every height
 
 
 class Reach(NamedTuple):
-    """How far a stack carries.
+    """How far a stack of layers carries.
 
-    shares: after each layer, the share of positions that the worst of the queries has heard of, of those that it may.
+    shares: after each layer, what the worst of the queries has heard of, as a share of the positions that it may see.
     worst: the query that has heard of least in the end. num_followed: the number of queries that were followed.
     """
 
@@ -31,12 +31,12 @@ class Reach(NamedTuple):
     num_followed: int
 
     def layers_for(self, share: float) -> int | None:
-        """After how many layers at least so much is in reach, or None."""
+        """The first number of layers after which so much is heard of, or None."""
         return next((i + 1 for i, reached in enumerate(self.shares) if reached >= share), None)
 
 
 class _Sets:
-    """Sets of 2**height positions as nodes; the height goes with the call."""
+    """Sets of 2**height positions as nodes. A node does not know its height; the caller gives it."""
 
     def __init__(self) -> None:
         self.halves = [(NONE, NONE), (ALL, ALL)]
@@ -80,9 +80,9 @@ class _Sets:
 
 
 class _Branch:
-    """A branch, as it hands on what is heard in each of its segments.
+    """A branch, which hands on what is heard in each of its segments.
 
-    segment, rate: heights of a segment and of the rows between two of a phase. read: the phases that heads read.
+    segment, rate: the heights of a segment and of the dilation rate. read: the set of phases that heads read.
     """
 
     def __init__(self, sets: _Sets, segment: int, rate: int, read: int, *, is_causal: bool) -> None:
@@ -97,14 +97,14 @@ class _Branch:
         return self.sets.join(self.heard(first, height - 1), self.heard(second, height - 1))
 
     def _phases(self, a: int, height: int) -> int:
-        """The phases in which a part of a segment hears anything."""
+        """The phases in which any position of a part of a segment is heard of."""
         if height == self.rate:
             return self.sets.common(a, self.read)
         first, second = self.sets.halves[a]
         return self.sets.union(self.phases(first, height - 1), self.phases(second, height - 1))
 
     def _filled(self, a: int, height: int, later: int) -> int:
-        """A part of a segment, of which these phases are heard anywhere behind it too."""
+        """What is heard of in a part of a segment. later: the phases that are heard of behind this part."""
         if height == self.rate:
             return self.sets.union(self.sets.common(a, self.read), later)
         first, second = self.sets.halves[a]
@@ -118,7 +118,9 @@ def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
     Raises:
         ValueError: for a rate, or a segment shorter than the sequence, that is no power of two.
     """
-    check_powers(pattern, seq_len)
+    for w, r in pattern.branches:
+        if (w < seq_len and w.bit_count() > 1) or r.bit_count() > 1:
+            raise ValueError(f"only powers of two can be followed, got w={w}, r={r}; the longest w may be the sequence")
     queries: Collection[int] = range(seq_len)
     if seq_len <= MOST_FOLLOWED:
         layers = every_query(pattern, seq_len, num_heads)
@@ -129,21 +131,16 @@ def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
     for _, counts in zip(range(num_layers), layers, strict=False):
         found = [c / (q + 1 if pattern.is_causal else seq_len) for q, c in zip(queries, counts, strict=True)]
         shares.append(min(found))
-    # What is followed ends where further layers add nothing.
-    shares += [shares[-1]] * (num_layers - len(shares))
+    shares += [shares[-1]] * (num_layers - len(shares))  # further layers add nothing
     return Reach(tuple(shares), list(queries)[found.index(shares[-1])], len(queries))
 
 
-def check_powers(pattern: DilatedPattern, seq_len: int) -> None:
-    for w, r in pattern.branches:
-        if (w < seq_len and w.bit_count() > 1) or r.bit_count() > 1:
-            raise ValueError(f"only powers of two can be followed, got w={w}, r={r}; the longest w may be the sequence")
-
-
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
-    """Where those stand that hear least: at the first row of a segment, which hears of segments before it only what
-    wider branches read there, and at the first row that no head reads of a branch with unread phases. Of the first
-    and the last segments: a row that is lost is a larger share early, and ragged ends come late."""
+    """The queries that hear least: rows 0 and `num_heads` of the first and the last segments.
+
+    Row 0 hears of earlier segments only what wider branches read there; no head may read the phase of row `num_heads`.
+    An early query loses a larger share with each position, and ragged segments come last.
+    """
     shortest = min(pattern.segment_lengths)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}
     for w in pattern.segment_lengths:
@@ -154,13 +151,13 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
 
 
 def every_query(pattern: DilatedPattern, seq_len: int, num_heads: int) -> Iterator[list[int]]:
-    """After each layer, the number of positions that each query has heard of; until layers add nothing."""
+    """After each layer the number of positions that each query has heard of, until layers add nothing."""
     heard, before = [1 << query for query in range(seq_len)], None
     while heard != before:
         before, heard = heard, list(heard)
         for branch, (w, r) in enumerate(pattern.branches):
             for start in range(0, seq_len, w):
-                for phase in _phases_read(pattern, branch, num_heads):
+                for phase in phases_read(pattern, branch, num_heads):
                     rows, known = range(start + phase, min(start + w, seq_len), r), 0
                     for query in rows:
                         known |= before[query]
@@ -173,33 +170,30 @@ def every_query(pattern: DilatedPattern, seq_len: int, num_heads: int) -> Iterat
 def some_queries(
     pattern: DilatedPattern, seq_len: int, num_heads: int, queries: Collection[int]
 ) -> Iterator[list[int]]:
-    """As `every_query`, of these alone."""
-    n, sets = seq_len, _Sets()
-    height = (n - 1).bit_length()
-    branches, there = _branches(sets, pattern, n, num_heads), sets.of(range(n), height)
+    """As `every_query`, for these queries."""
+    sets, height = _Sets(), (seq_len - 1).bit_length()
+    branches, there = _branches(sets, pattern, seq_len, num_heads), sets.of(range(seq_len), height)
     heard, before = [sets.of(range(query, query + 1), height) for query in queries], None
     while heard != before:
         before, heard = heard, []
         for node in before:
-            found = node
-            for branch in branches:
-                found = sets.union(found, sets.common(branch.heard(node, height), there))
-            heard.append(found)
+            parts = (sets.common(branch.heard(node, height), there) for branch in branches)
+            heard.append(reduce(sets.union, parts, node))
         yield [sets.count(node, height) for node in heard]
 
 
-def _phases_read(pattern: DilatedPattern, branch: int, num_heads: int) -> set[int]:
+def phases_read(pattern: DilatedPattern, branch: int, num_heads: int) -> set[int]:
     found = {pattern.phase_of(branch, head, num_heads) for head in pattern.heads_of(branch, num_heads)}
     return {phase for phase in found if phase is not None}
 
 
 def _branches(sets: _Sets, pattern: DilatedPattern, n: int, num_heads: int) -> list[_Branch]:
-    """Those that connect positions: of a rate that is a whole segment no phase has two rows."""
+    """The branches that connect positions. Where the rate is a whole segment no phase has two rows."""
     found = []
     for branch, (w, r) in enumerate(pattern.branches):
         segment, rate = (min(w, n) - 1).bit_length(), (r - 1).bit_length()
         if rate < segment:
-            there = _phases_read(pattern, branch, num_heads)
-            read = sets.of(range(min(there), max(there) + 1), rate)  # no rule leaves one out in between
+            phases = phases_read(pattern, branch, num_heads)
+            read = sets.of(range(min(phases), max(phases) + 1), rate)  # no rule leaves out a phase in between
             found.append(_Branch(sets, segment, rate, read, is_causal=pattern.is_causal))
     return found

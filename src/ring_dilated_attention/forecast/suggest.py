@@ -1,24 +1,24 @@
-"""Which pattern for a length and a budget, and what each would do. Pure integers but for shares, no torch.
+"""Which patterns for a length and a budget of pairs. Pure integers, no torch.
 
-The rule: branches of LongNet's form, segment lengths w_0 * a**i and rates a**i up to the whole length, for ratios a of
-2, 4 and 8, and two branches alone (near everything, far one row in r). For each ratio w_0 is the largest power of two
-with which the pairs stay in the budget. So near keys are dense and far ones thin out, at one price in pairs.
+The rule: branches of LongNet's form, with segment lengths w_0 * a**i and rates a**i up to the whole length, for the
+ratios a of 2, 4 and 8; and two branches alone, every key near and one row in r far away. In each, w_0 is the largest
+power of two with which the pairs stay in the budget.
 
-Rates, and all lengths but the whole, are powers of two: so `reach` can follow what a stack of layers carries.
+Rates, and all lengths but the whole, are powers of two, so that `reach` can follow what a stack of layers carries.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 from ..plan.counts import pairs
+from .reach import phases_read
 
 RATIOS = (2, 4, 8)
 SHORTEST = 64
 
 
 class Suggestion(NamedTuple):
-    """A pattern, and what was the rule for it."""
+    """A pattern, and the rule that made it."""
 
     pattern: DilatedPattern
     rule: str
@@ -26,37 +26,31 @@ class Suggestion(NamedTuple):
 
 def suggestions(seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool) -> list[Suggestion]:
     """The patterns of the rule whose pairs, over all heads, are at most `most_pairs`; those with most pairs first."""
+    dense = DilatedPattern.dense(is_causal=is_causal)
+    if pairs(dense, seq_len, num_heads) <= most_pairs:
+        return [Suggestion(dense, "the budget allows dense attention")]
     found: dict[DilatedPattern, Suggestion] = {}
-    rules = [*((_longnet(ratio), f"LongNet's rule, ratio {ratio}") for ratio in RATIOS), (_two, "two branches")]
-    for make, rule in rules:
-        lengths = [SHORTEST * 2**k for k in range(seq_len.bit_length()) if SHORTEST * 2**k < seq_len]
+    lengths = [SHORTEST * 2**k for k in range(seq_len.bit_length()) if SHORTEST * 2**k < seq_len]
+    for ratio in (*RATIOS, None):
         for first in reversed(lengths):
-            pattern = make(first, seq_len, is_causal)
+            pattern = _pattern(first, seq_len, ratio, is_causal=is_causal)
             if pairs(pattern, seq_len, num_heads) <= most_pairs:
+                rule = "two branches" if ratio is None else f"LongNet's rule, ratio {ratio}"
                 found.setdefault(pattern, Suggestion(pattern, rule))
                 break
-    if pairs(DilatedPattern.dense(is_causal=is_causal), seq_len, num_heads) <= most_pairs:
-        return [Suggestion(DilatedPattern.dense(is_causal=is_causal), "the budget allows dense attention")]
     return sorted(found.values(), key=lambda x: -pairs(x.pattern, seq_len, num_heads))
 
 
-def _longnet(ratio: int) -> Callable[[int, int, bool], DilatedPattern]:
-    def make(first: int, seq_len: int, is_causal: bool) -> DilatedPattern:
+def _pattern(first: int, seq_len: int, ratio: int | None, *, is_causal: bool) -> DilatedPattern:
+    """Branches of LongNet's form from a first length on, or without a ratio that length and the whole sequence."""
+    if ratio is not None:
         return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
-
-    return make
-
-
-def _two(first: int, seq_len: int, is_causal: bool) -> DilatedPattern:
-    """As many rows of the whole sequence as of a near segment, or, since the rate is a power of two, half as many."""
+    # As many rows of the whole sequence as of a near segment, or half as many, since the rate is a power of two.
     return DilatedPattern((first, seq_len), (1, 2 ** ((seq_len - 1) // first).bit_length()), is_causal=is_causal)
 
 
 def unread_phases(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, int]]:
-    """For each branch how many phases no head reads, and how many there are."""
-    found = []
-    for branch, (w, r) in enumerate(pattern.branches):
-        read = {pattern.phase_of(branch, head, num_heads) for head in pattern.heads_of(branch, num_heads)}
-        there = min(w, r)
-        found.append((there - len({x for x in read if x is not None and x < there}), there))
-    return found
+    """For each branch how many phases no head reads, and how many phases there are."""
+    there = [min(w, r) for w, r in pattern.branches]
+    read = [phases_read(pattern, branch, num_heads) for branch in range(len(there))]
+    return [(num - len(phases & set(range(num))), num) for num, phases in zip(there, read, strict=True)]

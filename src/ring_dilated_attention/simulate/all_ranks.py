@@ -5,7 +5,7 @@ carry is copied from the sender's buffer into the receiver's.
 """
 
 import threading
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +17,6 @@ from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.plan import Message
 from ..plan.sharding import Cut, Shard, documents_of, make_shards
 from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
@@ -26,6 +25,9 @@ from ..ranks.context import ContextParallel
 from ..ranks.ranks import Ranks
 from ..run import executor
 from ..run.executor import Means
+from ..run.link_contract import Messages
+
+Given = Sequence[Tensor | None]  # query, key and value, or what a backward knows
 
 
 class Simulated(ContextParallel):
@@ -57,54 +59,45 @@ class _Stopped(RuntimeError):
     """Another rank has failed."""
 
 
-class _Post:
-    """One side of a message, until the other side comes."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.done = tensor, threading.Event()
-
-
 class Wires:
-    """What the simulated ranks share: the posts that wait for their other side, and whose turn it is."""
+    """What the simulated ranks share: the sides of messages that wait for their other side, and whose turn it is."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
-        self.sends: dict[tuple[int, int], deque[_Post]] = {}
-        self.receives: dict[tuple[int, int], deque[_Post]] = {}
+        self.sends: defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]] = defaultdict(deque)
+        self.receives: defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]] = defaultdict(deque)
         self.waiting: list[threading.Event] = []
         self.error: BaseException | None = None
-        self.bytes_sent: dict[int, int] = {}
+        self.bytes_sent: Counter[int] = Counter()
 
     def post(self, pair: tuple[int, int], tensor: Tensor, is_send: bool) -> threading.Event:
         """Post one side; the message is delivered, in the order of posting, when both are there."""
-        mine, theirs = (self.sends, self.receives) if is_send else (self.receives, self.sends)
-        post = _Post(tensor)
-        mine.setdefault(pair, deque()).append(post)
-        if theirs.get(pair):
-            send, receive = self.sends[pair].popleft(), self.receives[pair].popleft()
-            receive.tensor.copy_(send.tensor)
-            self.bytes_sent[pair[0]] = self.bytes_sent.get(pair[0], 0) + send.tensor.nbytes
-            send.done.set()
-            receive.done.set()
-        return post.done
+        sends, receives, done = self.sends[pair], self.receives[pair], threading.Event()
+        (sends if is_send else receives).append((tensor, done))
+        if sends and receives:
+            (sent, is_sent), (received, is_received) = sends.popleft(), receives.popleft()
+            received.copy_(sent)
+            self.bytes_sent[pair[0]] += sent.nbytes
+            is_sent.set()
+            is_received.set()
+        return done
 
     def wait(self, event: threading.Event) -> None:
-        """Let others run until the event is there."""
+        """Let other ranks run until the event is there."""
         if event.is_set():
             return
-        if self.error is not None:
-            raise _Stopped
-        self.waiting.append(event)
-        self.turn.release()
-        event.wait()
-        self.turn.acquire()
-        self.waiting.remove(event)
+        if self.error is None:
+            self.waiting.append(event)
+            self.turn.release()
+            event.wait()
+            self.turn.acquire()
+            self.waiting.remove(event)
         if self.error is not None:
             raise _Stopped
 
 
 class SimulatedPending:
-    """Messages of a simulated rank. Their tensors are kept until they are waited for, as those of a real one."""
+    """Messages of a simulated rank. Like a real rank's, it keeps their tensors until the rank has waited for them."""
 
     def __init__(self, wires: Wires, events: list[threading.Event], tensors: list[Tensor]) -> None:
         self.wires, self.events, self.tensors = wires, events, tensors
@@ -116,24 +109,16 @@ class SimulatedPending:
 
 
 class SimulatedLink:
-    """The link of one simulated rank."""
-
     def __init__(self, wires: Wires, rank: int) -> None:
         self.wires, self.rank = wires, rank
 
-    @property
-    def bytes_sent(self) -> int:
-        return self.wires.bytes_sent.get(self.rank, 0)
-
-    def carry(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> SimulatedPending:
+    def carry(self, sends: Messages, receives: Messages, moment: str) -> SimulatedPending:
         events = [self.wires.post((self.rank, m.peer), x, True) for x, m in sends]
         events += [self.wires.post((m.peer, self.rank), x, False) for x, m in receives]
         return SimulatedPending(self.wires, events, [x for x, _ in (*sends, *receives)])
 
     def carry_apart(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
+        self, sends: Messages, receives: Messages, moment: str
     ) -> tuple[SimulatedPending, SimulatedPending]:
         return self.carry(sends, (), moment), self.carry((), receives, moment)
 
@@ -141,7 +126,7 @@ class SimulatedLink:
 def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> list[Any]:
     """work(rank, link) for every rank; the results in the order of ranks."""
     wires, results = Wires(), [None] * world_size
-    # A thread begins with the first device and its default stream, which waits for no other.
+    # A new thread has the first device and its default stream, which does not wait for the caller's.
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def one(rank: int) -> None:
@@ -166,10 +151,6 @@ def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> l
     return results
 
 
-# What is done around a rank's part of a call, which begins with these rows.
-Around = Callable[[SimulatedLink, Sequence[Tensor | None]], AbstractContextManager[Any]]
-
-
 class SimulatedRanks(Ranks):
     """All ranks in this process, on full tensors."""
 
@@ -177,7 +158,8 @@ class SimulatedRanks(Ranks):
 
     def __init__(self, cut: Cut) -> None:
         super().__init__(cut)
-        self.around: Around = lambda link, rows: nullcontext()
+        # The context of a rank's part of a call. It is given the rows with which that part begins.
+        self.around: Callable[[SimulatedLink, Given], AbstractContextManager[Any]] = lambda link, rows: nullcontext()
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
         return (seq_len,)
@@ -192,61 +174,46 @@ class SimulatedRanks(Ranks):
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Begun]:
         begun = Begun.now(0, call, query, cu_seqlens)
-        shards, plans, means = self.plan(call, begun, query, key)
-        query = call.scaled(query)
-
-        def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor]:
-            given = [_rows_of(x, shards[rank]) for x in (query, key, value)]
-            with self.around(link, given):
-                return executor.forward(plans[rank], means._replace(link=link), *given)
-
-        parts = run_in_turn(len(shards), work)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse = parts[0][1].new_empty(query.shape[:3])
-        for shard, (out_k, lse_k) in zip(shards, parts, strict=True):
-            _place(out, shard, out_k)
-            _place(lse, shard, lse_k)
+        out, lse = self._run(call, begun, executor.forward, key, (call.scaled(query), key, value))
         return out, lse, begun
 
     def backward(self, call: Call, begun: Begun, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
-        shards, plans, means = self.plan(call, begun, rows.query, rows.key)
-        rows = rows._replace(query=call.scaled(rows.query))
+        def backward(plan: RankPlan, means: Means, *given: Any) -> tuple[Tensor, ...]:
+            return executor.backward(plan, means, BackwardRows(*given))
 
-        def work(rank: int, link: SimulatedLink) -> tuple[Tensor, Tensor, Tensor]:
-            parts = {name: _rows_of(x, shards[rank]) for name, x in rows._asdict().items() if x is not None}
-            given = rows._replace(**parts)
-            with self.around(link, given):
-                return executor.backward(plans[rank], means._replace(link=link), given)
-
-        wholes = (rows.query, rows.key, rows.value)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in wholes)
-        for shard, parts in zip(shards, run_in_turn(len(shards), work), strict=True):
-            for full, part in zip((dq, dk, dv), parts, strict=True):
-                _place(full, shard, part)
+        dq, dk, dv = self._run(call, begun, backward, rows.key, rows._replace(query=call.scaled(rows.query)))
         return dq, dk, dv
 
-    def plan(
-        self, call: Call, begun: Begun, query: Tensor, key: Tensor
-    ) -> tuple[tuple[Shard, ...], list[RankPlan], Means]:
+    def _run(
+        self, call: Call, begun: Begun, stage: Callable[..., tuple[Tensor, ...]], key: Tensor, tensors: Given
+    ) -> list[Tensor]:
+        """The results over all positions of a stage that every rank runs on its rows of the tensors."""
+        seq_len = key.shape[1]
         means = Means(BACKENDS[begun.kernel], call.kernel_scale, factor=call.factor)
-        documents = documents_of(begun.borders, query.shape[1])
-        shards = self.cut.shards_of(self.cut.default_lengths(query.shape[1]))
+        shards, documents = self.cut.shards_of(self.cut.default_lengths(seq_len)), documents_of(begun.borders, seq_len)
         job = Job(call.pattern, shards, call.num_heads, call.num_kv_heads(key.shape[2]), documents, call.held)
-        return shards, [plan_exchange("ring", job, rank) for rank in range(len(shards))], means
+        plans = [plan_exchange("ring", job, rank) for rank in range(len(shards))]
+
+        def work(rank: int, link: SimulatedLink) -> tuple[Tensor, ...]:
+            given = [None if x is None else _rows_of(x, shards[rank]) for x in tensors]
+            with self.around(link, given):
+                return stage(plans[rank], means._replace(link=link), *given)
+
+        parts = run_in_turn(len(shards), work)
+        wholes = [x.new_empty((x.shape[0], seq_len, *x.shape[2:])) for x in parts[0]]
+        for shard, results in zip(shards, parts, strict=True):
+            for whole, part in zip(wholes, results, strict=True):
+                lengths = [span.stop - span.start for span in shard]
+                for span, rows in zip(shard, part.split(lengths, dim=1), strict=True):
+                    whole[:, span.start : span.stop] = rows
+        return wholes
 
 
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:
-    """A simulated rank's rows of a full (B, N, ...) tensor, laid out as a rank's own: fewer calls are made then.
+    """A rank's rows of a full (B, N, ...) tensor: a view if they are one span of a batch of 1.
 
-    A view if they are one span of a batch of 1.
+    Otherwise they are contiguous, as a rank's own are, so that kernels are called as often as there.
     """
     if len(shard) == 1:
         return x[:, shard[0].start : shard[0].stop].contiguous()
     return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in shard)], dim=1)
-
-
-def _place(full: Tensor, shard: Shard, rows: Tensor) -> None:
-    row = 0
-    for start, stop in shard:
-        full[:, start:stop] = rows[:, row : row + stop - start]
-        row += stop - start

@@ -1,4 +1,4 @@
-"""One rank of a job of any size: its plan and its loop, while the other ranks' chunks are made on demand.
+"""One rank of a job of any size. It runs its own plan, and the other ranks' chunks are made on demand.
 
 B batch, G key/value heads, M rows of one head, D head dim.
 """
@@ -17,15 +17,15 @@ from ..plan.sharding import Cut
 from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
 from ..ranks.ranks import Links, Ranks
+from ..run.link_contract import Messages
 from ..run.views import block_views
 from .all_ranks import Simulated
 
 
 class OtherRanks:
-    """What the other ranks send to the one that is run, and what they take from it.
+    """What the other ranks send to the rank that runs, and what they take from it. A subclass makes keys and values.
 
-    A subclass makes keys and values. Gradients are zero unless it brings some: what this rank sends is then its own
-    contribution alone, and what comes home is nothing.
+    The other ranks contribute no gradients unless the subclass overrides `gradient_home`.
     """
 
     def keys_and_values(self, positions_GM: Tensor, heads_G1: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,10 +33,10 @@ class OtherRanks:
         raise NotImplementedError
 
     def take_gradient(self, chunk: GlobalChunk, gradient: Tensor) -> None:
-        """This rank's contribution to the gradient of another's chunk, laid out as the chunk is. It must be copied."""
+        """Take this rank's part of the gradient of another rank's chunk, laid out as the chunk. Copy it to keep it."""
 
     def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
-        """The sum of all others' contributions to the gradient of a chunk of this rank, or None for zero."""
+        """The sum of the other ranks' contributions to the gradient of this rank's chunk, or None for zero."""
         return None
 
 
@@ -49,15 +49,14 @@ def one_rank(
     align: int = 1,
     lengths: Sequence[int] | None = None,
 ) -> Simulated:
-    """A context that runs one rank of a larger job, on that rank's rows. All ranks have as many rows, unless `lengths`
-    says else.
+    """A context that runs one rank of a larger job, on that rank's rows. Without `lengths` all ranks have as many rows.
 
     Args:
-        others: what the other ranks send, made on demand, and what takes what this rank sends.
+        others: makes what the other ranks send, and takes what this rank sends.
         sharding, align, lengths: how the ranks share the sequence, as `ContextParallel` takes them.
 
     Raises:
-        ValueError: for a rank that is none of them, and as `all_ranks`.
+        ValueError: for a rank outside 0 to num_ranks - 1, and as `all_ranks`.
     """
     cut = cut_of(num_ranks, sharding, align, lengths)
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < num_ranks:
@@ -68,7 +67,7 @@ def one_rank(
 
 
 class Delivered:
-    """Messages that were through at once."""
+    """Messages that have already arrived."""
 
     def wait(self) -> None:
         pass
@@ -80,27 +79,21 @@ class OneRankLink:
     def __init__(self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], GlobalChunk]) -> None:
         self.rank, self.others, self.chunk_of = rank, others, chunk_of
 
-    def carry(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> Delivered:
+    def carry(self, sends: Messages, receives: Messages, moment: str) -> Delivered:
         for x, message in sends:
             if message.is_gradient:
                 self.others.take_gradient(self.chunk_of(message), x)
         for x, message in receives:
             if not message.is_gradient:
                 self._make_chunk(x, self.chunk_of(message))
-            elif message.owner != self.rank:
-                x.zero_()  # others' contributions are not needed to compute this rank's
-            else:
-                gradient = self.others.gradient_home(self.chunk_of(message))
-                x.copy_(gradient) if gradient is not None else x.zero_()
+            else:  # what others add to the gradient of another rank's chunk is not needed here
+                is_home = message.owner == self.rank
+                gradient = self.others.gradient_home(self.chunk_of(message)) if is_home else None
+                x.zero_() if gradient is None else x.copy_(gradient)
         return Delivered()
 
-    def carry_apart(
-        self, sends: Sequence[tuple[Tensor, Message]], receives: Sequence[tuple[Tensor, Message]], moment: str
-    ) -> tuple[Delivered, Delivered]:
-        both = self.carry(sends, receives, moment)
-        return both, both
+    def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[Delivered, Delivered]:
+        return self.carry(sends, receives, moment), Delivered()
 
     def _make_chunk(self, buffer: Tensor, chunk: GlobalChunk) -> None:
         for rows, block in chunk.rows:
@@ -123,7 +116,7 @@ def grid(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 class OneRank(Ranks):
-    """One rank of a larger job, on its own rows. All ranks have as many as this one, unless the cut says else."""
+    """One rank of a larger job, on its own rows. All ranks have as many, unless the cut has lengths."""
 
     name = "simulated"
 
@@ -133,7 +126,7 @@ class OneRank(Ranks):
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         super().agree(length, fields, failure)
-        lengths = self.cut.lengths if self.cut.lengths is not None else (length,) * self.cut.num_shards
+        lengths = (length,) * self.cut.num_shards if self.cut.lengths is None else self.cut.lengths
         if lengths[self.rank] != length:
             raise ValueError(f"rank {self.rank} has {length} positions, but lengths gives it {lengths[self.rank]}.")
         return lengths

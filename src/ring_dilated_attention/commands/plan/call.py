@@ -8,23 +8,24 @@ from typing import Any
 
 from ...forecast.advice import advice
 from ...forecast.call import MOST_PLANNED, Counted, Way, count, forecast
+from ...forecast.clock import Hardware
 from ...forecast.compare import Call
 from ...kernels.traits import TRAITS
 from ...plan.exchange import EXCHANGES, Choice, choice_by
 from ...plan.job import Job
-from ...plan.sharding import SHARDINGS
-from ...plan.sizes import Sizes, Traits
-from ..hardware import Machine, machine_for
+from ...plan.sharding import SHARDINGS, shard_length
+from ...plan.sizes import Sizes
 from ..hardware import add_options as add_hardware_options
+from ..hardware import machine_for
 from ..numbers import count as whole_number
 from ..output import progress_bar, wrapped
 from . import report
 from .figures import check_picture, draw
-from .options import add_call, add_head_dim, answered, call_of, check_shards, documents_of
+from .options import add_call, add_head_dim, answered, call_of, documents_of
 
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi --dilation-rates 1 16 256
-        which branches stay at home and which travel: with shards of 131,072 positions only the longest one travels
+        which branches stay at home and which travel: with shards of 131,072 positions only the longest branch travels
   rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal
         dense ring attention; the last rank has seven times the work of the first
   rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal --sharding zigzag
@@ -43,8 +44,8 @@ key, value and out, their gradients, the buffers of the ring and the kernel's pa
 computes at --flops, and sends and receives at --bandwidth each. Presets are rates that kernels and links were seen to
 reach, printed with their source; rda doctor --save FILE.toml measures those of your machines.
 
-Up to {MOST_PLANNED} ranks are planned one by one. Of more the work and the received bytes are counted exactly; memory
-and time are estimates, and are marked "about" (docs/planning.md says how far off they may be).
+Up to {MOST_PLANNED} ranks are planned one by one. With more ranks the work and the received bytes are counted exactly,
+and memory and time are estimates, marked "about" (docs/planning.md says how far off they may be).
 """
 
 
@@ -52,51 +53,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_call(parser)
     add_head_dim(parser)
-    parser.add_argument(
-        "--exchange",
-        choices=("auto", *EXCHANGES),
-        default="auto",
-        help="how chunks travel (default auto: chosen, with the reason)",
-    )
-    parser.add_argument("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
-    parser.add_argument(
-        "--align", type=whole_number, default=1, metavar="A", help="borders of shards at multiples of it"
-    )
-    parser.add_argument(
-        "--documents",
-        type=whole_number,
-        nargs="+",
-        metavar="N",
-        help="lengths of packed documents, which add up to --seq-len",
-    )
+    add = parser.add_argument
+    exchange_help = "how chunks travel (default auto: chosen, with the reason)"
+    add("--exchange", choices=("auto", *EXCHANGES), default="auto", help=exchange_help)
+    add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
+    add("--align", type=whole_number, default=1, metavar="A", help="borders of shards at multiples of it")
+    documents_help = "lengths of packed documents, which add up to --seq-len"
+    add("--documents", type=whole_number, nargs="+", metavar="N", help=documents_help)
     add_hardware_options(parser)
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="PATH",
-        help="draw the pattern and the ring into a folder, or as NAME.png and NAME-ring.png",
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    return answered(lambda: answer(arguments))
+    picture_help = "draw the pattern and the ring into a folder, or as NAME.png and NAME-ring.png"
+    add("--picture", type=Path, metavar="PATH", help=picture_help)
 
 
 def answer(arguments: argparse.Namespace) -> None:
-    """Print what is asked.
-
-    Raises:
-        ValueError: for a call that cannot be.
-    """
+    """Print the plan. Raises ValueError for a call that is not possible."""
     call, machine = call_of(arguments), machine_for(arguments)
-    job = job_of(call, arguments)
+    job, hardware = job_of(call, arguments), None if machine is None else machine.hardware
     if arguments.picture is not None:
         check_picture(arguments.picture)
     with progress_bar(job.num_ranks * len(SHARDINGS), "rank", delay=2) as bar:
         counted, choice = counted_of(job, call.sizes, arguments.exchange, bar.update)
-        found = figures(counted, call.sizes, TRAITS[arguments.kernel], machine)
+        traits, way = TRAITS[arguments.kernel], counted.way
+        said = forecast(job, way, call.sizes, traits=traits, hardware=hardware, counted=counted)
+        found = report.of_each(said, call.sizes) if said.is_planned else report.of_many(said, job.num_ranks, call.sizes)
+        if hardware is not None:
+            if said.step is not None:
+                found["model"] = report.model_json(said.step, hardware)
+            found["advice"] = advice(job, way, call.sizes, said, hardware)
         found["exchange"] = choice._asdict()
-        found["shardings"] = compared(call, counted, machine, bar.update) if job.num_ranks > 1 else []
+        found["shardings"] = compared(call, counted, hardware, bar.update) if job.num_ranks > 1 else []
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
@@ -107,43 +92,40 @@ def answer(arguments: argparse.Namespace) -> None:
         draw(arguments.picture, job, choice.exchange)
 
 
+run = answered(answer)
+
+
 def job_of(call: Call, arguments: argparse.Namespace) -> Job:
     documents = documents_of(arguments)
     if arguments.sharding == "zigzag" and arguments.align != 1:
         raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
     job = call.job(arguments.sharding, align=arguments.align)._replace(documents=documents)
-    check_shards(job.shards, arguments.align)
+    empty = sum(not shard_length(shard) for shard in job.shards)
+    if empty:
+        raise ValueError(
+            f"--align {arguments.align} leaves {empty:,} of {job.num_ranks:,} ranks without positions: choose fewer "
+            "ranks, or a smaller --align"
+        )
     return job
 
 
 def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object]) -> tuple[Counted, Choice]:
     """All ranks, counted, and the exchange that was asked for or that a call would choose."""
-    choice = Choice(asked_for, "asked for")
+    if job.num_ranks > 1 and asked_for != "auto":
+        return count(job, Way(asked_for), step), Choice(asked_for, "asked for")
+    ring = count(job, Way(), step)
     if job.num_ranks == 1:
-        return count(job, Way(), step), Choice("none", "one rank: nothing to send")
-    if asked_for == "auto":
-        ring = count(job, Way(), step)
-        choice = choice_by(ring.rings[0].counted, job, sizes)
-        if choice.exchange != "all_to_all":
-            return ring._replace(way=Way(choice.exchange)), choice
-    return count(job, Way(choice.exchange), step), choice
+        return ring, Choice("none", "one rank: nothing to send")
+    choice = choice_by(ring.rings[0].counted, job, sizes)
+    way = Way(choice.exchange)
+    return count(job, way, step) if way.is_dealt else ring._replace(way=way), choice
 
 
-def figures(counted: Counted, sizes: Sizes, traits: Traits, machine: Machine | None) -> dict[str, Any]:
-    """What is known of the ranks that were counted, as JSON has it."""
-    job, way, hardware = counted.job, counted.way, None if machine is None else machine.hardware
-    said = forecast(job, way, sizes, traits=traits, hardware=hardware, counted=counted)
-    found = report.of_each(said, sizes) if said.is_planned else report.of_many(said, job.num_ranks, sizes)
-    if hardware is not None:
-        if said.step is not None:
-            found["model"] = report.model_json(said.step, hardware)
-        found["advice"] = advice(job, way, sizes, said, hardware)
-    return found
-
-
-def compared(call: Call, counted: Counted, machine: Machine | None, step: Callable[[], object]) -> list[dict[str, Any]]:
-    """Every sharding of the same sequence: none is always better (zigzag is not for causal w = 0.6 n on 4 ranks)."""
-    hardware, found = None if machine is None else machine.hardware, []
+def compared(
+    call: Call, counted: Counted, hardware: Hardware | None, step: Callable[[], object]
+) -> list[dict[str, Any]]:
+    """Every sharding of the same sequence. None is always better: zigzag is not for causal w = 0.6 n on 4 ranks."""
+    found = []
     for sharding in SHARDINGS:
         job = call.job(sharding)._replace(documents=counted.job.documents)
         same = counted if job == counted.job else None

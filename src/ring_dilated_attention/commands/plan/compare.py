@@ -19,10 +19,11 @@ from .options import add_call, add_head_dim, answered, call_of
 EXAMPLES = f"""examples:
   rda plan compare --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 128Ki 1Mi --dilation-rates 1 16 64 --causal \\
                    --heads 16 --head-dim 128 --dtype bfloat16 --hardware h100-infiniband
-        by ring, all-gather, all-to-all and both, on both shardings, and dense; which to take, and why
+        by ring, all-gather, all-to-all and 2-D (a ring of groups that deal heads), on both shardings, and by dense
+        attention; which to take, and why
 
-Up to {MOST_PLANNED} ranks every rank of every way is planned and timed. Of more the work is counted exactly, bytes are
-those that a rank receives, memory is an estimate, and only rings are timed, about.
+Up to {MOST_PLANNED} ranks, every rank of every way is planned and timed. Beyond, the work is counted exactly, bytes are
+those that a rank receives, and memory is an estimate. Only rings have a time then, which is an estimate too.
 """
 
 
@@ -31,19 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_call(parser)
     add_head_dim(parser)
     add_hardware_options(parser)
-    parser.add_argument("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: what fits")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    return answered(lambda: answer(arguments))
+    parser.add_argument("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: says what fits")
 
 
 def answer(arguments: argparse.Namespace) -> None:
-    """Print the comparison.
-
-    Raises:
-        ValueError: for a call that cannot be, or without the rates of a machine.
-    """
+    """Print the comparison. Raises ValueError for a call that is not possible, and without the rates of a machine."""
     call, machine = call_of(arguments), machine_for(arguments)
     if machine is None:
         raise ValueError("rda plan compare compares times: give --hardware, or --flops and --bandwidth")
@@ -65,6 +58,9 @@ def answer(arguments: argparse.Namespace) -> None:
     print(json.dumps(found, indent=1) if arguments.json else text(found))
 
 
+run = answered(answer)
+
+
 def _as_json(row: Alternative) -> dict[str, Any]:
     named = {"function": row.function, **row.way._asdict(), "sharding": row.sharding, "name": row.name}
     if row.why_not:
@@ -83,23 +79,19 @@ def _as_json(row: Alternative) -> dict[str, Any]:
 
 def text(found: dict[str, Any]) -> str:
     is_about = found["num_ranks"] > MOST_PLANNED
-    headers = ("function", "exchange", "sharding", "step", "waits", "balance", "sent,\nMB", "peak,\nMB")
-    if is_about:
-        headers = (*headers[:3], "step,\nabout", *headers[4:6], "received,\nMB", "peak, MB,\nabout")
+    step, sent, peak = ("step,\nabout", "received", "peak, MB,\nabout") if is_about else ("step", "sent", "peak,\nMB")
+    headers = ("function", "exchange", "sharding", step, "waits", "balance", f"{sent},\nMB", peak)
     ways = [row for row in found["alternatives"] if not row["why_not"]]
     rows = [(row["function"], row["name"], row["sharding"], *_numbers(row)) for row in ways]
     left_out = dict.fromkeys(f"{row['name']}: {row['why_not']}" for row in found["alternatives"] if row["why_not"])
     best = found["recommended"]
     name = "" if best is None else f"{best['name']}, {best['sharding']} shards: "
-    lines = [wrapped(found["assumed"]), "", aligned(headers, rows, num_left=3)]
-    lines += [wrapped(f"left out: {line}") for line in left_out]
-    lines += [wrapped(ERRORS_TEXT)] if is_about else []
-    lines += ["", wrapped(f"recommended: {name}{found['reason']}")]
-    return "\n".join(lines + ([wrapped(found["advice"])] if found["advice"] else []))
+    words = [*(f"left out: {line}" for line in left_out), *[ERRORS_TEXT] * is_about, ""]
+    words += [f"recommended: {name}{found['reason']}", *([found["advice"]] if found["advice"] else [])]
+    return "\n".join([wrapped(found["assumed"]), "", aligned(headers, rows, num_left=3), *map(wrapped, words)])
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, ...]:
-    time = ("no time", "")
-    if row["step_seconds"] is not None:
-        time = time_text(row["step_seconds"]), f"{row['exposed']:.0%}"
+    is_timed = row["step_seconds"] is not None
+    time = (time_text(row["step_seconds"]), f"{row['exposed']:.0%}") if is_timed else ("no time", "")
     return *time, f"{row['balance']:.1%}", f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['peak_bytes'] / 1e6:,.1f}"

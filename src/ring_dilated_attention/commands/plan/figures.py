@@ -1,16 +1,16 @@
 """Pictures of a pattern and of its ring, drawn from `DilatedPattern` and from the plan of every rank. No torch.
 
-Short sequences are drawn pair by pair and position by position. Of long ones the pattern is a sketch (`sketch.py`),
-which says so; ring and branches are those of the plan itself, whatever the length.
+Short sequences are drawn pair by pair and position by position. For long sequences the picture of the pattern is a
+sketch (`sketch.py`), and says so. The ring is that of the plans at every length.
 
-`python -m ring_dilated_attention.commands.plan.figures docs` makes the two of the README, `rda plan --picture PATH`
-those of any call.
+`python -m ring_dilated_attention.commands.plan.figures docs` makes the two pictures of the README.
 """
 
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from ...pattern import DilatedPattern
 from ...plan.job import Job
 from ...plan.plan import Hop, Message, Plan
 from ...plan.planner import make_plan
-from ...plan.sharding import Shard, make_shards, shard_length
+from ...plan.sharding import make_shards
 from ...training.files import MADE_BY, check_mine, folder_made, is_our_picture, write_whole
 from ..output import check_writable
 from .sketch import Panel, draw_panel, panels
@@ -28,28 +28,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which most colour-blind readers can tell apart; first of branches, then of ranks.
+# Okabe and Ito's colours, which most colour-blind readers can tell apart.
 BRANCH_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999", "#F0E442")
 INK, FAINT, EMPTY = "#222222", "#999999", "#F2F2F2"
-# What a picture can hold.
-MOST_POSITIONS, MOST_HEADS, MOST_RANKS, MOST_COLUMNS = 64, 4, len(RANK_COLOURS), 4
-MOST_SEGMENTS = 64  # of a branch, as lines beside each other
+# What a picture can hold. Segments are those of a branch, as lines beside each other.
+MOST_POSITIONS, MOST_HEADS, MOST_RANKS, MOST_COLUMNS, MOST_SEGMENTS = 64, 4, len(RANK_COLOURS), 4, 64
 DPI = 160
-PICTURES = PATTERN_PICTURE, RING_PICTURE = ("pattern.png", "ring.png")
 
 
 def draw(path: Path, job: Job, exchange: str = "ring") -> None:
-    """The pattern and, unless `why_no_ring`, the ring; says on stderr where they are.
-
-    Args:
-        path: a folder or a picture's name (`pictures_at`).
-        exchange: by which chunks travel.
-    """
-    files = pictures_at(path)
+    """Draw the pattern and, unless `why_no_ring`, the ring; say on stderr where they are. path: as `pictures_at`."""
+    files, branches = pictures_at(path), count(job, Way()).branches
     why = why_no_ring(job.num_ranks, exchange)
-    branches = count(job, Way()).branches
-    pictures = {files[0]: _pattern_or_sketch(job, branches, exchange)}
+    if job.seq_len <= MOST_POSITIONS:
+        pictures = {files[0]: draw_pattern(job.pattern, job.seq_len, job.num_heads)}
+    else:
+        found = panels(job.shards, branches, is_dealt=exchange == "all_to_all")
+        pictures = {files[0]: draw_sketch(found, is_causal=job.pattern.is_causal)}
     if why is None:
         pictures[files[1]] = draw_ring(job, branches)
     _save(pictures)
@@ -59,16 +55,16 @@ def draw(path: Path, job: Job, exchange: str = "ring") -> None:
 
 
 def pictures_at(path: Path) -> tuple[Path, Path]:
-    """Where pattern and ring are drawn: in a folder, or beside each other under the name of a picture."""
+    """The files of pattern and ring: in a folder, or NAME.png and NAME-ring.png."""
     if path.is_dir() or not path.suffix:
-        return path / PATTERN_PICTURE, path / RING_PICTURE
+        return path / "pattern.png", path / "ring.png"
     if path.suffix.lower() != ".png":
         raise ValueError(f"--picture {path}: pictures are PNG: name one NAME.png, or give a folder without a dot")
     return path, path.with_name(f"{path.stem}-ring{path.suffix}")
 
 
 def check_picture(path: Path) -> None:
-    """Before the work: raise ValueError if nothing can be drawn, or there is what was not made here."""
+    """Raise ValueError, before the work, if nothing can be drawn or a file is there that this library did not make."""
     if find_spec("matplotlib") is None:
         raise ValueError("--picture needs matplotlib: pip install matplotlib")
     for file in pictures_at(path):
@@ -76,26 +72,20 @@ def check_picture(path: Path) -> None:
         check_mine(file, is_our_picture, "rda plan --picture")
 
 
-def _pattern_or_sketch(job: Job, branches: Sequence[BranchShare], exchange: str) -> "Figure":
-    if job.seq_len <= MOST_POSITIONS:
-        return draw_pattern(job.pattern, job.seq_len, job.num_heads)
-    found = panels(job.shards, branches, is_dealt=exchange == "all_to_all")
-    return draw_sketch(found, is_causal=job.pattern.is_causal)
-
-
 def why_no_ring(num_ranks: int, exchange: str) -> str | None:
-    """Why there is no picture of a ring; None where there is one."""
+    """Why there is no picture of a ring, or None."""
     if num_ranks == 1:
         return "one rank sends nothing"
-    if exchange == "all_to_all":
-        return "heads are dealt, and chunks go round no ring"
-    if exchange == "all_gather":
-        return "all chunks go straight to where they are needed, in one round"
-    return None if num_ranks <= MOST_RANKS else f"it shows {MOST_RANKS} ranks at most, and there are {num_ranks:,}"
+    others = {
+        "all_to_all": "heads are dealt, and chunks go round no ring",
+        "all_gather": "all chunks go straight to where they are needed, in one round",
+    }
+    too_many = f"it shows {MOST_RANKS} ranks at most, and there are {num_ranks:,}" if num_ranks > MOST_RANKS else None
+    return others.get(exchange, too_many)
 
 
 def draw_sketch(found: Sequence[Panel], *, is_causal: bool) -> "Figure":
-    """One panel per branch, each at a scale of its own."""
+    """One panel for each branch, each at its own scale."""
     columns = min(len(found), MOST_COLUMNS)
     rows = -(-len(found) // columns)
     figure = _figure(2.7 * columns + 0.5, 3.3 * rows + 0.7)
@@ -106,7 +96,7 @@ def draw_sketch(found: Sequence[Panel], *, is_causal: bool) -> "Figure":
         draw_panel(axes, panel, BRANCH_COLOURS[i % len(BRANCH_COLOURS)], is_causal=is_causal)
     every[0].set_ylabel("query", fontsize=8)
     borders = "; dotted: borders of shards" if any(panel.borders for panel in found) else ""
-    causal = ", causal" if is_causal else ""
+    causal = ", causal" * is_causal
     title = f"A sketch: where a head's keys lie{causal}. Each branch at its own scale; paler: sparser{borders}"
     figure.suptitle(title, fontsize=10 if columns > 2 else 7)
     return figure
@@ -133,21 +123,20 @@ def branches_by_pair(pattern: DilatedPattern, seq_len: int, num_heads: int, head
             continue
         for start in range(0, seq_len, w):
             rows = range(start + phase, min(start + w, seq_len), r)
-            for i in rows:
-                for j in rows:
-                    if not pattern.is_causal or j <= i:
-                        cells[i][j].append(branch)
+            for i, j in product(rows, rows):
+                if not pattern.is_causal or j <= i:
+                    cells[i][j].append(branch)
     return cells
 
 
 def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figure":
-    """One panel per head: which keys (columns) a query (row) sees, coloured by the first branch that has the pair."""
-    heads = range(min(num_heads, MOST_HEADS))
-    figure = _figure(2.7 * len(heads) + 0.5, 3.75)
-    panels = figure.subplots(1, len(heads), squeeze=False)[0]
-    for head, axes in zip(heads, panels, strict=True):
+    """One panel for each head: the keys (columns) that a query (row) sees, in the colour of the pair's first branch."""
+    shown = min(num_heads, MOST_HEADS)
+    figure = _figure(2.7 * shown + 0.5, 3.75)
+    every = figure.subplots(1, shown, squeeze=False)[0]
+    for head, axes in enumerate(every):
         _draw_head(axes, pattern, seq_len, num_heads, head)
-    panels[0].set_ylabel("query")
+    every[0].set_ylabel("query")
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -159,7 +148,7 @@ def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figu
     dot.set_label("each dot: one more branch has the pair")
     entries.append(dot)
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
-    figure.suptitle(f"Which keys a query sees{', causal' if pattern.is_causal else ''}", fontsize=11)
+    figure.suptitle(f"Which keys a query sees{', causal' * pattern.is_causal}", fontsize=11)
     return figure
 
 
@@ -194,24 +183,23 @@ def _draw_head(axes: "Axes", pattern: DilatedPattern, seq_len: int, num_heads: i
 
 def draw_ring(job: Job, shares: Sequence[BranchShare]) -> "Figure":
     """Above, who owns which positions and what travels; below, hop by hop, what each rank computes and sends."""
-    shards, plans = job.shards, [make_plan(job, rank) for rank in range(job.num_ranks)]
+    num_ranks, plans = job.num_ranks, [make_plan(job, rank) for rank in range(job.num_ranks)]
     num_hops = max(len(plan.hops) for plan in plans)
     heights = [0.75 + 0.27 * len(shares), 0.75 * (num_hops + 1)]
-    figure = _figure(1.6 * len(shards) + 3, sum(heights) + 0.5)
+    figure = _figure(1.6 * num_ranks + 3, sum(heights) + 0.5)
     above, below = figure.subplots(2, 1, height_ratios=heights, sharex=True)
-    _draw_shards(above, shards, plans)
-    _draw_branches(above, shards, shares)
+    _draw_shards(above, job, plans)
+    _draw_branches(above, job, shares)
     _draw_hops(below, plans, num_hops)
-    below.set_xlim(-1.75, len(plans) - 0.3)
-    figure.suptitle(f"Dilate, then send: the ring of {len(shards)} ranks, forward", fontsize=11)
+    below.set_xlim(-1.75, num_ranks - 0.3)
+    figure.suptitle(f"Dilate, then send: the ring of {num_ranks} ranks, forward", fontsize=11)
     return figure
 
 
-def _draw_shards(axes: "Axes", shards: Sequence[Shard], plans: Sequence[Plan]) -> None:
-    seq_len = sum(map(shard_length, shards))
-    width = len(shards) / seq_len  # of a position; the strip is as wide as the columns of ranks below
-    is_short = seq_len <= MOST_POSITIONS
-    for rank, (shard, plan) in enumerate(zip(shards, plans, strict=True)):
+def _draw_shards(axes: "Axes", job: Job, plans: Sequence[Plan]) -> None:
+    width = job.num_ranks / job.seq_len  # of a position; the strip is as wide as the columns of ranks below
+    is_short = job.seq_len <= MOST_POSITIONS
+    for rank, (shard, plan) in enumerate(zip(job.shards, plans, strict=True)):
         positions = [t for span in shard for t in range(span.start, span.stop)] if is_short else []
         travelling = {positions[row] for row in _packed_rows(plan, head=0)} if is_short else set()
         for t in positions:
@@ -220,13 +208,12 @@ def _draw_shards(axes: "Axes", shards: Sequence[Shard], plans: Sequence[Plan]) -
             if not is_short:
                 _draw_position(axes, start * width - 0.5, (stop - start) * width, RANK_COLOURS[rank], is_filled=True)
             axes.text((start + stop) / 2 * width - 0.5, 1.3, f"rank {rank}", ha="center", fontsize=9, color=INK)
-    _label(axes, 0.5, "positions; filled: rows\nof head 0 that travel" if is_short else f"{seq_len:,} positions")
+    _label(axes, 0.5, "positions; filled: rows\nof head 0 that travel" if is_short else f"{job.seq_len:,} positions")
 
 
-def _draw_branches(axes: "Axes", shards: Sequence[Shard], shares: Sequence[BranchShare]) -> None:
-    """The segments of each branch, thick where they travel; too many to be told apart are a dotted line."""
-    seq_len = sum(map(shard_length, shards))
-    width = len(shards) / seq_len
+def _draw_branches(axes: "Axes", job: Job, shares: Sequence[BranchShare]) -> None:
+    """The segments of each branch, thick where they travel. Too many segments are one dotted line."""
+    seq_len, width = job.seq_len, job.num_ranks / job.seq_len
     for branch, share in enumerate(shares):
         y, w = -0.7 - 0.8 * branch, share.segment_length
         style: dict[str, Any] = {"color": INK if share.travels else FAINT, "linewidth": 2.4 if share.travels else 1.2}
@@ -237,7 +224,7 @@ def _draw_branches(axes: "Axes", shards: Sequence[Shard], shares: Sequence[Branc
                 ends = [(start + gap) * width - 0.5, (stop - gap) * width - 0.5]
                 axes.plot(ends, [y, y], solid_capstyle="butt", **style)
         else:
-            axes.plot([-0.5, len(shards) - 0.5], [y, y], linestyle=(0, (1, 1)), **style)
+            axes.plot([-0.5, job.num_ranks - 0.5], [y, y], linestyle=(0, (1, 1)), **style)
         what = f"travel ({share.num_sharing} ranks)" if share.travels else "stay"
         _label(axes, y, f"segments of {min(w, seq_len):,}, rate {share.dilation_rate:,}: {what}")
     axes.set_ylim(-0.3 - 0.8 * len(shares), 2)
@@ -245,12 +232,12 @@ def _draw_branches(axes: "Axes", shards: Sequence[Shard], shares: Sequence[Branc
 
 
 def _label(axes: "Axes", y: float, text: str) -> None:
-    """At the left, one column for both halves of the picture."""
+    """Text in the column at the left."""
     axes.text(-0.72, y, text, ha="right", va="center", fontsize=8, color=INK)
 
 
 def _packed_rows(plan: Plan, head: int) -> set[int]:
-    """Local rows of a head that go into the rank's own chunks."""
+    """The rows of a head that go into the rank's own chunks."""
     return {
         rows.first + rows.heads.index(head) * rows.shift + j * rows.step
         for rows, _ in plan.packs
@@ -272,13 +259,14 @@ def _draw_hops(axes: "Axes", plans: Sequence[Plan], num_hops: int) -> None:
     for moment in range(num_hops + 1):
         y = -0.75 * moment
         for rank, plan in enumerate(plans):
-            sources = [rank] if moment == 0 else _owners(_hop(plan, moment - 1))
+            hops = [Hop(), *plan.hops, *[Hop()] * (num_hops + 1 - len(plan.hops))]
+            sources = sorted({message.owner for message in hops[moment].receives}) if moment else [rank]
             shape = "round,pad=0,rounding_size=0.06"
             box = FancyBboxPatch((rank - 0.31, y - 0.27), 0.62, 0.54, boxstyle=shape, linewidth=1)
             box.set(facecolor="white" if sources else EMPTY, edgecolor=RANK_COLOURS[rank])
             axes.add_patch(box)
             _draw_work(axes, rank, y, sources, is_local=moment == 0)
-            for message in _hop(plan, moment).sends:
+            for message in hops[moment + 1].sends:
                 _draw_message(axes, rank, message, y, len(plans))
         what = "compute with own rows" if moment == 0 else f"compute with chunks of hop {moment}"
         flies = f"\nwhile hop {moment + 1} flies" if moment < num_hops else ""
@@ -287,22 +275,12 @@ def _draw_hops(axes: "Axes", plans: Sequence[Plan], num_hops: int) -> None:
     axes.axis("off")
 
 
-def _hop(plan: Plan, index: int) -> Hop:
-    return plan.hops[index] if index < len(plan.hops) else Hop()
-
-
-def _owners(hop: Hop) -> list[int]:
-    """The ranks whose chunks are computed with at a hop."""
-    return sorted({message.owner for message in hop.receives})
-
-
 def _draw_work(axes: "Axes", rank: int, y: float, sources: Sequence[int], *, is_local: bool) -> None:
     if not sources:
         axes.text(rank, y, "idle", ha="center", va="center", fontsize=8, color=FAINT)
         return
     keys = "own keys" if is_local else f"keys of {', '.join(map(str, sources))}"
-    text = f"queries of {rank}\n× {keys}"
-    axes.text(rank + 0.06, y, text, ha="center", va="center", fontsize=8, color=INK)
+    axes.text(rank + 0.06, y, f"queries of {rank}\n× {keys}", ha="center", va="center", fontsize=8, color=INK)
     for i, source in enumerate(sources):
         height = 0.4 / len(sources)
         bottom = y + 0.2 - (i + 1) * height + 0.015
@@ -310,8 +288,7 @@ def _draw_work(axes: "Axes", rank: int, y: float, sources: Sequence[int], *, is_
 
 
 def _draw_message(axes: "Axes", rank: int, message: Message, y: float, num_ranks: int) -> None:
-    """An arrow in the colour of the chunk's owner. Between the two ends of the ring it leaves at one side and comes in
-    at the other."""
+    """An arrow in the colour of the chunk's owner. From the last rank to the first it leaves and comes in again."""
     arrow = dict(arrowstyle="-|>", color=RANK_COLOURS[message.owner], linewidth=2, shrinkA=0, shrinkB=0)
     style: dict[str, Any] = {"arrowprops": arrow, "annotation_clip": False}
     if message.peer == rank + 1:
@@ -335,7 +312,7 @@ def _figure(width: float, height: float) -> "Figure":
 
 
 def draw_readme(folder: Path) -> list[Path]:
-    """The two pictures of the README: a causal pattern, and a ring of four in which one of two branches travels."""
+    """The two pictures of the README: a causal pattern, and a ring of 4 ranks in which one of two branches travels."""
     shown = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True)
     job = Job(DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8, 8, 8, 8)), 4, 4)
     files = pictures_at(folder)

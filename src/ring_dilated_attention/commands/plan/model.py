@@ -26,7 +26,6 @@ from ...forecast.model import (
 )
 from ...kernels.traits import TRAITS
 from ...models.saved_run import find_checkpoint, read_state
-from ...pattern import DilatedPattern
 from ...plan.sharding import SHARDINGS
 from ...plan.sizes import Traits
 from ...training.options import in_short
@@ -43,11 +42,11 @@ EXAMPLES = """examples:
                  --hardware h100-infiniband --tokens 1e11
         memory by part, with activations kept, checkpointed and offloaded; days; what would fit
 
-A model is counted as a LongNetLM of its sizes. With more than 64 ranks to a sequence memory and time of the attention
+A model is counted as a LongNetLM of its sizes. If more than 64 ranks share a sequence, memory and time of the attention
 are estimates (docs/planning.md says how far off they may be).
 """
-MOST_PARAMETERS = 10**15  # a thousand times the largest models: more is a slip of the keyboard
-# What a config.json calls each field: Llama's and its kin's word, GPT-2's, ours.
+MOST_PARAMETERS = 10**15  # a thousand times the largest models: a larger model is a typing mistake
+# The names of each field in a config.json: Llama's, GPT-2's, this library's.
 _FIELDS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "embed_dim": ("hidden_size", "n_embd", "embed_dim"),
@@ -65,31 +64,23 @@ _OPTIONAL = ("ffn_dim", "kv_heads", "segment_lengths", "dilation_rates", "seq_le
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("--layers", type=count, metavar="L", help="transformer blocks")
-    parser.add_argument("--embed-dim", type=count, metavar="E", help="width of the model")
-    parser.add_argument("--ffn-dim", type=count, metavar="F", help="of the feed-forward layer (default 4 E)")
-    parser.add_argument("--vocab", type=count, metavar="V", help="tokens (default 256, bytes)")
-    parser.add_argument("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
+    add = parser.add_argument
+    add("--layers", type=count, metavar="L", help="transformer blocks")
+    add("--embed-dim", type=count, metavar="E", help="width of the model")
+    add("--ffn-dim", type=count, metavar="F", help="width of the feed-forward layer (default 4 E)")
+    add("--vocab", type=count, metavar="V", help="size of the vocabulary (default 256, bytes)")
+    add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
     add_call(parser, is_required=False)
-    parser.add_argument("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
-    parser.add_argument(
-        "--mesh", metavar="DxS[xF]", help="data x sequence parallel, states cut over F ranks (FSDP; default 1x--ranks)"
-    )
+    add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
+    mesh_help = "data x sequence parallel, states cut over F ranks (FSDP; default 1x--ranks)"
+    add("--mesh", metavar="DxS[xF]", help=mesh_help)
     add_hardware_options(parser)
-    parser.add_argument("--tokens", type=amount, metavar="T", help="how long training on so many takes, as 1e11")
-    parser.add_argument("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: what fits")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    return answered(lambda: answer(arguments))
+    add("--tokens", type=amount, metavar="T", help="says how long training on so many tokens takes, as 1e11")
+    add("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: says what fits")
 
 
 def answer(arguments: argparse.Namespace) -> None:
-    """Print the plan.
-
-    Raises:
-        ValueError: for a model that cannot be.
-    """
+    """Print the plan. Raises ValueError for a model that is not possible."""
     if arguments.tokens is not None:
         if arguments.hardware is None and arguments.flops is None:
             raise ValueError("--tokens asks for a time: give --hardware, or --flops and --bandwidth")
@@ -97,12 +88,26 @@ def answer(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--tokens must be from 1 to {LARGEST:,}, got {arguments.tokens:g}")
     fill_in(arguments)
     complete(arguments)
-    pattern, machine = pattern_of(arguments), machine_for(arguments)
-    job = job_of(arguments, pattern)
-    memory = arguments.memory or (machine.memory_bytes if machine is not None else None)
+    job, machine = job_of(arguments), machine_for(arguments)
+    memory = arguments.memory or (None if machine is None else machine.memory_bytes)
     asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory)
-    found = figures(asked)
+    with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
+        columns = {how: _column(asked, how, bar.update) for how in ACTIVATIONS}
+    found = {
+        "mesh": job.mesh._asdict(),
+        "counted_as": "LongNetLM",
+        "pattern": asdict(job.pattern),
+        "num_parameters": job.shape.num_parameters,
+        "tokens_per_step": job.tokens,
+        "flops_per_step": flops_of_step(job),
+        "memory": columns,
+    }
+    if machine is not None:
+        found["advice"] = advice_on(job, machine.hardware)
     print(json.dumps(found, indent=1) if arguments.json else text(asked, found))
+
+
+run = answered(answer)
 
 
 class Asked(NamedTuple):
@@ -116,11 +121,7 @@ class Asked(NamedTuple):
 
 
 def fill_in(arguments: argparse.Namespace) -> None:
-    """Complete the options with those of a config; what is given by hand wins.
-
-    Raises:
-        ValueError: for configs that cannot be read, and what neither says.
-    """
+    """Fill in from the config what the options leave open. Raises ValueError for a size that is missing."""
     for name, value in (read_config(arguments.config) if arguments.config is not None else {}).items():
         if getattr(arguments, name) is None or getattr(arguments, name) is False:
             setattr(arguments, name, value)
@@ -150,19 +151,17 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _taken(where: str, fields: dict[str, Any]) -> dict[str, Any]:
     there = {name: [fields[key] for key in keys if fields.get(key) is not None] for name, keys in _FIELDS.items()}
-    missing = [" or ".join(_FIELDS[name]) for name, values in there.items() if not values and name not in _OPTIONAL]
+    missing = [" or ".join(keys) for name, keys in _FIELDS.items() if not there[name] and name not in _OPTIONAL]
     if missing:
         raise ValueError(f"--config {where} lacks {'; '.join(missing)}: add them, or give --layers, --embed-dim, ...")
     found = {name: values[0] for name, values in there.items() if values}
     for name, value in found.items():
-        is_branches = name in ("segment_lengths", "dilation_rates")
+        is_branches, said = name in ("segment_lengths", "dilation_rates"), f"--config {where}: {name} = {value!r}"
         if isinstance(value, list) != is_branches:
-            raise ValueError(
-                f"--config {where}: {name} = {value!r} must be {'a list' if is_branches else 'one number'}"
-            )
+            raise ValueError(f"{said} must be {'a list' if is_branches else 'one number'}")
         entries = value if is_branches else [value]
         if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in entries):
-            raise ValueError(f"--config {where}: {name} = {value!r} must be of integers of at least 1")
+            raise ValueError(f"{said} must be of integers of at least 1")
     _check_kind(where, fields, found)
     return found
 
@@ -183,7 +182,7 @@ def _check_kind(where: str, fields: dict[str, Any], found: dict[str, Any]) -> No
 
 
 def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
-    """Raises ValueError for a mesh that is not one of these ranks."""
+    """Raises ValueError for a text that is no mesh, and for a mesh that does not fit the number of ranks."""
     if text is None:
         return Mesh(1, num_ranks or 1)
     try:
@@ -193,20 +192,20 @@ def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
     if not 2 <= len(sizes) <= 3 or min(sizes) < 1:
         raise ValueError(f"--mesh {in_short(text)} is not DATAxSEQUENCE or DATAxSEQUENCExSHARDS, as 8x8 or 8x8x64")
     mesh = Mesh(*sizes)
-    if num_ranks is not None and mesh.num_ranks != num_ranks:
+    ranks, shards = mesh.num_ranks, mesh.shards
+    if num_ranks is not None and ranks != num_ranks:
+        product = f"{mesh.data} * {mesh.sequence} = {ranks:,}"
+        raise ValueError(f"--mesh {text} has {product} ranks, and --ranks is {num_ranks:,}")
+    if ranks % shards:
         raise ValueError(
-            f"--mesh {text} has {mesh.data} * {mesh.sequence} = {mesh.num_ranks:,} ranks, and --ranks is {num_ranks:,}"
-        )
-    if mesh.num_ranks % mesh.shards:
-        raise ValueError(
-            f"--mesh {text}: {mesh.num_ranks:,} ranks do not divide into groups of {mesh.shards:,} that share the "
-            f"states: {mesh.num_ranks:,} mod {mesh.shards:,} = {mesh.num_ranks % mesh.shards:,}"
+            f"--mesh {text}: {ranks:,} ranks do not divide into groups of {shards:,} that share the states: "
+            f"{ranks:,} mod {shards:,} = {ranks % shards:,}"
         )
     return mesh
 
 
-def job_of(arguments: argparse.Namespace, pattern: DilatedPattern) -> ModelJob:
-    heads, embed_dim = arguments.heads, arguments.embed_dim
+def job_of(arguments: argparse.Namespace) -> ModelJob:
+    pattern, heads, embed_dim = pattern_of(arguments), arguments.heads, arguments.embed_dim
     if embed_dim % heads:
         raise ValueError(f"--embed-dim {embed_dim:,} over --heads {heads} is a head dim of {embed_dim / heads:g}")
     mesh = mesh_of(arguments.mesh, arguments.ranks)
@@ -226,36 +225,16 @@ def job_of(arguments: argparse.Namespace, pattern: DilatedPattern) -> ModelJob:
     return ModelJob(shape, pattern, arguments.seq_len, arguments.batch, mesh, arguments.sharding)
 
 
-def figures(asked: Asked) -> dict[str, Any]:
-    job, machine = asked.job, asked.machine
-    with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
-        memory = {how: _column(asked, how, bar.update) for how in ACTIVATIONS}
-    found = {
-        "mesh": job.mesh._asdict(),
-        "counted_as": "LongNetLM",
-        "pattern": asdict(job.pattern),
-        "num_parameters": job.shape.num_parameters,
-        "tokens_per_step": job.tokens,
-        "flops_per_step": flops_of_step(job),
-        "memory": memory,
-    }
-    return found if machine is None else found | {"advice": advice_on(job, machine.hardware)}
-
-
 def _column(asked: Asked, how: str, step: Callable[[], object]) -> dict[str, Any]:
-    """With activations kept, or not. step: called three times."""
+    """The figures under one of ACTIVATIONS. step: called three times."""
     job, traits = asked.job, asked.traits
     memory = model_memory(job, how, traits)
     row: dict[str, Any] = memory._asdict() | {"total": memory.total}
     step()
     if asked.machine is not None:
         parts = step_parts(job, how, asked.machine.hardware)
-        whole = parts.all.seconds
-        row["step"] = parts._asdict() | {
-            "attention": parts.attention.seconds,
-            "seconds": whole,
-            "is_about": parts.all.is_about,
-        }
+        whole, is_about = parts.all
+        row["step"] = parts._asdict() | {"attention": parts.attention.seconds, "seconds": whole, "is_about": is_about}
         row["tokens_per_second"] = job.tokens / whole
         if asked.tokens is not None:
             row["training_seconds"] = asked.tokens / job.tokens * whole
@@ -270,7 +249,7 @@ def _column(asked: Asked, how: str, step: Callable[[], object]) -> dict[str, Any
 
 
 def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
-    """Where a step is bound by communication, with activations kept, and what would help."""
+    """Where a step with kept activations is bound by communication, and what would help."""
     parts, attention, said = step_parts(job, "kept", hardware), attention_of(job, hardware=hardware), []
     waits = attention.exposed * parts.attention.seconds
     if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * parts.all.seconds:
@@ -293,10 +272,12 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
         f"{scaled(found['num_parameters'], 'parameters')}",
         f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); each "
         f"{-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
-        # Which may stand in a config, where nobody looked.
+        # A config may set it, which the reader may not know.
         f"pattern: {branches}; {'causal' if job.pattern.is_causal else 'not causal'}",
     ]
-    lines = [*map(wrapped, lines), _table("a rank holds", _memory_rows(columns))]
+    parts = ("parameters", "gradients", "optimiser", "activations", "working", "total", "host")
+    held = {part: [size_text(row[part]) for row in columns] for part in parts}
+    lines = [*map(wrapped, lines), _table("a rank holds", held)]
     if asked.machine is not None:
         lines += ["", wrapped(described(asked.machine.hardware, asked.machine.source))]
         lines.append(_table("a step takes", _time_rows(columns, asked.tokens)))
@@ -310,20 +291,12 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# What stands in a line of a table: its name, and the text of each column.
-Lines = dict[str, list[str]]
-
-
-def _table(title: str, lines: Lines) -> str:
+def _table(title: str, lines: dict[str, list[str]]) -> str:
+    """lines: by the name of a row, its text in each column."""
     return aligned((title, *ACTIVATIONS), [(name, *cells) for name, cells in lines.items()])
 
 
-def _memory_rows(columns: list[dict[str, Any]]) -> Lines:
-    names = ("parameters", "gradients", "optimiser", "activations", "working", "total", "host")
-    return {name: [size_text(row[name]) for row in columns] for name in names}
-
-
-def _time_rows(columns: list[dict[str, Any]], tokens: float | None) -> Lines:
+def _time_rows(columns: list[dict[str, Any]], tokens: float | None) -> dict[str, list[str]]:
     steps = [row["step"] for row in columns]
     rows = {
         "products with weights": [time_text(step["matrices"]) for step in steps],
@@ -338,7 +311,7 @@ def _time_rows(columns: list[dict[str, Any]], tokens: float | None) -> Lines:
     return rows
 
 
-def _rows_of_fits(columns: list[dict[str, Any]]) -> Lines:
+def _rows_of_fits(columns: list[dict[str, Any]]) -> dict[str, list[str]]:
     meshes = [row["smallest_mesh"] for row in columns]
     return {
         "fits": ["yes" if row["fits"] else "no" for row in columns],
@@ -348,9 +321,9 @@ def _rows_of_fits(columns: list[dict[str, Any]]) -> Lines:
 
 
 def _remedy(job: ModelJob, traits: Traits, memory: int) -> str:
-    """The smallest mesh on which it fits; where none does with the states as they are cut, cut over all ranks."""
-    # One rank has nothing to share: two.
-    over_all = job.mesh._replace(shards=job.mesh.num_ranks) if job.mesh.num_ranks > 1 else Mesh(1, 2, 2)
+    """The smallest mesh on which the model fits, with the states as they are cut, else with the states cut over all."""
+    ranks = job.mesh.num_ranks
+    over_all = job.mesh._replace(shards=ranks) if ranks > 1 else Mesh(1, 2, 2)  # one rank has nobody to share with
     for mesh in (job.mesh, over_all):
         meshes = [smallest_mesh(replace(job, mesh=mesh), how, traits, memory) for how in ACTIVATIONS]
         fitting = [(mesh.num_ranks, i, mesh) for i, mesh in enumerate(meshes) if mesh is not None]

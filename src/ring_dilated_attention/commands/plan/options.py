@@ -1,14 +1,14 @@
-"""What the three commands that plan take alike, and what they refuse before they plan. No torch."""
+"""The options that the three commands that plan share, and what they refuse before they plan. No torch."""
 
 import argparse
 import sys
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 from ...forecast.compare import Call
 from ...kernels.traits import TRAITS
 from ...pattern import PHASE_RULES, DilatedPattern
-from ...plan.sharding import Shard, shard_length
 from ...plan.sizes import Sizes
 from ..hardware import ITEMSIZE
 from ..limits import MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_ranks_fit
@@ -16,49 +16,45 @@ from ..numbers import count
 
 
 def add_call(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
-    """Pattern and sizes. is_required: no config can say them."""
-    parser.add_argument(
-        "--seq-len", type=count, required=is_required, metavar="N", help="positions of the whole sequence"
-    )
-    parser.add_argument("--ranks", type=count, metavar="P", help="ranks that share it (default 1)")
-    parser.add_argument(
-        "--segment-lengths", type=count, nargs="+", required=is_required, metavar="W", help="one per branch"
-    )
-    parser.add_argument(
-        "--dilation-rates", type=count, nargs="+", required=is_required, metavar="R", help="one per branch"
-    )
-    parser.add_argument("--causal", action="store_true", help="a query sees no later key")
-    parser.add_argument("--phase", choices=PHASE_RULES, default="modulo", help="which phase a head reads")
-    parser.add_argument("--split-heads", action="store_true", help="each branch has heads of its own")
-    parser.add_argument("--batch", type=count, default=1, metavar="B", help="sequences at a time (default 1)")
-    parser.add_argument("--heads", type=count, metavar="H", help="query heads (default 12)")
-    parser.add_argument("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
-    parser.add_argument("--dtype", choices=ITEMSIZE, default="float32", help="of query, key and value")
-    parser.add_argument(
-        "--kernel",
-        choices=TRAITS,
-        default="cpu",
-        help="for the memory: what computes (default cpu; triton-fused serves one rank)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    """Pattern and sizes. is_required: False where a config may have them."""
+    add = parser.add_argument
+    add("--seq-len", type=count, required=is_required, metavar="N", help="positions of the whole sequence")
+    add("--ranks", type=count, metavar="P", help="ranks that share a sequence (default 1)")
+    branches: dict[str, Any] = {"type": count, "nargs": "+", "required": is_required, "help": "one per branch"}
+    add("--segment-lengths", metavar="W", **branches)
+    add("--dilation-rates", metavar="R", **branches)
+    add("--causal", action="store_true", help="a query sees no later key")
+    add("--phase", choices=PHASE_RULES, default="modulo", help="which phase a head reads")
+    add("--split-heads", action="store_true", help="each branch has heads of its own")
+    add("--batch", type=count, default=1, metavar="B", help="sequences at a time (default 1)")
+    add("--heads", type=count, metavar="H", help="query heads (default 12)")
+    add("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
+    add("--dtype", choices=ITEMSIZE, default="float32", help="of query, key and value")
+    kernel_help = "the kernel whose memory is counted (default cpu; triton-fused serves one rank)"
+    add("--kernel", choices=TRAITS, default="cpu", help=kernel_help)
+    add("--json", action="store_true", help="print the figures as JSON")
 
 
 def add_head_dim(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=count, default=64, metavar="D", help="default 64")
 
 
-def answered(answer: Callable[[], None]) -> int:
-    """The exit code of a command that may refuse."""
-    try:
-        answer()
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+def answered(answer: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
+    """A command's `run`, which gives an exit code: 2 if the answer is a ValueError, which it prints."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        try:
+            answer(arguments)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        return 0
+
+    return run
 
 
 def complete(arguments: argparse.Namespace) -> None:
-    """Check the numbers, and take what nobody said as usual."""
+    """Check the numbers, and fill in the heads that were not given."""
     arguments.heads = 12 if arguments.heads is None else arguments.heads
     arguments.kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads
     for name in ("seq_len", "batch", "head_dim", "align", "memory", "layers", "embed_dim", "ffn_dim", "vocab"):
@@ -72,34 +68,19 @@ def complete(arguments: argparse.Namespace) -> None:
 
 
 def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
-    pattern = DilatedPattern(
-        arguments.segment_lengths,
-        arguments.dilation_rates,
-        is_causal=arguments.causal,
-        phase=arguments.phase,
-        heads="split" if arguments.split_heads else "all",
-    )
+    branches, heads = (arguments.segment_lengths, arguments.dilation_rates), "split" if arguments.split_heads else "all"
+    pattern = DilatedPattern(*branches, is_causal=arguments.causal, phase=arguments.phase, heads=heads)
     pattern.check_heads(arguments.heads, arguments.kv_heads)
     return pattern
 
 
 def call_of(arguments: argparse.Namespace) -> Call:
-    """The attention call of all that `add_call` and --head-dim say, checked."""
+    """The attention call of the options of `add_call` and --head-dim, checked."""
     complete(arguments)
     pattern, num_ranks = pattern_of(arguments), arguments.ranks or 1
     check_ranks_fit(num_ranks, arguments.seq_len)
     sizes = Sizes(arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype])
     return Call(pattern, arguments.seq_len, num_ranks, arguments.heads, arguments.kv_heads, sizes)
-
-
-def check_shards(shards: tuple[Shard, ...], align: int) -> None:
-    """Raise ValueError for ranks that would own nothing."""
-    empty = sum(not shard_length(shard) for shard in shards)
-    if empty:
-        raise ValueError(
-            f"--align {align} leaves {empty:,} of {len(shards):,} ranks without positions: choose fewer ranks, or a "
-            "smaller --align"
-        )
 
 
 def documents_of(arguments: argparse.Namespace) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""What `rda plan` finds of one attention call, as JSON has it and as text. No torch."""
+"""The figures of `rda plan`, as JSON and as text. No torch."""
 
 from operator import itemgetter
 from typing import Any
@@ -13,13 +13,12 @@ from ..hardware import Machine, described, known
 from ..numbers import scaled, size_text
 from ..output import aligned, wrapped
 
-# More ranks than this are shown by their extremes only.
-MOST_ROWS = 16
-FLOPS_PER_PAIR = 7 * 2  # of each number of a head: 2 products forward, 5 backward, 2 operations each
+MOST_ROWS = 16  # with more ranks, only the first, the last and the extremes are shown
+FLOPS_PER_PAIR = 7 * 2  # times the head dim: 2 products forward and 5 backward, 2 operations each
 
 
 def of_each(figures: Figures, sizes: Sizes) -> dict[str, Any]:
-    """Of so few ranks that each was planned."""
+    """The figures of ranks that were planned, one by one."""
     ranks = []
     for rank, row in enumerate(figures.ranks):
         assert row.memory is not None
@@ -39,7 +38,7 @@ def of_each(figures: Figures, sizes: Sizes) -> dict[str, Any]:
 
 
 def of_many(figures: Figures, num_ranks: int, sizes: Sizes) -> dict[str, Any]:
-    """Of all ranks together, and of the one with most."""
+    """The figures of all ranks together, and of the rank that has most."""
     assert figures.peak is not None
     return {
         "num_ranks": num_ranks,
@@ -74,14 +73,9 @@ def _branches(figures: Figures, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def model_json(step: StepTime, hardware: Hardware) -> dict[str, Any]:
-    return {
-        "hardware": known(hardware),
-        "step_seconds": step.step_seconds,
-        "forward_seconds": step.forward_seconds,
-        "backward_seconds": step.backward_seconds,
-        "efficiency": step.efficiency,
-        "ranks": [rank._asdict() for rank in step.ranks],
-    }
+    names = ("step_seconds", "forward_seconds", "backward_seconds", "efficiency")
+    figures = {name: getattr(step, name) for name in names}
+    return {"hardware": known(hardware), **figures, "ranks": [rank._asdict() for rank in step.ranks]}
 
 
 def text(found: dict[str, Any], machine: Machine | None) -> str:
@@ -103,12 +97,10 @@ def text(found: dict[str, Any], machine: Machine | None) -> str:
 def _branch_line(i: int, row: dict[str, Any], exchange: str) -> str:
     what = "stays at home"
     if exchange == "all_to_all":
-        what = "is computed by heads: each rank has all positions of some"
+        what = "is computed by heads: each rank has all positions of some heads"
     elif row["forward_sent_bytes"]:
-        what = (
-            f"travels among up to {row['num_sharing']:,} ranks, {row['forward_sent_bytes'] / 1e6:,.1f} MB of keys and "
-            "values in a forward, over all ranks"
-        )
+        sent = f"{row['forward_sent_bytes'] / 1e6:,.1f} MB of keys and values in a forward, over all ranks"
+        what = f"travels among up to {row['num_sharing']:,} ranks, {sent}"
     return f"branch {i} ({Branch(row['segment_length'], row['dilation_rate'])}) {what}"
 
 
@@ -123,7 +115,7 @@ def _sharding_line(found: list[dict[str, Any]], *, is_planned: bool) -> str:
 
 
 def _better(found: list[dict[str, Any]], moves: str) -> str:
-    """Which sharding is faster or, where no time is modelled, more balanced; a difference below 0.1 % is none."""
+    """Which sharding is faster or, without a time, more balanced. A difference below 0.1 % does not count."""
     is_timed = found[0]["step_seconds"] is not None
     costs = [row["step_seconds"] if is_timed else 1 / row["balance"] for row in found]
     if max(costs) > 1.001 * min(costs):
@@ -134,7 +126,7 @@ def _better(found: list[dict[str, Any]], moves: str) -> str:
 
 
 def _text_of_each(found: dict[str, Any]) -> str:
-    """A row for each rank, the balance, and what the rank with the largest peak holds then."""
+    """A row for each rank, the balance, and what the rank with the largest peak holds at its peak."""
     rows = found["ranks"]
     largest = max(rows, key=lambda row: row["peak_bytes"])
     lines = [table(rows, found.get("model")), f"balance: {found['balance']:.1%} (mean work over the largest)"]
@@ -155,9 +147,9 @@ def table(rows: list[dict[str, Any]], model: dict[str, Any] | None) -> str:
     headers: tuple[str, ...] = ("rank", "positions", "work,\nGFLOP", "share")
     headers += ("sent, MB,\nforward", "in all", "peak, MB,\nforward", "in all")
     headers += () if model is None else ("waits,\nof a step",)
+    names = ("forward_sent_bytes", "sent_bytes", "forward_peak_bytes", "peak_bytes")
     lines: list[tuple[str, ...]] = []
     for row in shown:
-        names = ("forward_sent_bytes", "sent_bytes", "forward_peak_bytes", "peak_bytes")
         megabytes = [f"{row[name] / 1e6:,.1f}" for name in names]
         waits = () if model is None else (f"{_exposed_shares(model)[row['rank']]:.1%}",)
         work = (f"{row['rank']:,}", f"{row['positions']:,}", f"{row['flops'] / 1e9:,.1f}", f"{row['share']:.1%}")
@@ -167,7 +159,7 @@ def table(rows: list[dict[str, Any]], model: dict[str, Any] | None) -> str:
 
 
 def _exposed_shares(model: dict[str, Any]) -> list[float]:
-    """What part of the step each rank only waits."""
+    """The share of the step that each rank waits."""
     whole = model["step_seconds"]
     return [rank["exposed_seconds"] / whole if whole else 0.0 for rank in model["ranks"]]
 

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 # A panel shows about so many segments of its branch.
 SEGMENTS_SHOWN = 4
-# Borders of shards closer together than this part of a panel would be a grey surface.
+# Borders of shards are not drawn where they would be closer together than this part of a panel: it would be all grey.
 NARROWEST_SHARD = 1 / 64
 
 
 class Panel(NamedTuple):
     """One branch from position 0 to `stop`.
 
-    segments: those that begin there; the last may be cut off.
-    borders: where shards end there, none if they are too many to be drawn.
-    ink: how dark its pairs are drawn, from the share of keys that a head reads, 1/r.
-    notes: what the picture says of the branch in words.
+    segments: those that begin before `stop`; the last may be cut off.
+    borders: where shards end before `stop`, or none if they are too many to be drawn.
+    ink: how dark its pairs are drawn, by the share of keys that a head reads, 1/r.
+    notes: lines about the branch.
     """
 
     stop: int
@@ -35,7 +35,7 @@ class Panel(NamedTuple):
 
 
 def panels(shards: Sequence[Shard], shares: Sequence[BranchShare], *, is_dealt: bool = False) -> list[Panel]:
-    """A panel for each branch of one document. is_dealt: heads are dealt for positions, which no branch decides."""
+    """A panel for each branch of one document. is_dealt: heads are dealt for positions, so no branch travels."""
     seq_len = sum(map(shard_length, shards))
     ends = sorted(span.stop for shard in shards for span in shard)
     found = []
@@ -43,24 +43,18 @@ def panels(shards: Sequence[Shard], shares: Sequence[BranchShare], *, is_dealt: 
         w = min(share.segment_length, seq_len)
         stop = min(seq_len, SEGMENTS_SHOWN * w)
         segments = tuple(Span(a, min(a + w, stop)) for a in range(0, stop, w))
-        inside = tuple(end for end in ends if end < stop)
+        borders = tuple(end for end in ends if end < stop)
         # Halving the share four times takes a third of the ink: rates up to 4,096 stay apart and above the paper.
         ink = max(0.08, (2 / 3) ** ((share.dilation_rate.bit_length() - 1) / 4 * 2))
-        borders = inside if len(inside) * NARROWEST_SHARD < 1 else ()
-        found.append(Panel(stop, segments, borders, ink, notes_of(share, is_dealt=is_dealt)))
+        seen = "every key" if share.dilation_rate == 1 else f"1 key in {share.dilation_rate:,}"
+        where = f"travels: up to {share.num_sharing:,} ranks share a segment" if share.travels else "stays at home"
+        notes = (
+            f"segments of {min(share.segment_length, share.num_positions):,}, rate {share.dilation_rate:,}",
+            f"{seen}: {share.num_rows:,} of a segment",
+            "computed by heads" if is_dealt else where,
+        )
+        found.append(Panel(stop, segments, borders if len(borders) * NARROWEST_SHARD < 1 else (), ink, notes))
     return found
-
-
-def notes_of(share: BranchShare, *, is_dealt: bool) -> tuple[str, ...]:
-    where = f"travels: up to {share.num_sharing:,} ranks share a segment" if share.travels else "stays at home"
-    rate = share.dilation_rate
-    length = f"{min(share.segment_length, share.num_positions):,}"
-    seen = "every key" if rate == 1 else f"1 key in {rate:,}"
-    return (
-        f"segments of {length}, rate {rate:,}",
-        f"{seen}: {share.num_rows:,} of a segment",
-        "computed by heads" if is_dealt else where,
-    )
 
 
 def draw_panel(axes: "Axes", panel: Panel, colour: str, *, is_causal: bool) -> None:
