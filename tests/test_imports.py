@@ -37,7 +37,7 @@ HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "ge
 # What imports by a string: a literal is read here as any other import, and others are for these modules alone, the
 # lazy public faces and the table of commands. They list only modules of their own room.
 BY_STRING = ("import_module", "__import__")
-MAY_LIST = ("", "models", "integrations.transformers", "commands.cli")
+MAY_LIST = ("", "models", "commands.cli")
 
 # The second sums over tensor parallel ranks by torch's DTensor, as torch's own parallel styles do.
 MAY_SEND = ("ranks.link", "integrations.torch")

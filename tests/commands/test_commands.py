@@ -48,7 +48,7 @@ def test_training_names_what_it_lacks(without_extra, capsys):
     remedy = "pip install -e '.[train]' in a clone of the repository"
     assert capsys.readouterr().err == f"rda train: needs matplotlib, numpy, safetensors, tqdm: {remedy}\n"
     assert cli.main([*PLAN, "--picture", "pictures"]) == 2
-    assert capsys.readouterr().err == "--picture needs matplotlib: pip install matplotlib\n"
+    assert capsys.readouterr().err == "rda plan: --picture needs matplotlib: pip install matplotlib\n"
 
 
 def test_a_bar_that_is_not_shown_can_be_used_like_one(capsys, monkeypatch):

@@ -117,10 +117,8 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
 
 
 class Text:
-    """A UTF-8 stream that shows each character when its last byte is there.
-
-    Bytes that are no character become U+FFFD. On a terminal so do control characters, except newlines and tabs.
-    """
+    """A UTF-8 stream that shows each character when its last byte is there. Bytes that are no character become U+FFFD.
+    On a terminal so do control characters, except newlines and tabs."""
 
     def __init__(self, file: TextIO) -> None:
         self.file, self.is_terminal = file, file.isatty()

@@ -14,10 +14,8 @@ INTERRUPTED_EXIT_CODE = 130  # as a shell reports SIGINT
 
 @contextmanager
 def leaving_at_once(command: str) -> Iterator[None]:
-    """Ctrl-C ends the process without any clean-up. Only for imports.
-
-    There a KeyboardInterrupt may become another error (numpy makes a RecursionError of it) or leave a module half made.
-    """
+    """Ctrl-C ends the process without any clean-up. Only for imports. There a KeyboardInterrupt may become another
+    error (numpy makes a RecursionError of it) or leave a module half made."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         os.write(STDERR, f"\n{command}: interrupted\n".encode())

@@ -85,16 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        if started().num_ranks > 1:
-            return run_rank(arguments)
-        run, num_ranks = prepare_checked(arguments), arguments.ranks or 1
-        with own(arguments, run) as (folder, lock):
-            run = replace(run, folder=folder)
-            return launch_ranks(arguments, run, lock) if num_ranks > 1 else train_alone(arguments, run)
-    except ValueError as error:  # the library's word to its user; anything else keeps its traceback
-        say(f"rda train: {error}")
-        return USER_ERROR_EXIT_CODE
+    if started().num_ranks > 1:
+        return run_rank(arguments)
+    run, num_ranks = prepare_checked(arguments), arguments.ranks or 1
+    with own(arguments, run) as (folder, lock):
+        run = replace(run, folder=folder)
+        return launch_ranks(arguments, run, lock) if num_ranks > 1 else train_alone(arguments, run)
 
 
 def own(arguments: argparse.Namespace, run: Run) -> AbstractContextManager[Owned]:

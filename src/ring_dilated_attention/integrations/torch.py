@@ -249,10 +249,8 @@ def _why_not(name: str, attention: Any) -> str | None:
 
 
 def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None:
-    """The query heads of a layer that this rank computes, None for all, read from its parameters' shards.
-
-    Tensor parallelism (`ColwiseParallel`) makes these. A ValueError if they do not tell.
-    """
+    """The query heads of a layer that this rank computes, None for all, read from its parameters' shards. Tensor
+    parallelism (`ColwiseParallel`) makes these. A ValueError if they do not tell."""
     if num_held == num_heads:
         return None
     found = {

@@ -63,17 +63,6 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
     return tuple(int(2.0 ** (10 + (last - 10) * i / 4)) for i in range(5))
 
 
-class PatchEmbed(nn.Module):
-    """A linear map, under its published name."""
-
-    def __init__(self, in_chans: int, embed_dim: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(in_chans, embed_dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x)
-
-
 class LongNetViT(CheckedLoading):
     """GigaPath's slide encoder, with its published parameter names.
 
@@ -138,7 +127,7 @@ class LongNetViT(CheckedLoading):
         self.in_chans, self.slide_ngrids, self.tile_size = in_chans, slide_ngrids, tile_size
         self.global_pool, self.parallel = global_pool, parallel
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        self.patch_embed = PatchEmbed(in_chans, embed_dim)
+        self.patch_embed = nn.ModuleDict({"proj": nn.Linear(in_chans, embed_dim)})  # under its published name
         self.encoder = LongNetEncoder(config, parallel=parallel, activation_checkpointing=activation_checkpointing)
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.reset_parameters()
@@ -235,17 +224,15 @@ class LongNetViT(CheckedLoading):
 
     def _embed(self, x: Tensor, coords: Tensor) -> Tensor:
         """(..., C) and (..., 2) to (..., E)."""
-        return self.patch_embed(x.to(self.cls_token.dtype)) + self._positions(self._cells(coords))
+        return self.patch_embed["proj"](x.to(self.cls_token.dtype)) + self._positions(self._cells(coords))
 
     def _cells(self, coords: Tensor) -> Tensor:
         """The cell of each tile along x and y, (..., 2), float64 on the CPU. NaN and inf stay."""
         return (coords.detach().to("cpu", torch.float64) / self.tile_size).floor()
 
     def _positions(self, cells: Tensor) -> Tensor:
-        """Sine and cosine of the cells, (..., E): the first half of the channels for y, the second for x.
-
-        Each half is [sin, cos] of cell * 10000^(-k / (E / 4)), k from 0 to E / 4 - 1, in the weights' dtype.
-        """
+        """Sine and cosine of the cells, (..., E): the first half of the channels for y, the second for x. Each half is
+        [sin, cos] of cell * 10000^(-k / (E / 4)), k from 0 to E / 4 - 1, in the weights' dtype."""
         num_frequencies = self.cls_token.shape[-1] // 4
         exponents = torch.arange(num_frequencies, dtype=torch.float64, device="cpu") / num_frequencies
         angles = torch.arange(self.slide_ngrids, device="cpu")[:, None] * 10_000.0**-exponents

@@ -88,10 +88,8 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
 
 
 def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
-    """The exchange for a forward, given what the ranks receive.
-
-    It is chosen by bytes, by memory and by the number of kernel calls: many small calls cost more than bytes save.
-    """
+    """The exchange for a forward, given what the ranks receive. It is chosen by bytes, by memory and by the number of
+    kernel calls: many small calls cost more than bytes save."""
     unit = sizes.unit * sizes.itemsize
     received, two_chunks = unit * max(counted.received), 2 * unit * max(counted.buffers)
     if not received:

@@ -138,10 +138,8 @@ class _Planner:
         return tuple(rings)
 
     def members(self, branch: int, origin: int, stop: int) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
-        """The ranks that share a segment, with their pieces; once for all heads whose rows the same ranks need.
-
-        A rank needs the rows of the phases that it holds: all of them or, if causal, those before its last piece.
-        """
+        """The ranks that share a segment, with their pieces; once for all heads whose rows the same ranks need. A rank
+        needs the rows of the phases that it holds: all of them or, if causal, those before its last piece."""
         rate = self.pattern.dilation_rates[branch]
         pieces = {rank: self.pieces(rank, origin, stop) for rank in self.candidates(branch, origin, stop)}
 

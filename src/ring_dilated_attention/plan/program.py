@@ -123,10 +123,8 @@ class _Maker:
             self.put(steps.Finish(name))
 
     def start_hop(self, s: int) -> None:
-        """Start to send the chunks of hop s from one buffer and to receive others into the other.
-
-        Own chunks are packed before the first hop. After the last one, the buffer that was sent from is freed.
-        """
+        """Start to send the chunks of hop s from one buffer and to receive others into the other. Own chunks are packed
+        before the first hop. After the last one, the buffer that was sent from is freed."""
         if s == len(self.plan.hops):
             self.put(*([steps.Free((BUFFERS[(s + 1) % 2],))] if s else []))
             return

@@ -210,10 +210,8 @@ class SimulatedRanks(Ranks):
 
 
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:
-    """A rank's rows of a full (B, N, ...) tensor: a view if they are one span of a batch of 1.
-
-    Otherwise they are contiguous, as a rank's own are, so that kernels are called as often as there.
-    """
+    """A rank's rows of a full (B, N, ...) tensor: a view if they are one span of a batch of 1. Otherwise they are
+    contiguous, as a rank's own are, so that kernels are called as often as there."""
     if len(shard) == 1:
         return x[:, shard[0].start : shard[0].stop].contiguous()
     return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in shard)], dim=1)

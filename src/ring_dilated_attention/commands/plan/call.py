@@ -21,7 +21,7 @@ from ..numbers import count as whole_number
 from ..output import progress_bar, wrapped
 from . import report
 from .figures import check_picture, draw
-from .options import add_call, add_head_dim, answered, call_of, documents_of
+from .options import add_call, add_head_dim, call_of, documents_of
 
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi --dilation-rates 1 16 256
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--picture", type=Path, metavar="PATH", help=picture_help)
 
 
-def answer(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises ValueError for a call that is not possible."""
     call, machine = call_of(arguments), machine_for(arguments)
     job, hardware = job_of(call, arguments), None if machine is None else machine.hardware
@@ -90,9 +90,7 @@ def answer(arguments: argparse.Namespace) -> None:
         print(report.text(found, machine))
     if arguments.picture is not None:
         draw(arguments.picture, job, choice.exchange)
-
-
-run = answered(answer)
+    return 0
 
 
 def job_of(call: Call, arguments: argparse.Namespace) -> Job:

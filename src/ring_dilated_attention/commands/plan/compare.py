@@ -14,7 +14,7 @@ from ..hardware import add_options as add_hardware_options
 from ..hardware import described, machine_for
 from ..numbers import count
 from ..output import aligned, progress_bar, wrapped
-from .options import add_call, add_head_dim, answered, call_of
+from .options import add_call, add_head_dim, call_of
 
 EXAMPLES = f"""examples:
   rda plan compare --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 128Ki 1Mi --dilation-rates 1 16 64 --causal \\
@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: says what fits")
 
 
-def answer(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
     """Print the comparison. Raises ValueError for a call that is not possible, and without the rates of a machine."""
     call, machine = call_of(arguments), machine_for(arguments)
     if machine is None:
-        raise ValueError("rda plan compare compares times: give --hardware, or --flops and --bandwidth")
+        raise ValueError("times are compared: give --hardware, or --flops and --bandwidth")
     hardware, said = machine.hardware, None
     with progress_bar(len(ways_of(call)) * call.num_ranks, "rank", delay=2) as bar:
         rows = alternatives(call, hardware, TRAITS[arguments.kernel], bar.update)
@@ -56,9 +56,7 @@ def answer(arguments: argparse.Namespace) -> None:
         "advice": said,
     }
     print(json.dumps(found, indent=1) if arguments.json else text(found))
-
-
-run = answered(answer)
+    return 0
 
 
 def _as_json(row: Alternative) -> dict[str, Any]:

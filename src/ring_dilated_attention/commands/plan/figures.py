@@ -303,12 +303,9 @@ def _draw_message(axes: "Axes", rank: int, message: Message, y: float, num_ranks
 
 
 def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def draw_readme(folder: Path) -> list[Path]:

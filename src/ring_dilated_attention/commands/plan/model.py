@@ -34,7 +34,7 @@ from ..hardware import add_options as add_hardware_options
 from ..limits import LARGEST
 from ..numbers import amount, count, scaled, size_text
 from ..output import aligned, progress_bar, wrapped
-from .options import add_call, answered, complete, pattern_of
+from .options import add_call, complete, pattern_of
 
 EXAMPLES = """examples:
   rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K --seq-len 1Mi --mesh 8x8 \\
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: says what fits")
 
 
-def answer(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises ValueError for a model that is not possible."""
     if arguments.tokens is not None:
         if arguments.hardware is None and arguments.flops is None:
@@ -105,9 +105,7 @@ def answer(arguments: argparse.Namespace) -> None:
     if machine is not None:
         found["advice"] = advice_on(job, machine.hardware)
     print(json.dumps(found, indent=1) if arguments.json else text(asked, found))
-
-
-run = answered(answer)
+    return 0
 
 
 class Asked(NamedTuple):

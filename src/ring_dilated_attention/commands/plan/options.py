@@ -1,8 +1,6 @@
 """The options that the three commands that plan share, and what they refuse before they plan. No torch."""
 
 import argparse
-import sys
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -37,20 +35,6 @@ def add_call(parser: argparse.ArgumentParser, *, is_required: bool = True) -> No
 
 def add_head_dim(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=count, default=64, metavar="D", help="default 64")
-
-
-def answered(answer: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """A command's `run`, which gives an exit code: 2 if the answer is a ValueError, which it prints."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        try:
-            answer(arguments)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
-        return 0
-
-    return run
 
 
 def complete(arguments: argparse.Namespace) -> None:

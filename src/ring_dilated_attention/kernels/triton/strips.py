@@ -52,10 +52,8 @@ def keys_seen(
 def queries_seeing(
     strip: Strip, step: int, start: int, stop: int, phase: int, rate: int, is_causal: int, heads: int, block: int
 ) -> tuple[int, int]:
-    """(begin, end): keys of the strip are seen by queries begin..end-1 with this phase of segment start..stop-1.
-
-    A position counts as `heads` queries, and `begin` is the first of a block. Both are 0 if the branch covers no row.
-    """
+    """(begin, end): keys of the strip are seen by queries begin..end-1 with this phase of segment start..stop-1. A
+    position counts as `heads` queries, and `begin` is the first of a block. Both are 0 if the branch covers no row."""
     lo = (max(start - strip.first, 0) + step - 1) // step  # rows lo..hi lie in the segment
     hi = min(strip.num_rows - 1, (stop - 1 - strip.first) // step)
     end = (max(stop - start - phase, 0) + rate - 1) // rate * heads
