@@ -44,8 +44,15 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """At the first child of a model, when its class and config are known."""
     if not issubclass(type(module), PreTrainedModel) or module._modules:  # others may not be asked for anything yet
         return
-    if getattr(module.__dict__.get("config"), "_attn_implementation", None) == NAME:
+    config = module.__dict__.get("config")
+    name = getattr(config, "_attn_implementation", None)
+    if name == NAME:
         check_model(type(module), module.config)
+    elif getattr(config, FIELD, None) is not None and name != SEEN:  # the whole's config takes it from its parts'
+        raise ValueError(
+            f"{type(module).__name__} would have attn_implementation={name!r}, and its config has a pattern. Name "
+            f"the attention ({NAME!r}, or of a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
+        )
 
 
 def attend_seen(module: nn.Module, query_BHMD: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
