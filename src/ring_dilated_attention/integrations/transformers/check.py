@@ -48,7 +48,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     name = getattr(config, "_attn_implementation", None)
     if name == NAME:
         check_model(type(module), module.config)
-    elif getattr(config, FIELD, None) is not None and name != SEEN:  # the whole's config takes it from its parts'
+    elif getattr(config, FIELD, None) is not None and name in ("sdpa", "eager"):  # as of a part, by a whole's config
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={name!r}, and its config has a pattern. Name "
             f"the attention ({NAME!r}, or of a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
