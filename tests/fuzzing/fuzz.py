@@ -49,7 +49,7 @@ from ring_dilated_attention.training.files import MADE_BY, MOST_BYTES, check_min
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, in the processes that are started here
 sys.path += map(str, Path(__file__).parents[1:3])  # for what tests share, and benchmarks, which are not installed
-sys.path.append(str(Path(__file__).parent / "integrations"))
+sys.path.append(str(Path(__file__).parents[1] / "integrations"))
 KINDS = {
     "commands": "fuzz_commands",
     "files": "fuzz_files",

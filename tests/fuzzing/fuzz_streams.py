@@ -285,7 +285,9 @@ def why_other_words(arguments: list[str], right: Ended, ends: Ended, out: str, e
         more = lines[len(expected) :] if lines[: len(expected)] == expected else lines
         if ends.code == UNREAD and more and arguments[0] in STEADY:
             return f"it says {more} of a reader that went away"
-        if out in ("full", "unwritable", "short") and ends.code == REFUSED and right.code != REFUSED and len(more) != 1:
+        is_cut = out == "short" and len(ends.error.encode()) >= FEW_BYTES  # a progress bar may fill that file too
+        is_refused = out in ("full", "unwritable", "short") and ends.code == REFUSED and right.code != REFUSED
+        if is_refused and not is_cut and len(more) != 1:
             return f"{len(more)} lines where a sentence belongs: {ends.error[-1000:]}"
     if error == "out" or arguments[0] not in STEADY:
         return None

@@ -67,6 +67,7 @@ def model_of(name: str, pattern: DilatedPattern, implementation: str = NAME) -> 
     model = _models[name]
     model.zero_grad()
     model.gradient_checkpointing_disable()
+    model.set_attn_implementation(NAME)  # an eager model refuses a pattern
     setattr(model.config, FIELD, to_fields(pattern))
     model.set_attn_implementation(implementation)
     return model.eval()

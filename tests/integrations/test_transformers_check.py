@@ -20,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     LlamaModel,
     LlamaPreTrainedModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MambaConfig,
     ViTConfig,
 )
@@ -63,6 +65,26 @@ def test_refused_when_loaded(tmp_path):
     BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="positions meet in BloomAttention"):
         AutoModelForCausalLM.from_pretrained(tmp_path, dilated_attention=PATTERN)
+
+
+def test_a_part_that_lost_its_attention(tmp_path):
+    """transformers takes the name of the attention from a part when it makes the whole's config, and would load it
+    dense, without a word."""
+    vision = {"model_type": "clip_vision_model", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    whole = LlavaForConditionalGeneration(
+        LlavaConfig(text_config={"model_type": "llama", **SIZES}, vision_config=vision)
+    )
+    convert_to_dilated(whole.model.language_model, PATTERN).eval()
+    whole.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"LlamaModel would have attn_implementation='sdpa', and its config has a"):
+        LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    named = {"text_config": "dilated"}
+    loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path, attn_implementation=named).eval()
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(loaded(ids).logits, whole(ids).logits)
+    loaded.config.text_config.dilated_attention = None
+    assert LlavaForConditionalGeneration(loaded.config).model.language_model.config._attn_implementation == "sdpa"
 
 
 def test_esm_is_taken_both_ways():

@@ -335,6 +335,7 @@ def test_draws_follow_the_weights():
         (([[1]], 1), {"stop": ("a",)}, r"stop=\('a',\) must be integers"),
         (([[1]], 1), {"stop": "a"}, "stop='a' must be integers"),
         (([[1]], 1), {"stop": 0}, r"stop=0 must be integers, the tokens that end a row, as \(10,\)"),
+        (([[1]], 1), {"stop": torch.tensor(3)}, r"stop=tensor\(3\) must be integers"),
         (([[1]], 1), {"stop": (True,)}, r"stop=\(True,\) must be integers"),
         (([[1]], 1), {"stop": ([1],)}, r"stop=\(\[1\],\) must be integers"),
         (([[1]], 1), {"stop": (3, 50)}, "stop has the token 50, and the vocabulary those from 0 to 49"),

@@ -40,12 +40,12 @@ def test_each_step_is_there_at_once(tmp_path):
 
 
 def test_a_resumed_run_goes_on_where_it_was_saved(tmp_path):
-    """Catches steps that are there twice, and a line that the end of a run cut off."""
+    """Catches steps that are there twice, a line that the end of a run cut off, and a step that is no number."""
     with Metrics(tmp_path, "a", 0, 0) as metrics:
         for number in range(1, 6):
             metrics.add(step(number))
     with (tmp_path / METRICS_FILE).open("a") as file:
-        file.write('{"step": 6, "lo')
+        file.write('{"step": "2"}\n{"step": 6, "lo')
     with Metrics(tmp_path, "a", 3, 0) as metrics:
         metrics.add(step(4))
     assert [row.get("step") for row in written(tmp_path)] == [None, 1, 2, 3, 4]

@@ -49,7 +49,8 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p!r} must be above 0 and at most 1, or None for all tokens.")
         if self.seed is not None and not (is_integer(self.seed) and -(2**63) <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r} must be an integer of 64 bits, or None to draw anew each time.")
-        if not isinstance(self.stop, Collection) or not all(map(is_integer, self.stop)):
+        is_single = getattr(self.stop, "ndim", 1) == 0  # of torch or numpy, and a Collection all the same
+        if is_single or not isinstance(self.stop, Collection) or not all(map(is_integer, self.stop)):
             raise ValueError(f"stop={self.stop!r} must be integers, the tokens that end a row, as (10,); () for none.")
 
     def generators(self, batch: int, device: torch.device) -> list[torch.Generator]:

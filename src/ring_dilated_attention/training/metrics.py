@@ -84,7 +84,7 @@ def lines_before(path: Path, run: str, step: int) -> list[str]:
     """The lines of a run up to this step. A line that is not complete is left out."""
     check_mine(path, partial(is_of, run=run), "this run")
     lines = path.read_text(errors="replace").splitlines()
-    return lines[:1] + [line for line in lines[1:] if 1 <= json_object(line).get("step", 0) <= step]
+    return lines[:1] + [line for line in lines[1:] if json_object(line).get("step") in range(1, step + 1)]
 
 
 def progress_bar(num_steps: int, first_step: int, rank: int) -> Any:

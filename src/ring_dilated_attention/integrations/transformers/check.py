@@ -46,8 +46,15 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     # By its type: other modules may have no attributes yet.
     if not issubclass(type(module), PreTrainedModel) or module._modules:
         return
-    if getattr(module.__dict__.get("config"), "_attn_implementation", None) == NAME:
+    config = module.__dict__.get("config")
+    name = getattr(config, "_attn_implementation", None)
+    if name == NAME:
         check_model(type(module), module.config)
+    elif getattr(config, FIELD, None) is not None and name in ("sdpa", "eager"):  # as of a part, by a whole's config
+        raise ValueError(
+            f"{type(module).__name__} would have attn_implementation={name!r}, and its config has a pattern. Name "
+            f"the attention ({NAME!r}, or of a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
+        )
 
 
 def attend_seen(module: nn.Module, query_BHMD: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
