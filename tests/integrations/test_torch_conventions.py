@@ -257,7 +257,7 @@ def test_a_part_is_what_the_whole_was():
     close(part.state_dict(), layer.state_dict())
     assert [x.requires_grad for x in part.parameters()] == [x.requires_grad for x in layer.parameters()]
     part = MultiheadDilatedAttention(16, 4, CAUSAL).held(range(2, 4))
-    assert "this module holds range(2, 4) of 4 heads" in message_of(lambda: part.held(range(2)))
+    assert "this module has range(2, 4) of 4 heads" in message_of(lambda: part.held(range(2)))
 
 
 def test_heads_that_parameters_do_not_tell():

@@ -268,9 +268,9 @@ def rank_shards_layers(rank, world_size):
     fully_shard(model, mp_policy=policy)
     found = model(x, coords)[0]
     assert (found - expected).norm() / expected.norm() < 0.02
-    for x_BNE, counted in seen:
+    for x_BNE, attend in seen:
         assert x_BNE.dtype == torch.bfloat16
-        logs = [call.log_num_zero_keys_NH for call in counted.calls]
+        logs = [call.log_num_zero_keys_NH for call in attend.keywords["counted"].calls]
         assert {x.dtype for x in logs if x is not None} == {torch.float32}
     assert len(seen) == 2
     with pytest.raises(ValueError, match=r"dtype torch.bfloat16, .* unless its policy has cast_forward_inputs=False"):
