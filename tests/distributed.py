@@ -3,6 +3,7 @@
 This process hosts the store, on a port that the system chooses, so that no rank is missed by the others as its host.
 """
 
+import ctypes
 import fcntl
 import multiprocessing
 import os
@@ -28,6 +29,8 @@ _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothes
 _PRELOADED += ["torch._inductor.compile_fx", "distributed", "helpers"]
 _PRELOADED += [f"ring_dilated_attention.{name}" for name in ("attention", "layers", "models", "reference", "simulate")]
 START.set_forkserver_preload(_PRELOADED)
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 store: dist.Store  # in a rank: the one that the test hosts
 
@@ -169,3 +172,5 @@ def _end_with_the_test() -> None:
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
+        if parent.pid == os.getppid():  # which forked all ranks itself: they hold each other's pipes
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
