@@ -35,8 +35,8 @@ class PatternField:
         if config._attn_implementation not in (None, NAME):
             raise ValueError(
                 f"{FIELD} for a {type(config).__name__} with attn_implementation={config._attn_implementation!r}: make "
-                "its model dilated by convert_to_dilated(model, pattern), or set config._attn_implementation = None if "
-                "there is no model."
+                "its model dilated by convert_to_dilated(model, pattern), or give the pattern when the config is made: "
+                f"{type(config).__name__}(..., {FIELD}=pattern)."
             )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # what is saved
