@@ -259,7 +259,7 @@ def _of_counts(
 
 
 def _peak_of_counts(counted: Counted, sizes: Sizes, traits: Traits) -> Peak | None:
-    """Of the two rings that may hold most: the one with the largest buffers, and the one with most work."""
+    """The two rings that may hold most: the one with the largest buffers, and the one with most work."""
     size, longest = len(counted.rings), max(map(shard_length, counted.job.shards))
     dealing = None if size == 1 else Dealing(0, (longest,) * size, ())
     by_buffers = max(counted.rings, key=lambda ring: max(ring.counted.buffers))
