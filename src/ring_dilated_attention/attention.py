@@ -1,7 +1,7 @@
-"""dilated_attention: validate -> handshake -> plan -> execute.
+"""The call `dilated_attention`: checks its inputs, then handshake, plan and execution.
 
 Forward, backward and appending to a cache are custom ops, which torch.compile does not look into. They take tensors,
-and the call as a text (`Call.text`). B batch, N positions, H query heads, G key/value heads, D head dim.
+and most other arguments as one text (`Call.text`). B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 
 from typing import Any
@@ -51,8 +51,8 @@ def dilated_attention(
         parallel: the ranks that share the sequence. Every rank must make the call, and every rank or none must run its
             backward: a rank that has no use for the output adds 0 * out.sum() to its loss.
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
-            at each. Under `parallel` they are global and the same on every rank.
-        scale: of the scores; D ** -0.5 by default.
+            at each border. Under `parallel` the borders are those of the whole sequence, the same on every rank.
+        scale: the factor of the scores; D ** -0.5 by default.
         backend: "auto", "cpu", "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops), "triton" or
             "triton-fused" (all branches at once, with least memory). "auto" takes neither of the last two, which have
             not run on a GPU yet.
@@ -68,7 +68,7 @@ def dilated_attention(
 
     Raises:
         ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
-        ExchangeError: when a rank does not come, within the timeout of `parallel`.
+        ExchangeError: if another rank dies or does not make the call, within the timeout of `parallel`.
     """
     try:
         check_cuts(parallel, query=query, key=key, value=value)
@@ -108,7 +108,7 @@ def save_attention() -> tuple[Any, Any]:
 
         checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 
-    Without it ranks send all chunks a second time for the recomputation.
+    Without this `context_fn`, the recomputation makes ranks send all chunks a second time.
     """
 
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -97,7 +97,7 @@ class DilatedPattern:
     def text(self) -> str:
         """The pattern as a custom op takes it; see `from_text`.
 
-        It is not a field, because FSDP copies the fields of a dataclass that a module is passed.
+        The text is not a field, because FSDP copies the fields of a dataclass that a module is passed.
         """
         return json.dumps((self.segment_lengths, self.dilation_rates, self.is_causal, self.phase, self.heads))
 
@@ -121,12 +121,12 @@ class DilatedPattern:
 
         On average a query sees about w_0 / a**i keys of branch i, and at most w_0 * a / (a - 1) in all. So the work is
         linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
-        lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. No
-        head reads some phases of a branch whose rate is above the number of heads; `explain` lists them.
+        lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. If
+        a branch has more phases than there are heads, no head reads some of them; `explain` lists these phases.
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.
-            first_length: w_0, the segment length of the branch at rate 1. If it is max_len or more, that branch is all.
+            first_length: w_0, the segment length of the branch at rate 1. If it is max_len or more, there is no other.
             ratio: a, the common ratio of lengths and rates. The last length is cut to max_len, but its rate is not.
 
         Raises:
@@ -199,7 +199,7 @@ class DilatedPattern:
 
         Args:
             held: the query heads that the tensor holds, if not all. Query heads that share a key/value head are all
-                held or none. The groups count heads from held.start; phases follow the number in the layer.
+                held or none. Groups number heads from held.start. A phase follows from a head's number in the layer.
         """
         held = held if held is not None else range(num_heads)
         rate = self.dilation_rates[branch]
@@ -257,14 +257,14 @@ class DilatedPattern:
         )
 
     def without_keys(self, num_heads: int, lengths: Sequence[int] | None = None) -> tuple[int, int]:
-        """How many (query, head) pairs are in no branch, so that out is 0 there, and how many pairs were looked at.
+        """How many (query, head) pairs are in no branch (out is 0 there), and how many pairs were counted.
 
         Args:
             lengths: of the documents; by default one period of the pattern. If the period is above 2^20 positions, only
                 the first 2^20 of each document are looked at (fewer if more than 64 heads differ).
         """
         longest = max(lengths) if lengths is not None else math.inf
-        # (t mod w) mod r repeats after r where r divides w or nothing is longer than w, and else after w.
+        # (t mod w) mod r has the period r if r divides w, or if no document is longer than w. Else the period is w.
         period = math.lcm(*(w if w % r and w < longest else r for w, r in self.branches))
         branches = range(len(self.branches))
         heads = Counter(tuple(self.phase_of(i, h, num_heads) for i in branches) for h in range(num_heads))
@@ -338,7 +338,7 @@ def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an integer, also one of numpy's or torch's, and no bool."""
+    """Whether a value is an integer (one of numpy's or torch's too) and not a bool."""
     try:
         index(value)  # type: ignore[arg-type]  # this is what is asked
     except TypeError:
@@ -347,7 +347,7 @@ def is_integer(value: object) -> bool:
 
 
 def _within(heads: range, held: range) -> tuple[int, range]:
-    """How many of `heads` come before those in `held`, and those in `held`, counted from its start."""
+    """How many of `heads` come before the first one in `held`, and those in `held`, numbered from held.start."""
     inside = [i for i, head in enumerate(heads) if head in held]
     if not inside:
         return 0, range(0)

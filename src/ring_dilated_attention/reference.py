@@ -1,4 +1,4 @@
-"""The definition, stated densely in any dtype. Read it first; it is never optimised.
+"""Defines dilated attention by dense matrices, in any dtype. Read this file first; it is never optimised.
 
 B batch, N positions, H query heads, G key/value heads, D head dim.
 """
@@ -42,7 +42,7 @@ def dilated_attention_reference(
     cu_seqlens: Sequence[int] | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j and lse[i], the logsumexp of the same.
+    """out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j and lse[i], the logsumexp of the same terms.
 
     Returns:
         out (B, N, H, D) and lse (B, N, H) in the input's dtype; 0 and -inf where no branch covers a query.

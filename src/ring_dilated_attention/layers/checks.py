@@ -1,4 +1,4 @@
-"""What modules refuse before they compute."""
+"""Checks what modules are given, before they compute."""
 
 import math
 
@@ -31,7 +31,7 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
 
 
 def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
-    """(B, N), True at padding -> (B,) numbers of valid positions. Padding must follow them in each row."""
+    """(B, N), True at padding -> (B,) numbers of valid positions, which must precede the padding in each row."""
     if mask_BN.shape != (batch, num_positions):
         shape = tuple(mask_BN.shape)
         raise ValueError(f"key_padding_mask has shape {shape}, the inputs need ({batch}, {num_positions})")

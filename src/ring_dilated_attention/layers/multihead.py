@@ -1,4 +1,4 @@
-"""The attention module.
+"""MultiheadDilatedAttention: dilated attention as a module, with its projections.
 
 Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedding, H query heads, G key/value heads,
 D head dim, T positions that are not padding.
@@ -34,10 +34,10 @@ class MultiheadDilatedAttention(nn.Module):
     rotary:        rotary position embeddings (rotate-half form); True for base 10,000 or the base itself.
     parallel:      the ranks that share sequences; inputs and outputs are then shards. Use `parallel.mean_loss`: a mean
                    of each shard's loss weights ranks wrongly, and no error says so.
-    backend:       as of `dilated_attention`.
+    backend:       as for `dilated_attention`.
     heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). A head's
-                   phase follows from its number in the layer. The outputs of modules that hold all heads together add
-                   up to the layer's; the one with head 0 adds out_proj's bias. `held` cuts such a module from a whole.
+                   phase follows from its number in the layer. If several modules hold all heads among them, their
+                   outputs add up to the layer's. The one with head 0 adds out_proj's bias. `held` makes such modules.
 
     It can stand in nn.TransformerEncoderLayer (`layer.self_attn = ...`) and so in nn.TransformerEncoder. A ValueError
     refuses dropout, attention masks, attention weights, cross-attention and extra key/value rows.
@@ -116,7 +116,7 @@ class MultiheadDilatedAttention(nn.Module):
 
     @torch.no_grad()
     def held(self, heads: range) -> "MultiheadDilatedAttention":
-        """A module of some of this one's query heads, with their rows and columns of its parameters (copies)."""
+        """A module that holds some of this module's query heads, with copies of the parameters' rows and columns."""
         if len(self.heads_held) < self.num_heads:
             raise ValueError(f"this module has {self.heads_held} of {self.num_heads} heads: take parts of a whole one")
         weight = self.in_proj_weight
@@ -170,10 +170,10 @@ class MultiheadDilatedAttention(nn.Module):
         key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
                      becomes a document of its own length; padded positions are zeros before `out_proj`.
         is_causal:   torch's hint. True needs a causal pattern; False and None leave it to the pattern.
-        positions:   integer (N,), the place of each row for `rotary`, or the `rotary_table` of them, which the layers
-                     of a model can share. None means 0, 1, ... within each document, counted over all ranks under
-                     `parallel`. With a cache, None means from `cache.position` on, and no positions can be passed other
-                     than the table of `cache.next_positions(N)`.
+        positions:   integer (N,), the place of each row for `rotary`, or the `rotary_table` of these places. The layers
+                     of a model can share it. None means 0, 1, ... within each document, counted over all ranks under
+                     `parallel`. With a cache, None means from `cache.position` on. Only the table of
+                     `cache.next_positions(N)` can be passed instead.
         cu_seqlens:  as for `dilated_attention`: packed documents, batch 1.
         cache:       of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
         lengths:     with a cache, (B,): how many of its N rows each batch entry appends. The output at the other rows
@@ -363,7 +363,7 @@ class MultiheadDilatedAttention(nn.Module):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """The checks that must precede taking positions from documents or a cache. The call makes the others."""
+        """The checks that precede reading positions of documents or a cache. `dilated_attention` makes the others."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")
         if cu_seqlens is not None:

@@ -18,7 +18,7 @@ DEFAULT_ROTARY_BASE = 10_000.0
 class RotaryTable:
     """cos_ND and sin_ND, each (N, D/2) or (B, N, D/2), of the angle by which each pair of each row is rotated.
 
-    It is no tuple, because FSDP would cast the tensors of a tuple to the 16-bit dtype of the parameters.
+    The table is no tuple, because FSDP would cast the tensors of a tuple to the 16-bit dtype of the parameters.
     """
 
     def __init__(self, cos_ND: Tensor, sin_ND: Tensor, base: float) -> None:
@@ -38,9 +38,9 @@ class RotaryTable:
 
 
 def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
-    """The table of the angles position * base^(-2i/D), on the device of the positions, (N,) or (B, N).
+    """The table of the angles position * base^(-2i/D), for positions (N,) or (B, N), on their device.
 
-    Angles are float64: in float32 an angle at position 10^6 is off by 0.06, and positions beyond 2^24 share one.
+    Angles are float64: in float32 an angle at position 10^6 is off by 0.06, and two positions beyond 2^24 share one.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
     angles_ND = positions.to(torch.float64)[..., None] * base**-exponents

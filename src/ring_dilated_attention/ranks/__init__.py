@@ -1,1 +1,1 @@
-"""What connects processes, and what they agree on before a call."""
+"""Connects processes, and makes them agree on a call before it runs."""

@@ -1,4 +1,4 @@
-"""One sample of a data loader, cut into the shards of all ranks, who all have the same or get it from one rank."""
+"""Cuts one sample of a data loader into shards. Every rank has the sample, or one rank sends the others their rows."""
 
 import json
 import math
@@ -63,10 +63,10 @@ def _agree_on(ranks: Ranks, described: dict[str, Any], samples: dict[str, int]) 
 
 
 def fingerprint(x: Tensor) -> int:
-    """64 bits that stand for a tensor's bytes. Other bytes hardly ever have the same."""
+    """A 64-bit hash of a tensor's bytes. Different bytes hardly ever have the same hash."""
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131  # odd: no two places alike
+    place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131  # odd: all places differ
     mixed = (words ^ (words >> 31)) * -4417276706812531889 + place
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())
 

@@ -1,4 +1,4 @@
-"""What an attention call is beside its tensors: its arguments, and the borders of packed documents."""
+"""Holds an attention call's arguments other than query, key and value, and what its backward takes from its forward."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +16,7 @@ LEAST_SCALE = 2.0**-126  # the least normal float32
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments. heads: the query heads that the tensors hold, of num_heads. context: a ContextParallel's key."""
+    """The arguments. heads: which of num_heads query heads the tensors hold. context: a ContextParallel's key."""
 
     pattern: DilatedPattern
     scale: float
@@ -29,7 +29,7 @@ class Call:
 
     @property
     def text(self) -> str:
-        """The call as a custom op takes it; see `from_text`."""
+        """The call as a text, which custom ops take; see `from_text`."""
         # torch.compile may turn integers into symbols, which a text cannot hold: `index` makes them numbers again.
         start, stop, num_heads = index(self.heads.start), index(self.heads.stop), index(self.num_heads)
         numbers = f"{self.scale!r} {start} {stop} {num_heads} {self.return_lse}"
@@ -50,17 +50,17 @@ class Call:
         return None if len(self.heads) == self.num_heads else self.heads
 
     def num_kv_heads(self, num_held: int) -> int:
-        """Key/value heads in all, given those that the tensors hold."""
+        """The number of key/value heads of the layer, given the number that the tensors hold."""
         return num_held * self.num_heads // len(self.heads)
 
     @property
     def kernel_scale(self) -> float:
-        """The positive scale for kernels. They scale after masking: -inf times 0 is NaN, and times -1 is +inf."""
+        """The scale for kernels, always positive. They scale masked scores: -inf * 0 is NaN, and -inf * -1 is +inf."""
         return abs(self.scale) if abs(self.scale) >= LEAST_SCALE else 1.0
 
     @property
     def factor(self) -> float:
-        """The rest of the scale, by which query and dq are multiplied: mostly 1."""
+        """scale / kernel_scale, which is mostly 1. Query and dq are multiplied by this factor."""
         return self.scale / self.kernel_scale
 
     def scaled(self, query: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ class Call:
 
 
 class Begun(NamedTuple):
-    """What the backward of a call takes from its forward, so as not to choose or read it from the device again.
+    """What a call's backward takes from its forward, so that it need not choose a kernel and read the borders again.
 
-    number: the number of the call, which ranks compare. kernel: its name. borders: of packed documents.
+    number: the number of the call, which ranks compare. kernel: the kernel's name. borders: of packed documents.
     """
 
     number: int
@@ -84,7 +84,7 @@ class Begun(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """As the custom op of the forward returns it; see `from_tensor`."""
+        """The tensor that the forward's custom op returns for this; see `from_tensor`."""
         return torch.tensor([self.number, list(BACKENDS).index(self.kernel), *(self.borders or ())], device="cpu")
 
     @classmethod

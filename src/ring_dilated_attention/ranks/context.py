@@ -1,4 +1,4 @@
-"""ContextParallel: the ranks that share a sequence, how it is cut, and the handshake of a call."""
+"""ContextParallel: the ranks that share a sequence, how the sequence is cut, and the handshake of a call."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -43,22 +43,22 @@ def refuse(key: str, reason: str) -> None:
 class ContextParallel:
     """Shares a sequence among the ranks of a group: each holds its shard of the positions, and all heads.
 
-    Every rank of the group makes it at the same time, and runs every forward and every backward, also a rank that owns
+    All ranks of the group make it at the same time. Every rank runs every forward and every backward, even if it owns
     no position. A backward runs only if the loss depends on the output of its forward: a rank that has no use for the
     output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
-    Ranks of one host are neighbours in the ring (over a 2-D mesh: rows of the mesh on one host). `rank` is the place in
-    the ring. `name` stands for this context in errors, and is the same on every rank.
+    The ranks of one host are neighbours in the ring. (Over a 2-D mesh, its rows on one host are.) `rank` is this
+    process's place in the ring. `name` stands for this context in errors, and is the same on every rank.
 
-    Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` it belongs to the thread of its
-    first call; all ranks refuse calls in other threads. torch.compile(fullgraph=True) takes `dilated_attention` and
-    `MultiheadDilatedAttention`. Make other calls that talk to ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`,
-    LongNetLM's loss) outside compiled code.
+    Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread
+    of its first call; all ranks refuse calls in other threads. torch.compile(fullgraph=True) takes
+    `dilated_attention` and `MultiheadDilatedAttention`. Make other calls that talk to ranks (`shard`, `shard_batch`,
+    `unshard`, `mean_loss`, LongNetLM's loss) outside compiled code.
 
     Args:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
             Over a 2-D mesh heads are dealt (all-to-all) along the last axis, and chunks travel along the first.
-        sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k the parts k and 2p-1-k of 2p.
+        sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k parts k and 2p-1-k of 2p.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
             bytes, memory and number of messages.
         timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that
@@ -80,8 +80,8 @@ class ContextParallel:
         align: int = 1,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        # A call that is refused while it is compiled tells the other ranks at once. This imports dynamo, which takes a
-        # second or two: so not at import, and before the ranks meet, so that none waits for another's first call.
+        # With this, a call that is refused while it is compiled tells the other ranks at once. It imports dynamo, which
+        # takes a second or two. Every rank does so here, before the ranks meet, so none waits for another's import.
         torch.compiler.assume_constant_result(refuse)
         mesh, inner = group if isinstance(group, DeviceMesh) else None, 1
         self.group = resolve_group(group)
@@ -108,7 +108,7 @@ class ContextParallel:
         """Be the context of these ranks."""
         self.ranks, self.cut, self.sharding, self.exchange = ranks, ranks.cut, ranks.cut.sharding, exchange
         self.rank, self.world_size, self.name = ranks.rank, ranks.world_size, ranks.name
-        # Its key for custom ops. A later context of this process may have the same name, but never the same key.
+        # The key of this context for custom ops. A later context may have the same name, but never the same key.
         self.key = f"{self.name}, number {next(_made)}"
         _contexts[self.key] = self
         torch.compiler.assume_constant_result(refuse)
@@ -126,7 +126,7 @@ class ContextParallel:
     def close(self) -> None:
         """Give back the groups, with their connections and threads. No call can follow.
 
-        All ranks call it when they need the context no more, before they make another; also after an error broke it.
+        All ranks call it when they need the context no more, even after an error, and before they make another one.
         """
         self.ranks.close()
 
@@ -134,8 +134,8 @@ class ContextParallel:
         """This rank's rows of a whole tensor that every rank holds. The gradient is whole, gathered from all ranks.
 
         All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) The
-        result remembers how it was cut, and a context that cuts otherwise refuses it. What an op makes of it does not
-        remember; a warning comes if its length and content show that a shard is cut again.
+        result is marked with how it was cut, and a context that cuts otherwise refuses it. The result of an op has no
+        mark. `shard` warns if the length and content of a tensor show that a shard is cut again.
 
         Raises:
             ValueError: on every rank, if shapes differ.
@@ -171,7 +171,7 @@ class ContextParallel:
 
         Args:
             batch: tensors by name, the same on all ranks. With `source`, other ranks may pass None.
-            source: the rank (place in the ring) that deals out its batch. By default fingerprints are compared.
+            source: the rank (place in the ring) that deals out its batch. None: all have it, and compare fingerprints.
 
         Raises:
             ValueError: on every rank, if ranks were given different samples (a sampler left at its default gives each
@@ -180,7 +180,7 @@ class ContextParallel:
         return shard_batch(self.ranks, batch, source)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor from every rank's rows. What follows must be the same on all: the gradient is a slice."""
+        """The whole tensor from every rank's rows. All ranks must compute the same from it: its gradient is sliced."""
         self.ranks.check_all_here("unshard")
         with self.ranks.refusing():
             check_dim("unshard", x, dim)
@@ -214,7 +214,7 @@ class ContextParallel:
             cu_seqlens: global borders of packed documents.
 
         Raises:
-            ValueError: for a length or borders that cannot be.
+            ValueError: for a length or borders that no sequence can have.
         """
         if not is_integer(seq_len) or seq_len < 0:
             raise ValueError(f"seq_len must be an integer of at least 0, got {seq_len!r}.")
@@ -223,7 +223,7 @@ class ContextParallel:
     def abandon(self, reason: str) -> None:
         """Break the connections after an error between calls, so that the other ranks fail at once and do not wait.
 
-        A call that fails does so by itself.
+        A call that fails breaks them by itself.
         """
         self.ranks.abandon(reason)
 

@@ -44,7 +44,7 @@ def explain(
             rank's number for every rank, since no other rank is asked.
 
     Raises:
-        ValueError: where the call would.
+        ValueError: where `dilated_attention` would raise one.
     """
     call = call_of((query, key, value), pattern, parallel, cu_seqlens, None, backend, False, None, None)
     kernel = choose(backend, query)

@@ -1,4 +1,4 @@
-"""All ranks make the same call, or none does: before each call all exchange one record of fixed size."""
+"""Checks that all ranks make the same call: before each call every rank sends every other one record of fixed size."""
 
 import hashlib
 
@@ -18,7 +18,7 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
 
     Args:
         length: this rank's number of positions.
-        fields: what must be the same, by name. Fingerprints are compared; only a mismatch is sent as text.
+        fields: what must be the same on all ranks, by name. Fingerprints are compared; only a mismatch is sent as text.
         failure: why this rank refuses the call, if it does.
 
     Raises:

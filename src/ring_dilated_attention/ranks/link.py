@@ -1,4 +1,4 @@
-"""The only file that sends: messages between the ranks of one process group."""
+"""Sends messages between the ranks of one process group. No other file sends."""
 
 import re
 import time
@@ -49,7 +49,7 @@ class GroupPending:
     tensors: list[Tensor] = field(default_factory=list)
     unstaged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     posted: float = field(default_factory=time.perf_counter)
-    progress: Progress | None = None  # while waits are recorded: of a thread that waits from the start
+    progress: Progress | None = None  # while waits are recorded, a thread updates it from the start
 
     def wait(self) -> None:
         if not self.handles:
@@ -87,26 +87,26 @@ class GroupLink:
         self.waits: list[Wait] | None = None  # None unless waits are recorded
 
     def open(self) -> None:
-        """One NCCL call of all ranks: torch does not define what happens if only some ranks make the first one."""
+        """Make one NCCL call on all ranks: torch does not define what happens if only some ranks make the first one."""
         for device, backend in self.backends.items():
             if backend == "nccl":
                 dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     def reorder(self, members: Sequence[int]) -> None:
-        """Order the group's members, given by their global ranks, in this way."""
+        """Put the group's members, given by their global ranks, into this order."""
         self.members = list(members)
         self.order = [dist.get_group_rank(self.group, member) for member in members]  # rank in the group, by place
         self.rank = self.order.index(dist.get_rank(self.group))
 
     def on_gloo(self, x: Tensor) -> bool:
-        """Whether gloo sends a tensor, also that of a device for which this group has no transport (`_staged`)."""
+        """Whether gloo sends a tensor. It also sends for devices without a transport in this group (`_staged`)."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
     def wait_for(self, pending: GroupPending) -> None:
-        """Wait for messages, one after the other; on gloo in a thread, to watch the peer meanwhile.
+        """Wait for messages, one after the other. On gloo a thread waits for them, while this one watches the peer.
 
-        When a connection breaks, gloo ends the waits for messages that have not begun. The wait for one that has
-        (signalException in gloo/transport/tcp/pair.cc) lasts until its timeout. So a `Sentinel` notices the break.
+        When a connection breaks, gloo ends the waits for messages that have not begun. The wait for one that has begun
+        lasts until its timeout (signalException in gloo/transport/tcp/pair.cc). So a `Sentinel` notices the break.
         """
         handles, progress = tuple(pending.handles), pending.progress or Progress()
         if not self.on_gloo(pending.tensors[0]):
@@ -130,7 +130,7 @@ class GroupLink:
         if peer not in self._sentinels:
             self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
         error = self._sentinels[peer].error
-        # A peer may leave without an error once its last message has come through, which may be noticed later.
+        # A peer may leave without an error after its last message. Its leaving may be seen before that message.
         if error is not None and not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
             self.fail(moment, handles[num_done].deed, error)
 
@@ -161,9 +161,9 @@ class GroupLink:
     def _disconnect(self) -> None:
         """Close gloo's connections.
 
-        Neither abort, shutdown nor destroying the group does, but one receive that times out closes all. Its tag is one
-        that nobody sends with, because a message of another size would end the process. Every peer is tried, because a
-        receive over a broken connection does not time out.
+        One receive that times out closes all of them. Abort, shutdown and destroying the group close none. Nobody sends
+        with the tag of this receive, because a message of another size would end the process. Every peer is tried,
+        because a receive over a broken connection does not time out.
         """
         if self.backends.get("cpu") != "gloo":
             return
@@ -177,7 +177,7 @@ class GroupLink:
         return self.group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
 
     def close(self) -> None:
-        """Give the group back. Its sockets and threads go with the last reference to it; a sentinel holds one."""
+        """Give the group back. Its sockets and threads go with the last reference to the group. A sentinel has one."""
         if self._sentinels and not self.failure:
             self.end_threads()
         with_threads.discard(self)
@@ -216,7 +216,7 @@ class GroupLink:
         return both, both
 
     def _post(self, messages: Sequence[_Message], moment: str) -> GroupPending:
-        """Post messages, together where the transport can."""
+        """Post messages, in one batch unless gloo sends them."""
         if self.failure:
             raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
         pending = GroupPending(self, moment)
@@ -224,7 +224,7 @@ class GroupLink:
         messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
         pending.tensors = [x for _, x, _, _ in messages]
         on_gloo = all(map(self.on_gloo, pending.tensors))
-        # On gloo one by one, so that an error has one deed.
+        # On gloo messages are posted one by one, so that an error names one of them.
         for batch in [[message] for message in messages] if on_gloo else [messages]:
             peers, deeds = [peer for *_, peer, _ in batch], [deed for *_, deed in batch]
             try:
@@ -282,7 +282,7 @@ class GroupLink:
         return [bytes(r[r != 0].tolist()).decode(errors="replace") for r in self.all_to_all(record, moment)]
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
-        """Every rank's tensor; they differ only in their length along `dim`."""
+        """All ranks' tensors, which differ only in their length along `dim`."""
         x = x.contiguous()
         shapes = [(*x.shape[:dim], length, *x.shape[dim:][1:]) for length in lengths]
         gathered = [x if peer == self.rank else x.new_empty(shape) for peer, shape in enumerate(shapes)]

@@ -1,7 +1,7 @@
-"""What a shard remembers of how it was cut, so that it is not taken for another one.
+"""Marks a shard with how it was cut, so that a context that cuts otherwise can refuse the shard.
 
-The mark is an attribute of the tensor; copy, pickle and torch.save keep it. An op's result has none: `Ranks.notice`
-warns if its length looks like a mistake.
+The mark is an attribute of the tensor; copy, pickle and torch.save keep it. The result of an op has no mark:
+`Ranks.notice` warns if the ranks' lengths look like a mistake.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from .ranks import Ranks
 
 _MARK = "ring_dilated_attention_origin"
-_last: list["Origin"] = []  # the last one of this process
+_last: list["Origin"] = []  # the mark that this process made last
 
 
 class Origin(NamedTuple):
@@ -38,7 +38,7 @@ def remember(x: Tensor, ranks: Ranks, lengths: Sequence[int]) -> Tensor:
 
 
 def why_doubtful(lengths: Sequence[int], ranks: Ranks) -> str | None:
-    """Why rows may be those that another context has cut in another way, if these ranks have cut none themselves."""
+    """Why another context may have cut these rows in another way, or None if these ranks have cut any."""
     if ranks.last_whole is not None or not _last or _last[0].lengths != tuple(lengths) or _is_own(_last[0], ranks):
         return None
     return (
@@ -56,7 +56,7 @@ def origin_of(x: object) -> Origin | None:
 
 
 def why_foreign(name: str, x: object, ranks: Ranks) -> str | None:
-    """Why a tensor cannot be this rank's rows, or None. Without a mark it can be."""
+    """Why a tensor cannot be this rank's rows, or None. A tensor without a mark can be."""
     origin = origin_of(x)
     if origin is None or _is_own(origin, ranks):
         return None

@@ -1,4 +1,4 @@
-"""Several processes that share sequences: their groups, in the order of the ring, and the handshake of a call."""
+"""Connects several processes that share sequences: their groups, in the order of the ring, and a call's handshake."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def _give_back(links: list[GroupLink]) -> None:
 
 
 def _leave_empty_group() -> None:
-    """Make an empty group. If its name exists already, other ranks are given as members, for another name."""
+    """Make an empty group. If its name exists already, other ranks are listed as members, which changes the name."""
     if _EMPTY not in dist.Backend.backend_list:
         dist.Backend.register_backend(_EMPTY, _make_empty_group, devices=["cpu"])
     rank = dist.get_rank()
@@ -62,14 +62,14 @@ def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: ti
 
 
 class Processes(Ranks):
-    """The processes of a group. They have their own communicators, so that a failed message never breaks the user's.
+    """The processes of a group, with their own communicators, so that a failed message never breaks the user's.
 
     control: all ranks, over gloo. all: all ranks, for data. inner: the ranks that deal heads to each other on a 2-D
     mesh. outer: the ranks of the ring.
     """
 
     def __init__(self, members: list[int], timeout: timedelta) -> None:
-        """Make the control group. All ranks do so, also those with bad arguments, and agree over it in `connect`."""
+        """Make the control group. All ranks do so, even those with bad arguments. They agree over it in `connect`."""
         super().__init__(Cut("contiguous", len(members)))
         self.timeout, self.world_size = timeout, len(members)
         self.opened: list[GroupLink] = []  # if one of them breaks, all do
@@ -111,8 +111,8 @@ class Processes(Ranks):
             self.outer = self._open("chunks", None, chunks) if len(chunks) > 1 else None
 
     def _told(self) -> list[str]:
-        """Every rank's host, and on further lines the contexts that it dropped. What all dropped is closed here: ranks
-        must give groups back together, because the number of groups is part of a group's name."""
+        """Every rank's text: its host, and on further lines the contexts that it dropped. Those that all ranks dropped
+        are closed here. Ranks must give groups back together, because a group's name contains the number of groups."""
         told = self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names")
         for name in set.intersection(*(set(text.split("\n")[1:]) for text in told)):
             _give_back(_dropped.pop(name, []))
@@ -139,12 +139,12 @@ class Processes(Ranks):
         return link
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        with self.turn:  # another thread's refusal goes to the other ranks between calls of the owner
+        with self.turn:  # the refusal of another thread is sent between two calls of the owner
             return agree(self.control, length, fields, self._why_other_thread() or failure)
 
     def _why_other_thread(self) -> str | None:
         """Why this thread may make no call, or None. Calls of two threads would take each other's messages. A thread of
-        autograd counts as the owner, which waits for it in the backward."""
+        autograd counts as the owner, which waits for that thread in the backward."""
         here = current_thread()
         self.owner = self.owner or here
         if here is self.owner or (isinstance(here, _DummyThread) and torch._C._current_graph_task_id() != -1):

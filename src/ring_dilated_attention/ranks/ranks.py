@@ -1,4 +1,4 @@
-"""What ranks do in a call: handshake -> plan -> program."""
+"""Runs a call on ranks that share a sequence: handshake, choice of the exchange, plan, program."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,14 @@ from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
 from .call import Begun, Call, validate_cu_seqlens
 
-# What connects a rank in one call: with the others of its ring, and with the ranks that deal heads to each other.
+# What connects a rank, in one call, with the others of its ring and with the ranks that deal heads to each other.
 Links = tuple[Link | None, Dealer | None]
 
 
 class Ranks:
-    """The ranks that share sequences. This class is of one process alone; other kinds override what differs.
+    """The ranks that share sequences. This class is for one process alone; subclasses override what differs.
 
-    rank: the place of this process in the ring. name: of the context in errors, "" for one process alone. calls: the
+    rank: the place of this process in the ring. name: that of the context in errors, "" for one process. calls: the
     number of forwards so far, the same on every rank.
     """
 
@@ -37,7 +37,7 @@ class Ranks:
         self.last_whole: int | None = None  # the length of the sequence that was cut last
         self.warned: set[str] = set()  # what `warn_once` has warned of
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
-        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # compiled graphs keep calls by writing here
+        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # a write here keeps a call in a graph
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
         """Every process's number of rows of a sequence that it cuts."""
@@ -85,7 +85,7 @@ class Ranks:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Tell the other ranks, which wait for this one's handshake, why it raises an error before the handshake."""
+        """If this rank raises an error before its handshake, tell the reason to the other ranks, which wait for it."""
         try:
             yield
         except Exception as error:
@@ -105,7 +105,7 @@ class Ranks:
             warnings.warn(text + ". This is said once.", stacklevel=3)
 
     def expect(self, lengths: Sequence[int]) -> None:
-        """Take these numbers of rows for no mistake: a model made such rows from its shards."""
+        """Do not warn of these numbers of rows: a model made such rows from its shards."""
 
     def check_all_here(self, method: str) -> None:
         """Raise ValueError if other ranks' tensors do not exist (one simulated rank)."""
@@ -115,7 +115,7 @@ class Ranks:
         return [record]
 
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
-        """Every process's tensor; they differ only in their length along `dim`."""
+        """All processes' tensors, which differ only in their length along `dim`."""
         return [x]
 
     def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
@@ -155,12 +155,12 @@ class Ranks:
             rank_plan, means, query = self.route(call, "backward", begun, rows.query, rows.key)
         with self.all_or_none():
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
-                # This rank's loss may not use lse, but either all ranks deal its gradient or none does.
+                # This rank's loss may not use lse, but all ranks must deal the gradient of lse, or none.
                 rows = rows._replace(dlse=torch.zeros_like(rows.lse))
             return executor.backward(rank_plan, means, rows._replace(query=query))
 
     def route(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> tuple[RankPlan, Means, Tensor]:
-        """What this rank does, by what means, and the query that kernels take: handshake, choose the exchange, plan."""
+        """Do the handshake, choose the exchange and plan. Returns the plan, the means and the query for kernels."""
         with self.refusing():
             fields = self.fields(call, stage, begun, query, key)
             scaled = call.scaled(query)

@@ -51,7 +51,7 @@ def _is_one_number(x: Any) -> bool:
 
 
 class GlobalMean(torch.autograd.Function):
-    """The ranks' sums s_0 ... s_{p-1} over n terms in all.
+    """The mean of a loss, from the ranks' sums s_0 ... s_{p-1} over n terms in all.
 
     forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n
     backward, on rank k:     ds_k = dL * p / n, so that the *mean* of the ranks' gradients is the gradient of L
@@ -70,7 +70,7 @@ class GlobalMean(torch.autograd.Function):
 class SumOverRanks(torch.autograd.Function):
     """Forward: the sum of all ranks' tensors, on each. Backward: the sum of all ranks' gradients.
 
-    If what follows is the same on every rank, the backward makes p times the gradient on one device. So the *mean* of
+    If all ranks compute the same from the sum, its backward makes p times the gradient on one device. So the *mean* of
     the ranks' gradients, which DDP and FSDP2 take, is right for parameters before the sum and after it.
     """
 

@@ -57,7 +57,7 @@ class ShardRows(torch.autograd.Function):
 
 
 class UnshardRows(torch.autograd.Function):
-    """Forward: all ranks' rows (.., N, ..). Backward on rank k: its rows of the gradient, the same on every rank."""
+    """Forward: all ranks' rows (.., N, ..). Backward on rank k: its rows of the gradient, which all ranks have."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, shards: tuple[Shard, ...], dim: int) -> Tensor:

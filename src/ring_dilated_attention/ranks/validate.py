@@ -1,4 +1,4 @@
-"""What an attention call refuses before ranks talk to each other."""
+"""Checks the arguments of an attention call, before ranks talk to each other."""
 
 import math
 import numbers
@@ -21,7 +21,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_cuts(parallel: ContextParallel | None, **tensors: object) -> None:
-    """Raise ValueError for a shard that is not as `parallel` cuts; warn of a shard in a call without `parallel`."""
+    """Raise ValueError for a shard that `parallel` would cut otherwise. Warn of a shard if `parallel` is None."""
     for name, x in tensors.items():
         if isinstance(parallel, ContextParallel):
             if failure := why_foreign(name, x, parallel.ranks):
@@ -62,7 +62,7 @@ def call_of(
     _check_scale(scale, torch.float64 if query.dtype == torch.float64 else torch.float32)
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, batch)
-    if query.device.type == "meta":  # torch calls the fake op for these, where no kernel would be chosen
+    if query.device.type == "meta":  # for these torch calls the fake op, and that one chooses no kernel
         choose(backend, query)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {return_lse!r}.")
@@ -126,7 +126,7 @@ def _check_scale(scale: Any, dtype: torch.dtype) -> None:
 def check_cache(
     cache: Any, call: Call, query: Tensor, key: Tensor, parallel: Any, cu_seqlens: Any, lengths: Any
 ) -> None:
-    """Raise ValueError unless the call can have this cache, or None."""
+    """Raise ValueError unless the call can use this cache, which may be None."""
     if cache is None:
         if lengths is not None:
             raise ValueError("lengths say how many rows go into a cache, and there is none: pass cache, or cu_seqlens.")

@@ -37,7 +37,7 @@ def start_thread(function: Callable[..., None], *args: object) -> None:
 
 @atexit.register
 def _end_all_threads() -> None:
-    """A thread that returns from gloo while Python ends would abort the process (std::terminate)."""
+    """End all threads: a thread that returns from gloo while Python ends would abort the process (std::terminate)."""
     for link in list(with_threads):
         link.end_threads()
     for thread in list(_threads):
@@ -47,7 +47,7 @@ def _end_all_threads() -> None:
 class Sentinel:
     """Watches a peer by a receive that nobody answers, which fails as soon as the connection does.
 
-    A peer keeps its one sentinel: gloo would keep the receive of every further one.
+    Each peer gets one sentinel and keeps it, because gloo would keep the receive of every further one.
     """
 
     def __init__(self, receive: Callable[[], dist.Work]) -> None:
@@ -57,7 +57,7 @@ class Sentinel:
         posted.wait()  # so that no `close` comes before the receive
 
     def _watch(self, receive: Callable[[], dist.Work], posted: Event) -> None:
-        # When a message ends it writes into its profiler event, which torch's profiler frees when it stops.
+        # A message that ends writes into its profiler event, which torch's profiler frees when the profiler stops.
         if hasattr(torch.autograd, "_enable_record_function"):
             torch.autograd._enable_record_function(False)  # in this thread
         try:
@@ -90,7 +90,7 @@ class Progress:
 
 
 class Watcher:
-    """Follows messages in a thread, which ends with it."""
+    """Follows messages in a thread. The thread ends when the watcher is freed."""
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[tuple[Progress, Sequence[Handle]] | None] = SimpleQueue()

@@ -1,1 +1,1 @@
-"""A plan carried out on tensors."""
+"""Carries out a plan on tensors."""

@@ -1,6 +1,6 @@
-"""Appending to a cache: new rows attend to cached rows and to each other, and those that are seen later are written.
+"""Appends rows to a cache. They attend to cached rows and to each other; those that a later query can see are written.
 
-P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L rows of one, m query
+P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L of its rows, m query
 heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all buffers.
 """
 
@@ -31,13 +31,13 @@ def append(
     progress: Tensor,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, M, H, D) and lse (B, M, H) of the new rows, each batch entry at its own position.
+    """out (B, M, H, D) and lse (B, M, H) of the new rows. Each batch entry goes on from its own position.
 
     The host waits for the GPU to read the positions, unless M is 1 and the backend has a kernel for one token.
 
     Args:
         memory: written to.
-        progress: (2, B) int64: positions so far, and the lowest to go back to. Both are updated.
+        progress: (2, B) int64, updated: the positions so far, and the lowest position that `crop` may go back to.
         lengths: (B,) how many of its M rows each entry appends; the rest is padding, with out 0 and lse -inf.
 
     Raises:
@@ -67,7 +67,7 @@ def append(
         for slot, rows in written_over:
             slot.copy_(rows)
         raise
-    for entries, position, count in runs:  # last, when nothing can fail any more: this overwrites rows
+    for entries, position, count in runs:  # last, because it overwrites rows: no run can fail now
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
     ends = [position + count for position, count in zip(positions, counts, strict=True)]
@@ -100,7 +100,7 @@ def buffer_view(memory: Tensor, buffers: Buffers) -> Tensor:
 
 
 def _next_slots(plan: CachePlan, memory: Tensor, t: int) -> Iterator[Tensor]:
-    """Where the row at position t goes, buffer by buffer: (2, B, G, D)."""
+    """For each buffer the slot to which the row at position t is written: (2, B, G, D)."""
     for _, buffers in plan.of_position(t):
         yield buffer_view(memory, buffers)[:, :, :, buffers.before(t) % buffers.capacity]
 
@@ -136,7 +136,7 @@ def _many(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of a chunk from position t on."""
     rank_plan = RankPlan(plan_chunk(plan, t, query.shape[1]), None)
-    # The rows of a tile already say which buffer is read, so all key/value heads view the same memory (stride 0).
+    # A tile's rows already say which buffer is read. So every key/value head is a view of the same memory.
     keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
     return executor.forward(rank_plan, executor.Means(kernel, scale), query, key, value, cached=(keys, values))
 
@@ -144,7 +144,7 @@ def _many(
 def _add(
     kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, first: bool
 ) -> None:
-    """Merge the attention of q over k, all of which it sees, into (out, lse). The first is written, not merged."""
+    """Merge the partial of q, which sees all of k, into (out, lse). If `first`, write the partial instead."""
     if kernel.IN_PLACE:
         kernel.forward_into(q, k, v, out, lse, False, scale, first=first)
     elif first:

@@ -20,26 +20,26 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class DilatedCache:
     """Keys and values of a batch of sequences, for `dilated_attention(query, key, value, pattern, cache=cache)`.
 
-    A query sees only rows of its own segments. So one rolling buffer of about w / r rows for each branch (w, r),
-    key/value head and phase is enough at any length. All memory is allocated here.
+    A query sees only rows of its own segments. So each branch (w, r), key/value head and phase needs one rolling buffer
+    of about w / r rows, at any length of the sequence. The constructor allocates all memory.
 
     Args:
         pattern: who attends whom; causal.
         batch, num_heads, num_kv_heads, head_dim: the sizes of the query (B, N, H, D) and the key (B, N, G, D). With
             `heads_held`, the numbers of heads are those of the layer.
-        dtype, device: of the inputs; torch's defaults.
-        max_len: the most positions of a sequence, if that is known. No buffer is larger, which saves memory if
-            segments are longer. A dense pattern (one segment for everything) needs it.
-        keep: how many positions `crop` can take back after a segment has ended.
-        heads_held: which of the num_heads query heads the tensors hold (tensor parallelism), as range(3, 6). Calls
-            must give the same.
+        dtype, device: those of the inputs; torch's defaults, if not given.
+        max_len: the most positions of a sequence, if that number is known. No buffer has more rows, which saves memory
+            if segments are longer. A dense pattern (one segment for everything) needs max_len.
+        keep: how many positions `crop` can take back even if segments have ended since.
+        heads_held: which of the num_heads query heads the tensors hold (tensor parallelism), as range(3, 6). Every
+            call must pass the same range.
 
-    num_rows: rows of keys, and as many of values, that are allocated for one sequence: with keep=0 and all heads
-        pattern.cache_rows(num_heads, num_kv_heads, max_len). num_bytes: all bytes that are allocated.
+    num_rows: the rows of keys (and as many of values) that are allocated for one sequence. With keep=0 and all heads
+        they are pattern.cache_rows(num_heads, num_kv_heads, max_len). num_bytes: all bytes that are allocated.
     position: (B,) int64 on the device: how many positions each sequence has.
 
     Raises:
-        ValueError: for a pattern that is not causal, sizes that cannot be, or more memory than there is.
+        ValueError: for a pattern that is not causal, for invalid sizes, or if there is too little memory.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DilatedCache:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}.")
         self.device = torch.empty(0, device=device).device  # with its index
         self._refuse_what_does_not_fit()
-        # One tensor for all buffers: compiled code copies a *list* of tensors that an op writes to, at every call.
+        # One tensor for all buffers: if an op writes to a *list* of tensors, compiled code copies them at every call.
         self.memory = torch.empty(2, batch, self.num_rows, head_dim, dtype=self.dtype, device=self.device)
         self.progress = torch.zeros(2, batch, dtype=torch.int64, device=self.device)  # positions; lowest to go back to
 
@@ -87,17 +87,17 @@ class DilatedCache:
         keep: int = 0,
         heads_held: range | None = None,
     ) -> "DilatedCache | None":
-        """A cache of the sequence that the ranks of `parallel` hold together, to go on after it.
+        """A cache of the sequence that the ranks of `parallel` share, with which one rank alone can continue it.
 
         Every rank must make the call. Only rows that a later query can see are sent.
 
         Args:
             key, value: (B, N, G, D), this rank's rows, as they were passed to `dilated_attention`.
-            num_heads: query heads; with `heads_held`, of the layer.
+            num_heads: the number of query heads; with `heads_held`, that of the layer.
             to: the rank (`parallel.rank`) that gets the cache; the others get None. By default every rank gets one.
 
         Raises:
-            ValueError: on every rank, if one refuses or they disagree.
+            ValueError: on every rank, if one rank refuses the call or the ranks' arguments differ.
         """
         ranks = parallel.ranks
         ranks.check_all_here("DilatedCache.gather")
@@ -158,7 +158,7 @@ class DilatedCache:
         return f"DilatedCache(batch={self.batch}, {heads}, {self.dtype}, {self.device}, {limits}: {size})"
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
-        """Begin a new sequence in every batch entry, or in these."""
+        """Begin a new sequence in every batch entry, or only in the entries `rows`."""
         if rows is None:
             self.progress.zero_()
         else:
@@ -167,7 +167,7 @@ class DilatedCache:
     def crop(self, count: int | Sequence[int] | Tensor) -> None:
         """Take back the last `count` positions of every sequence, or count[i] of sequence i.
 
-        Positions of a segment that has not ended can always be taken back. After its end, `keep` positions can.
+        The last `keep` positions can be taken back, and all positions since a segment of any branch last began.
 
         Raises:
             ValueError: if a sequence has fewer positions, or needs rows that were dropped. The cache is as it was.
@@ -194,7 +194,7 @@ class DilatedCache:
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """The sequences so far, for `load_state_dict` and torch.save: only rows that are still seen, on the CPU."""
+        """The sequences so far, for `load_state_dict` and torch.save: only rows that can still be seen, on the CPU."""
         positions, floors = self.progress.tolist()
         rows = [self._rows_of(*place) for place in zip(range(self.batch), positions, floors, strict=True)]
         return {"cache": self._described(), "keep": self.plan.keep, "progress": self.progress.cpu(), "rows": rows}
@@ -241,7 +241,7 @@ class DilatedCache:
         return torch.cat([entry[:, 0, :0].cpu(), *(both[:, 0].flatten(1, 2).cpu() for both in found)], dim=1)
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
-        """Place rows that `_rows_of` made in a cache whose plan was `source`."""
+        """Write rows into their slots. `_rows_of` made them in a cache whose plan was `source`."""
         entry, parts = self.memory[:, b : b + 1], rows[:, None].split(_sizes(source, position, floor), dim=2)
         own = {(branch, buffers.phase, buffers.kv_heads): buffers for branch, buffers in self.plan.by_branch}
         for (branch, there), both in zip(source.by_branch, parts, strict=True):
@@ -312,7 +312,7 @@ def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
 
 
 def _fit(progress: Any, rows: Any) -> bool:
-    """Whether a saved progress is well-formed, for as many sequences as have rows."""
+    """Whether a saved progress is well-formed, and describes as many sequences as `rows` has."""
     if not isinstance(progress, Tensor) or not isinstance(rows, list) or progress.shape != (2, len(rows)):
         return False
     positions, floors = progress

@@ -26,8 +26,8 @@ from .views import accumulator_dtype, block_views, folds, rows_view
 class Means(NamedTuple):
     """By what means a rank carries out its programs.
 
-    link: to the other ranks of the ring. dealer: to the ranks that deal heads to each other. whole: the kernel's own
-    pass over all branches. factor: dq is multiplied by it before dq is rounded, so that float16 can hold it.
+    link: connects the ranks of the ring. dealer: connects the ranks that deal heads to each other. whole: the kernel's
+    own pass over all branches. factor: multiplies dq before dq is rounded, so that float16 can hold dq.
     """
 
     kernel: Kernel
@@ -94,7 +94,7 @@ class _Executor:
         return self.alive
 
     def distances(self) -> tuple[int, int]:
-        """Bytes from one position to the next in query, and in key and value, after heads were dealt."""
+        """Bytes from one position to the next in query, and in key and value; after dealing, if heads are dealt."""
         if self.dealing is not None:
             row = self.head_dim * self.dtype.itemsize
             return self.plan.num_heads * row, self.plan.num_kv_heads * row
@@ -151,7 +151,7 @@ class _Executor:
         self.slice_of(step.where).zero_()
 
     def start(self, step: steps.Start) -> None:
-        """Rows that no first tile writes must hold the identity of their sum: 0, or -inf for lse."""
+        """Make an accumulator. A row that no first tile writes starts as the identity of a sum: 0, or -inf for lse."""
         like = self.alive[_LIKE[step.name]]
         make = torch.empty if step.is_covered else torch.zeros
         self.alive[step.name] = make(like.shape, dtype=self.sum_dtype, device=self.device)
@@ -214,7 +214,7 @@ class _Executor:
         return block_views(self.alive[step.keys], block, self.batch, self.head_dim)
 
     def sum_of(self, name: str, step: steps.Compute | steps.Add) -> Tensor:
-        """Where dq, dk or dv of a tile is summed."""
+        """The view to which dq, dk or dv of a tile is added."""
         rows = step.tile.query if name == "dq" else step.tile.key
         if isinstance(rows, Rows):
             return self.rows(name, rows, step.entry)
@@ -243,8 +243,8 @@ class _Executor:
             merge_(out, lse, partial_out, partial_lse)
 
     def adopt(self, name: str, result_BHMD: Tensor) -> None:
-        """Take a tile's result of all rows as the accumulator. It is made contiguous, as most results already are in
-        memory: then later tiles view it without copies, and the custom ops return the strides of their fakes."""
+        """Take the result of a tile, which has all rows, as the accumulator. A contiguous one lets later tiles view it
+        without copies, and gives the outputs of custom ops the strides of their fakes. Most results need no copy."""
         self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(self.alive[_LIKE[name]].shape)
 
     def add(self, step: steps.Add) -> None:
@@ -286,7 +286,7 @@ class _Executor:
 _Executor.do |= {kind: getattr(_Executor, kind.__name__.lower()) for kind in get_args(steps.Step)}
 
 
-# Heads for positions, and back (plan/dealing.py). The group holds T positions, and this rank h = H / p heads of them.
+# Heads are dealt for positions, and back (plan/dealing.py). A rank then has all T positions of h = H / p heads.
 # Tensors with one number for each row and head have no dim D.
 
 

@@ -1,4 +1,4 @@
-"""What the executor and `DilatedCache.gather` ask of the object that connects ranks."""
+"""The methods that the executor and `DilatedCache.gather` need of the objects that connect ranks."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ class Pending(Protocol):
     """Messages in flight."""
 
     def wait(self) -> None:
-        """Return when they have been sent and received. A second call returns at once."""
+        """Return when the messages have been sent and received. A second call returns at once."""
 
 
 Messages = Sequence[tuple[Tensor, Message]]  # each message of a plan with its contiguous tensor
@@ -40,7 +40,7 @@ class Dealer(Protocol):
 
 
 class Owners(Protocol):
-    """The ranks that hold a sequence together (`ranks.Ranks` says what each method does)."""
+    """The ranks that share a sequence. The class `ranks.ranks.Ranks` says what each method does."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""Partials (out, lse) as a monoid: identity (0, -inf), merge. The only log-sum-exp of the fast paths."""
+"""Merges partials (out, lse): a monoid with the identity (0, -inf). The executor and `append` merge only here."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from torch import Tensor
 def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> None:
     """Merge a partial into (out, lse), in place. Shapes (..., D) and (...); `out` is in the accumulator's dtype.
 
-    Each merge rounds lse, and p = exp(score - lse) takes the sum of these errors. If merges are many, give lse in
-    float64, whatever the dtype of the partial.
+    Each merge rounds lse, and the errors add up in p = exp(score - lse). For many merges pass lse in float64, whatever
+    the dtype of the partial.
 
     Two partials over disjoint multisets of keys, naively:
 

@@ -15,12 +15,12 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    """x with a last stride of 1, as kernels need it. (`contiguous` leaves the strides of a single number.)"""
+    """x with a last stride of 1, as kernels need it. (`contiguous` keeps a tensor of one number as it is.)"""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
-    """The rows as a view (B·S, heads, M, D), or (B·S, heads, M) of a tensor (B, N, H).
+    """The rows as a view (B·S, heads, M, D), or (B·S, heads, M) if the tensor is (B, N, H).
 
     Nothing is copied: batch and segments must share one stride (`folds`), unless one of them is 1.
     """

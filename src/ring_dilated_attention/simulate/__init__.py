@@ -1,4 +1,4 @@
-"""Ranks that one process imitates: all of a ring, or one of a job of any size. Measures what they send and hold."""
+"""Imitates ranks in one process: all ranks of a ring, or one rank of any job. Measures what ranks send and hold."""
 
 from .all_ranks import all_ranks
 from .measuring import measuring

@@ -1,7 +1,7 @@
-"""All ranks of a ring in one process: the same plans, the same programs, the same numbers, and nothing is sent.
+"""Runs all ranks of a ring in one process, with the plans and programs of real ranks. Nothing is sent.
 
-Each rank is a thread, but only one runs at a time: it hands on when it has to wait for a message. What a message would
-carry is copied from the sender's buffer into the receiver's.
+Each rank is a thread. Only one thread runs at a time, until it has to wait for a message. What a message would carry
+is copied from the sender's buffer into the receiver's.
 """
 
 import threading
@@ -27,7 +27,7 @@ from ..run import executor
 from ..run.executor import Means
 from ..run.link_contract import Messages
 
-Given = Sequence[Tensor | None]  # query, key and value, or what a backward knows
+Given = Sequence[Tensor | None]  # query, key and value, or all `BackwardRows`
 
 
 class Simulated(ContextParallel):
@@ -60,7 +60,7 @@ class _Stopped(RuntimeError):
 
 
 class Wires:
-    """What the simulated ranks share: the sides of messages that wait for their other side, and whose turn it is."""
+    """What the simulated ranks share: sends that lack a receive, receives that lack a send, and whose turn it is."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -71,7 +71,7 @@ class Wires:
         self.bytes_sent: Counter[int] = Counter()
 
     def post(self, pair: tuple[int, int], tensor: Tensor, is_send: bool) -> threading.Event:
-        """Post one side; the message is delivered, in the order of posting, when both are there."""
+        """Post a send or a receive. Messages are delivered in the order of posting, once both are posted."""
         sends, receives, done = self.sends[pair], self.receives[pair], threading.Event()
         (sends if is_send else receives).append((tensor, done))
         if sends and receives:
@@ -83,7 +83,7 @@ class Wires:
         return done
 
     def wait(self, event: threading.Event) -> None:
-        """Let other ranks run until the event is there."""
+        """Let other ranks run until the event is set."""
         if event.is_set():
             return
         if self.error is None:
@@ -158,7 +158,7 @@ class SimulatedRanks(Ranks):
 
     def __init__(self, cut: Cut) -> None:
         super().__init__(cut)
-        # The context of a rank's part of a call. It is given the rows with which that part begins.
+        # A rank's part of a call runs `with` what this returns, given the rank's link and the rows that it begins with.
         self.around: Callable[[SimulatedLink, Given], AbstractContextManager[Any]] = lambda link, rows: nullcontext()
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class SimulatedRanks(Ranks):
     def _run(
         self, call: Call, begun: Begun, stage: Callable[..., tuple[Tensor, ...]], key: Tensor, tensors: Given
     ) -> list[Tensor]:
-        """The results over all positions of a stage that every rank runs on its rows of the tensors."""
+        """Run a stage on every rank, with its rows of the tensors. Returns the results for all positions."""
         seq_len = key.shape[1]
         means = Means(BACKENDS[begun.kernel], call.kernel_scale, factor=call.factor)
         shards, documents = self.cut.shards_of(self.cut.default_lengths(seq_len)), documents_of(begun.borders, seq_len)
@@ -210,8 +210,8 @@ class SimulatedRanks(Ranks):
 
 
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:
-    """A rank's rows of a full (B, N, ...) tensor: a view if they are one span of a batch of 1. Otherwise they are
-    contiguous, as a rank's own are, so that kernels are called as often as there."""
+    """A rank's rows of a full (B, N, ...) tensor: a view if they are one span of a batch of 1, else a copy.
+    They are contiguous, as the rows of a real rank are, so that kernels are called as often as on a real rank."""
     if len(shard) == 1:
         return x[:, shard[0].start : shard[0].stop].contiguous()
     return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in shard)], dim=1)

@@ -1,4 +1,4 @@
-"""What each simulated rank sends and holds, measured while it runs."""
+"""Measures what each simulated rank sends and holds while it runs."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,8 +34,8 @@ def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
             dilated_attention(query, key, value, pattern, parallel=parallel)
         print(*ranks, sep="\n")
 
-    A rank holds its rows of query, key and value, in backward also of out, lse and the gradient of out. It holds all
-    that it makes, too: buffers, accumulators, partial results. A kernel's scratch is not seen; `rda plan` lists it.
+    A rank holds its rows of query, key and value. In backward it also holds its rows of out, lse and out's gradient.
+    What it makes counts too: buffers, accumulators, partials. A kernel's scratch is not seen; `rda plan` lists it.
 
     Raises:
         ValueError: unless all ranks are simulated. (`python -m benchmarks memory` measures real ranks.)
@@ -63,7 +63,7 @@ def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
 
 
 class Held(TorchDispatchMode):
-    """Bytes of the given rows, and of every storage that an op of this thread returns, for as long as it lives.
+    """Counts bytes: of the given rows, and of every storage that an op of this thread returns, while the storage lives.
 
     What an op frees itself is not seen: a kernel's scratch, a cast to the dtype of a sum.
     """

@@ -1,4 +1,4 @@
-"""One rank of a job of any size. It runs its own plan, and the other ranks' chunks are made on demand.
+"""Runs one rank of a job of any size, by its own plan. The other ranks' chunks are made on demand.
 
 B batch, G key/value heads, M rows of one head, D head dim.
 """
@@ -33,7 +33,7 @@ class OtherRanks:
         raise NotImplementedError
 
     def take_gradient(self, chunk: GlobalChunk, gradient: Tensor) -> None:
-        """Take this rank's part of the gradient of another rank's chunk, laid out as the chunk. Copy it to keep it."""
+        """Take what this rank adds to the gradient of another rank's chunk, in its layout. Copy it to keep it."""
 
     def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
         """The sum of the other ranks' contributions to the gradient of this rank's chunk, or None for zero."""
@@ -49,7 +49,7 @@ def one_rank(
     align: int = 1,
     lengths: Sequence[int] | None = None,
 ) -> Simulated:
-    """A context that runs one rank of a larger job, on that rank's rows. Without `lengths` all ranks have as many rows.
+    """A context that runs one rank of a larger job, on that rank's rows. Without `lengths` all ranks own as many.
 
     Args:
         others: makes what the other ranks send, and takes what this rank sends.
@@ -116,7 +116,7 @@ def grid(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 class OneRank(Ranks):
-    """One rank of a larger job, on its own rows. All ranks have as many, unless the cut has lengths."""
+    """One rank of a larger job, on its own rows. All ranks have equally many, unless the cut has lengths."""
 
     name = "simulated"
 
