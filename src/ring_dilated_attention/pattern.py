@@ -292,8 +292,8 @@ class DilatedPattern:
         return seen
 
     def explain(self, num_heads: int, lengths: Sequence[int] | None = None) -> str:
-        """One line per branch: which heads read which phases, and which phases no head reads. A last line counts the
-        queries without keys, if there are any among documents of these `lengths` (see `without_keys`)."""
+        """One line per branch: which heads read which phases, and which phases no head reads. A last line gives the
+        share of queries without keys, if documents of these `lengths` have any (see `without_keys`)."""
         self.check_heads(num_heads, num_heads)
         lines = []
         for i, branch in enumerate(self.branches):

@@ -88,7 +88,7 @@ class MultiheadDilatedAttention(nn.Module):
                 f"sub_layernorm=True takes its mean over all {num_heads} heads, and heads_held={heads_held} are "
                 f"{num_held} of them: leave one of both out"
             )
-        # nn.TransformerEncoderLayer reads these two, and must not take its fast path around this attention.
+        # nn.TransformerEncoderLayer reads these two, and must not bypass this attention by its fast path.
         self.batch_first = True
         self._qkv_same_embed_dim = False
 

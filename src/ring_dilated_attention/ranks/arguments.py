@@ -1,4 +1,4 @@
-"""The checks of a `ContextParallel`'s arguments."""
+"""Checks the arguments of a `ContextParallel`."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..plan.exchange import EXCHANGES
 from ..plan.sharding import SHARDINGS, Cut
 
-# torch counts timeouts in milliseconds; nobody waits ten years.
+# torch counts timeouts in milliseconds. Ten years are as good as no timeout.
 LEAST_TIMEOUT, MOST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3650)
 
 

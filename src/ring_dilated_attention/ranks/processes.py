@@ -25,7 +25,7 @@ from .ranks import Links, Ranks
 
 
 class _EmptyGroup(dist.ProcessGroup):
-    """A group of this rank alone, without connections and threads, that only takes a place in torch's list."""
+    """A group of this rank alone, without connections and threads, that only adds one to torch's number of groups."""
 
 
 _EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000

@@ -55,7 +55,7 @@ def append(
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
     results = []
-    # A single row is written before it attends. If plan.keep, it overwrites a row that `crop` may still need.
+    # A single row is written before it attends. If plan.keep > 0, it overwrites a row that `crop` may need.
     ones = [(memory[:, entries], position) for entries, position, count in runs if count == 1 and plan.keep]
     written_over = [(slot, slot.clone()) for one in ones for slot in _next_slots(plan, *one)]
     try:
@@ -83,7 +83,7 @@ def append(
 
 
 def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[slice, int, int]]:
-    """Runs of batch entries with one position and one count of new rows. Entries without new rows are left out."""
+    """Runs of batch entries that share a position and a number of new rows. Entries without new rows are left out."""
     start = 0
     for (position, count), run in groupby(zip(positions, counts, strict=True)):
         stop = start + len(list(run))

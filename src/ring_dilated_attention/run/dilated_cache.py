@@ -174,7 +174,7 @@ class DilatedCache:
         """
         try:
             counts = torch.as_tensor(count).flatten().tolist()
-        except (TypeError, ValueError, RuntimeError):  # what is no number, or does not fit into 64 bits
+        except (TypeError, ValueError, RuntimeError):  # not a number, or a number that does not fit into 64 bits
             counts = [count]
         if not all(is_integer(number) for number in counts):
             raise ValueError(f"crop({counts}): positions are taken back in whole numbers.")
@@ -246,7 +246,7 @@ class DilatedCache:
         own = {(branch, buffers.phase, buffers.kv_heads): buffers for branch, buffers in self.plan.by_branch}
         for (branch, there), both in zip(source.by_branch, parts, strict=True):
             saved = source.kept(there, position, floor)
-            if saved:  # if not, max_len may be so small here that there is no such buffer
+            if saved:  # if not, this cache may lack such a buffer: its max_len may be small
                 here = own[branch, there.phase, there.kv_heads]
                 numbers = range(max(saved.start, self.plan.kept(here, position, floor).start), saved.stop)
                 rows_of_heads = both.unflatten(2, (len(there.kv_heads), len(saved)))

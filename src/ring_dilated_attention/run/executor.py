@@ -24,7 +24,7 @@ from .views import accumulator_dtype, block_views, folds, rows_view
 
 
 class Means(NamedTuple):
-    """By what means a rank carries out its programs.
+    """The means by which a rank carries out its programs.
 
     link: connects the ranks of the ring. dealer: connects the ranks that deal heads to each other. whole: the kernel's
     own pass over all branches. factor: multiplies dq before dq is rounded, so that float16 can hold dq.

@@ -126,7 +126,7 @@ class SimulatedLink:
 def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> list[Any]:
     """work(rank, link) for every rank; the results in the order of ranks."""
     wires, results = Wires(), [None] * world_size
-    # A new thread has the first device and its default stream, which does not wait for the caller's.
+    # A new thread has the first device and its default stream, which does not wait for the caller's stream.
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def one(rank: int) -> None:
