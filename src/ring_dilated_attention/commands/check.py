@@ -1,6 +1,6 @@
-"""`rda check`: compare every backend and exchange that can run on this machine with the definition in float64.
+"""`rda check`: compares every backend and exchange that can run on this machine with the definition in float64.
 
-The cases are few and awkward. They run in every dtype and on several numbers of ranks. Each backend and exchange has
+A few awkward cases run in every dtype and on several numbers of ranks. Each pair of a backend and an exchange has
 processes of its own.
 """
 
@@ -38,7 +38,7 @@ CASES = (
     Case("queries without keys", DilatedPattern((8, 97), (3, 8)), 97, 1, 3, 3, 16),
 )
 
-# These stand in the place of an exchange: a sequence is appended to a cache on one device; one process has all ranks.
+# Not exchanges. CACHE: a sequence is appended to a cache on one device. SIMULATED: one process has all ranks.
 CACHE, SIMULATED = "cache", "simulated"
 
 
@@ -72,7 +72,7 @@ class Trial(NamedTuple):
 
     @property
     def cases(self) -> list[Case]:
-        """Those that can run: a cache takes causal patterns and one document, and all_to_all heads that divide."""
+        """The cases that can run. A cache needs a causal pattern and one document; all_to_all needs heads to divide."""
         if self.exchange == CACHE:
             return [x._replace(documents=None, pattern=replace(x.pattern, is_causal=True)) for x in CASES]
         deals = self.exchange == "all_to_all"
@@ -84,7 +84,7 @@ class Trial(NamedTuple):
 
 
 def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
-    """The trials that can run on this machine on so many ranks, and rows with the reason for those that cannot."""
+    """The trials that can run on this machine with `num_ranks` ranks, and a row with the reason for each other one."""
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     exchanges = (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE)
     trials, rows = [], []
@@ -108,7 +108,7 @@ def _why_not(trial: Trial) -> str | None:
 
 
 def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: float) -> list[Row]:
-    """Rows of trials that share backend and exchange, in processes of their own: a crash or a hang fails only these."""
+    """Run trials of one backend and exchange in their own processes, so that a crash or a hang fails only them."""
     has_gpus = any(trial.device == "cuda" for trial in trials)
     launch = Launch(trials[0].num_processes, has_gpus=has_gpus, seconds=seconds)
     try:
@@ -141,7 +141,7 @@ def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> lis
 
 
 def _contexts(trials: Sequence[Trial], seconds: float) -> dict[str, ContextParallel]:
-    """The context of each sharding that the cases have; none for one rank."""
+    """By sharding, the contexts that the cases need. One rank needs none."""
     exchange, num_ranks = trials[0].exchange, trials[0].num_ranks
     shardings = dict.fromkeys(case.sharding for trial in trials for case in trial.cases if num_ranks > 1)
     if exchange == SIMULATED:

@@ -1,7 +1,7 @@
-"""`rda`: one command, a module per subcommand, imported only when the user asks for it.
+"""The command `rda`: it imports the module of the subcommand that the user asks for, and no other, and runs it.
 
-A subcommand's module has `add_arguments(parser)` and `run(arguments) -> exit code`. A ValueError of `run` is a sentence
-for the user. `arguments.argv` holds the words after the subcommand, for those that start other processes with them.
+A subcommand's module has `add_arguments(parser)` and `run(arguments) -> exit code`. The text of a ValueError that `run`
+raises is shown to the user. `arguments.argv` holds the words after the subcommand, to start other processes with them.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from .terminal import guarded, say
 class Subcommand(NamedTuple):
     module: str
     summary: str
-    joins: bool = False  # the ranks that a launcher started
+    joins: bool = False  # whether it runs on the ranks that a launcher started
 
 
 SUBCOMMANDS = {
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_off(arguments: list[str]) -> tuple[list[str], str]:
-    """The arguments and their subcommand. A subcommand of two words becomes one argument, as argparse needs it."""
+    """The arguments and their subcommand. argparse needs a subcommand of two words to be one argument."""
     # The subcommand is the first word that is no option: no option of `rda` itself takes a value.
     first = next((i for i, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
     both = " ".join(arguments[first : first + 2])
@@ -78,19 +78,19 @@ def run(arguments: list[str], asked: str, command: str) -> int:
         chosen_parser.error(f"{empty}: -- is no value")  # argparse would make an empty list of it
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
-    with suppress(ValueError):  # a launcher's variable holds no number: a command that joins the ranks says so
+    with suppress(ValueError):  # a launcher's variable holds no number: commands that join the ranks say so
         if said := unjoined(joins=SUBCOMMANDS[parsed.command].joins):
             say(f"{command}: {said}")
     assert chosen is not None
     try:
         return int(chosen.run(parsed))
-    except ValueError as error:  # the library's word to its user; anything else keeps its traceback
+    except ValueError as error:  # a message for the user; any other error keeps its traceback
         say(f"{command}: {error}")
         return 2
 
 
 def filled(epilog: str) -> str:
-    """Paragraphs at 80 columns. A paragraph with indented lines is a table, and stays as it is."""
+    """The epilog, wrapped at 80 columns. A paragraph with indented lines is a table, and stays as it is."""
     paragraphs = epilog.strip().split("\n\n")
     return "\n\n".join(x if "\n  " in x else textwrap.fill(x, 80, break_on_hyphens=False) for x in paragraphs)
 

@@ -1,7 +1,7 @@
-"""One call against the definition in float64: the errors of out, lse, dq, dk and dv, and how large they may be.
+"""Measures the errors of out, lse, dq, dk and dv of a call against the definition in float64, and their tolerances.
 
-A result passes if its relative L2 error is at most twice that of torch's attention in the same dtype under the same
-mask (log M as a bias), plus a floor. `rda check` and the gate of `python -m benchmarks` use it.
+The tolerance is twice the relative L2 error of torch's attention in the same dtype under the same mask, plus a floor.
+The mask is a bias: log M, if a query sees a key M times. `rda check` and `python -m benchmarks` use this module.
 
 B batch, N positions, H query heads, G key/value heads, D head dim.
 """
@@ -23,8 +23,8 @@ from ..run.dilated_cache import DilatedCache
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
-# Added to every tolerance: rounding a result once costs about eps / 4 in relative L2. In float64 the definition's own
-# rounding is of that size too, so there the floor is larger.
+# Added to every tolerance: rounding a result once costs about eps / 4 in relative L2. In float64 the floor is larger,
+# because the rounding of the definition itself is of that size.
 FLOOR = {dtype: torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.25) for dtype in DTYPES}
 # On a GPU exp2 and log2 of float32 are approximate (2 ulp each, PTX ISA), and torch's memory-efficient op computes one
 # float32 product from three tf32 products. A single tf32 product would be off by 1e-4 and more.
@@ -45,12 +45,12 @@ class Case(NamedTuple):
     sharding: str = "contiguous"
 
 
-# By quantity, the sums of squares of the difference to the definition, and of the definition. Ranks add theirs up.
+# For each quantity, two sums of squares: of the difference to the definition, and of the definition. Add over ranks.
 Squares = dict[str, tuple[float, float]]
 
 
 def make_inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Query, key and value rounded to `dtype`, and gradients of out and lse: float64, and the same on every rank."""
+    """Query, key and value, and gradients of out and lse: rounded to `dtype`, kept in float64, alike on all ranks."""
     generator = torch.Generator().manual_seed(case.seq_len)
 
     def draw(*shape: int) -> Tensor:
@@ -77,14 +77,14 @@ def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     expected = defined(case, inputs, dout, None)
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     count = multiplicity(case.pattern, case.seq_len, case.num_heads, case.documents)
-    # log 2 is no bfloat16: the bias of 16-bit inputs is float32.
+    # log 2 is not exact in bfloat16, so the bias is float32 if the inputs have 16 bits.
     bias = count.to(torch.promote_types(dtype, torch.float32)).log().unsqueeze(0)
     query, key, value = (x.transpose(1, 2) for x in leaves)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias)
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     covered = torch.isfinite(expected["lse"])
     grads = torch.autograd.grad(out, leaves, (dout * covered.unsqueeze(-1)).to(dtype))
-    lse = lse.where(covered, -torch.inf)  # the op says 0 where there is no key
+    lse = lse.where(covered, -torch.inf)  # the op returns 0 for a query without keys
     found = dict(zip(QUANTITIES, (out * covered.unsqueeze(-1), lse, *grads), strict=True))
     floor = (FLOOR if device == "cpu" else FLOOR_ON_GPU)[dtype]
     return {name: 2 * relative(squares(found[name], expected[name])) + floor for name in QUANTITIES}
@@ -99,9 +99,9 @@ def measure(
     *,
     through_lse: bool = True,
 ) -> Squares:
-    """This rank's difference to the definition, by quantity. Every rank of `parallel` must call it.
+    """This rank's difference to the definition, by quantity. Every rank of `parallel` must call `measure`.
 
-    through_lse: the gradients also come through lse, for which some kernels need one more column.
+    through_lse: lse has a gradient, too. Some kernels need one more column for it.
     """
     inputs, dout, dlse = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, dlse if through_lse else None)
@@ -117,7 +117,7 @@ def measure(
 
 
 def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) -> Squares:
-    """The difference of out and lse if the sequence is appended to a cache, many tokens at a time and one by one."""
+    """The difference of out and lse if the sequence is appended to a cache: some tokens in bulk, some one by one."""
     inputs, dout, _ = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, None)
     sizes = (case.batch, case.num_heads, case.num_kv_heads, case.head_dim)
@@ -136,7 +136,7 @@ def _loss(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def squares(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Sums of squares of the difference and of `expected`. A -inf must stand at the same places in both."""
+    """Sums of squares: of the difference, and of `expected`. Both tensors must have -inf at the same places."""
     found = found.detach().cpu().double()
     if not torch.equal(found == -torch.inf, expected == -torch.inf):
         return math.inf, 1.0
@@ -145,7 +145,7 @@ def squares(found: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def relative(sums: tuple[float, float]) -> float:
-    """The relative L2 error. NaN counts as infinite, and so does a difference to zero."""
+    """The relative L2 error. It is infinite for NaN, and for a difference to an `expected` of zeros."""
     difference, size = sums
     if math.isnan(difference):
         return math.inf
@@ -167,7 +167,7 @@ class Worst(NamedTuple):
 
 
 def worst(cases: Sequence[Case], dtype: torch.dtype, ranks: Sequence[Sequence[Squares]], device: str = "cpu") -> Worst:
-    """Over all cases and the quantities that were measured. `ranks` holds each rank's squares, a dict per case."""
+    """The worst result of all cases and measured quantities. `ranks` holds each rank's squares, a dict per case."""
     found = []
     for i, case in enumerate(cases):
         allowed = tolerances(case, dtype, device)

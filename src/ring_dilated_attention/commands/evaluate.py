@@ -1,4 +1,4 @@
-"""`rda evaluate`: bits per byte of any text, by the number of bytes before."""
+"""`rda evaluate`: measures a model's bits per byte on any text, by how many bytes of context it may see."""
 
 import argparse
 import json

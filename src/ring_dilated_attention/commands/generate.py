@@ -32,7 +32,7 @@ EXAMPLES = """examples:
 The text goes to stdout while the model writes it. The speed and the memory of the caches go to stderr. This memory does
 not grow with the text. Exit codes: 0 done, 2 refused, 130 interrupted.
 """
-# A byte-level model may write anything. These would move the cursor or change the colours of a terminal.
+# Characters that move the cursor or change the colours of a terminal. A byte-level model may write any of them.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 300, 0.7
 
@@ -118,7 +118,7 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
 
 class Text:
     """A UTF-8 stream that shows each character when its last byte is there. Bytes that are no character become U+FFFD.
-    On a terminal so do control characters, except newlines and tabs."""
+    On a terminal, control characters except newlines and tabs become U+FFFD, too."""
 
     def __init__(self, file: TextIO) -> None:
         self.file, self.is_terminal = file, file.isatty()
@@ -152,7 +152,7 @@ def summary(record: dict) -> str:
 
 
 def sample(folder: Path, document: Document) -> str:
-    """For the end of training: a text that the model writes, and the command that writes more."""
+    """A text that the model writes, and the command that writes more. Shown at the end of training."""
     from ..models.longnet import LongNetLM
 
     prompt = opening(bytes(document.held_out_window(0)))

@@ -1,11 +1,11 @@
-"""The hardware whose time is modelled: presets with their source, and TOML files such as `rda doctor --save` writes.
+"""Reads the hardware whose time is modelled: a preset, or a TOML file such as `rda doctor --save` writes.
 
 [hardware]
-flops_per_second = 1.2e11        # that kernels reach on one rank, forward
-bytes_per_second = 1.5e9         # one way, over a rank's network (left out in the file of one rank)
-latency_seconds = 2.5e-4         # of a message (0 if left out)
-backward_flops_per_second, call_seconds, handshake_seconds, memory_bytes: where known
-dtype = "float32"                # of the rates
+flops_per_second = 1.2e11        # the rate that kernels reach in the forward, on one rank
+bytes_per_second = 1.5e9         # the bandwidth of a rank's network, one way (left out if there is one rank)
+latency_seconds = 2.5e-4         # the latency of a message (0 if left out)
+backward_flops_per_second, call_seconds, handshake_seconds, memory_bytes: optional
+dtype = "float32"                # the dtype in which kernels reach the rates
 source = "where the numbers are from"
 """
 
@@ -30,7 +30,7 @@ class Machine(NamedTuple):
     source: str
 
 
-MAKER = "rda doctor"  # the source of what it measured begins with this
+MAKER = "rda doctor"  # the source of numbers that `rda doctor` measured begins with this
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _A100 = "225 TFLOP/s in training with FlashAttention-2 (arXiv 2307.08691, section 4.2)"
 _H100 = "400 TFLOP/s in training Llama 3 405B (arXiv 2407.21783, table 4)"
@@ -45,11 +45,11 @@ PRESETS = {
     "h100-infiniband": Machine(Hardware(400e12, 40e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 400 Gb/s"),
 }
 LARGEST = 1e30  # a rate far beyond machines, and within floats
-NO_NETWORK = LARGEST  # bytes per second in the file of one rank, which sends none
+NO_NETWORK = LARGEST  # bytes per second if the file has none: one rank sends nothing
 _FLOPS, _BYTES = "FLOPs in a second; 500 TFLOP/s are 5e14", "bytes in a second, one way; 50 GB/s are 5e10"
 _TIME = "seconds; 5 µs are 5e-6"
 _SHORT = (0.0, math.nextafter(0.1, 0), _TIME)  # below 0.1
-# The least number, the largest and the unit: no machine's number lies outside, so that one is in another unit.
+# The least number, the largest and the unit. No machine has a number outside: the user meant another unit.
 _NUMBERS = {
     "flops_per_second": (1e8, 1e17, _FLOPS),
     "backward_flops_per_second": (1e8, 1e17, _FLOPS),
@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_of(name: str) -> Machine:
-    """A preset by its name, or what a file says. Raises ValueError for other names, and for a file not as above."""
+    """A preset by its name, or the machine in a file. Raises ValueError for another name, and for a malformed file."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -84,7 +84,7 @@ def machine_of(name: str) -> Machine:
         raise ValueError(f"--hardware {name} is no file and no preset; presets are {', '.join(PRESETS)}")
     try:
         content = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:  # ValueError: no text, no TOML, or a number of thousands of digits
+    except (OSError, ValueError) as error:  # ValueError: not text, not TOML, or a number with thousands of digits
         raise ValueError(f"--hardware {name} cannot be read: {error}") from error
     if not isinstance(fields := content.get("hardware"), dict):
         raise ValueError(f"--hardware {name} has no table [hardware]; rda doctor --save FILE.toml writes one")
@@ -116,7 +116,7 @@ def _check_number(name: str, key: str, value: object) -> None:
 
 
 def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> None:
-    """Raise ValueError if the machine's rates are those of dtypes of another size."""
+    """Raise ValueError if the machine's rates were reached in a dtype of another size."""
     if ITEMSIZE[dtype] != machine.itemsize:
         rates, other = (
             f"the rate of {8 * machine.itemsize}-bit types",
@@ -126,7 +126,7 @@ def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> No
 
 
 def machine_for(arguments: argparse.Namespace) -> Machine | None:
-    """The preset or file, with the given numbers in place of its own. None if no option asks for a time."""
+    """The preset or file, with its numbers replaced by those of the options. None if no option asks for a time."""
     given: dict[str, Any] = {}
     for option, (name, least, most, unit) in _GIVEN.items():
         value = getattr(arguments, option)

@@ -1,4 +1,4 @@
-"""At any moment Ctrl-C ends a command with one line and exit code 130. No torch."""
+"""Handles Ctrl-C, so that at any moment it ends a command with one line and exit code 130. No torch."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ INTERRUPTED_EXIT_CODE = 130  # as a shell reports SIGINT
 
 @contextmanager
 def leaving_at_once(command: str) -> Iterator[None]:
-    """Ctrl-C ends the process without any clean-up. Only for imports. There a KeyboardInterrupt may become another
-    error (numpy makes a RecursionError of it) or leave a module half made."""
+    """Ctrl-C ends the process without any clean-up. Use it only around imports: there a KeyboardInterrupt may become
+    another error (numpy makes a RecursionError of it) or leave a half-made module."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         os.write(STDERR, f"\n{command}: interrupted\n".encode())
@@ -27,7 +27,7 @@ def leaving_at_once(command: str) -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Ctrl-C is raised at the end of the block. It never reaches processes that are started in the block."""
+    """Delay Ctrl-C to the end of the block. Processes that are started in the block never receive it."""
     came: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by whatever is started
     with _handled(lambda number, frame: came.append(number)):
@@ -40,13 +40,13 @@ def held_back() -> Iterator[None]:
 
 
 def ignore_from_now_on() -> None:
-    """Call this at the end of a command: Ctrl-C while Python shuts down is not worth a traceback."""
+    """Call this at the end of a command, so that Ctrl-C shows no traceback while Python shuts down."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
 def _handled(handler: "signal._HANDLER") -> Iterator[None]:
-    """Another handler during a block. Only the main thread may set one, and an ignored signal stays ignored."""
+    """Set a SIGINT handler for a block. Only the main thread may set one. If SIGINT is ignored, it stays ignored."""
     before = signal.getsignal(signal.SIGINT)
     is_ours = threading.current_thread() is threading.main_thread() and before not in (signal.SIG_IGN, None)
     try:

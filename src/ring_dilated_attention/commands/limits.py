@@ -1,4 +1,4 @@
-"""Which numbers a command takes: those that fit 64 bits, and that this machine can hold. No torch."""
+"""Refuses options with numbers that do not fit 64 bits, or whose data this machine cannot hold. No torch."""
 
 import math
 import os
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..training.options import in_short
 
 LARGEST = 2**63 - 1
-# More would take minutes and gigabytes before anything is said.
+# More ranks or heads would take minutes and gigabytes before the command prints anything.
 MOST_RANKS, MOST_HEADS = 2**20, 2**16
 
 
@@ -20,7 +20,7 @@ def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST)
 
 
 def check_each(option: str, values: Iterable[int], most: int = LARGEST) -> None:
-    """The same of every number of a list; the pattern says how small they may be."""
+    """Raise ValueError if a number of a list is larger than `most`. The pattern checks how small they may be."""
     for value in values:
         check_at_least(option, value, least=-LARGEST, most=most)
 
@@ -31,7 +31,7 @@ def check_seconds(option: str, seconds: float, most: int) -> None:
 
 
 def check_ranks_fit(num_ranks: int, seq_len: int, what: str = "--seq-len") -> None:
-    """Raise ValueError if ranks would own nothing. The library serves such ranks, but who asks for them is mistaken."""
+    """Raise ValueError if ranks would own no position. The library can run such ranks, but nobody asks for them."""
     if num_ranks > seq_len:
         shared = f"--ranks {num_ranks:,} share the {seq_len:,} positions of {what}"
         without = f"so that {num_ranks - seq_len:,} of them would own none"

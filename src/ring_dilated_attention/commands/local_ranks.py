@@ -1,4 +1,4 @@
-"""Several ranks on this machine, each a process of its own, for `rda check` and benchmarks."""
+"""Starts several ranks on this machine, each a process of its own, for `rda` and the benchmarks."""
 
 import multiprocessing
 import os
@@ -18,16 +18,16 @@ from .interrupts import held_back
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 TRANSPORTS = {False: "gloo", True: "cpu:gloo,cuda:nccl"}  # torch.distributed's backends, by whether ranks have GPUs
-# torch._dynamo is what the first call of a custom op imports, for a second or two.
+# torch._dynamo is here because the first call of a custom op imports it, which takes a second or two.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "ring_dilated_attention.attention"]
 
 
 class RankFailedError(RuntimeError):
-    """Ranks failed. The message has what each reported, with its traceback."""
+    """Ranks failed. The message holds the report of each failed rank, with the traceback."""
 
 
 class Worker(NamedTuple):
-    """What a rank knows of itself. `report` sends a value to the process that started it."""
+    """A rank's number, and the number of ranks. `report` sends a value to the process that started the rank."""
 
     rank: int
     world_size: int
@@ -38,15 +38,15 @@ class Launch(NamedTuple):
     """How to start ranks."""
 
     world_size: int
-    num_threads: int = 1  # torch's, of each rank
+    num_threads: int = 1  # torch's threads in each rank
     is_pinned: bool = False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
     has_gpus: bool = False  # rank k takes the k-th GPU
-    seconds: float = 60  # until every rank is ended, counted from the start, or with join_seconds from the meeting
-    join_seconds: float | None = None  # within which all must have met
+    seconds: float = 60  # until all ranks are ended: from the start, or if join_seconds is set, from the moment all met
+    join_seconds: float | None = None  # from the start, until all must have met
 
 
 def share_of_cores(num_ranks: int) -> int:
-    """The number of threads that keeps so many ranks from sharing a core, if there are enough cores."""
+    """The number of threads of each rank with which ranks do not share cores, if there are enough cores."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, num_cores // num_ranks)
 
@@ -56,8 +56,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call function(worker, *args) on every rank. Returns the results in the order of ranks.
 
-    `function` stands at the top level of a module. Every process is ended, also if a rank fails, if time is up, and on
-    Ctrl-C.
+    `function` must stand at the top level of a module. Every process is ended before this returns or raises, also when
+    a rank fails, when time is up, and on Ctrl-C.
 
     Raises:
         RankFailedError: if a rank raised, died or ran out of time.
@@ -69,7 +69,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         try:
-            with held_back():  # so that every process that is started is in the list, and ended
+            with held_back():  # so that every started process is in the list of those to end
                 for rank in range(launch.world_size):
                     ours, theirs = start.Pipe(duplex=False)
                     pipes.append(ours)
@@ -122,7 +122,7 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
     import torch
     import torch.distributed as dist
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the starting process, which ends this one
     Thread(target=_end_with_the_starter, daemon=True).start()
     try:
         torch.set_num_threads(launch.num_threads)
@@ -138,12 +138,12 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
         pipe.send(("joined", None))
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
         pipe.send(("result", function(worker, *args)))
-    except Exception:  # noqa: BLE001  the starter reports any error
+    except Exception:  # noqa: BLE001  the starting process reports any error
         pipe.send(("failure", traceback.format_exc()))
 
 
 def _end_with_the_starter() -> None:
-    """End this process with the one that started it. If that one is killed, nobody else would."""
+    """End this process when the starting process ends. If that was killed, nothing else would end this one."""
     if (starter := multiprocessing.parent_process()) is not None:
         wait([starter.sentinel])
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Numbers as people write and read them: 1M and 64Ki on a command line, bytes and rates in an answer."""
+"""Reads numbers as people write them on a command line (1M, 64Ki), and writes bytes and rates (1.66 GB)."""
 
 import argparse
 import math
@@ -10,9 +10,9 @@ from ..training.options import in_short
 
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-# Commas only group thousands: "2048,65536" would be two numbers, which a space must set apart.
+# Commas only group thousands. "2048,65536" is refused: a space must separate two numbers.
 _NUMBER = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
-_MOST_DIGITS = 400  # no float has as many digits, or as large an exponent; to write out 1e999999999 would take hours
+_MOST_DIGITS = 400  # beyond any float's digits and exponent; writing out 1e999999999 would take hours
 _RULE = (
     "K, M, G, T are thousands, Ki, Mi, Gi, Ti are 1,024s: 1M = 1,000,000, 64Ki = 65,536, 1e6, 131,072; several are set "
     "apart by spaces"

@@ -1,4 +1,4 @@
-"""What commands write: tables for a terminal, progress bars, and a check that a file can be written. No torch."""
+"""Helps commands write: tables, wrapped text and progress bars, and a check that a file can be written. No torch."""
 
 import os
 import sys
@@ -15,8 +15,8 @@ from ..training.files import LossyStream
 
 
 def check_writable(option: str, folder: Path, file: str | None = None) -> None:
-    """Raise ValueError unless new files, or this file, can be written to a folder, which may not exist yet. This makes
-    nothing; commands call it before their work, so that no work is lost."""
+    """Raise ValueError unless new files, or this file, can be written to a folder. The folder may not exist yet; it is
+    not made. Commands call this before their work, so that no work is lost."""
     path = folder if file is None else folder / file
     try:
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -30,7 +30,7 @@ def check_writable(option: str, folder: Path, file: str | None = None) -> None:
 
 
 def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, num_left: int = 1) -> str:
-    """A table for a terminal. All but the first `num_left` columns are flush right. Headers may have several lines."""
+    """A table. The first `num_left` columns are flush left, the others right. Headers may have several lines."""
     tallest = max(header.count("\n") for header in headers)
     tall = [("\n" * (tallest - header.count("\n")) + header).split("\n") for header in headers]
     columns = list(zip(*zip(*tall, strict=True), *rows, strict=True))
@@ -51,8 +51,8 @@ def wrapped(text: str, width: int = 80) -> str:
 
 
 def progress_bar(total: int, unit: str, *, delay: float = 0.0) -> Any:
-    """A bar on stderr while a context lasts; none if tqdm is not installed. It appears with the first update after
-    `delay` seconds."""
+    """A context with a progress bar on stderr; without a bar if tqdm is not installed. The bar appears with the first
+    update after `delay` seconds."""
     if find_spec("tqdm") is None:
         return nullcontext(SimpleNamespace(update=lambda: None, set_postfix_str=lambda text: None))
     from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""`rda suggest`: a few patterns for a length and a budget, explained in words. No torch."""
+"""`rda suggest`: suggests a few patterns for a sequence length and a budget, and explains them. No torch."""
 
 import argparse
 import json
@@ -81,7 +81,7 @@ def dense_pairs(arguments: argparse.Namespace) -> int:
 
 
 def budget_of(arguments: argparse.Namespace) -> tuple[float, str | None]:
-    """The most pairs of all heads that the budget allows, and the hardware that it assumes."""
+    """The most pairs, over all heads, that the budget allows; and a line on the hardware that is assumed, if any."""
     if arguments.speedup is not None:
         if not 1 <= arguments.speedup < math.inf:
             raise ValueError(f"--speedup must be at least 1, got {arguments.speedup:g}")
@@ -92,7 +92,7 @@ def budget_of(arguments: argparse.Namespace) -> tuple[float, str | None]:
     if not LEAST_SECONDS <= arguments.seconds <= MOST_SECONDS:
         raise ValueError(f"--seconds must be from {LEAST_SECONDS:g} to {MOST_SECONDS:g}, got {arguments.seconds:g}")
     check_dtype(machine, arguments.hardware, arguments.dtype)
-    seconds = machine.hardware._replace(call_seconds=0).work_seconds(1, sizes_of(arguments))  # of one pair
+    seconds = machine.hardware._replace(call_seconds=0).work_seconds(1, sizes_of(arguments))  # for one pair
     assumed = described(machine.hardware, machine.source)
     if arguments.ranks > 1:
         assumed += "\nthe seconds are those of the work: rda plan says what messages add to a step"
@@ -133,7 +133,7 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
                     "queries_followed": followed.num_followed,
                     "unread_phases": unread_phases(pattern, heads),
                     "largest_received_bytes": count_ranks(call.job(), Way(), bar.update).most_moved(sizes)[1],
-                    # Keys that come later cannot be in a cache: only causal patterns have one.
+                    # Only causal patterns have a cache: later keys cannot be in one.
                     "cache_bytes": row * pattern.cache_rows(heads, kv_heads, n) if is_causal else None,
                     "dense_cache_bytes": row * n * kv_heads if is_causal else None,
                 }
@@ -157,7 +157,7 @@ def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: st
         received = "keys and values around the ring, in a layer's forward and backward, by the rank that receives most"
         lines.append(wrapped(f"received: {received}; with the gradients that it sends for them"))
     for i, row in enumerate(found):
-        # A pattern has a word for a whole document, and the options of other commands have not.
+        # The options of other commands have no word for a whole document, so its length is shown.
         lengths = (str(arguments.seq_len if w == WHOLE_DOCUMENT else w) for w in row["segment_lengths"])
         options = f"--segment-lengths {' '.join(lengths)} --dilation-rates {' '.join(map(str, row['dilation_rates']))}"
         lines += ["", wrapped(f"{i + 1}. {row['rule']}: {options}")]
@@ -166,7 +166,7 @@ def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: st
 
 
 def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
-    """What a newcomer should know of one pattern, a string each."""
+    """What a newcomer should know of one pattern, as lines of text."""
     lines = []
     columns = (row[name] for name in ("segment_lengths", "dilation_rates", "unread_phases"))
     for w, r, (unread, num_phases) in zip(*columns, strict=True):
@@ -193,12 +193,12 @@ def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
 
 
 def heard(arguments: argparse.Namespace) -> str:
-    """The positions that a query may hear of."""
+    """In words, the positions that the pattern permits a query to see."""
     return "the positions up to it" if arguments.is_causal else "all positions"
 
 
 def _loss(arguments: argparse.Namespace, row: dict[str, Any], who: str) -> str:
-    """Whether unread phases, or distances that one layer lacks, are a loss. who: the queries that were followed."""
+    """Whether the positions that one layer does not connect stay out of reach. who: the queries that were followed."""
     shares, most, everything = row["reach_by_layer"], row["layers_for_most"], row["layers_for_all"]
     has_unread = any(unread for unread, _ in row["unread_phases"])
     rest = percent(1 - shares[-1])
@@ -218,7 +218,7 @@ def _loss(arguments: argparse.Namespace, row: dict[str, Any], who: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in two digits. 0 % means nothing at all, and 100 % everything."""
+    """A share in two digits. Only a share of 0 is shown as 0 %, and only a share of 1 as 100 %."""
     if share == 0 or share >= 0.99:
         return "0 %" if share == 0 else "100 %" if share == 1 else "over 99 %"
     return f"{100 * share:.2g} %"

@@ -1,4 +1,4 @@
-"""How a command ends, and its streams: closed ones, full ones, and terminals that cannot show a letter. No torch."""
+"""Ends a command with its exit code, and copes with closed streams, full disks and letters that terminals lack."""
 
 import io
 import os
@@ -13,15 +13,15 @@ NO_MEMORY = "there is not enough memory"
 
 
 def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
-    """The exit code of run(). It is 130 after Ctrl-C, and 2 after a sentence if memory, a disk or a file fails.
+    """The exit code of run(). It is 130 after Ctrl-C. It is 2 if memory, a disk or a file fails, with a message.
     is_process: the process ends with this command."""
     prepare_streams()
     try:
         try:
             return run()
         finally:
-            sys.stdout.flush()  # an error can be caught here, and not at exit
-    except BrokenPipeError:  # whoever reads the output has enough of it, as in `rda plan ... | head`
+            sys.stdout.flush()  # an error can be caught here, but not at exit
+    except BrokenPipeError:  # the reader of the output has ended, as in `rda plan ... | head`
         drop_unwritten()
         return UNREAD_EXIT_CODE
     except KeyboardInterrupt:
@@ -34,7 +34,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
         say(f"{command}: {in_words(error) if isinstance(error, OSError) else NO_MEMORY}")
         return 2
     finally:
-        drop_unwritten()  # of argparse or a bar, which pass over what stderr does not take
+        drop_unwritten()  # text of argparse or a bar: both ignore that stderr did not take it
         if is_process:
             ignore_from_now_on()
 
@@ -46,10 +46,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def prepare_streams() -> None:
-    """Make sure that printing ends no command, whatever stands at the other end of its streams.
+    """Make sure that printing never ends a command.
 
-    If a terminal lacks a letter (of a path, say), the letter's number is shown. A closed stream is opened on /dev/null:
-    otherwise the first file that the command opens would get the stream's number, and the printed text.
+    If a terminal cannot show a letter (of a path, say), the letter's number is shown. A closed stream is opened on
+    /dev/null: otherwise the first file that the command opens gets the stream's number, and the printed text.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -64,7 +64,7 @@ def prepare_streams() -> None:
 
 
 def say(text: str) -> None:
-    """A line on stderr, if it takes one."""
+    """Print a line on stderr, unless stderr fails."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -72,7 +72,7 @@ def say(text: str) -> None:
 
 
 def drop_unwritten() -> None:
-    """Drop text that cannot be written. Python would try again at exit, and print a traceback."""
+    """Drop text that cannot be written. Otherwise Python writes it at exit, fails, and prints a traceback."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

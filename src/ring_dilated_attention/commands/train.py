@@ -1,6 +1,6 @@
-"""`rda train`: trains in this process, starts several ranks, or is one of them.
+"""`rda train`: trains a model in this process alone, or starts several ranks, or runs as one of them.
 
-An impossible request is refused before any rank starts, and before torch is imported.
+It refuses an impossible request before any rank starts, and before torch is imported.
 """
 
 import argparse
@@ -43,7 +43,7 @@ DEFAULTS = {
     "save_every": 30,
 }
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
-# What gloo says in DDP's sum of gradients when another rank has ended.
+# The error of gloo in DDP's all-reduce of gradients, when another rank has ended.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
 EXAMPLES = """examples:
   rda train                                  one process; the document is
@@ -94,12 +94,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def own(arguments: argparse.Namespace, run: Run) -> AbstractContextManager[Owned]:
-    """Own the run's folder. If the user did not choose its name and it is taken, another folder is made."""
+    """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
     return own_folder(run.folder, must_be_new=arguments.resume is None and arguments.run_folder is None)
 
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
-    """The run that is asked for. A ValueError, with the message for the user, refuses what needs no torch to refuse."""
+    """The run that the user asks for. Raises ValueError, with a message for the user, if it is impossible."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[train]' in a clone of the repository")
@@ -113,7 +113,7 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     run, num_ranks = prepare(arguments), max(num_started, num_asked)
     options = run.hyperparameters
     check_ranks_fit(num_ranks, options.seq_len)
-    if arguments.exchange == "all_to_all":  # otherwise every rank would refuse it, in its first attention
+    if arguments.exchange == "all_to_all":  # otherwise every rank refuses it only in its first attention
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
     num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1)
     remedy = "use a smaller --embed-dim or fewer --num-layers"
@@ -130,7 +130,7 @@ def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
         return code_of(record)
     for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
         if not ended.was_aborted and set(ended.codes) <= {0, code}:
-            return code  # the ranks have said why, or nobody reads what they say
+            return code  # the ranks have printed the reason, or nobody reads the output
     reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
     say(f"rda train: {reason}; {what_is_left(arguments, run.folder)}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
@@ -141,7 +141,7 @@ def code_of(record: dict[str, Any]) -> int:
 
 
 def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
-    """The newest checkpoint, and the command that goes on from it."""
+    """A sentence: the newest checkpoint, and the command that resumes from it."""
     checkpoint = find_checkpoint(folder)
     onward = f"go on with: {resume_command(arguments, folder)}" if checkpoint else "start it again"
     return f"newest checkpoint: {checkpoint or 'none'}; {onward}"
@@ -160,7 +160,7 @@ def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def causes(ended: Ended) -> list[str]:
-    """How ranks failed, first those that were killed. Ranks that only lost another are named if there is no other."""
+    """How ranks failed, killed ranks first. A rank that failed only because another did is named if all failed so."""
     ranks = zip(ended.codes, range(len(ended.codes)), ended.reasons, strict=True)
     failed = sorted((rank for rank in ranks if rank[0]), key=lambda rank: rank[0] > 0)
     said = []
@@ -188,7 +188,7 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
-    """Train in this process, one of several. If one of them refuses, all do."""
+    """Train in this process, which is one rank of several. If one rank refuses, all ranks do."""
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
@@ -202,20 +202,20 @@ def run_rank(arguments: argparse.Namespace) -> int:
             join_ranks(arguments)
             parallel = ContextParallel(exchange=arguments.exchange)
         except (ValueError, RuntimeError):
-            prepare_checked(arguments)  # if this rank refuses the request, that is the reason to give
+            prepare_checked(arguments)  # if this rank refuses the request, its refusal is the reason to show
             raise
         run = together(parallel, partial(prepare_checked, arguments))
         agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
             run = together(parallel, partial(claim_folder, arguments, run, parallel.rank, stack))
-            # If the user named no folder, each rank has made up a name.
+            # If the user named no folder, each rank has made up a name: take that of the first rank.
             folder = Path(values_of_all(parallel, str(run.folder))[0])
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
             if parallel.rank == 0:
                 report(arguments, run, record)
         dist.destroy_process_group()
-    except (Refusal, TrainingDiverged) as error:  # on every rank
+    except (Refusal, TrainingDiverged) as error:  # raised on every rank
         if str(error) and (isinstance(error, Refusal) or parallel.rank == 0):
             say(f"rda train: {error}")
         return USER_ERROR_EXIT_CODE
@@ -228,7 +228,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
-    """Tell the user and the launcher why this rank ends. An unforeseen error keeps its traceback."""
+    """Tell the user and the launcher why this rank ends. An unforeseen error is raised, with its traceback."""
     from ..ranks.context import ExchangeError
 
     who = f"rda train: rank {started().rank} on host {socket.gethostname()}"
@@ -241,21 +241,21 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
     elif isinstance(error, ExchangeError) or is_lost:
         reason, said = LOST_ANOTHER, f"{who} lost another: {first_line}"
     elif is_out_of_memory(error):
-        reason, said = NO_MEMORY, f"\n{who}: {NO_MEMORY}"  # another rank's progress bar may stand there
+        reason, said = NO_MEMORY, f"\n{who}: {NO_MEMORY}"  # "\n": another rank's progress bar may be on this line
     else:
         reason = f"{type(error).__name__}: {first_line}"
     if arguments.launched is not None:
         leave_reason(arguments.launched, reason)
     if not said:
         raise error
-    # Each rank says it, since any of them may be lost.
+    # Each rank prints how to resume, since any rank may be lost.
     goes_on = code == FAILED_EXIT_CODE and arguments.launched is None and find_checkpoint(folder) is not None
     say(said + f"\nrda train: go on with: {resume_command(arguments, folder)}" * goes_on)
     return code
 
 
 def join_ranks(arguments: argparse.Namespace) -> None:
-    """Meet the other ranks, in the launcher's folder or where torchrun or srun says."""
+    """Join the process group, by the launcher's folder or by the variables of torchrun or srun."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -268,7 +268,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
 
 
 def claim_folder(arguments: argparse.Namespace, run: Run, rank: int, stack: ExitStack) -> Run:
-    """The run, whose folder the first rank owns until `stack` is left, unless the launcher owns it already."""
+    """The run. The first rank owns its folder until `stack` is left, unless the launcher owns the folder already."""
     if rank == 0 and arguments.launched is None:
         run = replace(run, folder=stack.enter_context(own(arguments, run)).folder)
     return run

@@ -1,1 +1,1 @@
-"""What a job would compute, send, hold and take: ledger, clock, whole models, comparison. Predicts, runs nothing."""
+"""Predicts what a job would compute, send, hold in memory and take in time, without running the job. No torch."""

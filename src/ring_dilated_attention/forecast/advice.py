@@ -1,4 +1,4 @@
-"""Where a step is bound by communication: the branch that sends most, its work, and what would help. No torch."""
+"""Advises on a step that is bound by communication: which branch sends most, and what would help. No torch."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -9,18 +9,18 @@ from ..plan.sizes import Sizes
 from .call import Figures, Way, forecast
 from .clock import Hardware
 
-# The share of a step in which a rank waits. Above it, faster messages gain more than a faster kernel.
+# If the busiest rank waits for at least this share of a step, the step counts as bound by communication.
 BOUND_BY_COMMUNICATION = 0.2
 SPARSER = 4
-WORTH_IT = 0.95  # a remedy leaves at most this share of a step's time; sending less does not where latency binds
+WORTH_IT = 0.95  # advise a higher rate only if a step then takes at most this share of its time
 OTHERWISE = "fewer ranks, or a link that is faster or has less latency, would help"
 
 
 def advice(job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardware) -> str | None:
-    """One or two sentences, or None where a step is not bound by communication or was not timed."""
+    """One or two sentences; or None, if a step is not bound by communication or was not timed."""
     if figures.time is None or figures.exposed < BOUND_BY_COMMUNICATION:
         return None
-    # What is not the whole step is not called 100 %.
+    # A rank never waits for the whole step, so the text does not say 100 %.
     bound = f"bound by communication: a rank waits {min(figures.exposed, 0.99):.0%} of the step"
     if way.is_dealt:
         return (

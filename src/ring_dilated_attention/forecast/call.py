@@ -1,7 +1,7 @@
-"""What an attention call over all ranks would compute, send, hold and take. Numbers only, no torch.
+"""Predicts what an attention call computes, sends, holds and takes over all ranks. Numbers only, no torch.
 
-What ranks compute and receive is always counted exactly. Memory and time follow from the plans of up to MOST_PLANNED
-ranks, and are estimated for more (`large.py`).
+Pairs and received bytes are always counted exactly. For up to MOST_PLANNED ranks, memory and time follow from the plan
+of every rank. For more ranks, they are estimated (`large.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -18,12 +18,12 @@ from . import large
 from .clock import Hardware, StepTime, model_step, time_text
 from .ledger import AttentionMemory, Peak, attention_memory
 
-# Up to so many ranks, each is planned and timed.
+# If there are at most so many ranks, every rank is planned and timed.
 MOST_PLANNED = 64
 
 
 class Way(NamedTuple):
-    """How rows travel. inner: the size of the groups that deal heads, in a ring of groups (a 2-D mesh); 1 for none."""
+    """How rows travel. inner: with 2-D meshes, the number of ranks in a group that deals heads; otherwise 1."""
 
     exchange: str = "ring"
     inner: int = 1
@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
 
 class Time(NamedTuple):
-    """The time of a forward and its backward. is_about: estimated, not by the clock of all ranks."""
+    """The time of a forward and its backward. is_about: an estimate, not modelled rank by rank."""
 
     seconds: float
     is_about: bool = False
@@ -47,9 +47,9 @@ class Time(NamedTuple):
 class BranchShare(NamedTuple):
     """A branch over all ranks.
 
-    num_sharing: the most ranks that exchange rows of one segment; 1 where no row travels.
-    num_rows: the rows of phase 0 in the longest segment, which has num_positions.
-    sent: the chunks that all ranks together send in a forward, in units of B * D elements; dealt heads are not in it.
+    num_sharing: the most ranks that exchange rows of one segment; 1 if no row travels.
+    num_rows: the rows of phase 0 in the longest segment, which has num_positions positions.
+    sent: the size of the chunks that all ranks together send in a forward, in units, without dealt heads.
     """
 
     segment_length: int
@@ -65,7 +65,7 @@ class BranchShare(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The ranks of one ring, counted. Where groups deal heads, the ranks at one place of each group are a ring."""
+    """The ranks of one ring, counted. If groups deal heads, the ranks at one place of all groups form a ring."""
 
     counter: Counter
     counted: JobCount
@@ -80,7 +80,7 @@ class Counted(NamedTuple):
 
     @property
     def pairs(self) -> list[int]:
-        """By rank."""
+        """Pairs that each rank computes."""
         size = len(self.rings)
         return [self.rings[rank % size].counted.pairs[rank // size] for rank in range(self.job.num_ranks)]
 
@@ -102,13 +102,13 @@ class Counted(NamedTuple):
 
     @property
     def num_hops(self) -> int:
-        """The hops of the longest ring. The one round of an all-gather counts as one."""
+        """The hops of the longest ring. An all-gather counts as one hop."""
         shared = [x for ring in self.rings for x in ring.counted.segments.values() if x.received]
         hops = max((x.sharers - 1 for x in shared), default=0)
         return min(1, hops) if self.way.exchange == "all_gather" else hops
 
     def most_moved(self, sizes: Sizes) -> tuple[int, int]:
-        """Bytes of the rank that receives and deals most: in a forward, and in a forward with its backward."""
+        """The largest received chunks plus the largest dealt heads, in bytes: of a forward, and with its backward."""
         received = sizes.unit * max(max(ring.counted.received) for ring in self.rings)
         forward, gradients = received * sizes.itemsize, received * sizes.sum_itemsize
         size, lengths = len(self.rings), list(map(shard_length, self.job.shards))
@@ -123,7 +123,7 @@ class Counted(NamedTuple):
 
 
 def count(job: Job, way: Way, step: Callable[[], object] = lambda: None) -> Counted:
-    """Count all ranks. step: called after each rank.
+    """Count what every rank computes and receives. step: called after each rank.
 
     Raises:
         ValueError: if heads cannot be dealt.
@@ -147,13 +147,13 @@ class Figures(NamedTuple):
     """The figures of a call over all ranks.
 
     pairs, branches: of all ranks together.
-    most_pairs, busiest: the work of the rank that computes most, and its number. balance: the mean work over that work.
-    forward_bytes, sent_bytes: of the rank that sends most, in a forward, and in a forward with its backward. Where
-        ranks are not planned, chunks are counted by the rank that receives most.
-    peak: of the rank that holds most, in a forward with its backward, if a kernel is given.
-    time: if hardware is given; None for ways of many ranks that no test compares with the clock.
+    most_pairs, busiest: the pairs of the rank that computes most, and its number. balance: mean pairs over most_pairs.
+    forward_bytes, sent_bytes: those of the rank that sends most, in a forward, and in a forward with its backward. If
+        ranks are not planned, the rank that receives most stands for the rank that sends most.
+    peak: that of the rank that holds most, in a forward with its backward; None if no kernel is given.
+    time: None if no hardware is given, or if no test compares the estimate for this way with the clock.
     exposed: the share of the time in which the busiest rank waits.
-    ranks, step: the planned ranks and their times; empty and None where peak and time are estimates.
+    ranks, step: the planned ranks and their times. If peak and time are estimates, they are empty and None.
     """
 
     pairs: int
@@ -200,7 +200,7 @@ def forecast(
     """The figures of a call over all ranks.
 
     Args:
-        counted: the ranks, if they were counted already; else `step` is called after each rank.
+        counted: the result of `count`, if there is one. If it is None, all ranks are counted here, with `step`.
     """
     counted = count(job, way, step) if counted is None else counted
     pairs = counted.pairs
@@ -259,7 +259,7 @@ def _of_counts(
 
 
 def _peak_of_counts(counted: Counted, sizes: Sizes, traits: Traits) -> Peak | None:
-    """The two rings that may hold most: the one with the largest buffers, and the one with most work."""
+    """The largest peak of two rings: the one with the largest buffers, and the one with the most pairs."""
     size, longest = len(counted.rings), max(map(shard_length, counted.job.shards))
     dealing = None if size == 1 else Dealing(0, (longest,) * size, ())
     by_buffers = max(counted.rings, key=lambda ring: max(ring.counted.buffers))

@@ -1,18 +1,18 @@
-"""How long a step takes on given hardware: the programs of all ranks, in virtual time. Numbers only, no torch.
+"""Predicts how long a step takes on given hardware: it runs the programs of all ranks in virtual time. No torch.
 
-All ranks run together, so a late rank makes its neighbours wait. Exposed is the time in which a rank waits for a
-message, whether the message is slow or its sender is late.
+A late rank makes its neighbours wait. The time in which a rank waits for a message is called exposed, whether the
+message is slow or its sender is late.
 
 Assumptions:
 
-- Computation: a tile takes its FLOPs over the rate of the stage, and `call_seconds`. Packing, merging and adding are
-  part of the rate, so give the rate that kernels reach. Messages do not slow the computation; posting takes no time.
-- Network: a rank has one way out and one way in, each of so many bytes per second. On each way messages go one after
-  the other, in the order in which the rank posts them, as on one NCCL stream. A message starts when both of its ranks
-  have posted it and both ways are free. It has arrived, for both ranks, one latency after its last byte has left.
+- Computation: a tile takes `call_seconds`, plus its FLOPs divided by the rate of the stage. The rate is the one that
+  kernels reach; it includes packing, merging and adding. Messages do not slow computation. Posting takes no time.
+- Network: a rank has one way out and one way in, each with `bytes_per_second`. On each way messages go one after the
+  other, in the order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its
+  receiver have posted it and both ways are free. For both it ends one latency after its last byte has left.
 - Handshake: before each stage every rank waits for the slowest rank, and for one handshake.
 
-So every moment is a maximum of sums of durations, and nothing that becomes faster makes a step slower.
+Every moment is therefore a maximum of sums of durations. So faster hardware never makes a step slower.
 """
 
 from collections import deque
@@ -31,9 +31,9 @@ from .ledger import row_bytes
 class Hardware(NamedTuple):
     """The rates of one device and of one way of its network.
 
-    backward_flops_per_second: None if as the forward's.
-    call_seconds: what every kernel call takes, whatever its size.
-    handshake_seconds: None for one latency.
+    backward_flops_per_second: None means the rate of the forward.
+    call_seconds: the time that every kernel call takes in addition, whatever its size.
+    handshake_seconds: None means one latency.
     """
 
     flops_per_second: float
@@ -48,7 +48,7 @@ class Hardware(NamedTuple):
         return flops / rate + calls * self.call_seconds
 
     def work_seconds(self, num_pairs: int, sizes: Sizes) -> float:
-        """The time of so many pairs of queries and keys, forward and backward, in one kernel call each."""
+        """The time of `num_pairs` pairs of a query and a key: one kernel call forward and one backward."""
         flops = 2 * sizes.unit * num_pairs  # of one product
         return self.compute_seconds(2 * flops, backward=False) + self.compute_seconds(5 * flops, backward=True)
 
@@ -58,9 +58,9 @@ class Hardware(NamedTuple):
 
 
 class RankTime(NamedTuple):
-    """One rank's seconds. A stage begins when all ranks have ended the stage before.
+    """One rank's seconds. The stages are forward and backward. A stage begins when all ranks have ended the one before.
 
-    computing_seconds, exposed_seconds: of both stages; exposed while it waits for messages and handshakes.
+    computing_seconds, exposed_seconds: of both stages. Exposed time is spent in waits for messages and handshakes.
     """
 
     forward_seconds: float
@@ -88,7 +88,7 @@ class StepTime(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """T1 / (p Tp). T1 is the sum of all ranks' computing: one rank would compute it all, and wait for nobody."""
+        """T1 / (p Tp). T1, the time on one rank, is taken to be the sum of all p ranks' computing seconds."""
         return self._mean_computing / self.step_seconds if self.step_seconds else 1.0
 
     @property
@@ -105,11 +105,11 @@ class StepTime(NamedTuple):
 def model_step(
     plans: Sequence[Plan], sizes: Sizes, hardware: Hardware, dealings: Sequence[Dealing] | None = None
 ) -> StepTime:
-    """The time of a step, under a kernel that computes one tile at a time.
+    """The time of a step with a kernel that computes one tile at a time.
 
     Args:
-        plans: every rank's, in the order of ranks.
-        dealings: every rank's, where heads are dealt for positions.
+        plans: the plan of every rank, in the order of ranks.
+        dealings: the dealing of every rank, if heads are dealt for positions.
     """
     network = Network(len(plans), hardware)
     ranks = [_Rank(i, plan, network, sizes, None if dealings is None else dealings[i]) for i, plan in enumerate(plans)]
@@ -120,7 +120,7 @@ def model_step(
             rank.now = start
             rank.wait_until(start + handshake)
         running = [rank.carry_out(stage) for rank in ranks]
-        while running:  # each loop stops where the end of its wait is not known yet
+        while running:  # each rank runs until the end of a wait is not known yet
             before = len(running), network.num_carried
             running = [loop for loop in running if next(loop, "ended") is None]
             assert (len(running), network.num_carried) != before, "ranks wait for each other: not the plans of one job"
@@ -164,7 +164,7 @@ class _Rank:
         self.computing += seconds
 
     def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
-        # Where heads are dealt there is a ring for each place, in which a peer is the number of a group.
+        # If heads are dealt, the ranks at one place of all groups form a ring, and a peer is the number of a group.
         size, place = (1, 0) if self.dealing is None else (self.dealing.size, self.dealing.place)
 
         def side(message: Message) -> Side:
@@ -201,7 +201,7 @@ class _Rank:
 
 @dataclass
 class Side:
-    """A message as one of its ranks posted it. `done` is the moment at which it has arrived, once that is known."""
+    """A message as its sender or its receiver posted it. `done` is the moment of its arrival; None: not known yet."""
 
     peer: int
     num_bytes: int
@@ -212,8 +212,8 @@ class Side:
 class Network:
     """The ways out of and into every rank, each with its messages in the order in which the rank posted them.
 
-    All ranks order messages alike (by hop, then by ring). So some message is always the first at both of its ranks, and
-    no order blocks for good.
+    All ranks order messages alike (by hop, then by ring). So some message is always the first both at its sender and
+    at its receiver, and the ranks cannot deadlock.
     """
 
     def __init__(self, num_ranks: int, hardware: Hardware) -> None:
@@ -238,7 +238,7 @@ class Network:
         return sends, receives
 
     def _carry(self, sender: int, receiver: int) -> None:
-        """Carry the message that is the first of both ways."""
+        """Carry the message that is the first on the sender's way out and on the receiver's way in."""
         sent, received = self.leaving[sender].popleft(), self.coming[receiver].popleft()
         assert sent.num_bytes == received.num_bytes, (sender, sent, receiver, received)
         start = max(sent.posted, received.posted, self.out_free[sender], self.in_free[receiver])

@@ -1,4 +1,4 @@
-"""The same attention by every exchange and sharding, and which of them to take. Pure numbers, no torch."""
+"""Compares all exchanges and shardings for one attention call, and recommends one. Pure numbers, no torch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from ..plan.sizes import Sizes, Traits
 from .call import Figures, Way, forecast
 from .clock import Hardware
 
-# Two steps are alike if one takes at most so many times the other. Sending less then decides, then holding less.
+# Two ways are alike if one takes at most ALIKE times as long as the other. Fewer bytes sent, then less memory, decide.
 ALIKE = 1.02
 
 
 class Call(NamedTuple):
-    """An attention call on ranks, of one document, whatever its shards."""
+    """An attention call over one document on several ranks. The sharding is left open."""
 
     pattern: DilatedPattern
     seq_len: int
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 
 class Alternative(NamedTuple):
-    """One way to compute a call. figures: None where `why_not` gives the reason."""
+    """One way to compute a call. figures: None if the way is impossible; `why_not` then gives the reason."""
 
     function: str
     way: Way
@@ -46,13 +46,13 @@ class Alternative(NamedTuple):
 
     @property
     def known(self) -> Figures:
-        """The figures of an alternative that has them."""
+        """The figures. Fails if there are none."""
         assert self.figures is not None, self.why_not
         return self.figures
 
 
 def ways_of(call: Call) -> list[Alternative]:
-    """The pattern and dense attention by every exchange and sharding, without figures."""
+    """Every exchange with every sharding, for the call's pattern and for dense attention; without figures."""
     ways = [Way("ring"), Way("all_gather"), Way("all_to_all")]
     sizes = [d for d in range(2, call.num_ranks) if call.num_ranks % d == 0 and call.num_kv_heads % d == 0]
     ways += [Way("ring", d) for d in sizes[-1:]]
@@ -84,7 +84,7 @@ def alternatives(
 
 
 def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alternative | None, str]:
-    """The fastest way that computes the pattern, fits and was timed, and the reason in a sentence."""
+    """The fastest of the ways that compute the pattern, fit the memory and were timed; and the reason."""
     ways = [one for one in found if one.function == "dilated" and not one.why_not]
     fitting = [one for one in ways if memory_bytes is None or one.known.peak_bytes <= memory_bytes]
     if not fitting:
@@ -102,7 +102,7 @@ def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alt
 
 
 def _reason(best: Alternative, alike: list[Alternative], timed: list[Alternative]) -> str:
-    """Why it is the best of those that are alike, and how much longer the next of the others takes."""
+    """Why `best` is recommended among those that are `alike`, and how much longer the fastest other way takes."""
     why = "the fastest"
     if len(alike) > 1:
         ways_alike = "another way, and of the two" if len(alike) == 2 else f"{len(alike) - 1} other ways, and of these"

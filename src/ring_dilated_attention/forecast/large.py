@@ -1,6 +1,6 @@
-"""Memory and time of a ring of too many ranks to plan each of them, from counts. Numbers only, no torch.
+"""Estimates memory and time of a ring with too many ranks to plan each of them, from counts. Numbers only, no torch.
 
-Both are estimates: MEMORY_ERRORS and TIME_ERRORS say how far they were off in random jobs that could be planned.
+MEMORY_ERRORS and TIME_ERRORS say how far the estimates were off, in random jobs that are small enough to plan.
 """
 
 from bisect import bisect_right
@@ -20,10 +20,10 @@ from ..plan.sizes import Sizes, Traits
 from .clock import Hardware
 from .ledger import Peak, attention_memory
 
-# Ranks of the small job that stands for a large one.
+# The number of ranks in the small job that is planned in place of a large one.
 FEW = 8
-# The estimate over the exact figure, in hundreds of random jobs. Memory (65 to 128 ranks, uneven shards): the least and
-# the 95th percentile. Time (9 to 40 ranks): the 5th and the 95th percentile.
+# Estimate divided by exact figure, in hundreds of random jobs. Memory (65 to 128 ranks, uneven shards): the least ratio
+# and the 95th percentile. Time (9 to 40 ranks): the 5th and the 95th percentile.
 MEMORY_ERRORS, TIME_ERRORS = (0.95, 1.17), (0.69, 1.1)
 
 ERRORS_TEXT = (
@@ -35,20 +35,20 @@ ERRORS_TEXT = (
 def peak_memory(
     counter: Counter, counted: JobCount, sizes: Sizes, traits: Traits, *, dealing: Dealing | None, is_gathered: bool
 ) -> Peak:
-    """The memory of a rank that has the longest shard of all ranks and the largest buffers of all.
+    """The memory of an imagined rank with the longest shard and the largest buffers of all ranks.
 
-    Its tiles are those of one of FEW ranks with such shards. The sizes of its buffers were counted.
+    Its tiles are planned, in a job of at most FEW ranks with such shards. Its buffers have the sizes that were counted.
 
     Args:
-        dealing: how the rank deals heads, where ranks do.
-        is_gathered: all chunks that the rank meets are there at once.
+        dealing: how the rank deals heads; None if ranks do not.
+        is_gathered: the rank holds all chunks that it receives at once, as after an all-gather.
     """
     job = counter.job
     small = job if job.num_ranks <= FEW else _few(job, counted)
     plans = [make_plan(small, rank) for rank in range(small.num_ranks)]
     buffer = max(counted.buffers)
     received_and_home = {(buffer, buffer)}
-    if is_gathered:  # the ranks that hold most at one moment or another
+    if is_gathered:  # each weighting stands for a moment at which another rank may hold most
         plans = [gathered(plan) for plan in plans]
         moved = list(zip(counted.received, _coming_home(counter, counted), strict=True))
         weights = ((1, 0), (0, 1), (1, 1), (sizes.itemsize + sizes.sum_itemsize, sizes.sum_itemsize))
@@ -61,7 +61,7 @@ def peak_memory(
 
 
 def _coming_home(counter: Counter, counted: JobCount) -> list[int]:
-    """For each rank the rows of gradients that come home at once: one for each row that it sends to each rank."""
+    """For each rank, the rows of gradients that it receives at once: one for each row that it sends to each rank."""
     shares = [
         [share for share in counter.of(rank).shares if any(share.rows) and counted.segments[share.place].received]
         for rank in range(counter.job.num_ranks)
@@ -81,10 +81,10 @@ def _coming_home(counter: Counter, counted: JobCount) -> list[int]:
 
 
 def _few(job: Job, counted: JobCount) -> Job:
-    """A job of FEW ranks with shards as long as the longest shard of the job.
+    """A small job: FEW ranks, whose shards are as long as the longest shard of the job.
 
-    A segment of the whole sequence stays one. Any other is cut to half of the small sequence, if it is longer, and
-    ends at the same place of a shard. It straddles two shards, or more, where it does so in the job.
+    A segment of the whole sequence becomes one of the whole small sequence. Any other segment is cut to about half of
+    the small sequence, and ends at the same place in a shard. If it straddles shards in the job, it does so here.
     """
     length, longest = max(map(shard_length, job.shards)), max(b - a for a, b in pairwise(job.borders))
     seq_len, segments = FEW * length, []
@@ -94,7 +94,7 @@ def _few(job: Job, counted: JobCount) -> Job:
         if counted.sharing(branch) > 2:
             w = max(w, 3 * length + w % length)
         segments.append(w + 1 if length % w == 0 and counted.sharing(branch) > 1 else w)
-    rates = [min(rate, length) for rate in job.pattern.dilation_rates]  # so that the cut segments keep rows
+    rates = [min(rate, length) for rate in job.pattern.dilation_rates]  # so that the shorter segments keep rows
     name = "zigzag" if any(len(shard) > 1 for shard in job.shards) else "contiguous"
     return job._replace(
         pattern=replace(job.pattern, segment_lengths=segments, dilation_rates=rates),
@@ -104,16 +104,16 @@ def _few(job: Job, counted: JobCount) -> Job:
 
 
 def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Hardware) -> float:
-    """A forward and its backward around the ring: of the rank that computes most, or of the rank that receives most."""
+    """Seconds of a forward and its backward: the rank that computes most or the one that receives most, the slower."""
     ranks = {column.index(max(column)) for column in (counted.pairs, counted.received)}
     return max(_rank_seconds(*_work_of(counter, counted, rank), sizes, hardware) for rank in ranks)
 
 
 def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardware: Hardware) -> float:
-    """Forward and backward of a rank that works as much at each hop of a ring.
+    """Seconds of a rank's forward and backward, if it has equal work in all hops of a ring.
 
-    A hop takes as long as its tiles or its messages (in backward with gradients), whichever is longer. So does the
-    start: the rank's own tiles or the first chunks.
+    A hop takes as long as its tiles or its messages, whichever is longer. Messages of the backward include gradients.
+    Before the first hop, the rank's own tiles or the first chunks take the time, whichever are longer.
     """
     seconds = 0.0
     for products, is_backward in ((2, False), (5, True)):
@@ -143,7 +143,7 @@ class _Load(NamedTuple):
 
 
 def _work_of(counter: Counter, counted: JobCount, rank: int) -> tuple[_Load, dict[int, _Load]]:
-    """A rank's load with its own keys, and its load in one hop of its rings, by the number of hops of the ring."""
+    """A rank's load with its own keys; and, by a ring's number of hops, its load in one hop of such rings."""
     job, count = counter.job, counter.of(rank)
     heads = job.num_heads, job.num_kv_heads, job.held
     calls = [len(job.pattern.head_groups(branch, *heads)) for branch in range(len(job.pattern.branches))]
@@ -153,7 +153,7 @@ def _work_of(counter: Counter, counted: JobCount, rank: int) -> tuple[_Load, dic
         segment = counted.segments[branch, origin]
         if not any(rows) or not segment.received:
             continue
-        each = sum(rows) / 2 / counter.keys[branch].num  # the mean number of its own rows in a phase
+        each = sum(rows) / 2 / counter.keys[branch].num  # the mean number of the rank's own rows in a phase
         home = counter.queries[branch].num * each * ((each + 1) / 2 if job.pattern.is_causal else each)
         hops, remote = segment.sharers - 1, max(0.0, num_pairs - home)
         own = own._replace(pairs=own.pairs - remote)

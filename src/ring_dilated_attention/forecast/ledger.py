@@ -1,8 +1,8 @@
-"""Memory of one attention call on one rank: the bytes of what its program makes and lets go. Pure integers, no torch.
+"""Predicts the memory of one attention call on one rank, from what its program allocates and frees. No torch.
 
-So a figure is a sum over named items, and no formula. Counted is what torch's allocator gives out. `kernels/traits.py`
-says what a kernel takes beside its results. Not counted are: the column that a gradient of lse needs; on CPUs the
-float32 copies of one tile in the float16 backward; on CPUs with AMX the packed keys and values of one tile in torch's
+A figure is a sum over named items, not a formula. It counts what torch's allocator gives out. `kernels/traits.py` says
+what a kernel takes beside its results. Not counted: the column that a gradient of lse needs; on CPUs, the float32
+copies of one tile in the float16 backward; on CPUs with AMX, the packed keys and values of one tile in torch's
 bfloat16 kernel; what the transport allocates.
 """
 
@@ -24,7 +24,7 @@ class Item(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """What is held when most is held, the largest first."""
+    """The items that are held at the moment of the largest total, the largest item first."""
 
     items: tuple[Item, ...]
 
@@ -44,10 +44,10 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
     """The memory of one call on the plan's rank.
 
     Args:
-        plan: where heads are dealt, the plan of the dealt heads.
+        plan: if heads are dealt, the plan of the dealt heads.
 
     Raises:
-        ValueError: for a plan with hops and a kernel that makes whole passes.
+        ValueError: if the plan has hops and the kernel computes a whole forward or backward in one call.
     """
     if traits.is_whole and plan.hops:
         raise ValueError(
@@ -62,7 +62,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
         packing=traits.packing,
         distances=(row_bytes("query", plan, sizes), row_bytes("key", plan, sizes)),
         itemsize=sizes.itemsize,
-        is_brief=True,  # the second piece, with what the first one left
+        is_brief=True,  # two alike show the peak: the second runs with what the first one left
     )
     ledger = _Ledger(plan, sizes, terms, traits)
     ledger.give("query", "key", "value")
@@ -74,21 +74,21 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
 
 
 def row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
-    """Bytes of one position of a tensor of the program."""
+    """Bytes of one position, of all heads, in a tensor that the program names."""
     num_heads = plan.num_kv_heads if name in ("key", "value", "dk", "dv") else plan.num_heads
     has_numbers = name in ("lse", "dlse", "delta")  # one for each row and head
     return num_heads * (sizes.sum_itemsize if has_numbers else sizes.head_dim * sizes.itemsize)
 
 
 class _Ledger:
-    """What is held now, by name, and what was held when most was held."""
+    """The bytes that are held now, by name, and those that were held at the largest total."""
 
     def __init__(self, plan: Plan, sizes: Sizes, terms: steps.Terms, traits: Traits) -> None:
         self.plan, self.sizes, self.terms, self.traits = plan, sizes, terms, traits
         self.held: dict[str, int] = {}
         self.now = self.largest = 0
         self.at_peak: dict[str, int] = {}
-        self.results: dict[str, int] = {}  # of the tile at hand
+        self.results: dict[str, int] = {}  # of the last tile
 
     def hold(self, name: str, num_bytes: int) -> None:
         self.now += num_bytes - self.held.get(name, 0)
@@ -105,18 +105,18 @@ class _Ledger:
         self.now -= self.held.pop(name, 0)
 
     def pass_by(self, name: str, num_bytes: int) -> None:
-        """Held for a moment only."""
+        """Count bytes that are freed at once."""
         if self.now + num_bytes > self.largest:
             self.hold(name, num_bytes)
             self.let_go(name)
 
     def give(self, *names: str) -> None:
-        """The caller holds these."""
+        """Count tensors that the caller holds."""
         for name in names:
             self.hold(self.given(name), self.tensor(name, is_dealt=False))
 
     def given(self, name: str) -> str:
-        """The name of a tensor of this rank's own rows, which the tensor of its dealt heads does not share."""
+        """The name of the tensor of this rank's own rows. The tensor of its dealt heads has another name."""
         return name if self.terms.dealing is None else f"{name}, own rows"
 
     def add_up(self, stage: str) -> None:
@@ -124,24 +124,24 @@ class _Ledger:
             self.carry[type(step)](self, step)
 
     def tensor(self, name: str, *, is_dealt: bool = True) -> int:
-        """Bytes of a whole tensor of the program. lse counts in its result's dtype."""
+        """Bytes of a whole tensor that the program names. lse counts in the dtype in which it is returned."""
         rows, share = self.plan.num_rows, 1
         if self.terms.dealing is not None and not is_dealt:
             rows, share = self.terms.dealing.lengths[self.terms.dealing.place], self.terms.dealing.size
         return self.sizes.batch * rows * share * row_bytes(name, self.plan, self.sizes)
 
     def summed(self, num_bytes: int) -> int:
-        """The same elements in the accumulators' dtype."""
+        """The bytes of the same elements in the dtype of sums."""
         return num_bytes // self.sizes.itemsize * self.sizes.sum_itemsize
 
     def wide(self, num_bytes: int) -> int:
-        """The same lse in float64, in which it is merged."""
+        """The bytes of the same lse in float64, the dtype in which partials are merged."""
         return num_bytes // self.sizes.sum_itemsize * 8
 
-    # One method for each step.
+    # From here on, one method for each type of step.
 
     def deal(self, step: steps.Deal) -> None:
-        """First copies of the parts that leave, then the parts that come, then the tensor that is made of them."""
+        """Hold copies of the parts to send, then the parts received, then the tensor that is made of these."""
         own, dealt = self.tensor(step.name, is_dealt=False), self.tensor(step.name)
         leaves, comes = (own, dealt) if step.to_heads else (dealt, own)
         self.hold("parts of dealt heads", leaves + comes)
@@ -219,7 +219,7 @@ class _Ledger:
             self.hold(name, self.tensor(name))
 
     def nothing(self, step: steps.Step) -> None:
-        """Makes nothing, and frees nothing."""
+        """The step allocates and frees nothing."""
 
     carry: ClassVar[dict[type, Callable[["_Ledger", Any], None]]] = {
         steps.Deal: deal, steps.Pack: pack, steps.Take: take, steps.Free: free, steps.Start: start,

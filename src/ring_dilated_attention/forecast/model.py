@@ -1,24 +1,24 @@
-"""What a `LongNetLM` holds, computes and takes on a mesh of ranks, part by part. Numbers only, no torch.
+"""Predicts the memory and the time of training a `LongNetLM` on a mesh of ranks. Numbers only, no torch.
 
-A mesh is `data` groups of `sequence` ranks, and the ranks of a group share a sequence. With `shards` > 1 parameters,
-gradients and optimiser state are cut over so many ranks (FSDP2).
+A mesh is `data` groups of `sequence` ranks. The ranks of one group share a sequence. If `shards` > 1, parameters,
+gradients and optimiser state are sharded over that many ranks (FSDP2).
 
-Saved for backward, in numbers for each position of a rank. E is the width of the model, F of the feed-forward; H and G
-are the numbers of query and key/value heads, D is the head dim:
+The forward saves for the backward so many numbers for each position of a rank. E is the width of the model, F that of
+the feed-forward. H and G are the numbers of query and key/value heads, D is the head dim:
 
     a block            7 E + (E + 2 G D) + G D + 3 F, and H + 8 in float32 (lse; mean and deviation of four norms)
-    checkpointed       2 E, and H in float32: its input, and what `save_attention` keeps of the attention
+    checkpointed       2 E, and H in float32: the block's input, and the attention's out and lse (`save_attention`)
     the ends           2 E, and 2 + D in float32 (the last norm, the rotary table), and two int64 (tokens, labels)
 
-`working` is what a backward holds for a moment: the largest of the loss, the last feed-forward and the last attention.
-If checkpointed, what the last block saves is added:
+`working` is the most that the backward holds besides: in the loss, in the last feed-forward or in the last attention.
+If blocks are checkpointed, the last two of these also hold what the last block saves when it is computed again:
 
-    the loss           12 bytes for each logit of a chunk; or 4, and the gradient of the head's matrix
-    the feed-forward   gradients of F and of E for each position; and the gradient of one of its matrices
-    the attention      what its buffers hold; its products with weights come before and after it
+    the loss           12 bytes for each logit of a chunk; or 4 bytes, and the gradient of the head's matrix
+    the feed-forward   gradients of F and of E numbers for each position, and the gradient of one matrix
+    the attention      its buffers; the products with weights come before and after it
 
-The gradient of a matrix is computed apart, and then added to the gradient that is kept (in DDP's buckets, or of an
-earlier backward). The gradient of the head's matrix is summed over chunks first.
+The gradient of a matrix is first a tensor of its own. It is then added to the gradient that is kept (in DDP's buckets,
+or of an earlier backward). The gradient of the head's matrix is summed over chunks before that.
 """
 
 from bisect import bisect_left
@@ -44,7 +44,7 @@ MOST_RANKS, LONGEST, SEARCHED_TO = 65_536, 2**34, 1 / 256
 
 
 class Mesh(NamedTuple):
-    """data x sequence ranks; parameters, gradients and optimiser state are cut over `shards` of them."""
+    """data x sequence ranks; parameters, gradients and optimiser state are sharded over `shards` of them."""
 
     data: int = 1
     sequence: int = 1
@@ -151,24 +151,24 @@ class ModelMemory(NamedTuple):
 
 
 def model_memory(job: ModelJob, activations: str, traits: Traits | None) -> ModelMemory:
-    """The memory of the rank that holds most, when it holds most.
+    """The memory of the rank that holds most, at its peak.
 
     Args:
-        activations: one of ACTIVATIONS. Offloaded activations are checkpointed, and those of all but two blocks are in
-            the host's memory.
-        traits: of the kernel; None leaves the attention out of `working`, so that the result is a lower bound.
+        activations: one of ACTIVATIONS. Offloaded activations are checkpointed, and the host's memory holds those of
+            all blocks but two.
+        traits: those of the kernel. None leaves the attention out of `working`: the result is then a lower bound.
     """
     shape, mesh = job.shape, job.mesh
     cut = -(-shape.num_parameters // mesh.shards)
     parameters = cut * shape.param_itemsize
     moments = 2 * cut * max(FLOAT, shape.param_itemsize)
-    optimiser = moments + (cut * FLOAT if shape.param_itemsize < FLOAT else 0)  # 16-bit parameters have a wide copy
+    optimiser = moments + (cut * FLOAT if shape.param_itemsize < FLOAT else 0)  # 16-bit ones have a float32 copy
     block, checkpoint, ends = shape.saved()
     each = block if activations == "kept" else checkpoint
     held = min(2, shape.num_layers) if activations == "offloaded" else shape.num_layers
     saved, host = job.rows * (held * each + ends), job.rows * (shape.num_layers - held) * each
     working = _working(job, traits, job.rows * (block - each))
-    if mesh.shards > 1:  # the block at hand and the next one, whole, and the gradients of one
+    if mesh.shards > 1:  # the parameters of this block and the next, and one block's gradients
         working += 3 * shape.block_parameters * shape.itemsize
     elif shape.itemsize < shape.param_itemsize:
         working += shape.num_parameters * shape.itemsize  # weights cast once a step
@@ -178,14 +178,14 @@ def model_memory(job: ModelJob, activations: str, traits: Traits | None) -> Mode
 def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
     """The most that the backward of the loss and of the last block holds beside what the forward saved.
 
-    again: the bytes of a checkpointed block's activations, which are computed once more.
+    again: the bytes of the activations that a checkpointed block computes again.
     """
     shape = job.shape
     row, wide = shape.embed_dim * shape.itemsize, shape.ffn_dim * shape.itemsize
-    # The gradient of the residual stream is there, and 2 E of the ends are gone. When the attention runs, 3 F and 3 E
-    # of the block are gone, too.
+    # The gradient of the residual stream is held (+ E), and the 2 E of the ends are free. When the attention's backward
+    # runs, 3 F and 3 E of the block are free, too.
     feed_forward = job.rows * (wide + row - 2 * row) + again
-    if job.mesh.shards == 1:  # else it is among the gradients of the block at hand
+    if job.mesh.shards == 1:  # else `model_memory` counts it with the gradients of a block
         feed_forward += _gradient_of(shape, shape.embed_dim * shape.ffn_dim)
     in_attention = 0
     if traits is not None:
@@ -208,11 +208,11 @@ def _working_of_loss(job: ModelJob) -> int:
 
 
 def _gradient_of(shape: Shape, num_entries: int) -> int:
-    """Bytes of a matrix's gradient until it is added. A gradient of 16 bits is made wide before."""
+    """Bytes of a matrix's own gradient. If the parameter is wider, a copy in the parameter's dtype is added."""
     return num_entries * (shape.itemsize + (shape.param_itemsize if shape.itemsize < shape.param_itemsize else 0))
 
 
-@lru_cache(maxsize=1024)  # asked again for each of ACTIVATIONS
+@lru_cache(maxsize=1024)  # called again for each of ACTIVATIONS
 def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware | None = None) -> Figures:
     """One layer's attention, on the ranks of one sequence."""
     return forecast(job.call.job(job.sharding), Way(), job.sizes, traits=traits, hardware=hardware)
@@ -221,8 +221,8 @@ def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware
 class StepParts(NamedTuple):
     """Seconds of a step, by part.
 
-    matrices: the products with weights. attention: of all layers, waits included. gradients: their sum over ranks,
-    which hides behind nothing.
+    matrices: the products with weights. attention: all layers, with their waits. gradients: the all-reduce over ranks,
+    or FSDP2's scatter and gathers, which are assumed to overlap with nothing.
     """
 
     matrices: float
@@ -237,7 +237,7 @@ class StepParts(NamedTuple):
 def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts:
     """One step of all ranks: forward, backward and the sum of gradients; the optimiser's own work is not counted."""
     shape = job.shape
-    times = 3 if activations == "kept" else 4  # a forward, a backward of twice as much, and the forward once more
+    times = 3 if activations == "kept" else 4  # 1 for the forward, 2 for the backward, 1 if the forward runs again
     products = 2 * job.rows * (times * shape.num_layers * shape.block_matrices + 3 * shape.vocab_size * shape.embed_dim)
     attention = attention_of(job, hardware=hardware).time
     assert attention is not None
@@ -249,7 +249,7 @@ def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts
 
 
 def flops_of_step(job: ModelJob) -> int:
-    """The useful FLOPs of all ranks: 6 for each position and entry of a matrix, 14 D for each pair."""
+    """The useful FLOPs of all ranks: 6 for each token and matrix entry, 14 D for each pair of a query and a key."""
     shape = job.shape
     matrices = shape.num_layers * shape.block_matrices + shape.vocab_size * shape.embed_dim
     attention = 14 * shape.head_dim * pairs(job.pattern, job.seq_len, shape.num_heads) * job.batch * job.mesh.data
@@ -257,7 +257,7 @@ def flops_of_step(job: ModelJob) -> int:
 
 
 def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> int:
-    """The most positions that fit, to SEARCHED_TO of them; at least the job's own if those fit, 0 if no number fits."""
+    """The longest sequence that fits, within a share SEARCHED_TO; at least the job's if that fits, 0 if none fits."""
 
     def longest(suffices: Callable[[ModelJob], bool]) -> ModelJob | None:
         ranks = job.mesh.sequence
@@ -274,14 +274,14 @@ def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes:
 
 
 def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> Mesh | None:
-    """The mesh with the fewest sequence-parallel ranks, at most MOST_RANKS, on which the length fits, or None.
+    """The mesh with the fewest sequence-parallel ranks, at most MOST_RANKS, on which the sequence fits, or None.
 
-    It has no more ranks than the job's mesh if that fits. The data-parallel ranks and the cut of the states stay; a cut
-    over all ranks stays over all.
+    If the job's mesh fits, the result has no more ranks. `data` and `shards` stay as in the job's mesh. If the states
+    are sharded over all ranks there, they are sharded over all ranks here.
     """
     mesh = job.mesh
     is_over_all = mesh.shards == mesh.num_ranks > 1
-    unit = 1 if is_over_all else mesh.shards // gcd(mesh.shards, mesh.data)  # the cut has to divide all ranks
+    unit = 1 if is_over_all else mesh.shards // gcd(mesh.shards, mesh.data)  # shards must divide the ranks
 
     def of(count: int) -> ModelJob:
         ranks = count * unit
@@ -302,7 +302,7 @@ def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: in
 def _fitting(
     search: Callable[[Callable[[ModelJob], bool]], ModelJob | None], activations: str, traits: Traits, num_bytes: int
 ) -> ModelJob | None:
-    """What a search finds. It runs without the attention first: that takes no time, and is mostly the answer."""
+    """What a search finds. It runs without the attention first: this is quick, and its result mostly stands."""
     found = search(lambda job: model_memory(job, activations, None).total <= num_bytes)
     if found is None or model_memory(found, activations, traits).total <= num_bytes:
         return found

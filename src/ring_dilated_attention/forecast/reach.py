@@ -1,12 +1,11 @@
-"""What a query can have heard of after some layers: followed exactly, at any length. Pure integers, no torch.
+"""Computes which positions can influence a query ("it has heard of them") after some layers, exactly. No torch.
 
-Heads are mixed between layers, so a layer has the phases of all heads. In a sequence of up to MOST_FOLLOWED positions
-every query is followed, forward. A set of positions is then an integer, with a bit for each position.
+Heads are mixed between layers, so a layer reads the phases of all its heads. In a sequence of up to MOST_FOLLOWED
+positions, every query is followed forward through the layers. A set of positions is an integer: a bit per position.
 
-In a longer sequence some queries are followed, back through the branches, layer by layer. A set of positions is then a
-binary tree: its halves are sets of half as many positions, and equal sets are the same node. Where lengths and rates
-are powers of two most segments look alike. So a trillion positions need hardly more nodes than a million, and no node
-is computed twice.
+In a longer sequence, some queries are followed back through the layers. A set of positions is a binary tree: its halves
+are sets of half as many positions, and equal sets are the same node. If lengths and rates are powers of two, most
+segments look alike. So a trillion positions need hardly more nodes than a million. No node is computed twice.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,15 +14,15 @@ from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 
-MOST_FOLLOWED = 8192  # positions, of which each is a query: a second's work
+MOST_FOLLOWED = 8192  # positions; to follow each of them as a query takes about a second
 NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every height
 
 
 class Reach(NamedTuple):
     """How far a stack of layers carries.
 
-    shares: after each layer, what the worst of the queries has heard of, as a share of the positions that it may see.
-    worst: the query that has heard of least in the end. num_followed: the number of queries that were followed.
+    shares: after each layer, the least share of its permitted positions that a followed query has heard of.
+    worst: the query with the least share after the last layer. num_followed: the number of queries that were followed.
     """
 
     shares: tuple[float, ...]
@@ -31,7 +30,7 @@ class Reach(NamedTuple):
     num_followed: int
 
     def layers_for(self, share: float) -> int | None:
-        """The first number of layers after which so much is heard of, or None."""
+        """The least number of layers after which every followed query has heard of `share`, or None."""
         return next((i + 1 for i, reached in enumerate(self.shares) if reached >= share), None)
 
 
@@ -80,9 +79,9 @@ class _Sets:
 
 
 class _Branch:
-    """A branch, which hands on what is heard in each of its segments.
+    """A branch, followed back: from the positions of queries to the positions of the keys that they see.
 
-    segment, rate: the heights of a segment and of the dilation rate. read: the set of phases that heads read.
+    segment, rate: the heights of trees of w and of r positions. read: the set of phases that heads read.
     """
 
     def __init__(self, sets: _Sets, segment: int, rate: int, read: int, *, is_causal: bool) -> None:
@@ -90,21 +89,21 @@ class _Branch:
         self.heard, self.phases, self.filled = cache(self._heard), cache(self._phases), cache(self._filled)
 
     def _heard(self, a: int, height: int) -> int:
-        """What is heard one layer on, of a set of one or more segments."""
+        """The positions that those in `a` see through this branch. `a` covers one segment or more."""
         if height == self.segment:
             return self.filled(a, height, NONE if self.is_causal else self.phases(a, height))
         first, second = self.sets.halves[a]
         return self.sets.join(self.heard(first, height - 1), self.heard(second, height - 1))
 
     def _phases(self, a: int, height: int) -> int:
-        """The phases in which any position of a part of a segment is heard of."""
+        """The phases, of those that heads read, of the positions in `a`. `a` lies within one segment."""
         if height == self.rate:
             return self.sets.common(a, self.read)
         first, second = self.sets.halves[a]
         return self.sets.union(self.phases(first, height - 1), self.phases(second, height - 1))
 
     def _filled(self, a: int, height: int, later: int) -> int:
-        """What is heard of in a part of a segment. later: the phases that are heard of behind this part."""
+        """The positions that are seen in a part of a segment. later: the phases of which all rows here are seen."""
         if height == self.rate:
             return self.sets.union(self.sets.common(a, self.read), later)
         first, second = self.sets.halves[a]
@@ -116,7 +115,7 @@ def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
     """Follow all queries of a short sequence, or some of a longer one, through the layers.
 
     Raises:
-        ValueError: for a rate, or a segment shorter than the sequence, that is no power of two.
+        ValueError: if a rate, or the length of a segment shorter than the sequence, is no power of two.
     """
     for w, r in pattern.branches:
         if (w < seq_len and w.bit_count() > 1) or r.bit_count() > 1:
@@ -136,10 +135,10 @@ def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
 
 
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
-    """The queries that hear least: rows 0 and `num_heads` of the first and the last segments.
+    """The queries that may have heard of least: those at places 0 and `num_heads` of the first and the last segments.
 
-    Row 0 hears of earlier segments only what wider branches read there; no head may read the phase of row `num_heads`.
-    An early query loses a larger share with each position, and ragged segments come last.
+    Place 0 hears of earlier segments only what wider branches read there. Place `num_heads` may be in a phase that no
+    head reads. For an early query each missing position is a larger share. The last segments may be shorter.
     """
     shortest = min(pattern.segment_lengths)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}
@@ -151,7 +150,7 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
 
 
 def every_query(pattern: DilatedPattern, seq_len: int, num_heads: int) -> Iterator[list[int]]:
-    """After each layer the number of positions that each query has heard of, until layers add nothing."""
+    """Yield, after each layer, the number of positions that each query has heard of. End when layers add nothing."""
     heard, before = [1 << query for query in range(seq_len)], None
     while heard != before:
         before, heard = heard, list(heard)
@@ -170,7 +169,7 @@ def every_query(pattern: DilatedPattern, seq_len: int, num_heads: int) -> Iterat
 def some_queries(
     pattern: DilatedPattern, seq_len: int, num_heads: int, queries: Collection[int]
 ) -> Iterator[list[int]]:
-    """As `every_query`, for these queries."""
+    """The same as `every_query`, for these queries only."""
     sets, height = _Sets(), (seq_len - 1).bit_length()
     branches, there = _branches(sets, pattern, seq_len, num_heads), sets.of(range(seq_len), height)
     heard, before = [sets.of(range(query, query + 1), height) for query in queries], None
@@ -188,7 +187,7 @@ def phases_read(pattern: DilatedPattern, branch: int, num_heads: int) -> set[int
 
 
 def _branches(sets: _Sets, pattern: DilatedPattern, n: int, num_heads: int) -> list[_Branch]:
-    """The branches that connect positions. Where the rate is a whole segment no phase has two rows."""
+    """The branches that connect positions. A rate of at least w connects none: no phase has two rows."""
     found = []
     for branch, (w, r) in enumerate(pattern.branches):
         segment, rate = (min(w, n) - 1).bit_length(), (r - 1).bit_length()

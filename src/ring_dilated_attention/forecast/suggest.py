@@ -1,10 +1,10 @@
-"""Which patterns for a length and a budget of pairs. Pure integers, no torch.
+"""Suggests patterns for a sequence length and a budget of pairs of a query and a key. Pure integers, no torch.
 
-The rule: branches of LongNet's form, with segment lengths w_0 * a**i and rates a**i up to the whole length, for the
-ratios a of 2, 4 and 8; and two branches alone, every key near and one row in r far away. In each, w_0 is the largest
-power of two with which the pairs stay in the budget.
+Four patterns are tried. Three follow LongNet's rule with a ratio a of 2, 4 or 8: segment lengths w_0 * a**i up to the
+whole sequence, with rates a**i. The fourth has two branches: every key of w_0 positions, and one key in r of the whole
+sequence. In each pattern, w_0 is the largest power of two that keeps the pairs within the budget.
 
-Rates, and all lengths but the whole, are powers of two, so that `reach` can follow what a stack of layers carries.
+Rates and segment lengths are powers of two (but for the whole sequence), because `reach` needs them to be.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class Suggestion(NamedTuple):
 
 
 def suggestions(seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool) -> list[Suggestion]:
-    """The patterns of the rule whose pairs, over all heads, are at most `most_pairs`; those with most pairs first."""
+    """The patterns that have at most `most_pairs` pairs over all heads, or dense attention alone. Most pairs first."""
     dense = DilatedPattern.dense(is_causal=is_causal)
     if pairs(dense, seq_len, num_heads) <= most_pairs:
         return [Suggestion(dense, "the budget allows dense attention")]
@@ -42,15 +42,15 @@ def suggestions(seq_len: int, num_heads: int, most_pairs: float, *, is_causal: b
 
 
 def _pattern(first: int, seq_len: int, ratio: int | None, *, is_causal: bool) -> DilatedPattern:
-    """Branches of LongNet's form from a first length on, or without a ratio that length and the whole sequence."""
+    """LongNet's branches from a first length on. If `ratio` is None, two branches: that length and the sequence."""
     if ratio is not None:
         return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
-    # As many rows of the whole sequence as of a near segment, or half as many, since the rate is a power of two.
+    # A query sees about as many keys of the whole sequence as of its short segment (at least half as many).
     return DilatedPattern((first, seq_len), (1, 2 ** ((seq_len - 1) // first).bit_length()), is_causal=is_causal)
 
 
 def unread_phases(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, int]]:
-    """For each branch how many phases no head reads, and how many phases there are."""
+    """For each branch: the number of phases that no head reads, and the number of all phases."""
     there = [min(w, r) for w, r in pattern.branches]
     read = [phases_read(pattern, branch, num_heads) for branch in range(len(there))]
     return [(num - len(phases & set(range(num))), num) for num, phases in zip(there, read, strict=True)]

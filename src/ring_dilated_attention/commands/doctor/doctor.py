@@ -1,4 +1,4 @@
-"""`rda doctor`: is this machine or cluster ready? It runs in one process, with `--ranks`, or on a launcher's ranks."""
+"""`rda doctor`: examines a machine or cluster. It runs in one process, or in `--ranks`, or in a launcher's ranks."""
 
 import argparse
 import json
@@ -22,9 +22,9 @@ from ..numbers import amount, count, scaled, size_text
 from ..output import aligned, check_writable
 from ..terminal import say
 
-LEAST_FREE = 10**9  # bytes of a disk
-BYTES_OF_A_RANK = 10**8  # at least
-SLOW_PAIR = 0.5  # of the median pair's bandwidth
+LEAST_FREE = 10**9  # free bytes on a disk
+BYTES_OF_A_RANK = 10**8  # the least memory that a rank takes
+SLOW_PAIR = 0.5  # a pair with less than this share of the median pair's bandwidth is reported
 MOST_SECONDS_APART = 1.0
 MEASURING_SECONDS = 120.0  # at most, once all ranks have joined
 MOST_NAMED = 8  # ranks in one line
@@ -93,14 +93,14 @@ def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
     threads, joining = share_of_cores(num_ranks), arguments.timeout
     launch = Launch(num_ranks, threads, has_gpus=has_gpus, seconds=MEASURING_SECONDS, join_seconds=joining)
-    # The user's environment: that of a started rank has another GLOO_SOCKET_IFNAME, which keeps gloo on this host.
+    # Pass the user's environment: a started rank changes GLOO_SOCKET_IFNAME in its own, to keep gloo on this host.
     return run_ranks(launch, examine_on, arguments.run_folder, launch.seconds, dict(os.environ))[0]
 
 
 def examined_with(rank: int, num_ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The findings of a launcher's ranks, of which this is one. Raises ValueError if a variable names a missing network
     interface, and RuntimeError if not all ranks join or one of them fails."""
-    # This comes before torch is imported, whose log `join` has to silence first.
+    # Checked before torch is imported, because `join` must silence torch's log before the import.
     if said := unmet(os.environ, sorted(name for _, name in socket.if_nameindex()), socket.gethostname()):
         raise ValueError("; ".join(said))
     join(rank, num_ranks, arguments.timeout)
@@ -115,7 +115,7 @@ def examined_with(rank: int, num_ranks: int, arguments: argparse.Namespace) -> l
 
 def join(rank: int, num_ranks: int, seconds: float) -> None:
     """Meet the other ranks. Raises RuntimeError with the names of those that do not come in time."""
-    # Before torch is imported: its log would say in forty lines of C++ frames what one line below says.
+    # Set before torch is imported: otherwise its log shows forty lines of C++ frames for the one-line error below.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     import torch
     import torch.distributed as dist
@@ -140,7 +140,7 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
     except RuntimeError as error:  # the store has ended, and rank 0 with it
         raise RuntimeError("rank 0 ended: not all ranks joined; it says which") from error
     if missing:
-        time.sleep(min(1.0, seconds / 10) if is_host else 0)  # so that the others can say the same
+        time.sleep(min(1.0, seconds / 10) if is_host else 0)  # rank 0 has the store: the others still read it
         raise RuntimeError(f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names(missing)}")
     if has_gpu := torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
@@ -174,7 +174,7 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
 
 
 def _told_by_all(everyone: list[dict[str, Any]]) -> list[str]:
-    """Each problem that a rank has by itself, with the ranks that have it."""
+    """The problems that can be seen on one rank alone, each with the ranks that have it."""
     found: dict[str, list[int]] = {}
     for one in everyone:
         said = unmet(one["matter"], one["interfaces"], one["host"])
@@ -199,8 +199,8 @@ def unmet(environment: Mapping[str, str], there: Sequence[str], host: str) -> li
 
 
 def absent(name: str, value: str, there: Sequence[str]) -> str:
-    """The names in a variable's value that are no interfaces, or "". gloo needs every name. NCCL takes prefixes (after
-    "=" names, after "^" what it shall not use) and needs one that fits."""
+    """The names in a variable's value that match no interface, or "". gloo needs every name to be an interface. NCCL
+    reads prefixes, or names after "=", and needs one to match. After "^" it reads what to avoid: any value passes."""
     words = [word for word in value.removeprefix("=").split(",") if word]
     if name == "GLOO_SOCKET_IFNAME":
         return ",".join(word for word in value.split(",") if word and word not in there)
@@ -213,7 +213,7 @@ def _differing(everyone: list[dict[str, Any]], name: str, values: Sequence[str],
 
 
 def said_by(everyone: list[dict[str, Any]], values: Sequence[str]) -> str:
-    """The value that all ranks have. If they differ, each value with its ranks."""
+    """The value that all ranks have; or, if the values differ, each value with its ranks."""
     ranks: dict[str, list[int]] = {}
     for one, value in zip(everyone, values, strict=True):
         ranks.setdefault(value, []).append(one["rank"])
@@ -239,7 +239,7 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
 
 
 def save(path: Path, everyone: list[dict[str, Any]], hardware: Hardware) -> None:
-    """Write what `rda plan --hardware` reads."""
+    """Write the TOML file that `rda plan --hardware` reads."""
     first, memory = everyone[0], memory_of_each(everyone)
     source = f"{MAKER} on {len(everyone)} rank{'s' * (len(everyone) > 1)}, {first['hardware']['processor']}"
     itemsize = 4 if first["gpu"] is None else 2
@@ -252,7 +252,7 @@ def save(path: Path, everyone: list[dict[str, Any]], hardware: Hardware) -> None
 
 
 def memory_of_each(everyone: list[dict[str, Any]]) -> float:
-    """The bytes that each rank may fill: the least over the ranks of a GPU's memory, or of a share of a host's."""
+    """The bytes that each rank may fill, taken over all ranks as the least GPU memory or share of a host's memory."""
     num_there = Counter(one["host"] for one in everyone if one["gpu"] is None)
     return min(float(one["memory_bytes"] / num_there.get(one["host"], 1)) for one in everyone)
 

@@ -1,4 +1,4 @@
-"""`rda doctor`: facts about one rank, and measurements of all ranks. Every rank runs all of them, in the same order."""
+"""Collects what `rda doctor` reports: facts about each rank, and measurements that all ranks take together."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from ..hardware import NO_NETWORK
 from ..limits import physical_bytes
 from ..local_ranks import Worker
 
-# Variables that make runs slow or hang, and variables that no library reads any more.
+# Environment variables that make runs slow or hang, and variables that no library reads any more.
 HARMFUL = {
     "NCCL_TREE_THRESHOLD": "NCCL reads it no more since 2.5; unset it (without NCCL_ALGO, NCCL chooses well by itself)",
     "NCCL_LL_THRESHOLD": "NCCL reads it no more since 2.5; unset it",
@@ -44,27 +44,27 @@ HARMFUL = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is a call of the driver; unset it",
     "TRITON_INTERPRET": "Triton's kernels run in Python; unset it",
 }
-OBSOLETE = ("NCCL_TREE_THRESHOLD", "NCCL_LL_THRESHOLD")  # reported whatever their values
+OBSOLETE = ("NCCL_TREE_THRESHOLD", "NCCL_LL_THRESHOLD")  # reported with any value
 MATTER = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_P2P_LEVEL", "NCCL_ALGO", "NCCL_DEBUG"),
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"),
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISTRIBUTED_DEBUG"),
 )
-WORTH_16_BITS = 1.1  # times as fast: measurements differ by as much, and float32 is more exact
+WORTH_16_BITS = 1.1  # advise 16 bits on a CPU from this speedup on; a smaller one may be noise, float32 is more exact
 OFF = ("", "0", "false", "False")
 WRITTEN_BYTES = 32 * 2**20
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
-# Bytes of messages. Small messages give the latency, large ones the bandwidth.
+# Sizes of messages in bytes. Small messages show the latency, large messages the bandwidth.
 SMALL, LARGE = 256, 16 * 2**20
 REPEATS = 5
-# The rounds of measuring are apart, so that a machine that does something else for a second is outvoted.
+# A pause between rounds keeps a second in which the machine does something else from changing the median.
 ROUNDS, SECONDS_APART = 3, 0.5
-# Up to so many ranks, every pair is tried. With more, each rank tries those at distances of powers of two.
+# With at most so many ranks, every pair is measured. With more, only pairs whose distance is a power of two.
 MOST_PAIRS = 16
-# Attention over ROWS takes the time of a kernel's work, over FEW_ROWS hardly more than that of a call.
+# Attention over ROWS rows mostly takes the time of its FLOPs; over FEW_ROWS, that of a kernel call.
 ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
-MORE = 8  # tiles in one call, which show what a tile takes whatever its size
+MORE = 8  # further tiles in one attention call, to measure the time that a tile takes whatever its size
 CALL: dict[str, object] = {"call": "rda doctor"}
 CASE = Case("doctor", DilatedPattern((16, 96), (1, 3), is_causal=True), 96, 1, 4, 2, 16)
 
@@ -74,8 +74,8 @@ def examine_on(worker: Worker, folder: Path, seconds: float, environment: Mappin
 
 
 def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The findings of all ranks, in the order of the ring, on every rank. folder: where runs will be written. seconds:
-    the timeout of a message. environment: the variables as the user set them."""
+    """The findings of all ranks, in the order of the ring; every rank gets them. folder: where runs will be written.
+    seconds: the timeout of a message. environment: the environment variables as the user set them."""
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     own = facts(parallel.rank, device, folder, environment)
@@ -87,9 +87,9 @@ def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> lis
 
 
 def facts(rank: int, device: str, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The facts that a rank knows without the others."""
+    """The facts that a rank finds out without a message."""
     card = gpu(device)
-    # Backends are asked whether they can serve bfloat16 on a GPU, and float32 on a CPU.
+    # An example, by which each backend says whether it can compute bfloat16 on a GPU or float32 on a CPU.
     example = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16 if card else torch.float32, device=device)
     return {
         "rank": rank,
@@ -118,7 +118,7 @@ def gpu(device: str) -> dict[str, Any] | None:
 def gpu_versions() -> dict[str, str]:
     """The versions of torch's CUDA and NCCL, and of the driver's kernel module; "none" where there is none."""
     found = {"CUDA": torch.version.cuda or "none", "NCCL": "none", "GPU driver": "none"}
-    with suppress(AttributeError, ImportError, RuntimeError):  # torch is built without NCCL
+    with suppress(AttributeError, ImportError, RuntimeError):  # raised if torch is built without NCCL
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     with suppress(OSError, UnicodeDecodeError, IndexError):
         first = NVIDIA_DRIVER.read_text().splitlines()[0]
@@ -127,7 +127,7 @@ def gpu_versions() -> dict[str, str]:
 
 
 def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
-    """Which dtype to train in, and why. speedup: the measured one of attention in bfloat16 over float32."""
+    """Which dtype to train in, and why. speedup: float32's seconds for attention over bfloat16's."""
     if card is None:
         faster = "bfloat16" if speedup >= WORTH_16_BITS else "float32"
         return f"{faster}: attention in bfloat16 was {speedup:.2f} times as fast as in float32 on this CPU"
@@ -144,7 +144,7 @@ def harmful(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def storage(folder: Path) -> dict[str, Any]:
-    """The free bytes, and the bytes per second of a file that is flushed to the disk; or why none can be written."""
+    """The disk's free bytes, and the bytes per second of writing and flushing a file; or why none can be written."""
     there = folder
     try:
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -161,7 +161,7 @@ def storage(folder: Path) -> dict[str, Any]:
 
 
 def meet(parallel: ContextParallel) -> None:
-    """Return on all ranks at about the same time."""
+    """A barrier: returns on all ranks at about the same time."""
     parallel.ranks.handshake(1, CALL)
 
 
@@ -174,7 +174,7 @@ def gathered(parallel: ContextParallel, own: dict[str, Any]) -> list[dict[str, A
 
 
 def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
-    """The result of a forward and backward of all ranks that is nearest to its tolerance, against the definition."""
+    """Compare a forward and backward over all ranks with the definition. Returns the result nearest its tolerance."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     everyone = gathered(parallel, measure(CASE, dtype, "auto", device, parallel))
     found = worst([CASE], dtype, [[one] for one in everyone], device.partition(":")[0])
@@ -183,7 +183,7 @@ def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
 
 
 def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
-    """The findings of `rates` and `messages`, each the median of all rounds, and of `speedup`."""
+    """The findings of `speedup`, and those of `rates` and `messages` as medians of all rounds."""
     rounds = []
     for i in range(ROUNDS):
         time.sleep(SECONDS_APART * (i > 0))
@@ -195,13 +195,13 @@ def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
 
 
 def typical(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each number, in dicts of dicts."""
+    """Nested dicts like those of each round, with the median of each number over the rounds."""
     columns = {name: [found[name] for found in rounds] for name in rounds[0]}
     return {name: (typical if isinstance(x[0], dict) else statistics.median)(x) for name, x in columns.items()}
 
 
 def rates(parallel: ContextParallel, device: str) -> dict[str, float]:
-    """This rank's FLOPs per second, forward and backward, while all ranks compute, and the seconds of a call."""
+    """This rank's FLOPs per second, forward and backward, and the seconds of a call, while all ranks compute."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     many = ROWS if device == "cpu" else 8 * ROWS
     large = _times(parallel, device, dtype, many, DilatedPattern.dense())
@@ -219,7 +219,7 @@ def rates(parallel: ContextParallel, device: str) -> dict[str, float]:
 
 
 def speedup(parallel: ContextParallel, device: str) -> float:
-    """How many times as fast as in float32 attention is in bfloat16, forward and backward."""
+    """The seconds of attention in float32, forward and backward, divided by those in bfloat16."""
     rows, dtypes = ROWS // 2 if device == "cpu" else 8 * ROWS, (torch.float32, torch.bfloat16)
     seconds = [sum(_times(parallel, device, dtype, rows, DilatedPattern.dense())) for dtype in dtypes]
     return seconds[0] / seconds[1]
@@ -228,7 +228,7 @@ def speedup(parallel: ContextParallel, device: str) -> float:
 def _times(
     parallel: ContextParallel, device: str, dtype: torch.dtype, rows: int, pattern: DilatedPattern
 ) -> Sequence[float]:
-    """Seconds of a forward and of a backward."""
+    """The seconds of a forward, and those of its backward."""
     shape = (1, rows, HEADS, HEAD_DIM)
     query, key, value = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     outs: list[Any] = []
@@ -243,8 +243,8 @@ def _times(
 
 
 def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]) -> list[float]:
-    """The median seconds of each action, one after another, begun together with all ranks. The first round warms up and
-    is left out."""
+    """The median seconds of each action. A round runs the actions one after another, and all ranks begin it together.
+    The first round warms up and is left out."""
     rounds = []
     for _ in range(REPEATS):
         meet(parallel)
@@ -259,7 +259,7 @@ def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]
 
 
 def messages(parallel: ContextParallel, device: str) -> dict[str, Any]:
-    """The seconds of a handshake, and of small and large messages by the distance between two ranks of the ring."""
+    """The seconds of a handshake, and those of small and large messages by the ranks' distance in the ring."""
     link = getattr(parallel.ranks, "all", None)
     assert isinstance(link, GroupLink)
     p = link.world_size
@@ -276,13 +276,13 @@ def messages(parallel: ContextParallel, device: str) -> dict[str, Any]:
 
 
 def _swap(link: GroupLink, leaves: Tensor, comes: Tensor, distance: int) -> None:
-    """Send to the rank at this distance onward in the ring, and receive from the one at this distance back."""
+    """Send to the rank that is `distance` ahead in the ring; receive from the rank that is `distance` behind."""
     onward, back = (link.rank + distance) % link.world_size, (link.rank - distance) % link.world_size
     link.exchange([(leaves, onward)], [(comes, back)], "rda doctor").wait()
 
 
 def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
-    """What a plan assumes of each rank: the slowest rank's rates, and the slowest network between two neighbours."""
+    """The hardware that a plan assumes for each rank: the lowest rates, and the slowest network between neighbours."""
     rates = [one["rates"] for one in everyone]
     forward, backward = (min(x[name] for x in rates) for name in ("flops_per_second", "backward_flops_per_second"))
     call = max(x["call_seconds"] for x in rates)
@@ -290,15 +290,15 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
         return Hardware(forward, NO_NETWORK, 0.0, backward, call)
     links = [one["links"] for one in everyone]
     small, large = (max(x[size]["1"] for x in links) for size in ("small", "large"))
-    # The work around the tiles of a call is paid once a stage, as the handshake is.
+    # The work of a call outside its tiles takes time once in each stage, as the handshake does.
     handshake = max(x["handshake_seconds"] + y["around_seconds"] for x, y in zip(links, rates, strict=True))
-    # On a machine that others use, the small message may have taken as long as the large one: then latency stays in.
+    # If others use the machine, the small message may have taken about as long as the large one. Then do not subtract.
     bandwidth = LARGE / (large - small) if large > 2 * small else LARGE / large
     return Hardware(forward, bandwidth, small, backward, call, handshake)
 
 
 def pairs_of(everyone: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
-    """(rank, peer, bytes per second) of all pairs that were tried, by place in the ring; the slowest first."""
+    """(place, peer's place, bytes per second) of each pair that was measured, the slowest first. Places in the ring."""
     p = len(everyone)
     found = [
         (place, (place + int(distance)) % p, LARGE / seconds)

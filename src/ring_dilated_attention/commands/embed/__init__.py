@@ -1,1 +1,1 @@
-"""`rda embed`: slides to embeddings."""
+"""`rda embed`: computes embeddings of pathology slides."""

@@ -1,4 +1,4 @@
-"""`rda embed`: slide embeddings from files of tile features, with GigaPath's published weights or similar ones."""
+"""`rda embed`: computes slide embeddings from files of tile features, with GigaPath's weights or similar ones."""
 
 import argparse
 import json
@@ -98,8 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: EmbeddingFile) -> tuple[int, dict[str, str]]:
-    """Add to the file the slides that it does not hold. The file is written also if this ends early. Returns the number
-    of slides that the file held already, and by name why others cannot be added."""
+    """Embed the slides that the file lacks, and add them. If this ends early, the file is written all the same. Returns
+    the number of slides that the file held before; and, by name, why slides could not be added."""
     from .embedder import Result, embed_all
 
     todo, failures = [], dict[str, str]()
@@ -150,8 +150,8 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that decides what an embedding is, for the file's metadata. Equal settings are written alike. Raises
-    ValueError if the options do not fit the weights, and for a device that cannot be used."""
+    """All settings that decide the values of an embedding, for the file's metadata. Settings that mean the same are
+    equal. Raises ValueError if the options do not fit the weights, or if the device cannot be used."""
     from ...models.weights import read_weights, slide_encoder_size
     from .embedder import DEFAULT_TILE_SIZE, check_device
 

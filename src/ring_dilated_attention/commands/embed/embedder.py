@@ -1,4 +1,4 @@
-"""Slides through the model of `rda embed`, in batches, in one process or several that share every slide."""
+"""Runs the model of `rda embed` on batches of slides, in one process or in several that share every slide."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +19,14 @@ from .embeddings import Entry, fingerprint
 from .slides import Slide, open_slide
 
 DEFAULT_TILE_SIZE = 256.0
-SECONDS = 20 * 24 * 3600.0  # after which ranks are ended; poll takes no more than 24 days
-RANK_TIMEOUT = timedelta(hours=1)  # one rank may take long to read a file
+SECONDS = 20 * 24 * 3600.0  # the limit of ranks; `poll` takes at most 24 days
+RANK_TIMEOUT = timedelta(hours=1)  # of a message: another rank may take long to read a file
 
 Slides = Sequence[tuple[str, Path]]
 
 
 class Result(NamedTuple):
-    """A slide's embedding, (E,) or (depth + 1, E), as numbers, or the reason why there is none."""
+    """A slide's embedding as lists of numbers, (E,) or (depth + 1, E); or the reason why there is none."""
 
     name: str
     entry: Entry | None  # None if the slide could not be read
@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
 
 
 def check_device(device: str, num_ranks: int) -> None:
-    """Raise ValueError if so many processes cannot compute on a device."""
+    """Raise ValueError if `num_ranks` processes cannot compute on the device."""
     try:
         kind = torch.device(device)
         if kind.type == "cuda" and num_ranks > 1:
@@ -88,7 +88,7 @@ def _embed_here(
     except (ValueError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError for a device
         return first_line(error)
     for start in range(0, len(slides), options.batch):
-        # Slides that are embedded at once have the same tile size, width and dtype.
+        # Slides of one batch have the same tile size, width of features, and dtype.
         groups: dict[tuple[float, int, torch.dtype], list[Tiles]] = {}
         for name, path in slides[start : start + options.batch]:
             try:
@@ -115,7 +115,7 @@ def _tiles(options: Namespace, name: str, path: Path, parallel: ContextParallel 
             entry = Entry(found, slide.num_tiles, _tile_size(options.tile_size, slide))
             return Tiles(name, entry, slide.features(start, stop), slide.coords[start:stop])
     except (ValueError, OSError) as error:
-        if parallel is not None:  # the other ranks may have read the slide, and wait for this rank
+        if parallel is not None:  # other ranks may have read the slide: tell them, as they wait
             refuse(parallel.key, str(error))
         raise
 
@@ -143,11 +143,11 @@ def _embed(model: LongNetViT, options: Namespace, group: list[Tiles], device: st
         embeddings = _forward(model, options, group, device)
     except (ValueError, MemoryError, RuntimeError) as error:
         if not isinstance(error, ValueError) and (model.parallel is not None or not is_out_of_memory(error)):
-            raise  # this rank has left a call in the middle, so that the others cannot go on
+            raise  # this rank has left a call half done, and the others cannot go on
         failure = first_line(error)
-    # Outside of the `except`, the error no longer holds the memory of what the call had computed.
+    # This stands after the `except` block, because within it the error still holds the memory of the failed call.
     if failure and len(group) > 1:
-        for tiles in group:  # perhaps only one of them fails
+        for tiles in group:  # one by one: perhaps only one slide fails
             yield from _embed(model, options, [tiles], device)
     elif failure:
         yield Result(group[0].name, group[0].entry, None, failure)

@@ -1,7 +1,7 @@
-"""The file that `rda embed` writes: a tensor for each slide, by its name, and what they are in the metadata.
+"""Reads and writes the file of `rda embed`: a tensor for each slide, by its name; the settings are in the metadata.
 
-The file is whole at any time: each version is written beside it and takes its place. `rda embed` adds to a file only if
-the file was made with the same settings.
+The file is complete at any time: a new version is written beside it and then replaces it. `rda embed` adds to a file
+only if the file was made with the same settings.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MADE_BY = "rda embed"
-SECONDS_BETWEEN_WRITES = 5.0  # a file of many slides is not written anew for each slide
+SECONDS_BETWEEN_WRITES = 5.0  # to write a file of many slides again for each new slide takes long
 
 
 class Keys(NamedTuple):
@@ -30,7 +30,7 @@ class Keys(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What an embedding file says of a slide."""
+    """What an embedding file states about a slide."""
 
     fingerprint: str  # of the slide's file
     num_tiles: int
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
 
 def positive(value: Any) -> float | None:
-    """A positive finite number that a text, a number or an array of one states; None for anything else."""
+    """The positive finite number that a text, a number or a one-element array states; None if it states none."""
     try:
         number = float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError):
@@ -58,13 +58,13 @@ def digest_of(path: Path) -> str:
 
 
 def fingerprint(path: Path, keys: Keys) -> str:
-    """A hash by which a slide's file is known again. The names of its arrays are part of it."""
+    """A hash that identifies a slide's file. It covers the names of the arrays that are read, too."""
     return hashlib.sha256(json.dumps([digest_of(path), *keys]).encode()).hexdigest()
 
 
 class EmbeddingFile:
-    """Slide embeddings in safetensors, and the settings that decide what an embedding is, in types of JSON. Raises
-    ValueError for a file that others made, or that has other settings."""
+    """A safetensors file of slide embeddings, with the settings (of JSON types) that decide their values. Raises
+    ValueError for a file that another program made, or that has other settings."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = path, dict(settings)
@@ -78,7 +78,7 @@ class EmbeddingFile:
         return ValueError(f"--out {self.path} {why}. {', '.join(('Choose another name', *remedies))}.")
 
     def _read(self) -> None:
-        """Take in the embeddings that the file holds and this process does not. There may be no file."""
+        """Read the embeddings that this process does not have yet. The file may not exist."""
         try:
             self.path.stat()
         except FileNotFoundError:
@@ -109,7 +109,7 @@ class EmbeddingFile:
         self.entries = {name: entry for name, entry in found.items() if name in self.embeddings} | self.entries
 
     def has(self, name: str, path: Path, keys: Keys) -> bool:
-        """Whether the embedding of this slide is there. Raises ValueError if another slide of this name is there."""
+        """Whether the file has this slide's embedding. Raises ValueError if it has another slide of the same name."""
         if name not in self.entries:
             return False
         if self.entries[name].fingerprint != fingerprint(path, keys):
@@ -135,7 +135,7 @@ class EmbeddingFile:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        self._read()  # another process may have written to it since
+        self._read()  # another process may have written to the file since
         metadata = {"made_by": MADE_BY, "embedding": self.settings["embedding"]}
         metadata |= {"settings": json.dumps(self.settings), "slides": json.dumps(self.entries)}
         self.place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Files of tile features and coordinates, as pathologists' tools write them: HDF5, npz, and torch's pt.
+"""Reads files of tile features and coordinates, as pathologists' tools write them: HDF5, npz, and torch's pt.
 
-A file holds the features (tiles, C) under "features" (or "tile_embeds", as GigaPath's pipeline says) and the
-coordinates (tiles, 2) under "coords". Both may have a leading batch dim of 1. Only arrays are read, and no pickles.
+A file holds the features (tiles, C) as "features" (or "tile_embeds", as in GigaPath's pipeline) and the coordinates
+(tiles, 2) as "coords". Both arrays may have a leading batch dim of 1. Pickled objects are never loaded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,14 +15,14 @@ from torch import Tensor
 from ...models.weights import first_line, load_tensors
 from .embeddings import Keys, positive
 
-# What TRIDENT calls the step from one tile to the next, in the units of the coordinates.
+# TRIDENT's name for the distance from one tile to the next, in the units of the coordinates.
 TILE_SIZE = "patch_size_level0"
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
 
 
 class Slide:
     """An open file: `num_tiles`, `tile_size` if the file states one, `coords` (tiles, 2), and the features. Raises
-    ValueError if the arrays are missing, or not those of one slide."""
+    ValueError if an array is missing, or if the arrays do not fit together."""
 
     def __init__(self, arrays: Mapping[str, Any], stated: Mapping[str, Any], keys: Keys) -> None:
         self._features, self.features_key = _array(arrays, "features", keys.features)
@@ -37,7 +37,7 @@ class Slide:
         if self.coords.is_floating_point() and self.coords.dtype.itemsize < 4:
             dtype = self.coords.dtype
             raise ValueError(f"{coords_key} has dtype {dtype}, too coarse for pixels: save integers or float32")
-        # Only an HDF5 data set has attributes.
+        # Only the arrays of an HDF5 file have attributes.
         self._tile_size = stated.get(TILE_SIZE, getattr(coords, "attrs", {}).get(TILE_SIZE))
 
     @property
@@ -49,10 +49,10 @@ class Slide:
         return number
 
     def features(self, start: int, stop: int) -> Tensor:
-        """Features (stop - start, C) of some tiles. An HDF5 file is read no further."""
+        """Features (stop - start, C) of some tiles. From an HDF5 file only these are read."""
         rows = self._features[0, start:stop] if len(self._features.shape) == 3 else self._features[start:stop]
         found = _tensor(rows, self.features_key)
-        return found.clone() if stop - start < self.num_tiles else found  # a view would keep all rows
+        return found.clone() if stop - start < self.num_tiles else found  # a view would keep all rows in memory
 
 
 def _tensor(x: Any, name: str) -> Tensor:
@@ -79,7 +79,7 @@ def _array(arrays: Mapping[str, Any], what: str, names: tuple[str, ...]) -> tupl
 
 @contextmanager
 def open_slide(path: Path, keys: Keys) -> Iterator[Slide]:
-    """A slide's file, open as long as the context lasts. If the file cannot be read, now or during the context, raises
+    """A context in which a slide's file is open. If the file cannot be read, now or during the context, this raises
     ValueError with the reason, but without the path."""
     try:
         if path.suffix not in (".h5", ".hdf5"):
@@ -120,8 +120,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def find_slides(paths: list[Path]) -> dict[str, Path]:
-    """The slides by name: their files' names without the suffix. A folder stands for all its slides. Raises ValueError
-    if a path does not exist, a folder has no slides, two slides share a name, or a name fits no safetensors file."""
+    """Slides by name, the file's name without its suffix. A folder stands for all slides in it. Raises ValueError if a
+    path does not exist, a folder has no slides, two slides share a name, or safetensors cannot store a name."""
     found: dict[str, Path] = {}
     for path in paths:
         if not path.exists():

@@ -1,4 +1,4 @@
-"""`rda plan`: what each rank would compute, send and hold, without computing, sending or holding it. No torch."""
+"""`rda plan`: shows what each rank of an attention call would compute, send and hold, without a run. No torch."""
 
 import argparse
 import json
@@ -108,7 +108,7 @@ def job_of(call: Call, arguments: argparse.Namespace) -> Job:
 
 
 def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object]) -> tuple[Counted, Choice]:
-    """All ranks, counted, and the exchange that was asked for or that a call would choose."""
+    """The counts of all ranks, and the exchange: the one asked for, or the one that a call would choose."""
     if job.num_ranks > 1 and asked_for != "auto":
         return count(job, Way(asked_for), step), Choice(asked_for, "asked for")
     ring = count(job, Way(), step)
@@ -122,7 +122,7 @@ def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object
 def compared(
     call: Call, counted: Counted, hardware: Hardware | None, step: Callable[[], object]
 ) -> list[dict[str, Any]]:
-    """Every sharding of the same sequence. None is always better: zigzag is not for causal w = 0.6 n on 4 ranks."""
+    """Figures of every sharding. None is always best: zigzag is worse for causal w = 0.6 n on 4 ranks."""
     found = []
     for sharding in SHARDINGS:
         job = call.job(sharding)._replace(documents=counted.job.documents)

@@ -1,4 +1,4 @@
-"""`rda plan compare`: the same attention by every exchange and sharding, and dense, with a recommendation. No torch."""
+"""`rda plan compare`: compares all exchanges and shardings, also for dense attention, and recommends one. No torch."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison. Raises ValueError for a call that is not possible, and without the rates of a machine."""
+    """Print the comparison. Raises ValueError if the call is impossible, or if no option gives a machine's rates."""
     call, machine = call_of(arguments), machine_for(arguments)
     if machine is None:
         raise ValueError("times are compared: give --hardware, or --flops and --bandwidth")

@@ -1,7 +1,7 @@
-"""Pictures of a pattern and of its ring, drawn from `DilatedPattern` and from the plan of every rank. No torch.
+"""Draws a pattern, from `DilatedPattern`, and its ring, from the plan of every rank. No torch.
 
-Short sequences are drawn pair by pair and position by position. For long sequences the picture of the pattern is a
-sketch (`sketch.py`), and says so. The ring is that of the plans at every length.
+The pattern of a short sequence is drawn pair by pair. The pattern of a long sequence is a sketch (`sketch.py`), and the
+picture says so. The ring is drawn from the plans at any length.
 
 `python -m ring_dilated_attention.commands.plan.figures docs` makes the two pictures of the README.
 """
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 BRANCH_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999", "#F0E442")
 INK, FAINT, EMPTY = "#222222", "#999999", "#F2F2F2"
-# What a picture can hold. Segments are those of a branch, as lines beside each other.
+# The most that a picture can show. MOST_SEGMENTS: of one branch, as lines beside each other.
 MOST_POSITIONS, MOST_HEADS, MOST_RANKS, MOST_COLUMNS, MOST_SEGMENTS = 64, 4, len(RANK_COLOURS), 4, 64
 DPI = 160
 
 
 def draw(path: Path, job: Job, exchange: str = "ring") -> None:
-    """Draw the pattern and, unless `why_no_ring`, the ring; say on stderr where they are. path: as `pictures_at`."""
+    """Draw the pattern and, unless `why_no_ring`, the ring. Print their paths on stderr. path: see `pictures_at`."""
     files, branches = pictures_at(path), count(job, Way()).branches
     why = why_no_ring(job.num_ranks, exchange)
     if job.seq_len <= MOST_POSITIONS:
@@ -55,7 +55,7 @@ def draw(path: Path, job: Job, exchange: str = "ring") -> None:
 
 
 def pictures_at(path: Path) -> tuple[Path, Path]:
-    """The files of pattern and ring: in a folder, or NAME.png and NAME-ring.png."""
+    """The files of the pattern and the ring: two in the folder `path`, or NAME.png and NAME-ring.png."""
     if path.is_dir() or not path.suffix:
         return path / "pattern.png", path / "ring.png"
     if path.suffix.lower() != ".png":
@@ -64,7 +64,7 @@ def pictures_at(path: Path) -> tuple[Path, Path]:
 
 
 def check_picture(path: Path) -> None:
-    """Raise ValueError, before the work, if nothing can be drawn or a file is there that this library did not make."""
+    """Raise ValueError if nothing can be drawn, or if this would replace a file that this library did not make."""
     if find_spec("matplotlib") is None:
         raise ValueError("--picture needs matplotlib: pip install matplotlib")
     for file in pictures_at(path):
@@ -115,7 +115,7 @@ def _save(pictures: dict[Path, "Figure"]) -> None:
 
 
 def branches_by_pair(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> list[list[list[int]]]:
-    """For each query and key of a head the branches in which the query sees the key."""
+    """For each query and key of a head, the branches in which the query sees the key."""
     cells: list[list[list[int]]] = [[[] for _ in range(seq_len)] for _ in range(seq_len)]
     for branch, (w, r) in enumerate(pattern.branches):
         phase = pattern.phase_of(branch, head, num_heads)
@@ -182,7 +182,7 @@ def _draw_head(axes: "Axes", pattern: DilatedPattern, seq_len: int, num_heads: i
 
 
 def draw_ring(job: Job, shares: Sequence[BranchShare]) -> "Figure":
-    """Above, who owns which positions and what travels; below, hop by hop, what each rank computes and sends."""
+    """Draw which rank owns which positions and which segments travel; below, what ranks compute and send by hop."""
     num_ranks, plans = job.num_ranks, [make_plan(job, rank) for rank in range(job.num_ranks)]
     num_hops = max(len(plan.hops) for plan in plans)
     heights = [0.75 + 0.27 * len(shares), 0.75 * (num_hops + 1)]
@@ -197,7 +197,7 @@ def draw_ring(job: Job, shares: Sequence[BranchShare]) -> "Figure":
 
 
 def _draw_shards(axes: "Axes", job: Job, plans: Sequence[Plan]) -> None:
-    width = job.num_ranks / job.seq_len  # of a position; the strip is as wide as the columns of ranks below
+    width = job.num_ranks / job.seq_len  # the width of a position: all are as wide as the columns of ranks below
     is_short = job.seq_len <= MOST_POSITIONS
     for rank, (shard, plan) in enumerate(zip(job.shards, plans, strict=True)):
         positions = [t for span in shard for t in range(span.start, span.stop)] if is_short else []
@@ -212,7 +212,7 @@ def _draw_shards(axes: "Axes", job: Job, plans: Sequence[Plan]) -> None:
 
 
 def _draw_branches(axes: "Axes", job: Job, shares: Sequence[BranchShare]) -> None:
-    """The segments of each branch, thick where they travel. Too many segments are one dotted line."""
+    """Draw the segments of each branch; those that travel are thick. Too many segments become one dotted line."""
     seq_len, width = job.seq_len, job.num_ranks / job.seq_len
     for branch, share in enumerate(shares):
         y, w = -0.7 - 0.8 * branch, share.segment_length
@@ -288,7 +288,7 @@ def _draw_work(axes: "Axes", rank: int, y: float, sources: Sequence[int], *, is_
 
 
 def _draw_message(axes: "Axes", rank: int, message: Message, y: float, num_ranks: int) -> None:
-    """An arrow in the colour of the chunk's owner. From the last rank to the first it leaves and comes in again."""
+    """Draw an arrow in the colour of the chunk's owner. From last to first rank, it leaves and re-enters."""
     arrow = dict(arrowstyle="-|>", color=RANK_COLOURS[message.owner], linewidth=2, shrinkA=0, shrinkB=0)
     style: dict[str, Any] = {"arrowprops": arrow, "annotation_clip": False}
     if message.peer == rank + 1:

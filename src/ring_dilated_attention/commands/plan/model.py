@@ -1,4 +1,4 @@
-"""`rda plan model`: what each rank of a mesh holds, how long training takes, and what would fit."""
+"""`rda plan model`: shows what each rank of a mesh would hold, how long training would take, and what would fit."""
 
 import argparse
 import json
@@ -45,8 +45,8 @@ EXAMPLES = """examples:
 A model is counted as a LongNetLM of its sizes. If more than 64 ranks share a sequence, memory and time of the attention
 are estimates (docs/planning.md says how far off they may be).
 """
-MOST_PARAMETERS = 10**15  # a thousand times the largest models: a larger model is a typing mistake
-# The names of each field in a config.json: Llama's, GPT-2's, this library's.
+MOST_PARAMETERS = 10**15  # a thousand times those of the largest models: more is a typing mistake
+# For each field, its names in the config.json of Llama, of GPT-2 and of this library.
 _FIELDS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "embed_dim": ("hidden_size", "n_embd", "embed_dim"),
@@ -119,7 +119,7 @@ class Asked(NamedTuple):
 
 
 def fill_in(arguments: argparse.Namespace) -> None:
-    """Fill in from the config what the options leave open. Raises ValueError for a size that is missing."""
+    """Take from the config what no option gives. Raises ValueError if a size is missing in both."""
     for name, value in (read_config(arguments.config) if arguments.config is not None else {}).items():
         if getattr(arguments, name) is None or getattr(arguments, name) is False:
             setattr(arguments, name, value)
@@ -130,7 +130,7 @@ def fill_in(arguments: argparse.Namespace) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The fields that a plan needs, by our names."""
+    """The fields that a plan needs, by this library's names."""
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         checkpoint = find_checkpoint(path)
@@ -165,7 +165,7 @@ def _taken(where: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_kind(where: str, fields: dict[str, Any], found: dict[str, Any]) -> None:
-    """Refuse models whose sizes would be far from a LongNetLM's."""
+    """Refuse a kind of model whose figures would differ much from those of a LongNetLM."""
     experts = next((key for key in _EXPERTS if isinstance(fields.get(key), int) and fields[key] > 1), None)
     head_dim, embed_dim, heads = fields.get("head_dim"), found["embed_dim"], found["heads"]
     if experts is not None:
@@ -180,7 +180,7 @@ def _check_kind(where: str, fields: dict[str, Any], found: dict[str, Any]) -> No
 
 
 def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
-    """Raises ValueError for a text that is no mesh, and for a mesh that does not fit the number of ranks."""
+    """Raises ValueError if the text is no mesh, or if the mesh does not fit the number of ranks."""
     if text is None:
         return Mesh(1, num_ranks or 1)
     try:
@@ -247,7 +247,7 @@ def _column(asked: Asked, how: str, step: Callable[[], object]) -> dict[str, Any
 
 
 def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
-    """Where a step with kept activations is bound by communication, and what would help."""
+    """If a step with kept activations is bound by communication: where, and what would help."""
     parts, attention, said = step_parts(job, "kept", hardware), attention_of(job, hardware=hardware), []
     waits = attention.exposed * parts.attention.seconds
     if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * parts.all.seconds:
@@ -270,7 +270,7 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
         f"{scaled(found['num_parameters'], 'parameters')}",
         f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); each "
         f"{-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
-        # A config may set it, which the reader may not know.
+        # Causality is shown because the config may have set it.
         f"pattern: {branches}; {'causal' if job.pattern.is_causal else 'not causal'}",
     ]
     parts = ("parameters", "gradients", "optimiser", "activations", "working", "total", "host")
@@ -290,7 +290,7 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
 
 
 def _table(title: str, lines: dict[str, list[str]]) -> str:
-    """lines: by the name of a row, its text in each column."""
+    """lines: for each row, by its name, the text of each column."""
     return aligned((title, *ACTIVATIONS), [(name, *cells) for name, cells in lines.items()])
 
 
@@ -319,9 +319,9 @@ def _rows_of_fits(columns: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def _remedy(job: ModelJob, traits: Traits, memory: int) -> str:
-    """The smallest mesh on which the model fits, with the states as they are cut, else with the states cut over all."""
+    """The smallest mesh on which the model fits: with `shards` as it is, or else with states sharded over all ranks."""
     ranks = job.mesh.num_ranks
-    over_all = job.mesh._replace(shards=ranks) if ranks > 1 else Mesh(1, 2, 2)  # one rank has nobody to share with
+    over_all = job.mesh._replace(shards=ranks) if ranks > 1 else Mesh(1, 2, 2)  # one rank cannot shard
     for mesh in (job.mesh, over_all):
         meshes = [smallest_mesh(replace(job, mesh=mesh), how, traits, memory) for how in ACTIVATIONS]
         fitting = [(mesh.num_ranks, i, mesh) for i, mesh in enumerate(meshes) if mesh is not None]

@@ -1,4 +1,4 @@
-"""The options that the three commands that plan share, and what they refuse before they plan. No torch."""
+"""Defines the options that `rda plan`, `plan model` and `plan compare` share, and checks their values. No torch."""
 
 import argparse
 from itertools import accumulate
@@ -14,7 +14,7 @@ from ..numbers import count
 
 
 def add_call(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
-    """Pattern and sizes. is_required: False where a config may have them."""
+    """Add options of pattern and sizes. is_required: False if a config may give them instead."""
     add = parser.add_argument
     add("--seq-len", type=count, required=is_required, metavar="N", help="positions of the whole sequence")
     add("--ranks", type=count, metavar="P", help="ranks that share a sequence (default 1)")
@@ -59,7 +59,7 @@ def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
 
 
 def call_of(arguments: argparse.Namespace) -> Call:
-    """The attention call of the options of `add_call` and --head-dim, checked."""
+    """The attention call that the options of `add_call` and --head-dim describe, checked."""
     complete(arguments)
     pattern, num_ranks = pattern_of(arguments), arguments.ranks or 1
     check_ranks_fit(num_ranks, arguments.seq_len)

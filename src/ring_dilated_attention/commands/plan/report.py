@@ -1,4 +1,4 @@
-"""The figures of `rda plan`, as JSON and as text. No torch."""
+"""Writes the figures of `rda plan` as JSON and as text. No torch."""
 
 from operator import itemgetter
 from typing import Any
@@ -13,7 +13,7 @@ from ..hardware import Machine, described, known
 from ..numbers import scaled, size_text
 from ..output import aligned, wrapped
 
-MOST_ROWS = 16  # with more ranks, only the first, the last and the extremes are shown
+MOST_ROWS = 16  # with more ranks, the table has only the first, the last and the extremes
 FLOPS_PER_PAIR = 7 * 2  # times the head dim: 2 products forward and 5 backward, 2 operations each
 
 
@@ -115,7 +115,7 @@ def _sharding_line(found: list[dict[str, Any]], *, is_planned: bool) -> str:
 
 
 def _better(found: list[dict[str, Any]], moves: str) -> str:
-    """Which sharding is faster or, without a time, more balanced. A difference below 0.1 % does not count."""
+    """Which sharding is faster; if times are unknown, which is more balanced. Differences below 0.1 % do not count."""
     is_timed = found[0]["step_seconds"] is not None
     costs = [row["step_seconds"] if is_timed else 1 / row["balance"] for row in found]
     if max(costs) > 1.001 * min(costs):
@@ -126,7 +126,7 @@ def _better(found: list[dict[str, Any]], moves: str) -> str:
 
 
 def _text_of_each(found: dict[str, Any]) -> str:
-    """A row for each rank, the balance, and what the rank with the largest peak holds at its peak."""
+    """A table of ranks, the balance, and what the rank with the largest peak holds at that moment."""
     rows = found["ranks"]
     largest = max(rows, key=lambda row: row["peak_bytes"])
     lines = [table(rows, found.get("model")), f"balance: {found['balance']:.1%} (mean work over the largest)"]
@@ -159,7 +159,7 @@ def table(rows: list[dict[str, Any]], model: dict[str, Any] | None) -> str:
 
 
 def _exposed_shares(model: dict[str, Any]) -> list[float]:
-    """The share of the step that each rank waits."""
+    """For each rank, the share of the step in which it waits."""
     whole = model["step_seconds"]
     return [rank["exposed_seconds"] / whole if whole else 0.0 for rank in model["ranks"]]
 

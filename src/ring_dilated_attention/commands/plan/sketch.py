@@ -1,6 +1,6 @@
-"""A sketch of a pattern too long to draw pair by pair: each branch at a scale of its own. No torch.
+"""Sketches a pattern that is too long to draw pair by pair: each branch has a scale of its own. No torch.
 
-What is drawn is data first (`panels`), so that a test can hold it against the plan.
+`panels` returns what is drawn as data, so that a test can compare it with the plan.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # A panel shows about so many segments of its branch.
 SEGMENTS_SHOWN = 4
-# Borders of shards are not drawn where they would be closer together than this part of a panel: it would be all grey.
+# Borders of shards are not drawn if they are closer than this share of a panel's width: the panel would be all grey.
 NARROWEST_SHARD = 1 / 64
 
 
@@ -22,8 +22,8 @@ class Panel(NamedTuple):
     """One branch from position 0 to `stop`.
 
     segments: those that begin before `stop`; the last may be cut off.
-    borders: where shards end before `stop`, or none if they are too many to be drawn.
-    ink: how dark its pairs are drawn, by the share of keys that a head reads, 1/r.
+    borders: the ends of shards before `stop`; none if there are too many to draw.
+    ink: how dark the pairs are drawn. It follows the share of keys that a head reads, 1/r.
     notes: lines about the branch.
     """
 
@@ -44,7 +44,7 @@ def panels(shards: Sequence[Shard], shares: Sequence[BranchShare], *, is_dealt: 
         stop = min(seq_len, SEGMENTS_SHOWN * w)
         segments = tuple(Span(a, min(a + w, stop)) for a in range(0, stop, w))
         borders = tuple(end for end in ends if end < stop)
-        # Halving the share four times takes a third of the ink: rates up to 4,096 stay apart and above the paper.
+        # Halving the share twice takes away a third of the ink, so rates up to 4,096 can be told apart and be seen.
         ink = max(0.08, (2 / 3) ** ((share.dilation_rate.bit_length() - 1) / 4 * 2))
         seen = "every key" if share.dilation_rate == 1 else f"1 key in {share.dilation_rate:,}"
         where = f"travels: up to {share.num_sharing:,} ranks share a segment" if share.travels else "stays at home"
