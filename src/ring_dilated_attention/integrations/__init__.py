@@ -1,1 +1,1 @@
-"""The library in the models and trainers of others: one place per ecosystem, imported by nothing else here."""
+"""Dilated attention in the models and trainers of other libraries. The rest of the package does not import this."""

@@ -1,4 +1,4 @@
-"""torch's own conventions: parallel styles for `parallelize_module`, and attention replaced in torch's transformer."""
+"""Dilated attention by PyTorch's means: styles for `parallelize_module`, and torch's transformer layers converted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +19,13 @@ from ..ranks.context import ContextParallel
 
 
 class ShardSequence(ParallelStyle):
-    """The dilated attention of a module runs over the ranks of a mesh axis, each of which has a shard of the positions.
+    """Context parallelism of a module's dilated attention: each rank of a mesh axis has a shard of the positions.
 
         parallelize_module(model, mesh["cp"], ShardSequence())
         parallelize_module(model, mesh["cp"], {"encoder": ShardSequence(shard_inputs=True, unshard_outputs=True)})
 
     A style makes one ContextParallel for each mesh, `style.contexts[mesh]`, which all modules share. The *mean* of the
-    ranks' gradients, which DDP and FSDP2 take, is the gradient of one rank.
+    ranks' gradients, which DDP and FSDP2 take, is the gradient on one device.
 
     Args:
         sharding, exchange: as for `ContextParallel`.
@@ -78,8 +78,8 @@ class ShardHeads(ParallelStyle):
 
         parallelize_module(block, mesh["tp"], {"attention": ShardHeads()})
 
-    Inputs and outputs are whole, the same on every rank. A rank keeps the parameters of its heads alone: load a
-    checkpoint before. A head reads the phase of its number in the whole layer.
+    Inputs and outputs are whole, the same on every rank. A rank keeps only the parameters of its own heads, so
+    load a checkpoint before. A head's phase depends on its number in the whole layer, as on one device.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -131,7 +131,7 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
 class _ScaleGradient(torch.autograd.Function):
     """y = x, dx = c dy, with c = 1/p before the computation in shards and c = p after it.
 
-    Inside it a rank has a share of each gradient, outside it the whole. So the mean over p ranks is right for both."""
+    In shards a rank has p times its share of a gradient, elsewhere all of it. The mean over ranks is right for both."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -144,10 +144,10 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:
-    """Call this after fully_shard: nothing else notices that ranks which share a sequence keep their own gradients.
+    """Check, after fully_shard, that ranks that share a sequence average their gradients and do not keep them.
 
     Raises:
-        ValueError: if parameters are sharded over a mesh without these ranks, or fully_shard left some out.
+        ValueError: if parameters are sharded over a mesh that lacks some of these ranks, or fully_shard left some out.
     """
     check_meshes(module, parallel)
     roots = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
@@ -161,7 +161,7 @@ def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:
 
 
 def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
-    """The check of meshes in `check_averaged`. During a forward some parameters are no DTensors; they are left out."""
+    """The check of meshes in `check_averaged`. It skips parameters that are not DTensors, as in a forward."""
     if parallel.group is None or not any(isinstance(child, FSDPModule) for child in module.modules()):
         return
     sharing = set(dist.get_process_group_ranks(parallel.group))
@@ -178,10 +178,10 @@ def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
 def replace_attention(
     module: nn.Module, pattern: DilatedPattern, *, parallel: ContextParallel | None = None
 ) -> nn.Module:
-    """Give the self-attention of all nn.TransformerEncoderLayer and nn.TransformerDecoderLayer in a module a pattern.
+    """Replace the self-attention of every nn.TransformerEncoderLayer and nn.TransformerDecoderLayer in a module.
 
     In place: parameters stay the same objects under the same names, so that optimizers and checkpoints still fit. Call
-    the module without src_mask and tgt_mask: the pattern is causal or not. A decoder's attention to its memory stays.
+    the module without src_mask and tgt_mask: the pattern is causal or not. A decoder's cross-attention stays.
 
     Args:
         pattern: who attends whom.
@@ -201,7 +201,7 @@ def replace_attention(
             f"{type(module).__name__} has no nn.TransformerEncoderLayer or nn.TransformerDecoderLayer: construct your "
             "own layers with MultiheadDilatedAttention, whose state_dict is that of nn.MultiheadAttention."
         )
-    # All are made before the first is replaced.
+    # All are made before the first is replaced: an error leaves the module as it was.
     attentions = [
         _dilated(f"{name}.self_attn".lstrip("."), layer.self_attn, pattern, parallel) for name, layer in layers.items()
     ]
@@ -249,8 +249,8 @@ def _why_not(name: str, attention: Any) -> str | None:
 
 
 def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None:
-    """The query heads of a layer that this rank computes, None for all, read from its parameters' shards. Tensor
-    parallelism (`ColwiseParallel`) makes these. A ValueError if they do not tell."""
+    """The query heads of a layer that this rank computes under tensor parallelism (`ColwiseParallel`); None for all.
+    The shards of the layer's parameters tell which. A ValueError if they do not."""
     if num_held == num_heads:
         return None
     found = {

@@ -1,6 +1,6 @@
 """Models built on dilated attention: LongNetLM, torchscale's LongNet, GigaPath's slide encoder.
 
-Members are imported when they are first used (see the package).
+Members are imported when they are first used (as in the package's own __init__.py).
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""State dicts that are checked before anything is loaded, and names that wrappers of models have changed."""
+"""Loads a whole state dict or nothing, and removes what wrappers of models add to the names in it."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,11 +23,11 @@ class CheckedLoading(nn.Module):
     """A module that loads all of a state dict or nothing."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's, with its result, but all is checked before anything changes.
+        """torch's `load_state_dict`, but all is checked before anything changes.
 
         Raises:
-            ValueError: for tensors of other shapes, without floating numbers, or with some that are not finite in the
-                model's dtype; and with strict=True for names that are missing or unknown.
+            ValueError: for tensors of other shapes, of no floating dtype, or with numbers that are not finite in the
+                model's dtype; with strict=True also for names that are missing or unknown.
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"state_dict must be a dict of tensors by name, got a {type(state_dict).__name__}.")
@@ -50,7 +50,7 @@ def _failure(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> 
 
 
 def _why_not(x: Any, own: Tensor) -> str | None:
-    """Why x cannot become a model's tensor `own` with the same numbers, or None."""
+    """Why x cannot replace a model's tensor `own`, or None."""
     if not isinstance(x, Tensor) or x.shape != own.shape:
         found = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
         return f"is {found}, expected {tuple(own.shape)}"
@@ -88,7 +88,7 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
 
 
 def _bare(name: str, prefix: str, own: set[str]) -> str | None:
-    """The name without the prefix and what wrappers add. None if it does not have the prefix, or is no own name."""
+    """The name without the prefix and what wrappers add. None if it does not have the prefix, or is not in `own`."""
     for infix in INFIXES:
         name = name.replace(infix, "")
     while True:

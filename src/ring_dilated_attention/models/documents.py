@@ -1,4 +1,4 @@
-"""The documents that ranks hold together, and which rows of them are this rank's. Agreed once for all layers."""
+"""Which documents the ranks hold together, and which rows this rank holds. Ranks agree once for all layers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Documents:
         return [span.row + len(span.positions) - 1 for span in self.spans if span.positions.stop == span.length]
 
     def positions(self) -> Tensor:
-        """Positions within their document of this rank's rows, (N,) int64 on the CPU."""
+        """The position of each of this rank's rows within its document, (N,) int64 on the CPU."""
         ranges = [torch.arange(span.positions.start, span.positions.stop, device="cpu") for span in self.spans]
         return torch.cat([torch.arange(0, device="cpu"), *ranges])
 
@@ -90,7 +90,7 @@ def agree_on_documents(
         check_documents(given, sum(lengths))
     total = sum(lengths)
     borders = tuple(given) if given is not None else (0, total) if total else (0,)
-    if parallel is None:  # without the cache of `make_shards`, of which torch.compile warns
+    if parallel is None:  # torch.compile warns of the cache of `make_shards`
         shard: Shard = (Span(0, total),) if total else ()
         return Documents(borders, (shard,), tuple(_spans(shard, borders)))
     shards = parallel.ranks.shards(lengths)
@@ -100,7 +100,7 @@ def agree_on_documents(
 def agree_on_lengths(
     parallel: ContextParallel | None, num_rows: int, fields: dict[str, object], failure: str | None
 ) -> tuple[int, ...]:
-    """Every rank's number of rows. A ValueError on all ranks, or on the only one, if one refuses the call."""
+    """Every rank's number of rows. A ValueError on every rank if one refuses the call."""
     if parallel is not None:
         return parallel.ranks.handshake(num_rows, fields, failure)
     if failure:
@@ -134,7 +134,7 @@ def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
         return f"tokens must be a tensor of integers (batch, N), got {type(tokens_BN).__name__}"
     if tokens_BN.dim() != 2 or not is_integral(tokens_BN):
         return f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
-    # On a GPU torch asserts this in the kernel, and nothing waits.
+    # On a GPU torch's kernel asserts this. A check here would wait for the GPU.
     if tokens_BN.device.type == "cpu" and tokens_BN.numel() and not torch.compiler.is_compiling():
         low, high = tokens_BN.min(), tokens_BN.max()
         if low < 0 or high >= num_tokens:

@@ -27,7 +27,7 @@ from .sharded import shift_left
 IGNORED_LABEL = -1
 # The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them.
 LOSS_CHUNK_LOGITS = 2**20
-# At least this many rows: each chunk adds to the gradient of the head, (V, E), which would dominate for fewer.
+# At least this many rows: each chunk adds a gradient of the head, (V, E). With fewer rows that would take most time.
 LOSS_CHUNK_ROWS = 1024
 HEAD_STD = 0.02  # small, so that the first guess is near uniform
 
@@ -87,12 +87,12 @@ class LongNetBlock(nn.Module):
 class LongNetLM(nn.Module):
     """Tokens (B, N) to logits (B, N, V), on one device or, with `parallel`, on this rank's shard of the positions.
 
-    Under `parallel` a loss of your own must not be a mean over each rank's logits: ranks hold different numbers of
-    terms, so that the average of DDP and FSDP2 would silently be another gradient. Call `loss`, or give
+    Under `parallel` a loss of your own must not be a mean over each rank's logits. Ranks hold different numbers of
+    terms, so the average of DDP and FSDP2 would silently be a wrong gradient. Call `loss`, or give
     `parallel.mean_loss` the sum and the number of this rank's terms.
 
     Args:
-        activation_checkpointing: recompute each block in backward instead of keeping its activations.
+        activation_checkpointing: keep only each block's input and attention, and recompute the rest in backward.
         backend: as for `dilated_attention`.
     """
 
@@ -143,9 +143,9 @@ class LongNetLM(nn.Module):
         return [block.attention.make_cache(batch, max_len=max_len, keep=keep) for block in self._blocks()]
 
     def append(self, tokens_BN: Tensor, caches: Sequence[DilatedCache], lengths: Tensor | None = None) -> Tensor:
-        """Append tokens to caches -> their last hidden states (B, N, E), from which `head` computes logits.
+        """Append tokens to caches. Returns their final hidden states (B, N, E), from which `head` computes logits.
 
-        caches:  those of `make_caches`. Under torch.no_grad().
+        caches:  those of `make_caches`. Call this under torch.no_grad().
         lengths: (B,) how many of its N tokens each batch entry appends; the rest is padding.
         """
         if self.parallel is not None:
@@ -180,13 +180,13 @@ class LongNetLM(nn.Module):
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: draw from the k likeliest tokens alone.
             top_p: draw from the fewest tokens whose probabilities add up to top_p.
-            seed: of 64 bits; row b of the batch draws as a batch of one would with seed + b. None takes one from torch.
+            seed: an integer of 64 bits. Row b draws as a batch of one does with seed + b. None takes a seed from torch.
             stop: tokens that end a row. After one of them the row gets STOPPED (-1) until all rows have ended.
-            caches: those of `make_caches`, which may hold what comes before `tokens`; by default new ones. Afterwards
-                they hold each row's prompt and drawn tokens but the last.
+            caches: those of `make_caches`, by default new ones. They may hold what comes before `tokens`. Afterwards
+                they also hold each row's prompt and its drawn tokens but the last.
 
         Raises:
-            ValueError: by the first token, for bad arguments; later, for logits that are NaN or inf.
+            ValueError: before the first token, for bad arguments; at any token, for logits that are NaN or inf.
         """
         options = Sampling(temperature, top_k, top_p, seed, stop)
         return generate(self, tokens, max_new_tokens, options, caches)
@@ -196,7 +196,7 @@ class LongNetLM(nn.Module):
         """The model of a run of `rda train`, with the parameters of its newest checkpoint.
 
         Raises:
-            ValueError: if there is none, or it cannot be read.
+            ValueError: if there is no checkpoint, or it cannot be read.
         """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -217,7 +217,7 @@ class LongNetLM(nn.Module):
 
         Under `parallel` the label of a shard's last position is the first token of the next shard. The value is the
         mean over all ranks, on every rank. The *mean* of the ranks' gradients, which DDP and FSDP2 take, is the
-        gradient of one rank. DDP and FSDP2 hook `forward`: wrap the model in `NextTokenLoss` first.
+        gradient on one device. DDP and FSDP2 hook `forward`: wrap the model in `NextTokenLoss` first.
         """
         documents = self._agree(tokens_BN, cu_seqlens)
         num_labels = tokens_BN.shape[0] * sum(stop - start - 1 for start, stop in pairwise(documents.borders))
@@ -270,7 +270,7 @@ class LongNetLM(nn.Module):
             yield block
 
     def _rotary_table(self, positions: Tensor) -> RotaryTable:
-        """One for all blocks."""
+        """The table that all blocks use."""
         return next(self._blocks()).attention.rotary_table(positions)
 
     def _labels(self, tokens_BN: Tensor, documents: Documents) -> Tensor:

@@ -1,4 +1,4 @@
-"""The shape of a LongNetLM. No torch, so that a launcher can check it before it starts any rank."""
+"""The configuration of a LongNetLM. Without torch, so that a launcher can check it before it starts any rank."""
 
 import math
 from dataclasses import KW_ONLY, asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..pattern import DilatedPattern, is_integer
 
-# The hyperparameters of a run of `rda train` that are its model's.
+# The fields that are hyperparameters of `rda train` too.
 OF_A_RUN = ("segment_lengths", "dilation_rates", "num_layers", "embed_dim", "num_heads", "num_kv_heads")
 
 

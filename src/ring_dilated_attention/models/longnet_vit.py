@@ -43,11 +43,11 @@ PUBLISHED = {
 
 
 def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> tuple[int, ...]:
-    """GigaPath's five segment lengths: from 2^10 to the power of two below the number of tiles of a square slide.
+    """GigaPath's five segment lengths: from 2^10 to the largest power of two within a square slide's number of tiles.
 
     Args:
-        max_wsi_size: the side of that slide, in pixels. The original code has 262,144 as its default and 250,000 in its
-            fine-tuning scripts, which is another function. The published weights do not say which is theirs.
+        max_wsi_size: the side of that slide, in pixels. The original code has 262,144 as its default, and 250,000 in
+            its fine-tuning scripts: the two give different functions. The published weights do not say which they need.
         tile_size: pixels of a tile's side. The published weights are used with 256.
 
     Raises:
@@ -70,9 +70,9 @@ class LongNetViT(CheckedLoading):
         model.load_state_dict(torch.load("slide_encoder.pth", weights_only=True)["model"])
         embedding = model.eval()(features, coords, all_layer_embed=True)[-1]
 
-    Gradients are those of the forward. There is no dropout and no stochastic depth; the original code trains with 0.25
-    and up to 0.1 of them by default. Under `parallel` all ranks return the same, and the mean of their gradients of
-    parameters, which DDP and FSDP2 take, is the gradient of one rank.
+    Gradients are those of the forward. There is neither dropout nor stochastic depth; by default the original code
+    trains with dropout 0.25 and stochastic depth up to 0.1. Under `parallel` all ranks return the same embeddings. The
+    *mean* of the ranks' gradients, which DDP and FSDP2 take, is the gradient on one device.
 
     Args:
         in_chans: features of a tile.
@@ -80,10 +80,10 @@ class LongNetViT(CheckedLoading):
         slide_ngrids: cells of the grid along each axis: coordinates go from 0 to slide_ngrids * tile_size.
         tile_size: the distance from one tile to the next, in the units of the coordinates.
         segment_lengths, dilation_rates: the branches; `segment_lengths_for` has the published ones.
-        global_pool: return the mean over the tiles, not the class token, which GigaPath's pretraining did not train.
+        global_pool: return the mean of the tiles, not the class token. GigaPath's pretraining did not train that token.
         padding: "torchscale" includes zero rows in the softmax, as the published weights need. "exact" leaves them out.
         parallel: the ranks that share each slide; contiguous shards of its tiles, as `parallel.shard` cuts them.
-        activation_checkpointing: recompute each layer in backward instead of keeping what it computed.
+        activation_checkpointing: keep only each layer's input and attention, and recompute the rest in backward.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class LongNetViT(CheckedLoading):
         parallel: ContextParallel | None = None,
         activation_checkpointing: bool = False,
     ) -> "LongNetViT":
-        """The size of published weights, without them: "gigapath" (12 x 768) or "gigapath-flash" (12 x 384).
+        """A model of a published size, with random weights: "gigapath" (12 x 768) or "gigapath-flash" (12 x 384).
 
         Args:
             max_wsi_size, tile_size: as for `segment_lengths_for`. Setting model.tile_size afterwards changes where
-                tiles lie, and no segments.
+                tiles lie, but not the segments.
         """
         if not isinstance(name, str) or name not in PUBLISHED:
             raise ValueError(f"there is no published size {name!r}; choose one of {tuple(PUBLISHED)}.")
@@ -165,7 +165,7 @@ class LongNetViT(CheckedLoading):
         )
 
     def reset_parameters(self) -> None:
-        """As published: Xavier for every linear map, 0.02 for the class token."""
+        """As published: Xavier for every linear map, a standard deviation of 0.02 for the class token."""
         nn.init.normal_(self.cls_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -183,9 +183,9 @@ class LongNetViT(CheckedLoading):
             x: floating, of any dtype. Under `parallel` this rank's tiles.
             coords: x and y of each tile, in pixels: integers, or floating numbers of at least 32 bits, since shorter
                 ones skip pixels. FSDP's `MixedPrecisionPolicy` shortens floating numbers, and leaves integers.
-            all_layer_embed: return depth + 1 embeddings, of the first layer's input and of each layer's output, pooled
-                and normalised *without* the encoder's last LayerNorm. Otherwise one, with it.
-            lengths: the number of tiles of each slide; what follows them is not read. By default L.
+            all_layer_embed: return depth + 1 embeddings: of the first layer's input and of each layer's output, pooled
+                *without* the encoder's last LayerNorm. By default return one embedding, with that LayerNorm.
+            lengths: the number of tiles of each slide, by default L. Rows beyond a slide's number are padding.
 
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`: features of another width, no tiles,
@@ -209,7 +209,7 @@ class LongNetViT(CheckedLoading):
         def pool(x_BNE: Tensor) -> Tensor:
             return torch.cat([self._pool(x_BNE[:, rows], count) for rows, count in slides])
 
-        # Pooled layer by layer, so that no more than one state is held.
+        # Each layer's output is pooled at once, so that only one is held.
         collect = pool if all_layer_embed else None
         found = self.encoder(embeddings=tokens_BNE, cu_seqlens=cu_seqlens, collect=collect)
         pooled = torch.stack(found) if isinstance(found, list) else pool(found)[None]
@@ -297,7 +297,7 @@ class LongNetViT(CheckedLoading):
     def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
         """What is wrong with the first wrong tile, or None. This rank's tiles count from `first`."""
         is_tile_BL = _are_tiles(x, counts)
-        dtype = self.cls_token.dtype  # numbers that are larger are inf
+        dtype = self.cls_token.dtype  # numbers beyond its range become inf
         wrong = (is_tile_BL & ~torch.isfinite(x.detach().to(dtype)).all(-1).cpu()).nonzero().tolist()
         if wrong:
             slide, tile = wrong[0]
@@ -324,7 +324,7 @@ def _are_tiles(x: Tensor, counts: Sequence[int] | None) -> Tensor:
 
 
 def _is_count(n: Any, most: int) -> bool:
-    """Whether it is a number from 1 to `most`, of any integer type."""
+    """Whether n is an integer from 1 to `most`, of any type."""
     try:
         return 1 <= operator.index(n) <= most
     except TypeError:

@@ -1,4 +1,4 @@
-"""Drawing tokens from a language model, one after the other, with a cache of bounded size.
+"""Draws tokens from a language model, one after the other, with a cache of bounded size.
 
 B batch, N positions, E embedding, V vocabulary.
 """
@@ -49,12 +49,12 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p!r} must be above 0 and at most 1, or None for all tokens.")
         if self.seed is not None and not (is_integer(self.seed) and -(2**63) <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r} must be an integer of 64 bits, or None to draw anew each time.")
-        is_single = getattr(self.stop, "ndim", 1) == 0  # of torch or numpy, and a Collection all the same
+        is_single = getattr(self.stop, "ndim", 1) == 0  # a tensor or array of 0 dims is a Collection, too
         if is_single or not isinstance(self.stop, Collection) or not all(map(is_integer, self.stop)):
             raise ValueError(f"stop={self.stop!r} must be integers, the tokens that end a row, as (10,); () for none.")
 
     def generators(self, batch: int, device: torch.device) -> list[torch.Generator]:
-        """One for each row, so that what a row draws does not depend on the others."""
+        """One generator for each row, so that what a row draws does not depend on the others."""
         seed = int(torch.randint(2**62, ())) if self.seed is None else int(self.seed)
         return [torch.Generator(device).manual_seed(seed + b) for b in range(batch)]
 
@@ -123,16 +123,16 @@ def generate(
 
 
 def check_caches(caches: Sequence[DilatedCache], lengths: Sequence[int]) -> None:
-    """Raise ValueError for what is no caches, and for caches that are too short, before any of a prompt is in them."""
+    """Raise ValueError, before any prompt is appended, for anything but caches and for caches that are too short."""
     if not isinstance(caches, Sequence) or not all(isinstance(cache, DilatedCache) for cache in caches):
         raise ValueError(f"caches={reprlib.repr(caches)} must be those of make_caches, one for each layer.")
     for cache in caches:
-        if cache.batch == len(lengths):  # else the layer says so
+        if cache.batch == len(lengths):  # the layer refuses another batch
             check_append(cache.plan, cache.position.tolist(), lengths)
 
 
 def prefill(model: "LongNetLM", tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]) -> Tensor:
-    """Append prompts of these lengths, chunk by chunk. The hidden state of the last token of each, (B, E)."""
+    """Append prompts of these lengths, chunk by chunk. Returns the hidden state of each prompt's last token, (B, E)."""
     last: dict[int, Tensor] = {}
     for start in range(0, max(lengths), PREFILL_CHUNK):
         chunk_BN = tokens_BN[:, start : start + PREFILL_CHUNK]

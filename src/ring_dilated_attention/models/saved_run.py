@@ -4,7 +4,7 @@
                           optimizer.safetensors   AdamW's state, as "<field>/<parameter>"
                           state.json              everything else, and the digests of all three
 
-No torch.
+The file imports no torch.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def _read_state_file(checkpoint: Path) -> dict[str, Any]:
 
 
 def digest(content: dict[str, Any]) -> str:
-    """The sha256 of a state.json without its own."""
+    """The sha256 of the content of a state.json, without the entry "sha256"."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

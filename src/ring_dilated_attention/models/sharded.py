@@ -1,4 +1,4 @@
-"""Labels across the borders of shards."""
+"""Next-token labels of sharded sequences: the last label of a shard may be on another rank."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ from ..ranks.context import ContextParallel
 
 
 def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
-    """For each position of x (B, N_local), integers, the value at the next position of the whole sequence. `fill` after
-    the last. Not differentiable."""
+    """For each position of x (B, N_local), integers: x at the next position of the whole sequence, also if another rank
+    holds it; `fill` at the last position. Not differentiable."""
     parallel.ranks.check_all_here("shift_left")
     failure = None
     if not isinstance(x, Tensor) or x.dim() != 2 or x.is_floating_point() or x.is_complex():

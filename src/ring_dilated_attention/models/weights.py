@@ -1,4 +1,4 @@
-"""Weights from files: safetensors, or torch's own, which are read only with weights_only=True."""
+"""Reads weights from safetensors files and from torch's own, the latter only with weights_only=True."""
 
 import pickle
 import re
@@ -19,7 +19,7 @@ _NESTS = ("model", "state_dict", "module")
 
 
 class EncoderSize(NamedTuple):
-    """The size of a slide encoder. Its weights tell all of it but the heads."""
+    """The size of a slide encoder. Its weights tell all of it but the number of heads."""
 
     in_chans: int
     embed_dim: int
@@ -39,7 +39,7 @@ class Left(NamedTuple):
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, or of one that torch.save wrote, also under "model" in it.
+    """The tensors of a .safetensors file, or of one of torch.save, also if nested under "model" or the like.
 
     Raises:
         ValueError: for a file that is damaged, needs more than weights_only=True, or holds no tensors by name.
@@ -64,8 +64,8 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
-    """What torch.save wrote. A ValueError refuses more than tensors and wrong checksums; damage may raise anything."""
-    is_zip = zipfile.is_zipfile(path)  # torch's older format can neither be mapped nor has it checksums
+    """What torch.save wrote. A ValueError refuses unsafe pickles and wrong checksums; damage may raise any error."""
+    is_zip = zipfile.is_zipfile(path)  # torch's older format has no checksums, and cannot be mapped
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zip)
     except pickle.UnpicklingError as error:
@@ -91,13 +91,13 @@ def slide_encoder_size(
 
     Args:
         path: for messages.
-        depth: the number of layers that the file must have. None is 12 for the widths of the published encoders, 768
-            and 384, since a file without its last layers looks complete. None is any number for other widths.
-        num_heads: not in the weights. None is 16 for the sizes of the published encoders, which all have 16.
-        strict: refuse weights of another depth, or with a gap; otherwise the size is that of the model to make.
+        depth: the number of layers that the file must have. None means 12 for the widths of the published encoders, 768
+            and 384, since a file without its last layers looks complete. For other widths None means any number.
+        num_heads: the weights do not tell it. None means 16 for the sizes of the published encoders.
+        strict: refuse weights of another depth, or with a gap in the layers' numbers.
 
     Raises:
-        ValueError: if they are no slide encoder's, those of another depth, or their heads are not known.
+        ValueError: if the weights are not a slide encoder's or of another depth, or their number of heads is not known.
     """
     embed_dim = _size(path, weights, "cls_token", 2)
     in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
@@ -188,7 +188,7 @@ def _depth(path: Path | str, weights: Mapping[str, Tensor], *, strict: bool) -> 
 
 
 def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:
-    """The last length of a tensor of `dim + 1` dims, with any prefix before its name."""
+    """The size of the last dim of a tensor of `dim + 1` dims. Its name may have any prefix."""
     found = weights.get(name, next((x for key, x in weights.items() if key.endswith("." + name)), None))
     if found is None or found.dim() != dim + 1 or not found.shape[dim]:
         got = "no such tensor" if found is None else f"shape {tuple(found.shape)}"

@@ -1,1 +1,1 @@
-"""The main job: a byte-level LongNet on one long document (`rda train`)."""
+"""`rda train`: trains a byte-level LongNet on one long document."""

@@ -1,6 +1,6 @@
-"""All ranks go on, or none does: first they tell each other what they refuse and what they have.
+"""Lets all ranks go on or none: they first exchange their errors, and the values that must be the same.
 
-On each machine a reason is said once, with the ranks that refuse and their host.
+On each machine an error is reported only once, with the ranks that have it and their host.
 """
 
 import json
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Refusal(ValueError):
-    """Raised on every rank if one refuses. The text is empty if another rank on this machine says it."""
+    """Raised on every rank if one refuses. The text is empty if another rank on this machine reports it."""
 
 
 class Account(NamedTuple):

@@ -1,4 +1,4 @@
-"""Bits per byte by the number of bytes before. A text is read through caches: memory does not grow with its length."""
+"""Measures bits per byte by how many bytes stand before. The model reads with caches, so memory does not grow."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ NUM_BUCKETS = 63
 
 
 class Bucket(NamedTuple):
-    """Bytes with `first` to `last` bytes of their context before them."""
+    """The bytes that have `first` to `last` bytes of their context before them."""
 
     first: int
     last: int

@@ -1,7 +1,7 @@
 """Checkpoints of a run, written whole or not at all and loaded again (`models/saved_run.py` describes the files).
 
 A checkpoint is written under another name, flushed to the disk, and renamed. The newest two of a run stay: if one is
-damaged, there is another. Older ones are removed, file by file, if their state says that this run made them.
+damaged, there is another. Older checkpoints are removed, file by file, if their state says that this run made them.
 """
 
 import json
@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from ..models import saved_run
 from .files import flush, replaced
 
-MARK_FILE = "made-by-rda-train"  # in a folder that is not finished yet; holds the name of the run
+MARK_FILE = "made-by-rda-train"  # is in a folder that is not finished yet, and holds the name of the run
 _UNFINISHED = "unfinished-"
 
 
 def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> Path:
     """Write RUN/checkpoint-<state["step"]> of the run state["run"], then remove older ones.
 
-    If it cannot be written, a ValueError is raised, and nothing is removed.
+    If the checkpoint cannot be written, a ValueError is raised, and nothing is removed.
     """
     target = run_folder / f"checkpoint-{state['step']:06d}"
     if target.exists():
@@ -119,7 +119,7 @@ def _is_of_run(checkpoint: Path, run: str) -> bool:
 
 
 def _remove_superfluous(target: Path, run: str) -> None:
-    """Remove what was never finished, and this run's checkpoints other than `target` and the one before it."""
+    """Remove unfinished checkpoints, and this run's checkpoints older than `target`, except the newest of them."""
     step = saved_run.step_of(target)
     older = [path for path in saved_run.find_checkpoints(target.parent) if saved_run.step_of(path) < step]
     for path in [path for path in older if _is_of_run(path, run)][1:]:

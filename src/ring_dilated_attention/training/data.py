@@ -1,4 +1,4 @@
-"""The document: its bytes, the part that is held out, and the window that a step reads. No torch."""
+"""The document: its bytes, the part that is held out, and the window that a step reads. The file imports no torch."""
 
 import gzip
 import hashlib
@@ -44,7 +44,7 @@ class Document:
         return len(self.content) - self.num_held_out * self.seq_len
 
     def identity(self) -> dict[str, Any]:
-        """A resumed run must have the same."""
+        """What the document of a resumed run must have alike."""
         digest = hashlib.sha256(self.content).hexdigest()
         return {"name": self.name, "num_bytes": len(self.content), "sha256": digest}
 

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and never over a file that somebody else made. No torch."""
+"""Writes files whole or not at all, and never over a file that somebody else made. The file imports no torch."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 MADE_BY = "ring_dilated_attention"  # what pictures say they were made with
-MOST_BYTES = 2**28  # of a file are read to learn who made it
+MOST_BYTES = 2**28  # how much of a file is read to learn who made it
 
 
 def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
@@ -41,7 +41,7 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Another name to write to. At the end of the block that file is flushed to the disk and replaces `path`.
+    """Yields another path to write to. At the end of the block that file is flushed to the disk and replaces `path`.
 
     A link stays, and the file that it leads to is replaced. The mode of an existing file is kept.
     """
@@ -104,7 +104,7 @@ def in_words(error: Exception) -> str:
 
 
 class LossyStream:
-    """A stream for progress bars. It loses what it cannot write: the work is worth more than its bar."""
+    """A stream for progress bars. It drops what it cannot write, since the work is worth more than its bar."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""The training loop. Every rank runs it, also a rank whose shard is empty. Only the first rank of the ring writes."""
+"""The training loop. Every rank runs it, even one whose shard is empty. Only the first rank of the ring writes."""
 
 import math
 import time
@@ -115,7 +115,7 @@ def learning_rate(options: Hyperparameters, step: int) -> float:
 
 
 def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.Module:
-    """The loss under DDP, which averages gradients over ranks: the loss of a rank is scaled for that."""
+    """The loss under DDP. DDP averages gradients over ranks, and `loss_of` scales each rank's loss for that."""
     wrapped: nn.Module = loss_of
     if parallel.world_size > 1:
         wrapped = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)

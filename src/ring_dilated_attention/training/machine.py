@@ -1,4 +1,4 @@
-"""The machine, the versions of packages and the memory of this process, for records. No torch."""
+"""The machine, the versions of packages and the memory of this process, for records. The file imports no torch."""
 
 import os
 import platform
@@ -43,7 +43,7 @@ def peak_resident_bytes() -> int:
 
 
 def _resident(field: str) -> int:
-    # getrusage comes second: a child may inherit the maximum of its parent.
+    # getrusage is only the second choice: a child may inherit its parent's maximum.
     for value in _values(Path("/proc/self/status"), field):
         return int(value.split()[0]) * 1024
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -53,7 +53,7 @@ class Metrics(AbstractContextManager["Metrics"]):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._file is not None:
-            with suppress(OSError) if error is not None else nullcontext():  # `error` tells of a full disk already
+            with suppress(OSError) if error is not None else nullcontext():  # `error` already reports a full disk
                 self._file.close()
             # A run that is refused (the disk is full, say) leaves no file. A run that fails leaves its metrics.
             is_refused = isinstance(error, (ValueError, OSError)) or not self._has_steps
@@ -88,7 +88,7 @@ def lines_before(path: Path, run: str, step: int) -> list[str]:
 
 
 def progress_bar(num_steps: int, first_step: int, rank: int) -> Any:
-    """A context with the first rank's progress bar, on stderr."""
+    """A context manager that shows a progress bar on stderr, on the first rank only."""
     from tqdm import tqdm
 
     file = LossyStream(sys.stderr)

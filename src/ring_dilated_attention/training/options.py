@@ -1,4 +1,4 @@
-"""The hyperparameters of a run: everything that decides what it computes. No torch.
+"""The hyperparameters of a run: everything that decides what it computes. The file imports no torch.
 
 Every checkpoint holds them, and a resumed run must have the same. The number of ranks, the exchange and the interval
 between checkpoints are not among them, since a resumed run may have others.
@@ -12,8 +12,8 @@ from typing import Any
 
 from ..models.longnet_config import LongNetConfig
 
-MOST_LAYERS = 10_000  # each is a module, which takes time and memory
-MOST_POSITIONS = 2**40  # of a segment, or between two of its keys
+MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
+MOST_POSITIONS = 2**40  # the longest segment, and the largest dilation rate
 LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
 LARGEST_FLOAT, SMALLEST_FLOAT = 1e30, 1e-30  # AdamW computes in float32, and divides by 0.1
 

@@ -1,4 +1,4 @@
-"""A run owns its folder: a second run is told who has it. No torch.
+"""Keeps a second run out of a run's folder, and tells it who has the folder. The file imports no torch.
 
 The lock is the system's (flock), on a file that says who holds it. It ends with the last process that has the file
 open, however that process ends. On a file system without such locks the file itself is the lock, and a run that was
@@ -31,14 +31,14 @@ class Owned(NamedTuple):
 
 @contextmanager
 def own_folder(folder: Path, *, must_be_new: bool = False) -> Iterator[Owned]:
-    """Make a folder if it is not there, and keep other runs out of it. At the end it is removed if it is empty.
+    """Make a folder if it is not there, and keep other runs out of it. At the end an empty folder is removed.
 
     Args:
         must_be_new: if the folder is there already, make another, with a number after its name.
 
     Raises:
-        ValueError: if another run has it.
-        OSError: if it cannot be made.
+        ValueError: if another run has the folder.
+        OSError: if the folder cannot be made.
     """
     with _new_folder_made(folder) if must_be_new else folder_made(folder) as own:
         lock = _lock(own / LOCK_FILE)
@@ -46,7 +46,7 @@ def own_folder(folder: Path, *, must_be_new: bool = False) -> Iterator[Owned]:
             yield Owned(own, lock)
         finally:
             with suppress(OSError):
-                (own / LOCK_FILE).unlink()  # before the lock goes, so that nobody else's is removed
+                (own / LOCK_FILE).unlink()  # while the lock is held: later the file may be another run's
             os.close(lock)
 
 
@@ -103,7 +103,7 @@ def _sign(descriptor: int, path: Path) -> None:
     try:
         os.truncate(descriptor, 0)
         os.write(descriptor, json.dumps(owner | {"since": time.strftime("%Y-%m-%d %H:%M:%S")}).encode())
-    except BaseException:  # the disk is full, say: a file that names nobody
+    except BaseException:  # the disk is full, say, and the file would name nobody
         path.unlink(missing_ok=True)
         raise
 

@@ -1,7 +1,7 @@
-"""`rda train --ranks P`: the ranks are processes of this machine, and nobody beyond it can reach them. No torch.
+"""`rda train --ranks P`: the ranks are processes of this machine, and no other machine can reach them.
 
-torchrun would open its stores on every interface, whatever address it is given, and unpickle what others put there.
-Here the ranks find each other by a file in a folder of this user, and talk over the loopback interface.
+torchrun would open its stores on every interface, whatever address it is given, and unpickle what other machines send.
+Here the ranks find each other by a file in a folder of this user, and talk over the loopback interface. No torch.
 """
 
 import math
@@ -46,7 +46,7 @@ def started() -> Place:
     """The place that torchrun or srun gives to this process, or rank 0 of 1 if neither started several.
 
     Outside a step (in a batch script) Slurm's variables describe the whole job, and this process is alone. A ValueError
-    refuses variables that are no such numbers.
+    refuses variables that are not valid numbers.
     """
     rank, size = "RANK", "WORLD_SIZE"
     if not _is_under_torchrun() and "SLURM_STEP_ID" in os.environ:
@@ -96,8 +96,8 @@ def loopback_only() -> dict[str, str]:
 def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
     """Run `rda train <arguments> --launched FOLDER` on every rank, until all have ended.
 
-    Each has a session of its own, so that Ctrl-C reaches only this process. It passes the request on by closing the
-    ranks' stdin. The ranks are killed by a second Ctrl-C, or 10 seconds after one of them failed.
+    Each rank has a session of its own, so that Ctrl-C reaches only the launcher. The launcher then closes the stdin of
+    the ranks. The ranks are killed by a second Ctrl-C, or 10 seconds after one of them failed.
 
     Args:
         lock: the descriptor of the folder's lock. The ranks inherit it, and hold the lock if this process is killed.
@@ -150,6 +150,6 @@ def leave_reason(folder: Path, reason: str) -> None:
 
 
 def _reason(folder: Path, rank: int) -> str:
-    with suppress(OSError, ValueError):  # none, or one that was cut short
+    with suppress(OSError, ValueError):  # there is no file, or it was cut short
         return (folder / f"failed-{rank}").read_text()
     return ""

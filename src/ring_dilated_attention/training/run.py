@@ -25,7 +25,7 @@ RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 
 @dataclass(frozen=True)
 class Run:
-    """The run starts at step 0 if `checkpoint` is None."""
+    """What to train, and where. The run starts at step 0 if `checkpoint` is None."""
 
     hyperparameters: Hyperparameters
     document: Document
@@ -84,7 +84,7 @@ def fingerprint(run: Run) -> dict[str, str]:
 
 
 def code_version() -> str:
-    """The versions of torch and of this package, and its digest, since two clones may have the same version."""
+    """The versions of torch and of this package, and the digest of its files: two clones may have the same version."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         digest.update(name.encode() + b"\0" + (root / name).read_bytes())
@@ -100,7 +100,7 @@ def is_record_of(run: str, file: BinaryIO) -> bool:
 def _new_folder(folder: Path | None) -> Path:
     if folder is None:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # Python's stand-ins for bytes
+    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # surrogates: bytes that are not UTF-8
         raise ValueError(f"--run-folder {str(folder)!r} is not UTF-8, and safetensors opens no such file: rename it")
     if find_checkpoints(folder) or (folder / RECORD_FILE).exists():
         raise ValueError(f"--run-folder {folder} holds a run already: --resume it, or choose another folder")
@@ -120,7 +120,7 @@ def _newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 @contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
-    """A ValueError of the block names the newest whole checkpoint before this one."""
+    """To a ValueError of the block, add the name of the newest whole checkpoint before this one."""
     try:
         yield
     except ValueError as error:

@@ -21,7 +21,7 @@ from .run import PICTURE_FILE, RECORD_FILE, is_record_of
 
 
 def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel) -> int:
-    """The bytes that, by the plan, one attention call holds on this rank in forward and backward."""
+    """The bytes that one attention call holds on this rank in forward and backward, according to its plan."""
     config = options.model_config()
     shards = parallel.ranks.shards(parallel.ranks.lengths_of(options.seq_len))
     job = Job(config.pattern, shards, config.num_heads, config.num_kv_heads or config.num_heads)

@@ -1,4 +1,4 @@
-"""A request to stop is noted, and the loop acts on it between two steps.
+"""Notes a request to stop (SIGINT or SIGTERM). The training loop acts on it between two steps.
 
 `rda train --ranks P` holds the write end of a pipe that is every rank's stdin. It closes the pipe to ask them to stop.
 The pipe closes as well if that process is killed, so that no rank is left behind.
@@ -10,7 +10,7 @@ import signal
 import sys
 from types import FrameType
 
-STDERR = 2  # written to directly: a signal may come while sys.stderr is in use
+STDERR = 2  # os.write writes to it: a signal may come while sys.stderr is in use
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NOTICE = b"\nstopping after this step, to save; a second time stops at once\n"
 
@@ -20,8 +20,8 @@ class StopRequest:
 
     Args:
         second_aborts: a second signal ends the process at once.
-        is_rank: this process is one of several ranks, and does not say that it stops. After an error SIGTERM is still
-            only noted: the rank has time to say what happened.
+        is_rank: this process is one of several ranks, and prints no notice that it stops. After an error SIGTERM is
+            still only noted, so that the rank has time to report the error.
         watch_stdin: the end of stdin is a request as well.
     """
 

@@ -2,7 +2,7 @@
 
 B batch, H query heads, G key/value heads, M query rows, S key rows (M, or more where a cache holds some), D head dim,
 T rows that are not padding. transformers passes tensors (B, H, M, D), and every keyword that a model has. Keywords that
-change attention are refused by name (REFUSED); the others say nothing about it.
+change attention are refused by name (REFUSED); other keywords are ignored, since they do not change it.
 """
 
 from functools import partial
@@ -60,7 +60,7 @@ def attend(
     Args:
         attention_mask: what `make_mask` returned.
         position_ids: (1 or B, M). A document begins where they start anew.
-        cu_seq_lens_q: borders of documents, which position_ids then need not tell. Global under `parallel`.
+        cu_seq_lens_q: borders of documents, used instead of position_ids. Under `parallel` those of the whole sequence.
         parallel: the rows are this rank's shard.
     """
     try:
@@ -86,7 +86,7 @@ def attend(
     if attention_mask is not None and attention_mask.dim() == 3:
         bias_BHMS = attention_mask.unflatten(0, (-1, num_heads))[:, heads.start : heads.stop]
         return _attend_cached(query_BHMD, key_BGSD, value_BGSD, bias_BHMS, scaling), None
-    # Keys beyond the queries are those of a static cache that nothing was written to yet.
+    # A static cache gives more keys than queries. Nothing was written to the others yet.
     rows = tuple(x[:, :, : query_BHMD.shape[2]].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD))
     options = {"pattern": pattern, "parallel": parallel, "scale": scaling, "heads_held": heads, "num_heads": num_heads}
     dilated: Any = partial(dilated_attention, **options)
@@ -101,10 +101,10 @@ def attend(
 
 
 def _attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None) -> Tensor:
-    """Attention of new queries to all rows of a cache: softmax(scores + log M)."""
+    """Attention of new queries to all rows of a cache: softmax(scores + log count), with `_multiplicity`'s count."""
     bias, grouped = bias.to(query.dtype), query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
-    # 0 and not NaN where no branch covers a query, whatever torch's kernel makes of a row without keys.
+    # A query that no branch covers gets 0. Without this, torch's kernel may give NaN.
     return out.masked_fill((bias == -torch.inf).all(-1, keepdim=True), 0).transpose(1, 2)
 
 
@@ -124,7 +124,7 @@ def _attend_padded(dilated: Any, rows: tuple[Tensor, ...], valid_BM: Tensor, pos
 
 
 def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
-    """Positions of a row may begin at any number, and then count on."""
+    """Refuse rows whose positions do not count on by 1. They may begin at any number."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
         return
     resets = (position_ids.diff() != 1) & valid_BM[:, 1:] & valid_BM[:, :-1]
@@ -146,7 +146,7 @@ def find_borders(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | No
             "which dilated attention reads where packed documents begin."
         )
     resets = position_ids.diff() != 1
-    if torch.compiler.is_compiling():  # a graph cannot look at data and choose, but it can refuse
+    if torch.compiler.is_compiling():  # a graph cannot branch on data, but it can assert
         torch._assert_async(~resets.any(), PACKED_IN_COMPILED_CODE)
         return None
     if not resets.any():
@@ -214,7 +214,7 @@ def _check_no_borders(cu_seq_lens_q: Tensor | None) -> None:
 
 
 def _check_one_run(valid_BM: Tensor) -> None:
-    """Padding may stand on the left and on the right of a row, and nowhere between."""
+    """Refuse padding between tokens of a row. It may stand on the left and on the right."""
     starts = F.pad(valid_BM, (1, 0))[:, :-1].logical_not() & valid_BM
     if torch.compiler.is_compiling():
         torch._assert_async((starts.sum(1) <= 1).all(), PADDED_IN_COMPILED_CODE)
@@ -245,16 +245,16 @@ def make_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Tensor | None:
-    """What `attend` needs to know of padding and of a cache, made once for all layers.
+    """What `attend` needs to know of padding and of a cache, made once for all layers. One of these:
 
     None           no padding, no cache
     (B, M) bool    False at padding. A static cache may hold more rows, which nothing was written to yet
     (B, M) uint8   0 at padding. The rows follow those of a BoundedCache
-    (H, M, S) or   the rows follow those of another cache. log M: -inf where a query does not see a row, log 2 where it
-    (B * H, M, S)  sees the row in two branches. The layout of torch's attention masks of three dims
+    (H, M, S) or   The rows follow those of another cache. log(count), where `count` branches let the query see the row:
+    (B * H, M, S)  -inf for none, log 2 for two. The layout of torch's attention masks of three dims
     """
     if attention_mask is not None and attention_mask.dim() != 2:
-        return attention_mask  # made here: generate makes those of a static cache beforehand
+        return attention_mask  # made by this function: for a static cache, generate calls it before
     bounded = kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0
     _refuse_rules(mask_function, 0 if bounded else kv_offset, local_size, use_vmap)
     if mask_function is bidirectional_mask_function and kv_length != q_length:
@@ -304,7 +304,7 @@ def _multiplicity(
 
 
 def _refuse_rules(mask_function: Any, kv_offset: int, local_size: int | None, use_vmap: bool) -> None:
-    """Masks may be causal, both ways, or of packed documents, which positions tell too. Others are refused."""
+    """Refuse all masks but causal ones, bidirectional ones, and those of packed documents, which positions tell too."""
     if local_size is not None:
         raise ValueError(
             f"a layer asks for a sliding window or chunks of {local_size}: that is another pattern, and its cache "

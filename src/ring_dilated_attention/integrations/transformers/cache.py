@@ -13,7 +13,7 @@ from ...attention import dilated_attention
 from ...run.dilated_cache import DilatedCache
 from .config import pattern_of
 
-MARK = "bounded_layer"  # attribute of a key: the layer's cache, for the attention function
+MARK = "bounded_layer"  # the attribute of a key tensor that holds its BoundedLayer
 
 
 class BoundedCache(Cache):
@@ -21,14 +21,14 @@ class BoundedCache(Cache):
 
         model.generate(ids, past_key_values=BoundedCache(model), max_new_tokens=1_000_000)
 
-    The tokens are those that transformers' own caches give, which keep all positions. Several calls of generate may
-    continue one sequence; `reset()` begins anew with a batch of the same size.
+    Generation gives the same tokens as with transformers' own caches, which keep all positions. Several
+    calls of generate may continue one sequence; `reset()` begins anew with a batch of the same size.
 
     Args:
         model: a transformers model with dilated attention.
         max_len: the most positions of a sequence, if that is known: no buffer is larger.
-        keep: how many positions can be taken back across the end of a segment: the length of a draft, for assisted
-            generation and prompt lookup.
+        keep: how many positions `crop` can take back after a segment has ended. Assisted generation and prompt lookup
+            need the length of a draft.
 
     Raises:
         ValueError: for a model without a pattern.
@@ -56,10 +56,10 @@ class BoundedLayer(CacheLayerMixin):
         super().__init__()
         self.config, self.max_len, self.keep = config, max_len, keep
         self.cache: DilatedCache | None = None
-        self.num_positions = 0  # padding too
+        self.num_positions = 0  # padding included
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the first `attend` allocates, since it knows which heads there are."""
+        """Does nothing: the first `attend` allocates, since it knows which heads this rank has."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         key_states = key_states.view_as(key_states)
@@ -76,7 +76,7 @@ class BoundedLayer(CacheLayerMixin):
         num_heads: int,
         scale: float | None,
     ) -> Tensor:
-        """Appends the rows. out (B, M, H, D), 0 at padding."""
+        """Append the rows, and attend to all that the cache holds. Returns out (B, M, H, D), 0 at padding."""
         pattern = pattern_of(self.config, is_causal=True)
         query, key, value = (x.transpose(1, 2) for x in (query_BHMD, key_BGMD, value_BGMD))
         batch, num_rows = query_BHMD.shape[0], query_BHMD.shape[2]
@@ -97,7 +97,7 @@ class BoundedLayer(CacheLayerMixin):
         return out if back_BM is None else _taken(out, back_BM)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As if only the new rows were keys. `make_mask` knows this cache by a key offset equal to the query's."""
+        """The sizes for the new rows alone. `make_mask` knows this cache by its key offset, equal to the query's."""
         return query_length, self.num_positions
 
     def get_seq_length(self) -> int:

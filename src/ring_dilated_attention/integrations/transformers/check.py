@@ -1,8 +1,8 @@
-"""Checks that positions of a transformers model meet in dilated attention and nowhere else, by running a tiny copy.
+"""Checks on a tiny copy of a transformers model that its positions meet in dilated attention and nowhere else.
 
-The copy has the model's layers, narrower. It runs with each position alone in its segment: an output that still depends
-on another position saw it outside of dilated attention. It also runs with one segment of all positions, and must then
-return what it returns with its own attention.
+The copy has the model's layers, but narrower ones. First each position is alone in its segment: an output that depends
+on another position saw that position outside of dilated attention. Then one segment holds all positions: the outputs
+must be those of the model's own attention.
 """
 
 import copy
@@ -27,10 +27,10 @@ from .config import FIELD, NAME, SEEN, crosses, pattern_of
 
 ROWS = 8
 ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
-# The most that these fields of a config are in a copy. Smaller ones leave the structure as it is.
+# The largest values of these config fields in a copy. Smaller values change widths, and not the structure.
 NARROW = {r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64, r"(n|moe_num|num)_\w*experts": 32}
 MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's 123, Qwen3-30B-A3B's 190 million
-# What models raise that take no attention but their own.
+# What a model that takes no attention but its own may raise when it runs with another.
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
 FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
 
@@ -42,7 +42,7 @@ def watch_models() -> None:
 
 
 def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """At the first child of a model, when its class and config are known."""
+    """Check a model when it gets its first child: its class and config are known by then."""
     # By its type: other modules may have no attributes yet.
     if not issubclass(type(module), PreTrainedModel) or module._modules:
         return
@@ -50,7 +50,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     name = getattr(config, "_attn_implementation", None)
     if name == NAME:
         check_model(type(module), module.config)
-    elif getattr(config, FIELD, None) is not None and name in ("sdpa", "eager"):  # as of a part, by a whole's config
+    elif getattr(config, FIELD, None) is not None and name in ("sdpa", "eager"):  # set by a whole's config for a part
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={name!r}, and its config has a pattern. Name "
             f"the attention ({NAME!r}, or of a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
@@ -77,7 +77,7 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
     key = kind, repr(config.to_dict())  # not its JSON: a user's config may hold anything
     if key not in _causal:
-        # Some classes of transformers do not run alone, but their base does. A user's class may add to its base.
+        # Some classes of transformers do not run alone, but their base does. A user's class may change its base.
         base = MODEL_MAPPING.get(type(config), ()) if kind.__module__.startswith("transformers.") else ()
         here = torch.device("cpu"), local_torch_dtype(torch.float32, name), torch.autocast("cpu", enabled=False)
         with ExitStack() as stack:  # the model may be made on the device "meta", in another dtype, under autocast
@@ -137,7 +137,7 @@ def _check_copy(name: str, model: Any) -> bool:
     whole, modules = _trace(model, WHOLE), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    if other is None:  # an attention module that neither calls ours, nor has or is part of one that does
+    if other is None:  # find an attention module that does not call ours, nor contains or is inside one that does
         inside = tuple(f"{caller}." for caller in callers)
         named = [f"{at}." for at in whole if at and "attention" in type(modules[at]).__name__.lower()]
         apart = [at for at in named if not at.startswith(inside) and not any(x.startswith(at) for x in inside)]
@@ -162,7 +162,7 @@ def _check_copy(name: str, model: Any) -> bool:
 
 
 def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
-    """The innermost module whose output changes at more positions than what it is given, with each position alone."""
+    """The innermost module in which positions meet without ours: one input row changes, several output rows."""
     rows = next((getattr(module, SEEN) for module in callers.values()), ROWS)
     before, after = _trace(model, ALONE), _trace(model, ALONE, is_changed=True)
 
@@ -181,7 +181,7 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
 def _trace(
     model: Any, pattern: DilatedPattern | None, *, is_changed: bool = False
 ) -> dict[str, tuple[Tensor | None, Tensor]]:
-    """By the name of each module, in the order in which they end: the first tensor of its arguments and of its output.
+    """Run the model. The first tensor of each module's arguments and of its output, by name, in the order they end.
 
     pattern: None for the model's own attention. is_changed: at one position the model is given another token, or its
     first layer another vector if it takes no tokens.

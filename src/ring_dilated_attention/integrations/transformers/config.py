@@ -1,4 +1,4 @@
-"""The pattern in a model's config."""
+"""`config.dilated_attention`: the pattern in the config of a transformers model."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,9 @@ RULES = ("phase", "heads")
 class PatternField:
     """`config.dilated_attention`: {"segment_lengths": [...], "dilation_rates": [...], "phase": ..., "heads": ...}.
 
-    A config with a pattern asks for dilated attention. transformers does not save the name of the attention, so that a
-    model saved with the pattern alone would silently load with another attention. So this puts "attn_implementation" in
-    config.json: transformers then refuses to load the model before `register` is called.
+    A config with a pattern asks for dilated attention. transformers does not save the name of the attention: a model
+    saved with the pattern alone would silently load with another attention. This field therefore saves the name as
+    "attn_implementation" in config.json. transformers then refuses to load the model before `register` is called.
     """
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:
@@ -57,7 +57,7 @@ def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:
     return _patterns[key]
 
 
-# By the fields of configs. Compiled code cannot make a pattern, but can read one from here.
+# Patterns by the fields of configs. Compiled code cannot make a pattern, but can read one from here.
 _patterns: dict[tuple, DilatedPattern] = {}
 
 

@@ -29,12 +29,12 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     """Give a model of transformers dilated attention, in place. Its parameters stay as they are; its function changes.
 
     A model trained with dense attention predicts worse until it is trained with the pattern. Its function stays the
-    same only where one segment at rate 1 holds the whole sequence.
+    same only if one segment at rate 1 holds the whole sequence.
 
     Args:
         model: a PreTrainedModel that takes its attention from transformers' attention interface.
         pattern: a DilatedPattern, or a dict of its arguments as in config.json. The model decides whether its attention
-            is causal: is_causal=False leaves that to it, True must agree.
+            is causal: is_causal=False fits any; True needs a causal model.
 
     Returns:
         the model.

@@ -1,4 +1,4 @@
-"""A model of transformers on sequences that ranks share: each rank is given the whole sample and computes its shard."""
+"""Context parallelism for models of transformers: each rank is given the whole sample and computes its shard."""
 
 import inspect
 from typing import Any
@@ -15,9 +15,9 @@ from .attention import find_borders
 from .config import NAME
 
 IGNORED_LABEL = -100  # transformers' and torch's
-# Losses that are a mean of cross-entropies over positions. They are computed here.
+# Losses that are a mean of cross-entropies over positions. `after` computes them.
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
-# Arguments that repeat cu_seq_lens_q, or say nothing of a shard.
+# Arguments that are not passed on: they repeat cu_seq_lens_q, or do not apply to a shard.
 DROPPED = ("attention_mask", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict", "seq_idx")
 CUT = ("input_ids", "token_type_ids", "position_ids", "labels", "shift_labels")
 
@@ -29,9 +29,9 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
         loss = model(input_ids=ids, labels=labels).loss     # (B, N) on every rank, the same on all that share it
 
     The loss is that of the whole sample, on every rank. The *mean* of the ranks' gradients, which DDP, FSDP2 and
-    DeepSpeed take, is its gradient: to a trainer the ranks look like replicas. Other outputs (logits, hidden states)
-    are this rank's rows; `parallel.unshard` joins them. Documents may be packed (position_ids that start anew, or
-    cu_seq_lens_q). Padding must be on the right, in a causal model, with labels of -100.
+    DeepSpeed take, is the gradient of that loss: to a trainer ranks look like replicas. Other outputs (logits, hidden
+    states) are this rank's rows; `parallel.unshard` joins them. Documents may be packed (position_ids that start anew,
+    or cu_seq_lens_q). Padding is allowed only on the right, in a causal model, with labels of -100.
 
     Returns:
         a handle, whose `remove()` undoes this.
@@ -106,7 +106,7 @@ class ShardedForward:
             raise ValueError(f"{error} Under Trainer, SameSample does this.") from error
         self.labels = local.get("labels")
         if self.labels is not None and _has_causal_loss(model):
-            rest |= {"labels": self.labels, "shift_labels": self.labels, "num_items_in_batch": 1}  # a sum
+            rest |= {"labels": self.labels, "shift_labels": self.labels, "num_items_in_batch": 1}  # the loss is a sum
             self.labels = None
         rest["cu_seq_lens_q"] = local.get("cu_seqlens")
         inputs = {name: local[name] for name in CUT[:3] if name in local}
@@ -218,7 +218,7 @@ def _labels(batch: dict[str, Tensor], mask: Tensor | None, model: Any) -> Tensor
 
 
 def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> None:
-    """Only in a causal model, and only on the right, is padding seen by no other position."""
+    """Refuse padding that other positions would see: all but padding on the right in a causal model."""
     if mask is None or (mask.dim() == 2 and bool(mask.bool().all())):
         return
     causal = all(module.is_causal for module in model.modules() if hasattr(module, "is_causal"))

@@ -10,7 +10,7 @@ from .ranks import SHARDED, ShardedForward
 
 
 class SameSample:
-    """For Trainer: the ranks that share a sequence are given the same samples.
+    """A mixin for Trainer that gives the same samples to the ranks that share a sequence.
 
         class SequenceTrainer(SameSample, Trainer):
             pass
@@ -18,8 +18,8 @@ class SameSample:
         context_parallel(model, parallel)
         SequenceTrainer(model=model, ...).train()
 
-    accelerate gives every process different samples. This gives each group of ranks that share a sequence different
-    samples, and the ranks of one group the same.
+    accelerate gives every process different samples. With this mixin each group of ranks that share a sequence gets
+    different samples, and the ranks within a group get the same samples.
     """
 
     model: Any
@@ -59,7 +59,7 @@ class SameSample:
         return sharded
 
     def _same(self, loader: Any) -> Any:
-        """A loader that deals samples to groups of ranks, in the order of their lowest ranks, instead of processes."""
+        """Make a loader deal samples to groups of ranks, not to processes. Groups are ordered by their lowest ranks."""
         parallel = self._sharded().parallel
         if parallel.world_size == 1:
             return loader
@@ -76,7 +76,7 @@ class SameSample:
         return loader
 
     def _evaluated(self, loader: Any) -> Any:
-        """Trainer would weigh a smaller last batch as if each rank of a sequence had other samples."""
+        """Refuse a smaller last batch: Trainer would weigh it as if the ranks of a group had different samples."""
         if self._sharded().parallel.world_size > 1 and loader.total_dataset_length % loader.total_batch_size:
             raise ValueError(
                 f"{loader.total_dataset_length} samples are no multiple of {loader.total_batch_size} in a step: the "

@@ -1,1 +1,1 @@
-"""torchscale's LongNet: its networks by its parameters' names, its zero rows, and the gate that accounts for them."""
+"""torchscale's LongNet: its networks with its parameter names, and attention that counts the zero rows it pads with."""

@@ -1,4 +1,4 @@
-"""The configuration of torchscale's LongNet models, and how to make it from torchscale's settings. No torch."""
+"""The configuration of torchscale's LongNet models, made from torchscale's settings. The file imports no torch."""
 
 import math
 import sys
@@ -12,12 +12,12 @@ from ...pattern import DilatedPattern, is_integer
 ACTIVATIONS = ("gelu", "relu", "swish")
 PADDINGS = ("torchscale", "exact")
 SIDES = ("encoder", "decoder")
-# The row of position 0 among learned positions, as in fairseq, which has other uses for the first two.
+# Which row of the learned positions is that of position 0. As in fairseq, the two rows before it are not positions.
 FIRST_LEARNED_POSITION = 2
 
 
 def checked_size(name: str, number: Any) -> float:
-    """A positive, finite number as Python's, since numpy's overflow in products. A ValueError for all others."""
+    """A number as Python's int or float, since products of numpy's overflow. ValueError unless positive and finite."""
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     plain = 0.0 if not is_number else int(number) if isinstance(number, Integral) else float(number)
     if not 0 < plain <= sys.float_info.max:
@@ -36,13 +36,13 @@ class TorchscaleConfig:
         num_learned_positions: rows of a learned position embedding, two more than there are positions; None for none.
         shares_embedding: the output layer has the token embedding's weights.
         normalize_before: LayerNorm before attention and feed-forward (else after the residual).
-        normalize_output: a last LayerNorm. It has an effect only with normalize_before; a decoder then always has one.
+        normalize_output: an encoder's last LayerNorm, if normalize_before is set. A decoder with that always has one.
         scale_embedding: token embeddings times sqrt(embed_dim).
         sub_layernorm: MAGNETO's LayerNorms inside attention and feed-forward (arXiv 2210.06423).
         deepnorm: residuals times `residual_scale` (DeepNet, arXiv 2203.00555).
-        num_decoder_layers: for the encoder of an encoder-decoder, whose `residual_scale` and `initial_scale` depend on
-            the number of decoder layers; else None.
-        xpos_scale_base: of XPOS rotary positions (arXiv 2212.10554); None for none.
+        num_decoder_layers: layers of the decoder, if this is the encoder of an encoder-decoder; else None. The
+            encoder's `residual_scale` and `initial_scale` depend on it.
+        xpos_scale_base: the scale base of XPOS rotary positions (arXiv 2212.10554); None for a model without them.
         padding: "torchscale" counts the zero rows that torchscale pads with, "exact" does not.
     """
 
@@ -140,13 +140,13 @@ class TorchscaleConfig:
     ) -> "TorchscaleConfig":
         """From torchscale's EncoderConfig, DecoderConfig or EncoderDecoderConfig, as the dict that `vars` makes of it.
 
-        Dropouts (dropout, attention_dropout, activation_dropout, drop_path_rate) are not read, since there is none
-        here. torchscale's dilated attention drops attention also in eval.
+        The settings dropout, attention_dropout, activation_dropout and drop_path_rate are not read: these models have
+        no dropout. torchscale's dilated attention drops attention in eval mode too.
 
         Args:
             side: "encoder" or "decoder". Needed for an EncoderDecoderConfig, which has both.
-            is_encoder_decoder: whether the model is one side of an encoder-decoder, whose encoder has no output layer.
-                By default whether the settings have both sides.
+            is_encoder_decoder: whether the model is one side of an encoder-decoder. Its encoder has no output layer.
+                The default is True if the settings have both sides, else False.
             num_tokens, num_learned_positions: rows of embed_tokens.weight and embed_positions.weight in the checkpoint,
                 which torchscale's config does not know. None for none.
 
@@ -215,7 +215,7 @@ _REFUSED = {
 
 
 def _sides(settings: Mapping[str, Any]) -> list[str]:
-    # By these two names alone: a DecoderConfig has encoder_normalize_before too.
+    # Only these two names tell the side: a DecoderConfig has encoder_normalize_before too.
     return [each for each in SIDES if f"{each}_layers" in settings or f"{each}_embed_dim" in settings]
 
 

@@ -1,9 +1,9 @@
-"""Dilated attention as torchscale computes it, zero rows in the softmax included: `dilated_attention` and a gate.
+"""Dilated attention with torchscale's zero rows in the softmax: `dilated_attention`, and a gate on its output.
 
     out' = out * sigmoid(lse - log C)         lse' = log(exp(lse) + C)
 
-C(t, h) is the number of zero rows that query t of head h sees (`zero_rows.py`): keys of score 0 and value 0. Branches
-that misplace rows are computed one by one, brought to where torchscale has them, and merged.
+C(t, h) is the number of zero rows that query t of head h sees (`zero_rows.py`): keys of score 0 and value 0. Each
+misaligned branch is computed on its own. Its rows are moved to where torchscale puts them, and merged with the others.
 
 B batch, N positions of this rank, H heads, G key/value heads, D head dim, M rows of one zero query, Z zero queries.
 """
@@ -32,7 +32,7 @@ class Misplaced(NamedTuple):
     num_seen: int  # m: the keys of a zero query
     moves: list[Move]
     num_zero_queries: int  # of all ranks
-    own: list[tuple[int, DocumentSpan, ZeroQuery]]  # its number; once for each span of its document on this rank
+    own: list[tuple[int, DocumentSpan, ZeroQuery]]  # (its number, span, query), for each span of its document
 
 
 class BranchCall(NamedTuple):
@@ -52,7 +52,7 @@ class ZeroRows:
 
 
 def zero_rows(pattern: DilatedPattern, num_heads: int, documents: Documents, like: Tensor) -> ZeroRows:
-    """Count the zero rows, for `torchscale_attention` of tensors of the dtype and on the device of `like`."""
+    """Count the zero rows for `torchscale_attention`, whose tensors have the dtype and the device of `like`."""
     dtype = torch.promote_types(like.dtype, torch.float32)  # that of lse
     apart = [branch for branch in pattern.branches if is_misaligned(branch, documents.longest)]
     aligned = [branch for branch in pattern.branches if branch not in apart]
@@ -81,9 +81,9 @@ def torchscale_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
 
-    Equal to torchscale's forward, causal or not, at any length, but for one case: torchscale drops a branch whose lse
-    rounds to 0, such as one zero row beside scores below about -17 (float32). The gradient is that of this forward;
-    torchscale's leaves out the gradient of the weights of its branches.
+    The output is torchscale's, except that torchscale drops a branch whose lse rounds to 0, such as one zero row beside
+    scores below about -17 (float32). The gradient is that of this forward. torchscale's gradient takes the weights of
+    the branches as constants.
 
     Args:
         pattern: with phase="blocked", torchscale's rule, and heads="all".
@@ -136,7 +136,7 @@ def gate(out_BNHD: Tensor, lse_BNH: Tensor, log_num_zero_keys_NH: Tensor) -> tup
     out' = out * exp(lse) / (exp(lse) + C)
     lse' = log(exp(lse) + C)
     """
-    # Where C is 0 nothing changes, also for a query without keys, whose difference would be (-inf) - (-inf).
+    # Where C is 0 nothing changes. The mask also avoids (-inf) - (-inf) for a query without keys.
     none_NH = log_num_zero_keys_NH == -torch.inf
     above_BNH = lse_BNH.masked_fill(none_NH, torch.inf) - log_num_zero_keys_NH
     gated_BNHD = out_BNHD * torch.sigmoid(above_BNH).unsqueeze(-1)
@@ -195,7 +195,7 @@ def _put_in_place(
 
 
 def _sums(value_BNGD: Tensor, num_heads: int, misplaced: Misplaced) -> Tensor:
-    """The sum of this rank's values that each zero query sees, (B, Z, H, D); other heads' are 0."""
+    """The sum of those of this rank's values that each zero query sees, (B, Z, H, D); 0 in heads without that query."""
     batch, _, num_kv_heads, head_dim = value_BNGD.shape
     wide = torch.promote_types(value_BNGD.dtype, torch.float32)
     sums_BZHD = value_BNGD.new_zeros(batch, misplaced.num_zero_queries, num_heads, head_dim, dtype=wide)

@@ -1,4 +1,4 @@
-"""Rows that change ranks, with gradients. B batch, N positions of this rank."""
+"""Moves rows of a tensor between ranks, and their gradients back. B batch, N positions of this rank."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from .zero_rows import Move
 
 
 class MoveRows(torch.autograd.Function):
-    """Forward on each rank: x (B, N, ...) -> y (B, N, ...), y[t] = x[s] of the rank whose row s moves to t, or `fill`.
+    """Forward: x (B, N, ...) -> y (B, N, ...). y[t] = x[s] of the rank whose row s moves to row t here; `fill` if none.
     Backward: dx[s] = dy[t] of the rank to which row s moved, 0 if it moved nowhere."""
 
     @staticmethod

@@ -21,18 +21,18 @@ from ..recompute import run_layer
 from .architecture import FIRST_LEARNED_POSITION, TorchscaleConfig
 from .gate import torchscale_attention, zero_rows
 
-# Attention of query, key, value and pattern. It is a partial, since FSDP casts the tensors among a layer's arguments.
+# Attention of (query, key, value, pattern). A partial hides its other tensors: FSDP casts those given to a layer.
 Attend = Callable[..., Tensor]
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
-# Without gradients the feed-forward computes this many numbers of its wide rows at a time.
+# Without gradients the feed-forward computes about this many hidden numbers at a time.
 FFN_CHUNK_NUMBERS = 2**24
 # The scale of the pair that decays fastest: (0 + 0.4 D) / (1.4 D).
 LEAST_SCALE = 0.4 / 1.4
 
 
 class XPos(nn.Module):
-    """Rotary positions whose length decays with the distance (arXiv 2212.10554), in torchscale's pairs (2i, 2i + 1)."""
+    """Rotary positions (arXiv 2212.10554): scores decay with the distance to an earlier key. Dims 2i, 2i + 1 pair."""
 
     scale: Tensor
 
@@ -60,7 +60,7 @@ class XPos(nn.Module):
     def tables(self, documents: Documents) -> tuple[Tensor, Tensor, Tensor]:
         """cos, sin and growth of the documents' rows, each (N, 1, D/2), float64 on the CPU."""
         positions_N = documents.positions().to(torch.float64)
-        # Growth is 1 at the middle of a document. Scores do not depend on where it is 1.
+        # Growth is 1 at the middle of a document. Any other place would give the same scores.
         halves = [torch.full((len(s.positions),), (s.length + 1) // 2, device="cpu") for s in documents.spans]
         exponents_N = (positions_N - torch.cat([positions_N[:0], *halves])) / self.scale_base
         num_pairs = len(self.scale)
@@ -149,7 +149,7 @@ class Layer(nn.Module):
 
 
 class _LongNet(CheckedLoading):
-    """All of encoder and decoder but causality."""
+    """What the encoder and the decoder share: all but causality."""
 
     is_causal: bool
 
@@ -200,8 +200,8 @@ class _LongNet(CheckedLoading):
             tokens_BN: integers (B, N).
             embeddings: (B, N, E). Learned positions are added to them too.
             cu_seqlens: as for `dilated_attention`: packed documents, batch 1. No document sees another.
-            collect: return instead the list of this function's values for the embeddings and for each layer's output,
-                (B, N, E) each, before the last LayerNorm.
+            collect: a function of states (B, N, E). The forward then returns a list: the function's values for the
+                embeddings and for each layer's output, before the last LayerNorm.
 
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`.
@@ -267,7 +267,7 @@ class LongNetEncoder(_LongNet):
     Args:
         config: its shape; `TorchscaleConfig.from_torchscale` reads torchscale's own.
         parallel: inputs and outputs are then the local shards of sequences that the ranks hold together.
-        activation_checkpointing: recompute each layer in backward instead of keeping what it computed.
+        activation_checkpointing: keep only each layer's input and attention, and recompute the rest in backward.
     """
 
     is_causal = False

@@ -1,13 +1,13 @@
-"""torchscale's padding: which queries see zero rows as keys, and which rows come out elsewhere. Pure integers.
+"""Which queries see the zero rows that torchscale pads with, and which output rows move by them. Integers only.
 
 torchscale (microsoft/torchscale, component/dilated_attention.py) cuts a document of L positions into segments of
 w = min(segment_length, L). It fills up the last segment to w with zero rows, and then each segment to a multiple of r.
 So a query sees m = ceil(w / r) rows of its phase. A zero row has score 0 and value 0, and takes part in the softmax.
 (Causal patterns hide zero rows: they come last.)
 
-If r does not divide w and there are several segments, each takes m * r places in the output but only w positions. The
-rows of segment i then come out i * (m * r - w) positions later, and those beyond L are lost. The places between hold
-the output of a query of zeros: the sum of its phase's values over m. Such a branch is called *misaligned* here.
+A branch is called *misaligned* here if r does not divide w and there are several segments. Each segment then has w
+positions but takes m * r places in the output. The rows of segment i come out i * (m * r - w) positions later; rows
+beyond L are lost. The places between hold the output of a query of zeros: the sum of its phase's values divided by m.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ from ...plan.sharding import Shard, Span, first_rows
 
 
 class ZeroKeys(NamedTuple):
-    """Queries (positions in their document) of these heads that see `num_zeros` zero rows."""
+    """These queries of these heads see `num_zeros` zero rows. A query is a position in its document."""
 
     queries: range
     heads: range
@@ -28,7 +28,7 @@ class ZeroKeys(NamedTuple):
 
 
 class ZeroQuery(NamedTuple):
-    """A position of a misaligned branch's output without a query. Its heads get the sum of the values at `rows` over m.
+    """A place of a misaligned branch's output that has no query. It holds the sum of the values at `rows` divided by m.
 
     Positions count from the start of the document.
     """
@@ -63,7 +63,7 @@ def heads_of_phases(num_heads: int, rate: int) -> list[range]:
 
 
 def zero_keys(branch: Branch, num_heads: int, length: int, own: range) -> Iterator[ZeroKeys]:
-    """The zero keys of a document's queries `own`, consecutive positions, in one branch that is not causal."""
+    """The zero keys that the consecutive queries `own` of a document see in one branch that is not causal."""
     w, r = min(branch.segment_length, length), branch.dilation_rate
     num_seen = -(-w // r)
     # Where r divides w only the last segment can have zero rows.
@@ -79,7 +79,7 @@ def zero_keys(branch: Branch, num_heads: int, length: int, own: range) -> Iterat
 
 
 def zero_queries(branch: Branch, num_heads: int, length: int) -> Iterator[ZeroQuery]:
-    """The zero queries of a misaligned branch, in order. None if m = 1: those places stay empty."""
+    """The zero queries of a misaligned branch, in order. There are none if m = 1: those places stay empty."""
     w, r = branch
     num_seen = -(-w // r)
     if not is_misaligned(branch, length) or num_seen == 1:  # a lone zero key: torchscale takes lse = 0 for "no key"
@@ -122,7 +122,7 @@ def _sources(branch: Branch, span: Span, documents: Sequence[int]) -> Iterator[t
         if lo >= hi:
             continue
         w, r = min(branch.segment_length, end - begin), branch.dilation_rate
-        places = -(-w // r) * r  # that a segment takes
+        places = -(-w // r) * r  # of the output that a segment takes
         for i in range(lo // places, -(-hi // places)):
             start, stop = max(lo, i * places), min(hi, i * places + w)
             if start < stop:
