@@ -1,4 +1,4 @@
-"""Which kernel computes. One predicate per backend, `why_not`, both chooses it and explains why not."""
+"""Choose the kernel of a call. Each backend has one predicate, `why_not`: the reason why it cannot serve, or None."""
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ def choose(backend: str, query: Tensor) -> Kernel:
     """The backend asked for, or under "auto" the first that can serve the tensor.
 
     Raises:
-        ValueError: if it or, under "auto", none can, with the reasons.
+        ValueError: if the named backend cannot serve it or, under "auto", none can. It gives the reasons.
     """
     check_backend(backend)
     if backend != "auto":

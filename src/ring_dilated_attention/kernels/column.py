@@ -1,10 +1,10 @@
 """The gradient through lse, for backward ops that take none.
 
-The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gradient of lse adds p * dlse to ds. One
-more column, in which q, k and v are 0, out is -dlse and dout is 1, changes only delta, which becomes delta - dlse.
+The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gradient of lse adds p * dlse to ds. So
+one column is added: q, k and v are 0 in it, out is -dlse and dout is 1. Only delta changes: it becomes delta - dlse.
 
 dlse is float32, and 16-bit inputs would round it (GradScaler begins with 65,536, beyond float16). They take three
-columns instead: in each, out is a number below 2 that holds what the columns before it left, and dout a power of 2.
+columns instead. In each, dout is the same power of 2, and out holds what the columns before it left of dlse / dout.
 """
 
 import torch
@@ -24,7 +24,7 @@ def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
     out, dout = pad(rows.out, zeros), pad(rows.dout, zeros)
     rest, factor, count = rows.dlse, torch.ones_like(rows.dlse), num_columns(out.dtype)
     if count > 1:
-        exponent = torch.frexp(rest).exponent.clamp(-14, 15)  # of float16's normal numbers
+        exponent = torch.frexp(rest).exponent.clamp(-14, 15)  # the power is a normal float16
         factor = torch.ldexp(factor, exponent)
     for column in range(head_dim, head_dim + count):
         dout[..., column] = factor.to(out.dtype)

@@ -1,4 +1,4 @@
-"""The contract of a kernel: what it can serve, a tile forward, a tile backward. Each backend is a module that keeps it.
+"""The interface of a kernel: what it serves, a tile forward, a tile backward. Backends are modules that implement it.
 
 B batch (in a tile: segments too), N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim.
 Tensors may have any strides, but the last is 1. A tile is never empty. A causal tile has M == L.
@@ -17,7 +17,7 @@ from ..plan.sizes import Traits
 class BackwardRows(NamedTuple):
     """The inputs of a tile's backward.
 
-    out, lse: the merged ones, over all keys, so that p = exp(score - lse) is the global weight and the sum over tiles
+    out, lse: over all keys, not the tile's alone. So p = exp(score - lse) is the global weight, and the sum over tiles
         is the exact gradient.
     dlse: the gradient of lse, or None for zero. delta: from `InPlaceKernel.delta`, for kernels that read it.
     """
@@ -43,7 +43,7 @@ class Pass(Protocol):
 
 
 class WholePasses(NamedTuple):
-    """The pass in which a kernel computes a call on one device, or None for branch by branch; and why."""
+    """The pass that computes a whole call on one device, or None if a kernel goes branch by branch; and the reason."""
 
     found: Pass | None
     reason: str
@@ -60,8 +60,8 @@ class _Backend(Protocol):
     ONLY_BY_NAME: str | None  # why "auto" passes it by although it could serve a tensor
     choose_pass: Callable[[DilatedPattern, tuple[int, ...]], WholePasses] | None  # given the borders (0, ..., N)
     append_one: AppendOne | None  # None: a token is computed by tiles
-    # Each op that may run it, with the reason why the op cannot attend densely to (B, N, H, D), or None if it can. The
-    # first that can runs. None for a backend with one op.
+    # For (B, N, H, D): each op, with the reason why it cannot attend densely to the tensor, or None if it can. The
+    # first op that can is run. `ops` is None for a backend with one op.
     ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:
@@ -83,7 +83,7 @@ class PartialKernel(_Backend, Protocol):
 
 
 class InPlaceKernel(_Backend, Protocol):
-    """Merges and adds to views of accumulators by itself, or writes to them if it is the first."""
+    """Merges or adds a tile's results into views of accumulators by itself. The first tile writes them."""
 
     IN_PLACE: Literal[True]
 

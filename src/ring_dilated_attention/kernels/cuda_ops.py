@@ -1,7 +1,7 @@
-"""What torch's CUDA attention ops take: one predicate per op both chooses it and explains why not.
+"""What torch's CUDA attention ops accept: `Op.why_not` gives the reason why an op cannot run, or None if it can.
 
 Unverified: no GPU has run it. It comes from the schemas, meta kernels and headers of torch 2.13, and from the sources
-of versions around it. Names are those of `contract.py`.
+of neighbouring versions. Names are those of `contract.py`.
 """
 
 import math
@@ -66,7 +66,7 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-# The major compute capabilities that torch's bindings of these accept, forward and backward. Both take float16 and
+# The major compute capabilities on which torch runs FlashAttention 3 and 4, both ways. Both take float16 and
 # bfloat16 only, as torch's own flash does.
 _MAJORS = {"FA3": (9,), "FA4": (9, 10)}
 
@@ -93,7 +93,7 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
     version = torch.backends.cudnn.version() or 0
     if version < 91501:  # older ones went out of bounds where M is not a multiple of 128 (pytorch#169849)
         return f"is taken from cuDNN 9.15.1 (91501) on, got {version}"
-    # Torch gives it no single key, and a single row gave NaN (cudnn-frontend#1072).
+    # Torch never gives cuDNN a single key, and a single row gave NaN (cudnn-frontend#1072).
     if 1 in (tile.num_rows, tile.num_keys):
         return f"takes two or more rows and keys, got {tile.num_rows} and {tile.num_keys}"
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
@@ -118,7 +118,7 @@ def _cudnn_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal
 
 
 def _seeds(like: Tensor) -> list[Tensor]:
-    return [like.new_empty((), dtype=torch.int64)] * 2  # of dropout: the op asks for them, and never reads them
+    return [like.new_empty((), dtype=torch.int64)] * 2  # dropout's: the op asks for them, and never reads them
 
 
 _SM80 = dict.fromkeys((torch.bfloat16, torch.float16), (8, 0))

@@ -38,7 +38,7 @@ def why_not(query: Tensor) -> str | None:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
     if torch.compiler.is_compiling():  # it cannot trace torch's switches; the call itself will ask again
         return None
-    # The tile does not have this rank's length, so that all ranks refuse a call or none does.
+    # The tile has a fixed length, not this rank's, so that either all ranks refuse a call or none does.
     q_BHMD = query.transpose(1, 2)
     against = _against(_tile(q_BHMD, q_BHMD)._replace(batch=1, num_rows=2, num_keys=2))
     return None if None in against.values() else f"has no op for these tensors: {_listed(against)}"
@@ -104,7 +104,7 @@ def forward(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, sca
 
 
 def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The op may be another than forward's, of whose results every backward uses out and lse only."""
+    """The op may differ from forward's: every backward uses only out and lse of a forward's results."""
     head_dim, (num_kv_heads, num_keys) = rows.query.shape[3], rows.key.shape[1:3]
     if rows.dlse is not None:
         width = num_columns(rows.query.dtype)
@@ -117,6 +117,6 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     op = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
     arguments = OPS[name].backward_arguments(out, rows.lse.contiguous(), num_keys, is_causal)
     dq, dk, dv = (grad[..., :head_dim] for grad in op(dout, q, k, v, *arguments, scale=scale)[:3])
-    if dk.shape[1] != num_kv_heads:  # of expanded heads
+    if dk.shape[1] != num_kv_heads:  # sum over the heads that were expanded
         dk, dv = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (dk, dv))
     return dq, dk, dv

@@ -26,7 +26,7 @@ from .sharding import Shard, Span, make_shards
 
 
 class Buffers(NamedTuple):
-    """The rolling buffers of one branch and phase, for key/value heads that equally many query heads share.
+    """The rolling buffers of one branch and phase: one for each of kv_heads, which equally many query heads share.
 
     The buffer of kv_heads[k] is `capacity` rows of the cache from `offset + k * capacity` on.
     """
@@ -61,7 +61,7 @@ class Buffers(NamedTuple):
         return range(self.before(position - position % self.segment_length), self.before(position))
 
     def slots(self, numbers: range) -> Iterator[range]:
-        """Where rows lie: one run of slots, or two where they go around the end of the buffer."""
+        """The slots of rows: one run, or two if the rows wrap around the end of the buffer."""
         assert len(numbers) <= self.capacity
         if numbers:
             first = numbers.start % self.capacity
@@ -75,8 +75,8 @@ class Buffers(NamedTuple):
 class CachePlan:
     """All rolling buffers of a pattern, and which rows they must hold at a position.
 
-    num_heads, num_kv_heads, held: as of `job.Job`. max_len: the most positions of a sequence; None for any number.
-    keep: how many positions can be taken back across the borders of segments.
+    num_heads, num_kv_heads, held: as in `job.Job`. max_len: the most positions that a sequence may have, or None.
+    keep: how many positions can always be taken back, even into a segment that has ended.
     """
 
     pattern: DilatedPattern
@@ -86,7 +86,7 @@ class CachePlan:
     max_len: int | None
     keep: int
     buffers: tuple[Buffers, ...]
-    of_phase: tuple[dict[int, tuple[Buffers, ...]], ...]  # the same by branch and phase
+    of_phase: tuple[dict[int, tuple[Buffers, ...]], ...]  # the same buffers, by branch and phase
     lengths: tuple[int, ...]  # of segments that have buffers
 
     @property
@@ -118,14 +118,14 @@ class CachePlan:
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that are kept after `position` positions, if nobody goes back to one below `floor`.
 
-        They are those of the open segment, and of segments that open again if up to `keep` positions are taken back.
+        They are the rows of the open segment, and of each segment that taking back up to `keep` positions would reopen.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 
     def floor(self, position: int) -> int:
         """The lowest position to which one can go back from `position`.
 
-        One can go back to the latest start of an open segment, or by `keep` positions if that is further.
+        That is the latest start of any branch's open segment, or `position - keep` if this is lower.
         """
         youngest = max((position - position % length for length in self.lengths), default=0)  # 0 without buffers
         return max(0, min(youngest, position - self.keep))
@@ -142,10 +142,10 @@ class CachePlan:
     def live(self, buffers: Buffers, position: int) -> range:
         """The numbers of the rows that the last query before `position`, or a later one, sees.
 
-        If the rest of the segment has no position of the phase, rows are kept that are not live.
+        If no later position of the segment has the phase, the segment's rows are kept but not live.
         """
         stop = buffers.before(position)
-        number = stop - 1 if position and buffers.has(position - 1) else stop  # of the first query to come that has it
+        number = stop - 1 if position and buffers.has(position - 1) else stop  # the last query's row, or the next one's
         return range(number - number % buffers.rows_per_segment, stop)
 
     def distinct_rows(self, position: int) -> int:
@@ -166,7 +166,7 @@ def plan_cache(
     """Plan the rolling buffers of a pattern.
 
     A buffer has room for the most rows that it must hold at any one time: those among the first
-    segment_length + max(keep, 1) - 1 positions. For keep = 0 this is `pattern.cache_rows` in all.
+    segment_length + max(keep, 1) - 1 positions. With keep = 0, all buffers together have `pattern.cache_rows` rows.
 
     Raises:
         ValueError: if the pattern is not causal or cannot run on these heads, or for impossible sizes.
@@ -186,7 +186,7 @@ def plan_cache(
         for group in pattern.phase_groups(branch, num_heads, num_kv_heads, held):
             empty = Buffers(length, rate, group.phase, group.query_heads, group.kv_heads, 0, offset)
             buffers = empty._replace(capacity=empty.before(num_positions))
-            if group.phase < length and buffers.capacity:  # no position has a phase from the length on
+            if group.phase < length and buffers.capacity:  # a segment has no row of a phase >= its length
                 found.append(buffers)
                 of_phase[branch][group.phase] = (*of_phase[branch].get(group.phase, ()), buffers)
                 offset += len(group.kv_heads) * buffers.capacity
@@ -197,7 +197,7 @@ def plan_cache(
 def plan_chunk(plan: CachePlan, position: int, num_new: int) -> Plan:
     """The work of `num_new` rows from a position on: that of the second of two ranks with shards (position, num_new).
 
-    The planner makes the tiles among the new rows. In the place of the first rank's chunks stand the cached rows.
+    The planner makes the tiles among the new rows. The cached rows take the place of the first rank's chunks.
     """
     period = math.lcm(*plan.lengths)  # equal plans are made once, and only position mod period tells them apart
     shards = make_shards("contiguous", (position % period, num_new))

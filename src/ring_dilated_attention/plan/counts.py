@@ -6,8 +6,8 @@ b - 1 of a segment of n positions, with a row of a head's phase among them. For 
     computes    B(b) (B(b) + 1) / 2 - B(a) (B(a) + 1) / 2 pairs if the pattern is causal, else (B(b) - B(a)) B(n)
     receives    the rows of others before its own last one if the pattern is causal, else those of all others
 
-B differs by at most one row between phases. So a sum over phases needs only their number, and how many of them have
-the additional row, which a sorted list tells.
+B(x) of two phases differs by at most one row. So a sum over phases needs two numbers: how many phases there are, and
+how many of them have the additional row. Bisecting the sorted phases gives the second.
 """
 
 from bisect import bisect_left
@@ -25,9 +25,9 @@ Pieces = Sequence[tuple[int, int]]  # where they start and stop, counted from th
 class Share(NamedTuple):
     """What a rank computes and receives of a segment that it does not own as a whole.
 
-    place: the branch, and the position at which the segment starts. starts: of the rank's pieces, counted from there.
-    rows: its own keys and values, for each chunk in which they may travel, in units of B * D elements.
-    received: those of others, in the same units.
+    place: the branch, and the position at which the segment starts. starts: where the rank's pieces start in it.
+    rows: the size of its own keys and values in each chunk in which they may travel, in units of B * D elements.
+    received: the size of the others' keys and values that it receives, in the same units.
     """
 
     place: tuple[int, int]
@@ -38,7 +38,7 @@ class Share(NamedTuple):
 
 
 class RankCount(NamedTuple):
-    """What one rank computes and receives in a forward. In backward it receives this again, and sends its gradients."""
+    """What one rank computes and receives in a forward. Backward receives the same again and sends gradients of it."""
 
     pairs: int
     received: int
@@ -91,7 +91,7 @@ class Phases:
         return total
 
     def _alike(self, positions: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Groups of phases with equally many rows before each of these positions: how many, and one of them."""
+        """Group phases with equally many rows before each of these positions: (number of phases, one of them)."""
         marks = {0, self.num, *(bisect_left(self.phases, x % self.rate) for x in positions)}
         for lo, hi in pairwise(sorted(marks)):
             yield hi - lo, self.phases[lo]
@@ -103,7 +103,7 @@ def rows_before(position: int, phase: int, rate: int) -> int:
 
 
 class Counter:
-    """Counts the ranks of a job, each without the others."""
+    """Counts what each rank of a job computes and receives, one rank at a time."""
 
     def __init__(self, job: Job) -> None:
         job.pattern.check_heads(job.num_heads, job.num_kv_heads)
@@ -133,7 +133,7 @@ class Counter:
         length, keys, is_causal = stop - origin, self.keys[branch], self.pattern.is_causal
         pairs = self.queries[branch].pairs(pieces, length, is_causal=is_causal)
         own = [2 * rows for rows in keys.own(pieces)]
-        # If causal, others need a later piece at other hops, so it is a chunk of its own.
+        # If causal, other ranks need the later piece at other hops, so each piece is a chunk of its own.
         rows = tuple(own) if is_causal else (sum(own),)
         starts = tuple(start for start, _ in pieces)
         return Share((branch, origin), starts, pairs, rows, 2 * keys.foreign(pieces, length, is_causal=is_causal))
@@ -142,8 +142,8 @@ class Counter:
 class Segment(NamedTuple):
     """A segment that ranks share.
 
-    sharers: the number of ranks with rows of it. received: rows that they receive, all together.
-    largest: rows of the largest first chunk of a rank, and of the largest second one if ranks have two.
+    sharers: the number of ranks with rows of it. received: the rows that all of them receive together.
+    largest: the size of the largest first chunk of any rank, and of the largest second chunk if ranks have two.
     """
 
     sharers: int
@@ -152,7 +152,7 @@ class Segment(NamedTuple):
 
 
 class JobCount(NamedTuple):
-    """Lists are by rank; segments by branch and start. buffers: rows for which a rank's buffer of chunks has room."""
+    """Counts by rank, and segments by (branch, start). buffers: the rows that fit into each rank's buffer of chunks."""
 
     pairs: list[int]
     received: list[int]
@@ -169,7 +169,7 @@ class JobCount(NamedTuple):
 
 
 def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> JobCount:
-    """Count all ranks. step is called after each."""
+    """Count all ranks. `step` is called after each rank."""
     ranks: list[RankCount] = []
     segments: dict[tuple[int, int], Segment] = {}
     for rank in range(counter.job.num_ranks):

@@ -1,4 +1,4 @@
-"""Heads for positions (DeepSpeed-Ulysses, arXiv 2309.14509). Pure integers, no torch.
+"""How ranks exchange heads for positions (DeepSpeed-Ulysses, arXiv 2309.14509). Pure integers, no torch.
 
 Before the attention each rank gets all positions of its group, but only its share of the heads. Afterwards it gets its
 own positions of all heads again.
@@ -27,7 +27,7 @@ class Dealing(NamedTuple):
 
 
 def deal(shards: Sequence[Shard], place: int) -> tuple[Dealing, Shard]:
-    """How the rank at `place` of a group deals, given the group's shards; and the shard of all their positions."""
+    """The dealing of the rank at `place`, given the shards of its group; and one shard of all the group's positions."""
     held = ((k, *x) for k, shard in enumerate(shards) for x in zip(shard, first_rows(shard), strict=False))
     found = sorted((span, k, row) for k, span, row in held)
     runs = tuple((k, row, span.stop - span.start) for span, k, row in found)
@@ -35,7 +35,7 @@ def deal(shards: Sequence[Shard], place: int) -> tuple[Dealing, Shard]:
 
 
 def check_dealing(num_kv_heads: int, world_size: int) -> None:
-    """Raise ValueError unless heads can be dealt to so many ranks."""
+    """Raise ValueError unless the key/value heads divide among `world_size` ranks."""
     if num_kv_heads % world_size:
         raise ValueError(
             f"all_to_all deals heads to ranks, and {num_kv_heads} key/value heads do not divide among {world_size} "

@@ -14,14 +14,14 @@ from .sizes import Sizes
 
 EXCHANGES = ("ring", "all_gather", "all_to_all")
 
-# One round of small chunks costs less than several hops of them.
+# Chunks up to this size cost less in one round than in several hops.
 SMALL_CHUNK_BYTES = 64 * 1024
-# The ring sends its bytes while it computes, an all-to-all does not, so it must send fewer by this factor.
+# A ring sends while it computes, an all-to-all does not. So an all-to-all must send fewer bytes by this factor.
 ALL_TO_ALL_SAVING = 3
 
 
 class RankPlan(NamedTuple):
-    """What a rank does under an exchange. dealing: how it deals heads, if it does. The plan is for the dealt heads."""
+    """What a rank does under an exchange. dealing: how it deals heads, or None. The plan is of the heads it gets."""
 
     plan: Plan
     dealing: Dealing | None
@@ -45,7 +45,7 @@ class RankPlan(NamedTuple):
 def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPlan:
     """A rank's plan under one of EXCHANGES.
 
-    inner: groups of so many neighbouring ranks deal heads among them (the last axis of a 2-D mesh).
+    inner: the number of neighbouring ranks that deal heads to each other (the last axis of a 2-D mesh).
 
     Raises:
         ValueError: if heads cannot be dealt.
@@ -64,7 +64,7 @@ def dealers(exchange: str, job: Job, inner: int = 1) -> int:
 
 
 def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
-    """The job of the ranks at one place of all groups of `size` that deal heads, and how each of these ranks deals.
+    """The job of the ranks at `place` in their groups, and the dealing of each. Groups of `size` ranks deal heads.
 
     Raises:
         ValueError: if heads cannot be dealt.
@@ -88,8 +88,8 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
 
 
 def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
-    """The exchange for a forward, given what the ranks receive. It is chosen by bytes, by memory and by the number of
-    kernel calls: many small calls cost more than bytes save."""
+    """The exchange for a forward, given what the ranks receive. The choice goes by bytes, memory and the number of
+    kernel calls: many small calls cost more than fewer bytes save."""
     unit = sizes.unit * sizes.itemsize
     received, two_chunks = unit * max(counted.received), 2 * unit * max(counted.buffers)
     if not received:
@@ -122,11 +122,11 @@ def dealt_bytes(
 ) -> int:
     """Bytes that a rank sends where heads are dealt for positions (all_to_all, or the inner axis of a 2-D mesh).
 
-    Forward: query, key and value of its own positions, and out and lse of the others'. Backward: dout, query, key,
+    Forward: query, key and value of its own positions, and out and lse of others'. Backward: dout, query, key,
     value, out, lse (and dlse) of its own positions, and dq, dk, dv of the others'.
 
     lengths: the number of positions of every rank of the group that deals.
-    heads: the numbers of query heads and of key/value heads, of all ranks of the group.
+    heads: (query heads, key/value heads) of all ranks of the group together.
     """
     size, own = len(lengths), lengths[rank]
     share, kv_share = (num // size for num in heads)
@@ -142,6 +142,6 @@ def dealt_bytes(
 def most_dealt(
     lengths: Sequence[int], num_heads: int, num_kv_heads: int, sizes: Sizes, *, backward: bool = False
 ) -> int:
-    """Bytes of the rank that sends most where heads are dealt: one with the most or the fewest positions."""
+    """The most bytes that a rank sends to deal heads: it is a rank with the most or the fewest positions."""
     ends = (lengths.index(max(lengths)), lengths.index(min(lengths)))
     return max(dealt_bytes(lengths, rank, (num_heads, num_kv_heads), sizes, backward=backward) for rank in ends)

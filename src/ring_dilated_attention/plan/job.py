@@ -9,7 +9,7 @@ from .sharding import Shard, shard_length
 class Job(NamedTuple):
     """What the plans of all ranks of a call share.
 
-    shards: of every rank (`sharding.make_shards`).
+    shards: the shard of every rank (`sharding.make_shards`).
     num_heads, num_kv_heads: query heads and key/value heads of the layer.
     documents: global borders (0, ..., n) of packed documents; None for one document.
     held: the query heads of the layer that the tensors hold; None for all.

@@ -1,9 +1,9 @@
-"""What a plan is: one rank's tiles, messages and hops. Pure integers, no torch; `planner.py` makes it.
+"""The types of a plan: one rank's tiles, messages and hops. Pure integers, no torch; `planner.py` makes plans.
 
 A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views.
 A segment inside one span of a shard is local: its tile has the same rows on both sides. A segment that straddles shards
 has a *ring*, the ranks that share it. Each of these packs its dilated rows of the segment, its *chunk*, into a flat
-buffer, and the chunks travel along the ring. At hop s the i-th of g ranks meets the chunk of the rank (i - s) mod g.
+buffer, and the chunks travel along the ring. At hop s the rank at place i of g meets the chunk of place (i - s) mod g.
 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
 """
@@ -22,7 +22,7 @@ class Tile(NamedTuple):
 
     is_causal: both sides are the same rows of the sequence, and row j sees keys 0..j.
     first_query, first_key: no earlier tile has results for these rows, so results are written, not added.
-    packed: the copy of own key rows in the buffer of own chunks, if there is one: kernels read it faster.
+    packed: where the buffer of own chunks holds a copy of the key rows, or None. Kernels read the copy faster.
     """
 
     query: Rows
@@ -42,8 +42,8 @@ class Tile(NamedTuple):
         return (q * (q + 1) // 2 if self.is_causal else q * k) * len(self.query.heads) * self.query.segments
 
     def split(self, max_rows: int) -> Iterator["Tile"]:
-        """The same pairs by several calls: of at most max_rows query rows, but at least one head of one segment. Heads
-        that share keys stay together."""
+        """Split into calls of at most max_rows query rows each, but of at least one head of one segment. Query heads
+        that share keys stay in one call."""
         query, key, num_heads, num_kv_heads = self.query, self.key, len(self.query.heads), len(self.key.heads)
         heads = max(1, max_rows // query.num_rows) if num_heads == num_kv_heads else num_kv_heads
         segments = max(1, max_rows // (num_heads * query.num_rows)) if isinstance(key, Rows) else query.segments
@@ -78,11 +78,11 @@ class Message(NamedTuple):
 class Hop(NamedTuple):
     """What one rank does at one hop. Peers are ranks of the group.
 
-    sends, receives: chunks, before the tiles. After the first hop an own chunk is packed anew, since the buffer holds
-        others by then.
+    sends, receives: the chunks that travel before the tiles. An own chunk sent after hop 1 is packed again: its buffer
+        holds others by then.
     tiles: own queries times received chunks.
     grad_starts: where gradients of received chunks start from zero.
-    grad_sends: gradients of received chunks, to the rank of the next hop or, if finished, to the chunk's owner.
+    grad_sends: gradients of received chunks: unfinished ones to the rank of the next hop, finished ones to the owner.
     grad_receives: gradients of the chunks of the next hop, and finished ones of own chunks.
     targets: own chunks, to the ranks that meet them at this hop (for `gathered`, which sends them straight there).
     """
@@ -101,8 +101,8 @@ class Plan:
     """One rank's work.
 
     packs: which rows of its own key/value go where in the buffer of its own chunks.
-    chunk_size, received_size, home_size: of the buffers of own chunks, of received ones, and of gradients that come
-        home. Over several hops the first two change places, and have one size.
+    chunk_size, received_size, home_size: sizes of the buffers of own chunks, received chunks, and gradients that come
+        home. Over several hops the first two buffers change places, so they have one size.
     cached: own queries times rows of a cache (one rank, forward only).
     """
 
@@ -134,7 +134,7 @@ class Plan:
         return sum(tile.pairs for tile in self.tiles)
 
     def packs_of(self, message: Message) -> Iterator[tuple[Rows, Block]]:
-        """Which own rows lie where in the own chunk of a message. Offsets count from the start of the chunk."""
+        """The own rows of a message's chunk, each with its block. Offsets count from the start of the chunk."""
         stop = message.packed + message.size
         for rows, block in self.packs:
             if message.packed <= block.offset < stop:
@@ -165,7 +165,7 @@ def gathered(plan: Plan) -> Plan:
     gradients back.
 
     This sends as many bytes as the ring, and waits once instead of g - 1 times. But a rank holds all chunks that it
-    meets, and their gradients. They lie in the order of the ranks that send them, then of hops.
+    meets, and their gradients. Chunks lie in the order of their owners, then of hops.
     """
     if not plan.hops:
         return plan
@@ -195,7 +195,7 @@ def gathered(plan: Plan) -> Plan:
 
 
 class GlobalChunk(NamedTuple):
-    """What a message carries. origin, lane: as of `rings.Ring`. rows: by global position, and where they lie."""
+    """The chunk of a message. origin, lane: as in `rings.Ring`. rows: by global position, each with its block."""
 
     owner: int
     branch: int

@@ -1,4 +1,4 @@
-"""(pattern, shards, rank) -> plan: local tiles, rings (see `rings.py`) and hops. Pure integers, no torch."""
+"""Make a rank's plan from pattern and shards: local tiles, rings (see `rings.py`) and hops. Pure integers, no torch."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ def make_plan(job: Job, rank: int) -> Plan:
 
 
 def chunk_finder(job: Job, rank: int) -> Callable[[Message], GlobalChunk]:
-    """What the messages of a rank's plan carry."""
+    """A function from a message of the rank's plan to the chunk that the message carries."""
     planner = _planner(job)
     _, rings = planner.local_and_rings(rank)
     ring_at = dict(zip(_offsets(rings), rings, strict=False))
@@ -67,7 +67,7 @@ def chunk_finder(job: Job, rank: int) -> Callable[[Message], GlobalChunk]:
 
 
 class _Planner:
-    """What the plans of all ranks of a job share, and the steps of making one."""
+    """What the plans of all ranks of a job share, and the methods that make one."""
 
     def __init__(self, job: Job) -> None:
         self.pattern, self.shards, self.borders = job.pattern, job.shards, job.borders
@@ -99,7 +99,7 @@ class _Planner:
         return tiles, [ring for _, both in sorted(rings.items()) for ring in both if rank in ring.ranks]
 
     def own_tiles(self, branch: int, origin: int, query: Piece, key: Piece, segments: int) -> Iterator[Tile]:
-        """Own queries of one piece times own keys of another or the same, of one segment or of `segments` alike."""
+        """Own queries of one piece times own keys of the same or another piece, for `segments` equal segments."""
         length, rate = self.pattern.branches[branch]
         same, is_causal, split = query == key, self.pattern.is_causal, self.pattern.heads == "split"
         segment_step = length if segments > 1 else 0
@@ -138,8 +138,8 @@ class _Planner:
         return tuple(rings)
 
     def members(self, branch: int, origin: int, stop: int) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
-        """The ranks that share a segment, with their pieces; once for all heads whose rows the same ranks need. A rank
-        needs the rows of the phases that it holds: all of them or, if causal, those before its last piece."""
+        """For each set of heads whose rows the same ranks need: these ranks with their pieces, and the heads. A rank
+        needs the rows of the phases that it holds: all such rows or, if causal, those before its last piece."""
         rate = self.pattern.dilation_rates[branch]
         pieces = {rank: self.pieces(rank, origin, stop) for rank in self.candidates(branch, origin, stop)}
 
@@ -162,7 +162,7 @@ class _Planner:
                 yield held, groups
 
     def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
-        """The ranks that may hold rows of a segment, found from row to row, since at high rates few ranks hold any."""
+        """The ranks that may hold rows of a segment, searched from row to row: at high rates few ranks hold any."""
         rate, groups = self.pattern.dilation_rates[branch], self.groups[branch]
         lowest = min((group.phase for group in groups), default=0)
         highest = max((g.phase + (len(g.query_heads) - 1) * g.phase_step for g in groups), default=0)
@@ -176,7 +176,7 @@ class _Planner:
         return sorted(ranks)
 
     def rows_of(self, ring: Ring, place: int) -> Iterator[tuple[Piece, Rows, Block]]:
-        """Which own key/value rows of the rank at a place go where in its chunk."""
+        """The key/value rows that the rank at a place packs into its chunk, each with its piece and block."""
         for piece, band, block in ring.chunks[place].entries:
             yield piece, band.kv_rows(self.pattern.dilation_rates[ring.branch]), block
 
@@ -195,7 +195,7 @@ class _Planner:
                     yield Tile(q.query_rows(rate), block, is_causal=False, first_query=False, first_key=False)
 
     def cut(self, tile: Tile, rank: int) -> Iterator[Tile]:
-        """Cut a tile into blocks of heads, so that a kernel's results stay small beside the tensors they are added to.
+        """Cut a tile into blocks of heads. So a kernel's result is small beside the tensor to which it is added.
 
         A result takes at most a third of one local tensor, unless a block would have fewer than 4 key/value heads for
         the kernel's threads. A first tile of all rows stays whole, since its result becomes the accumulator.
@@ -217,7 +217,7 @@ class _Planner:
             g, i, meets = len(ring.ranks), ring.place_of(rank), ring.meets
             onward, back = ring.ranks[(i + 1) % g], ring.ranks[i - 1]
             leaving, here, coming = (i + 1 - s) % g, (i - s) % g, (i - s - 1) % g  # chunks
-            target = ring.ranks[(i + s) % g]  # meets this rank's chunk
+            target = ring.ranks[(i + s) % g]  # the rank that meets this rank's chunk
 
             def add(field: str, peer: int, chunk: int, ring: Ring = ring, offset: int = offset) -> None:
                 size, owner = ring.chunks[chunk].size, ring.ranks[chunk]

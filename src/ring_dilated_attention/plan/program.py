@@ -22,8 +22,8 @@ from .step import BUFFERS, GRADIENTS, OWN_CHUNKS, OWN_ROWS, RECEIVED, BufferSlic
 _GIVEN = {"forward": ("query", "key", "value"), "backward": ("dout", "query", "key", "value", "out", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
-# A program of more tiles (times batch entries) is made anew for every call. To keep it would take much memory, and to
-# make it takes less time than its tiles.
+# A program of more tiles (times batch entries) is made again for each call. Keeping it would take much memory, and
+# making it takes less time than computing its tiles.
 MOST_KEPT_TILES = 1000
 
 
@@ -66,7 +66,7 @@ class _Maker:
         self.plan, self.stage, self.terms = plan, stage, terms
         self.made: list[Step] = []
         self.started: set[str] = set()
-        self.arriving: list[steps.Wait] = []  # for gradients of the chunks at hand, from the rank that had them before
+        self.arriving: list[steps.Wait] = []  # for gradients of the current chunks, from the rank that had them before
 
     def put(self, *found: Step) -> None:
         self.made += found
@@ -157,7 +157,7 @@ class _Maker:
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
         """Start to send the gradients of hop s. Returns the waits until they are sent.
 
-        Finished ones go to the owners of their chunks, the others on to the next rank. Both are received into the same
+        Finished gradients go to the owners of their chunks, the others to the next rank. Both are received into one
         buffer, one after the other, so there are two posts. All ranks have both in this order, so that no message waits
         for one that its other side starts later.
         """
@@ -186,7 +186,7 @@ class _Maker:
         self.arriving = []
 
     def start(self, *names: str) -> None:
-        """Make those accumulators that were not made yet."""
+        """Make those of the named accumulators that do not exist yet."""
         for name in names:
             if name not in self.started:
                 self.started.add(name)
@@ -213,7 +213,7 @@ class _Maker:
                     self.put(steps.Merge(call, entry, how))
 
     def names_to_copy(self, tile: Tile, keys: str) -> list[str]:
-        """The tensors of which a tile's rows are copied, as of `Packing`."""
+        """The tensors whose rows are copied side by side for a tile (`step.Packing`)."""
         packing, (query, key) = self.terms.packing, self.terms.distances
         fewer, more = sorted((tile.query.num_rows, tile.key.num_rows))
         if packing is None or self.terms.in_place or fewer * self.terms.itemsize < packing.num_bytes:
@@ -226,7 +226,7 @@ class _Maker:
         return names
 
     def gradients(self, tile: Tile, keys: str, sums: str = OWN_ROWS) -> None:
-        """The gradients of a tile. Those that arrive are awaited last, just before dk and dv are added to them."""
+        """The gradients of a tile. Other ranks' sums are awaited last, just before dk and dv are added to them."""
         for entry in self.entries(tile):
             if self.terms.in_place:
                 self.start("dq")
@@ -245,7 +245,7 @@ class _Maker:
                 self.put(steps.Add(name, tile, entry, how, OWN_ROWS if isinstance(tile.key, Rows) else sums))
 
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
-        """How a result goes into its accumulator: a first one that covers all rows becomes it ("adopt")."""
+        """How a result enters its accumulator: a first result of all rows becomes the accumulator ("adopt")."""
         num_heads = self.plan.num_kv_heads if name in ("dk", "dv") else self.plan.num_heads
         is_all = entry is None and rows.segments * len(rows.heads) * rows.num_rows == self.plan.num_rows * num_heads
         if is_first and is_all and name not in self.started and not self.terms.widens:

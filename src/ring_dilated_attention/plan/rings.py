@@ -1,4 +1,4 @@
-"""Rings: who shares rows of a straddling segment, what a chunk holds, and when it is needed. Pure integers, no torch.
+"""Rings: which ranks share a straddling segment, what a chunk holds, and when it is needed. Pure integers, no torch.
 
 At hop s the chunk of the rank at place c of a ring is due at place c + s. It is sent there only if that rank needs it,
 so a chunk travels during *ranges* of hops. The owner sends it to the first rank of a range, and inside the range each
@@ -8,7 +8,7 @@ piece gets there too. In backward the gradient of a chunk follows the chunk one 
 zero at the first rank of each range, and the last rank of the range sends it to the owner.
 
 Where pieces are shorter than the rate, a rank may have rows of some phases only. Heads then share a ring only if the
-same ranks hold their phases, so that a rank has queries for all of each chunk that it receives.
+same ranks hold their phases, so that a rank has queries for every row that it receives.
 """
 
 from bisect import bisect_left
@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
     entries: tuple[Entry, ...]
 
 
-Hops = tuple[tuple[int, int], ...]  # ranges of hops, first and last
+Hops = tuple[tuple[int, int], ...]  # ranges of hops: (first, last)
 
 
 class Ring(NamedTuple):
@@ -79,7 +79,7 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
     """
     g = len(starts)
     falling = sorted(range(g), key=lambda k: starts[k][-1])  # places that do not need the piece at hand yet
-    ranges: list[tuple[int, int]] = []  # of neighbouring places that do
+    ranges: list[tuple[int, int]] = []  # of neighbouring places that need it
     found: list[list[Hops]] = [[()] * len(place) for place in starts]
     for start, c, j in sorted(((x, c, j) for c, place in enumerate(starts) for j, x in enumerate(place)), reverse=True):
         while falling and starts[falling[-1]][-1] > start:
@@ -101,7 +101,7 @@ def _add_place(ranges: list[tuple[int, int]], k: int) -> None:
 
 
 def _hops(ranges: Sequence[tuple[int, int]], c: int, g: int) -> Hops:
-    """The hops at which a chunk of place c comes to some range of the g places: those above c, then those below."""
+    """The hops at which place c's chunk is due at a place of `ranges`: first the places above c, then those below."""
     above = [(max(lo, c + 1) - c, hi - c) for lo, hi in ranges if hi > c]
     below = [(lo - c + g, min(hi, c - 1) - c + g) for lo, hi in ranges if lo < c]
     if above and below and above[-1][1] + 1 == below[0][0]:

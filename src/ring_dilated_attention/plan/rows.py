@@ -82,7 +82,7 @@ class Band(NamedTuple):
 
     @property
     def kv_heads(self) -> range:
-        """On a diagonal each query head has its own. Heads of one phase may share them, and are never cut apart."""
+        """On a diagonal (`pattern.head_groups`) each query head has its own. Heads of one phase are never cut apart."""
         return self.group.kv_heads[self.lo : self.hi] if self.group.phase_step else self.group.kv_heads
 
     def query_rows(self, rate: int) -> Rows:
@@ -103,9 +103,9 @@ def segment_of(position: int, borders: Sequence[int], length: int) -> tuple[int,
 
 
 def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Iterator[tuple[Piece, int]]:
-    """Cut a span into pieces by segment, each with the number of whole segments that begin there and are alike.
+    """Cut a span at the borders of segments. Each piece comes with the number of equal whole segments from it on.
 
-    That number is 0 for a piece of a segment that does not lie in the span as a whole.
+    That number is 0 if the piece is not a whole segment.
     """
 
     def piece(start: int, stop: int) -> Piece:
@@ -128,7 +128,7 @@ def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Ite
 
 @lru_cache(maxsize=1024)  # the same queries meet one chunk after another
 def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[Band, ...]:
-    """Cut the heads of a group into bands of a piece. Heads without rows in it drop out."""
+    """Cut a head group into bands for a piece. Heads without rows in the piece are left out."""
     start, stop = piece.start - origin, piece.stop - origin
     bands: list[Band] = []
     for j in range(len(group.query_heads) if group.phase_step else 1):
@@ -145,14 +145,14 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
 
 
 def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
-    """Heads lo..hi-1 of a diagonal. Heads of one phase are never cut."""
+    """Heads lo..hi-1 of a diagonal. A group of one phase is returned whole."""
     if not group.phase_step:
         return group
     return HeadGroup(group.query_heads[lo:hi], group.kv_heads[lo:hi], group.phase + lo * group.phase_step, 1)
 
 
 def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Band, Band]]:
-    """The common heads of each band of queries and each band of keys, all of one head group."""
+    """Each pair of a query band and a key band, cut to the heads that both have. All bands are of one head group."""
     for q, k in product(queries, keys):
         lo, hi = max(q.lo, k.lo), min(q.hi, k.hi)
         if lo < hi:
@@ -160,6 +160,6 @@ def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Ban
 
 
 def _few(entries: Sequence[object], between: str = " ") -> str:
-    """All of a few; of more the first two and the last."""
+    """Up to four entries; of a longer list the first two and the last."""
     some = entries if len(entries) <= 4 else [*entries[:2], "...", entries[-1]]
     return between.join(map(str, some))

@@ -2,7 +2,7 @@
 
 A shard is a tuple of spans (start, stop) of global positions, in local order. Contiguous shards have one span. Zigzag
 shards have two: the sequence is cut into 2p near-equal parts, and rank k holds parts k and 2p-1-k. Under a causal
-pattern every rank then has about the same work: the part that sees little and the part that sees much.
+pattern every rank then has about the same work: one part that sees few keys and one that sees many.
 """
 
 from bisect import bisect_left, bisect_right
@@ -33,7 +33,7 @@ def split_lengths(seq_len: int, num_parts: int, align: int = 1) -> tuple[int, ..
 
 
 def default_lengths(sharding: str, seq_len: int, world_size: int, align: int = 1, inner: int = 1) -> tuple[int, ...]:
-    """The number of positions of every rank under the near-equal split. align, inner: as of `Cut`."""
+    """The number of positions of every rank under the near-equal split. align, inner: as in `Cut`."""
     if sharding != "zigzag":
         return split_lengths(seq_len, world_size, align)
     parts = split_lengths(seq_len, 2 * (world_size // inner))
@@ -70,7 +70,7 @@ class Cut(NamedTuple):
     """How ranks cut a sequence.
 
     num_shards: the number of ranks. align, lengths: as `ContextParallel` takes them.
-    inner: groups of so many neighbouring ranks share one shard, in near-equal slices (a 2-D mesh).
+    inner: the number of neighbouring ranks that share one shard, in near-equal slices (a 2-D mesh).
     """
 
     sharding: str
@@ -80,7 +80,7 @@ class Cut(NamedTuple):
     inner: int = 1
 
     def default_lengths(self, seq_len: int) -> tuple[int, ...]:
-        """Every rank's number of positions of a sequence; ValueError if `lengths` is for another."""
+        """Every rank's number of positions of a sequence; ValueError if `lengths` adds up to another length."""
         if self.lengths is None:
             return default_lengths(self.sharding, seq_len, self.num_shards, self.align, self.inner)
         if sum(self.lengths) != seq_len:
@@ -90,7 +90,7 @@ class Cut(NamedTuple):
         return self.lengths
 
     def shards_of(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
-        """Every rank's shard, given every rank's number of positions; ValueError if `lengths` says otherwise."""
+        """Every rank's shard, given every rank's number of positions; ValueError if `self.lengths` differs."""
         if self.lengths is not None and tuple(lengths) != self.lengths:
             raise ValueError(f"ranks have {tuple(lengths)} positions, but lengths={self.lengths} was given.")
         if self.inner == 1:
@@ -126,7 +126,7 @@ def joined(spans: Iterable[Span]) -> Shard:
 
 
 def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
-    """The order of the ranks in the ring, given each rank's host: side by side on a host, hosts by their first rank."""
+    """The order of ranks in the ring: ranks of one host side by side, and hosts in the order of their lowest ranks."""
     first_seen = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
     return tuple(sorted(range(len(hosts)), key=lambda rank: (first_seen[hosts[rank]], rank)))
 

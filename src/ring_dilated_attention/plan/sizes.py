@@ -7,7 +7,7 @@ from .step import Compute, Packing
 
 
 class Sizes(NamedTuple):
-    """itemsize: bytes of an element of query, key and value. num_threads: of the CPU kernel; each takes scratch."""
+    """itemsize: bytes of an element of query, key and value. num_threads: the CPU kernel's; each takes scratch."""
 
     batch: int
     head_dim: int
@@ -26,12 +26,12 @@ class Sizes(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What programs and memory need to know of a kernel.
+    """The traits of a kernel on which programs and memory depend.
 
     in_place: it adds to the accumulators itself, instead of returning the results of a tile.
     is_whole: it can compute a whole pass on one device by itself.
-    scratch: bytes that it takes and frees inside one call. The number is that of all query heads of the tensors.
-    packing: from when on rows are copied side by side for it.
+    scratch: (step, sizes, query heads of the tensors) -> bytes that the kernel takes and frees inside one call.
+    packing: for which tiles rows are copied side by side; None for none.
     """
 
     in_place: bool

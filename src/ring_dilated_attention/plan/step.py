@@ -19,7 +19,7 @@ STAGES = ("forward", "backward")
 
 
 class Packing(NamedTuple):
-    """When a kernel computes a tile faster from a copy in which the rows lie side by side.
+    """The tiles that a kernel computes faster from a copy in which the rows lie side by side.
 
     distance: the least number of bytes from one row to the next. num_bytes: the least number of rows, times itemsize.
     max_rows: query rows that are copied at a time; a tile of more is split into several calls.
@@ -33,10 +33,10 @@ class Packing(NamedTuple):
 class Terms(NamedTuple):
     """What a program depends on beside the plan.
 
-    in_place, is_whole, packing: the kernel's, as of `sizes.Traits`.
+    in_place, is_whole, packing: traits of the kernel (`sizes.Traits`).
     widens: accumulators have a wider dtype than the inputs (float32 for 16-bit types).
     folds: batch and segments are one stride in every tensor; else a tile of several segments is a call per batch entry.
-    dealing: how heads are dealt before and after, if they are. has_dlse: lse has a gradient (backward).
+    dealing: how heads are dealt before and after, or None. has_dlse: lse has a gradient (backward).
     distances: bytes from one position to the next in query, and in key and value. itemsize: bytes of their elements.
     is_brief: list only two of a tile's calls and of its batch entries, which are alike. Times need all of them.
     """
@@ -70,7 +70,7 @@ class Pack(NamedTuple):
 
 
 class Take(NamedTuple):
-    """Make a buffer with nothing in it yet. is_sum: in the accumulators' dtype."""
+    """Allocate a buffer, unfilled. is_sum: it has the accumulators' dtype."""
 
     name: str
     size: int
@@ -78,7 +78,7 @@ class Take(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Let tensors go."""
+    """Drop tensors, so that their memory can be used again."""
 
     names: tuple[str, ...]
 
@@ -95,7 +95,7 @@ class BufferSlice(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start to send and to receive. is_apart: the two are awaited apart.
+    """Start to send and to receive. is_apart: sends and receives have a `Wait` each.
 
     ticket: names the post in its `Wait`. moment: names it in an error.
     """
@@ -116,13 +116,13 @@ class Wait(NamedTuple):
 
 
 class Zero(NamedTuple):
-    """Let the sums in a slice of a buffer start from zero."""
+    """Set the sums in a slice of a buffer to zero."""
 
     where: BufferSlice
 
 
 class Start(NamedTuple):
-    """Make an accumulator; with out, that of lse too. is_covered: first tiles write all of it, so it stays unfilled."""
+    """Make an accumulator; "out" makes that of lse too. is_covered: first tiles write all rows, so it is not filled."""
 
     name: str
     is_covered: bool

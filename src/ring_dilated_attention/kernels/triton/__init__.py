@@ -1,1 +1,1 @@
-"""Triton kernels. `in_place` and `all_at_once` are backends. Only the launch of a kernel imports triton."""
+"""Triton kernels. `in_place` and `all_at_once` are backends. Only a launch imports kernels, and with them triton."""

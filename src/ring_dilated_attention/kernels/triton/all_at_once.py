@@ -1,6 +1,6 @@
 """The backend "triton-fused": all branches at once on one device, where `fused.choose_pass` allows it.
 
-This takes the least memory, though not always the least work. Elsewhere, and in a ring, it is the same as `in_place`.
+This takes the least memory, though not always the least work. Elsewhere, and in a ring, it computes as `in_place` does.
 """
 
 from typing import Literal

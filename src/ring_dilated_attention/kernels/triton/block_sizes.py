@@ -1,4 +1,4 @@
-"""Block sizes, warps and stages by architecture, type and head dim: data (`configs.json`), not run-time tuning."""
+"""Block sizes, warps and stages by architecture, dtype and head dim, from `configs.json`: no tuning at run time."""
 
 import json
 from functools import lru_cache
@@ -38,7 +38,7 @@ def has_config(arch: str) -> bool:
 def config(kernel: str, head_dim: int, itemsize: int, arch: str) -> Config:
     """The configuration of one of KERNELS. "forward_half" is the fused forward's: half the query rows of "forward"."""
     entry = _table()[arch]
-    if isinstance(entry, str):  # an architecture that has the same
+    if isinstance(entry, str):  # the name of an architecture with the same sizes
         entry = _table()[entry]
     by_dim = entry.get("any") or entry[f"{8 * itemsize}-bit"]
     by_kernel = by_dim.get("any") or by_dim[str(padded(head_dim))]
@@ -47,7 +47,7 @@ def config(kernel: str, head_dim: int, itemsize: int, arch: str) -> Config:
 
 @lru_cache
 def architecture(device: torch.device) -> str:
-    """ "cuda:90", "hip:gfx942"."""
+    """The name of a device's architecture, like "cuda:90" or "hip:gfx942"."""
     if torch.version.hip:
         return "hip:" + torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)

@@ -17,8 +17,8 @@ from . import strips
 IS_INTERPRETED = triton.knobs.runtime.interpret  # read by triton once, when a kernel is decorated
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Arguments whose value triton must not specialize on: it would compile anew for a 1 and for multiples of 16, so with
-# packed documents again and again. It does so for strides, since their divisors decide how wide a load can be.
+# Arguments whose value triton must not specialize on: it would compile again for a 1 and for multiples of 16, so with
+# packed documents again and again. Triton does specialize on strides: their divisors decide how wide a load can be.
 SIZES = (
     *("num_strips", "num_bundles", "num_kv_heads", "num_heads", "num_rows", "num_keys", "num_branches"),
     *("step", "bundle_stride", "head_step"),
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where each row of a block is, in rows and heads from the first (64 bits); and the mask of those that exist."""
+    """The row and head of each row of a block, counted from the first (64 bits); and a mask of the rows there are."""
 
     row: tl.tensor
     head: tl.tensor
@@ -81,7 +81,7 @@ def queries_in_place(
 ) -> tuple:  # fmt: skip
     """Batch entry, key/value head and first query head of this program; its first position, all positions, places."""
     i_r, i_c, i_g, i_b = program_of(num_strips, num_bundles, num_kv_heads)
-    first = (num_strips - 1 - i_r) * (BM // HEADS)  # causal: the long ones first
+    first = (num_strips - 1 - i_r) * (BM // HEADS)  # causal: strips that see most keys first
     o_i = tl.arange(0, BM)
     o_x = first + o_i // HEADS
     m_x = (o_x < num_rows) & (o_i // HEADS < BM // HEADS)
@@ -281,7 +281,7 @@ def query_gradient(
 ) -> tl.tensor:  # fmt: skip
     """dq += ds k, with ds = p * (dout v^T - delta) and p = exp(s - lse), over the keys 0..num_keys-1.
 
-    One loop, masked throughout: with a second one without masks, registers would spill.
+    The one loop masks every block: with a second loop without masks, registers would spill.
     """
     for i_k in range(0, num_keys, BN):
         o_k = i_k + tl.arange(0, BN)
@@ -308,7 +308,7 @@ def key_gradient(
     MASKED: tl.constexpr, SELECT: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """dv += p^T dout and dk += ds^T q over queries begin..end-1, by transposed scores, so that no block is transposed.
+    """dv += p^T dout and dk += ds^T q over queries begin..end-1, by scores k q^T, so p and ds are never transposed.
 
     The heads of a bundle lie side by side. With MASKED, key i is seen from position b_first[i] on. With SELECT, b_first
     is `end` for keys of other segments.

@@ -1,6 +1,6 @@
 """Forward kernels, for one tile or for all branches at once. Names as in `blocks.py`.
 
-q, k, v are strided views; a row is D consecutive numbers. A strip has the HEADS query heads of one position side by
+q, k, v are strided views; a row is D consecutive numbers. A strip has the HEADS query heads of each position side by
 side: its row i is position i // HEADS, head i % HEADS. Offsets of rows are 64-bit.
 """
 
@@ -26,7 +26,7 @@ def forward_kernel(
     """A partial of (B, H, M, D) queries over (B, G, L, D) keys; num_bundles * HEADS query heads share a key/value head.
 
     With ACCUMULATE, out and lse hold the partial over other keys, and the online softmax starts from this state:
-    (max, sum, acc) = (lse, 1, out). A float64 lse is (max, sum) = (its float32, exp of the rest). Causal is for M == L.
+    (max, sum, acc) = (lse, 1, out). A float64 lse is (max, sum) = (its float32, exp of the rest). IS_CAUSAL: M == L.
     """
     i_b, i_g, i_h, first, o_x, at = blocks.queries_in_place(num_strips, num_bundles, num_kv_heads, num_rows, HEADS, BM)
     p_k = rows_at(k, stride_kb, stride_kg, stride_kl, i_b, i_g, 0)
@@ -39,7 +39,7 @@ def forward_kernel(
         b_lse = tl.load(p_lse.start + offsets(p_lse, at), mask=at.mask, other=float("-inf")) * LOG2_E
         b_max = b_lse.to(tl.float32)
         b_shift = tl.where(b_max == float("-inf"), 0.0, b_max)  # (-inf) - (-inf) is NaN
-        b_sum = tl.exp2((b_lse - b_shift).to(tl.float32))  # 1, and what rounding to float32 takes from lse
+        b_sum = tl.exp2((b_lse - b_shift).to(tl.float32))  # exp of what rounding to float32 takes from lse
         b_out = load_rows(p_out, at, True, D, BD).to(tl.float32) * b_sum[:, None]
     else:
         b_max = tl.full([BM], float("-inf"), tl.float32)

@@ -1,4 +1,4 @@
-"""All branches of a pattern at once, on one device: no partials, no merges, no copies, no float32 accumulators.
+"""Compute all branches of a pattern at once on one device, without partials, merges, copies or float32 accumulators.
 
 Unverified: no GPU was at hand (see `in_place.py`). Rows of a strip lie R = lcm(rates) positions apart (`strips.py`).
 """
@@ -102,7 +102,7 @@ def _tables(
 
 
 def choose_pass(pattern: DilatedPattern, borders: tuple[int, ...]) -> WholePasses:
-    """All branches at once, unless no strip has two rows of one segment: nearly all of its work would be masked."""
+    """All branches at once, unless each strip has at most one row of a segment: nearly all work would be masked."""
     step = step_of(pattern)
     longest = min(max(pattern.segment_lengths), max(stop - start for start, stop in pairwise(borders)))
     if step >= longest:

@@ -26,12 +26,12 @@ def on_device(x: Tensor) -> AbstractContextManager:
 
 
 def precision() -> str:
-    """The precision of float32 products, the same as of torch's own."""
+    """The precision of float32 products, the same as that of torch's own products."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def constants(blocks: Config, head_dim: int, heads: int) -> dict[str, Any]:
-    """The sizes that are compiled in. heads: of a bundle."""
+    """The sizes that are compiled in. heads: query heads of a bundle."""
     sizes = {"D": head_dim, "BD": padded(head_dim), "HEADS": heads, "BM": blocks.block_m, "BN": blocks.block_n}
     return {"PRECISION": precision(), **sizes, "num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
 

@@ -5,7 +5,7 @@ queries has a *bundle* of heads, which share a key/value head and have equal pha
 branch's rate, so inside one segment all rows of a strip have one phase: a branch covers all of them or none.
 
 `keys_seen` and `queries_seeing` are compiled into the kernels as they stand (`blocks.py`), so that what the tests
-enumerate is what runs. So they use only integers, min, max and if, and no negative dividends, on which Python and
+enumerate is what runs. So both use only integers, min, max and if, and no negative dividends, on which Python and
 Triton differ.
 """
 
@@ -67,7 +67,7 @@ def queries_seeing(
 
 
 class Bundles(NamedTuple):
-    """Query heads of equal phases in every branch that share a key/value head, `size` in a strip.
+    """Bundles of `size` query heads, which share a key/value head and have equal phases in every branch.
 
     Bundle c of key/value head g has query heads g * ratio + c * stride + j * head_step, j < size.
     """
@@ -83,7 +83,7 @@ def step_of(pattern: DilatedPattern) -> int:
 
 
 def bundle_size(ratio: int, most: int) -> int:
-    """How many of `ratio` query heads that share a key/value head are a bundle: the largest divisor up to `most`."""
+    """The size of a bundle of the `ratio` query heads that share a key/value head: the largest divisor up to `most`."""
     return max(size for size in range(1, min(ratio, most) + 1) if ratio % size == 0)
 
 
@@ -114,7 +114,7 @@ def phases_of_heads(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, 
 
 
 def fused_strips(borders: tuple[int, ...], step: int, positions: int) -> list[Strip]:
-    """Strips of `positions` rows, with every position in one. The last comes first: if causal, it sees most keys."""
+    """Strips of up to `positions` rows, with every position in one. The last comes first: if causal, it sees most."""
     strips = [
         Strip(document, stop - document, first, min(positions, -(-(stop - document - first) // step)))
         for document, stop in pairwise(borders)

@@ -1,4 +1,4 @@
-"""Launching the kernels of one token with a cache: their tables, their grids, and the positions of the sequences.
+"""Launch the kernels that compute one token with a cache: tables, grids, and the positions of the sequences.
 
 Unverified: no GPU was at hand (see `in_place.py`). The positions stay on the device and nothing here reads them back,
 so that calls follow each other without waiting and can be captured in a CUDA graph.
@@ -14,9 +14,9 @@ from ...plan.cache_plan import CachePlan
 from . import launch
 from .block_sizes import padded
 
-# Query heads that share keys fill the rows of a tile, of which a matrix product needs 16.
+# Query heads that share keys are the rows of a matrix product, which needs at least 16.
 FEWEST_HEADS, MOST_HEADS = 16, 32
-# Programs among which the cached rows of one token are split, and the fewest rows that are worth one.
+# The most programs among which the cached rows of a token are split, and the fewest rows that are worth a program.
 MOST_SPLITS, ROWS_OF_A_SPLIT = 16, 32 if launch.is_interpreted() else 128
 
 

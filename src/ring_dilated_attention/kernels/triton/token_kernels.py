@@ -22,7 +22,7 @@ def token_kernel(
     HAS_LENGTHS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The partial over one split of a unit's rows, in the first split also over the token's own row, which it writes.
+    """The partial over one split of a unit's cached rows. The first split also reads and writes the token's own row.
 
     units: (num_units, 12) segment length, rate, phase, rows of a segment, capacity and first row of the buffer,
         first query head, step to the next, their number, key/value head, branch, whether the unit writes the row.
@@ -44,7 +44,7 @@ def token_kernel(
         i_g, branch, writes = tl.load(p_unit + 9), tl.load(p_unit + 10), tl.load(p_unit + 11)
         first_slot = position // width * tl.load(p_unit + 3) % capacity
         num_cached = position % width // rate
-        # Rows begin to end-1 of those cached are this split's, whole blocks but for the last.
+        # This split has the cached rows begin to end-1, in whole blocks but for the last.
         share = tl.cdiv(tl.cdiv(num_cached, SPLITS), BN) * BN
         begin = tl.minimum(i_s * share, num_cached)
         end = tl.minimum(begin + share, num_cached)
@@ -59,7 +59,7 @@ def token_kernel(
         b_out = tl.zeros([BM, BD], tl.float32)
         p_keys = memory + i_b * stride_mb + buffer * D
         p_values = p_keys + stride_mp
-        # The rows that lie before the end of the buffer, and those that have gone around it.
+        # The rows that lie before the end of the buffer, and those that wrap to its start.
         slot = first_slot + begin
         num_before = tl.minimum(tl.maximum(capacity - slot, 0), end - begin).to(tl.int32)
         num_after = (end - begin).to(tl.int32) - num_before
