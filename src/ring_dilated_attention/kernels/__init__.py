@@ -1,1 +1,1 @@
-"""What computes a partial."""
+"""Kernels: the code that computes a partial."""

@@ -23,7 +23,7 @@ def choose(backend: str, query: Tensor) -> Kernel:
     """The backend asked for, or under "auto" the first that can serve the tensor.
 
     Raises:
-        ValueError: if the named backend cannot serve it or, under "auto", none can. It gives the reasons.
+        ValueError: if the named backend cannot serve it or, under "auto", none can. The message gives the reasons.
     """
     check_backend(backend)
     if backend != "auto":

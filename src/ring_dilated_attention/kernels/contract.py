@@ -60,8 +60,8 @@ class _Backend(Protocol):
     ONLY_BY_NAME: str | None  # why "auto" passes it by although it could serve a tensor
     choose_pass: Callable[[DilatedPattern, tuple[int, ...]], WholePasses] | None  # given the borders (0, ..., N)
     append_one: AppendOne | None  # None: a token is computed by tiles
-    # For (B, N, H, D): each op, with the reason why it cannot attend densely to the tensor, or None if it can. The
-    # first op that can is run. `ops` is None for a backend with one op.
+    # For a (B, N, H, D) tensor: each op, with the reason why it cannot run dense attention on it, or None if it can.
+    # The first op that can is run. `ops` is None for a backend with one op.
     ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:

@@ -1,7 +1,7 @@
 """What torch's CUDA attention ops accept: `Op.why_not` gives the reason why an op cannot run, or None if it can.
 
-Unverified: no GPU has run it. It comes from the schemas, meta kernels and headers of torch 2.13, and from the sources
-of neighbouring versions. Names are those of `contract.py`.
+Unverified: no GPU has run this file. Its facts come from the schemas, meta kernels and headers of torch 2.13, and from
+the sources of neighbouring versions. Names are those of `contract.py`.
 """
 
 import math
@@ -44,7 +44,7 @@ class Op(NamedTuple):
     refuses: Callable[[TileFacts], str | None] = lambda tile: None  # for any other reason
     max_batch: float = _GRID
     takes_groups: bool = False  # fewer key/value heads than query heads
-    takes_strides: bool = False  # of out and dout
+    takes_strides: bool = False  # out and dout may have any strides
 
     def why_not(self, tile: TileFacts) -> str | None:
         """The reason why it cannot compute the tile, or None."""
@@ -66,8 +66,8 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-# The major compute capabilities on which torch runs FlashAttention 3 and 4, both ways. Both take float16 and
-# bfloat16 only, as torch's own flash does.
+# The major compute capabilities on which torch runs FlashAttention 3 and 4, forward and backward. Both take float16
+# and bfloat16 only, as torch's own flash does.
 _MAJORS = {"FA3": (9,), "FA4": (9, 10)}
 
 
@@ -81,7 +81,7 @@ def _flash_refuses(tile: TileFacts) -> str | None:
         return "is not part of this build of torch"
     if 192 < tile.head_dim <= 224 and ((8, 6) <= found <= (8, 9) or found[0] == 12):
         return f"has no backward for head dims 193 to 224 on {_dotted(found)}, got {tile.head_dim}"
-    # Backward counts the elements of its padded accumulator of dq in 32 bits, and writes out of bounds beyond.
+    # Backward counts the elements of its padded accumulator of dq in 32 bits. Beyond that it writes out of bounds.
     row = tile.head_dim + -tile.head_dim % (32 if tile.head_dim <= 128 else 64)
     size = tile.batch * tile.num_heads * (tile.num_rows + -tile.num_rows % 128) * row
     return f"takes up to 2^31 padded elements at a time, got {size}" if size > 2**31 else None
@@ -106,7 +106,7 @@ def _flash_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal
 
 
 def _efficient_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool) -> tuple[Any, ...]:
-    if not torch.version.hip:  # except on ROCm, it reads lse in multiples of 32 rows; in added rows exp(s - inf) = 0
+    if not torch.version.hip:  # the op reads lse in multiples of 32 rows; in added rows exp(s - inf) = 0
         lse_BHM = pad(lse_BHM, (0, -lse_BHM.shape[2] % 32), value=torch.inf)
     wanted = [True, True, True, False]
     return None, out_BHMD, lse_BHM, *_seeds(lse_BHM), 0.0, wanted, is_causal

@@ -36,7 +36,7 @@ def why_not(query: Tensor) -> str | None:
         return f"serves CUDA tensors, got {query.device}"
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
-    if torch.compiler.is_compiling():  # it cannot trace torch's switches; the call itself will ask again
+    if torch.compiler.is_compiling():  # the compiler cannot trace torch's switches; the call itself will ask again
         return None
     # The tile has a fixed length, not this rank's, so that either all ranks refuse a call or none does.
     q_BHMD = query.transpose(1, 2)

@@ -26,7 +26,7 @@ from .sharding import Shard, Span, make_shards
 
 
 class Buffers(NamedTuple):
-    """The rolling buffers of one branch and phase: one for each of kv_heads, which equally many query heads share.
+    """The rolling buffers of one branch and phase, one for each K/V head. Equally many query heads share each.
 
     The buffer of kv_heads[k] is `capacity` rows of the cache from `offset + k * capacity` on.
     """
@@ -57,7 +57,7 @@ class Buffers(NamedTuple):
         return segment * self.segment_length + self.phase + row * self.rate
 
     def seen(self, position: int) -> range:
-        """The numbers of the rows before a position that a query at this position and of this phase sees."""
+        """The numbers of the earlier rows that a query at a position sees. The query must have this phase."""
         return range(self.before(position - position % self.segment_length), self.before(position))
 
     def slots(self, numbers: range) -> Iterator[range]:
@@ -116,7 +116,7 @@ class CachePlan:
                 yield branch, buffers
 
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
-        """The numbers of the rows that are kept after `position` positions, if nobody goes back to one below `floor`.
+        """The numbers of the rows that are kept after `position` positions, if nobody goes back below `floor`.
 
         They are the rows of the open segment, and of each segment that taking back up to `keep` positions would reopen.
         """
@@ -140,9 +140,9 @@ class CachePlan:
                     yield buffers, numbers, span
 
     def live(self, buffers: Buffers, position: int) -> range:
-        """The numbers of the rows that the last query before `position`, or a later one, sees.
+        """The numbers of the rows that the query at `position - 1`, or a later query, sees.
 
-        If no later position of the segment has the phase, the segment's rows are kept but not live.
+        If neither this position nor a later one of the segment has the phase, the rows are kept but not live.
         """
         stop = buffers.before(position)
         number = stop - 1 if position and buffers.has(position - 1) else stop  # the last query's row, or the next one's
@@ -195,11 +195,11 @@ def plan_cache(
 
 
 def plan_chunk(plan: CachePlan, position: int, num_new: int) -> Plan:
-    """The work of `num_new` rows from a position on: that of the second of two ranks with shards (position, num_new).
+    """The work of `num_new` rows from a position on, planned as rank 1 of two: rank 0 owns all rows before.
 
     The planner makes the tiles among the new rows. The cached rows take the place of the first rank's chunks.
     """
-    period = math.lcm(*plan.lengths)  # equal plans are made once, and only position mod period tells them apart
+    period = math.lcm(*plan.lengths)  # the plan among new rows depends on position mod period only
     shards = make_shards("contiguous", (position % period, num_new))
     whole = make_plan(Job(plan.pattern, shards, plan.num_heads, plan.num_kv_heads, None, plan.held), 1)
     local = tuple(tile._replace(packed=None) for tile in whole.local)
@@ -232,7 +232,7 @@ def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int
 
 
 def check_crop(plan: CachePlan, positions: Sequence[int], floors: Sequence[int], counts: Sequence[int]) -> None:
-    """Raise ValueError if positions cannot be taken back: there are fewer, or rows that they need were dropped."""
+    """Raise ValueError if positions cannot be taken back: there are fewer, or rows needed then were dropped."""
     for row, (position, floor, count) in enumerate(zip(positions, floors, counts, strict=True)):
         if count < 0 or count > position:
             raise ValueError(

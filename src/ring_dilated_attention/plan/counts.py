@@ -19,15 +19,15 @@ from ..pattern import DilatedPattern
 from .job import Job
 from .rows import own_pieces, segment_of
 
-Pieces = Sequence[tuple[int, int]]  # where they start and stop, counted from the start of their segment
+Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of the segment
 
 
 class Share(NamedTuple):
     """What a rank computes and receives of a segment that it does not own as a whole.
 
     place: the branch, and the position at which the segment starts. starts: where the rank's pieces start in it.
-    rows: the size of its own keys and values in each chunk in which they may travel, in units of B * D elements.
-    received: the size of the others' keys and values that it receives, in the same units.
+    rows: for each chunk that it may send, the size of its own keys and values there, in units of B * D elements.
+    received: the size of the keys and values that it receives from others, in the same units.
     """
 
     place: tuple[int, int]
@@ -142,7 +142,7 @@ class Counter:
 class Segment(NamedTuple):
     """A segment that ranks share.
 
-    sharers: the number of ranks with rows of it. received: the rows that all of them receive together.
+    sharers: the number of ranks with rows of it. received: what they receive together, in units.
     largest: the size of the largest first chunk of any rank, and of the largest second chunk if ranks have two.
     """
 
@@ -152,7 +152,7 @@ class Segment(NamedTuple):
 
 
 class JobCount(NamedTuple):
-    """Counts by rank, and segments by (branch, start). buffers: the rows that fit into each rank's buffer of chunks."""
+    """Counts by rank, and segments by (branch, start). buffers: the size of each rank's buffer of chunks."""
 
     pairs: list[int]
     received: list[int]
@@ -164,7 +164,7 @@ class JobCount(NamedTuple):
         return max((x.sharers for (b, _), x in self.segments.items() if b == branch and x.received), default=1)
 
     def received_of(self, branch: int) -> int:
-        """The rows that all ranks receive, or send, for a branch."""
+        """What all ranks together receive, or send, for a branch, in units of B * D elements."""
         return sum(x.received for (b, _), x in self.segments.items() if b == branch)
 
 

@@ -14,7 +14,7 @@ class Dealing(NamedTuple):
     """How one rank deals heads within its group.
 
     place: this rank's place in the group. lengths: the number of positions of every rank of the group.
-    runs: (place, first row, number of rows) of each run of consecutive positions, in the order of the sequence.
+    runs: (place of the owner, its first row, number of rows) of each run of consecutive positions, in their order.
     """
 
     place: int

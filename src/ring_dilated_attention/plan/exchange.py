@@ -21,7 +21,7 @@ ALL_TO_ALL_SAVING = 3
 
 
 class RankPlan(NamedTuple):
-    """What a rank does under an exchange. dealing: how it deals heads, or None. The plan is of the heads it gets."""
+    """What a rank does under an exchange. dealing: how heads are dealt, or None. plan: for the heads it then has."""
 
     plan: Plan
     dealing: Dealing | None
@@ -64,7 +64,7 @@ def dealers(exchange: str, job: Job, inner: int = 1) -> int:
 
 
 def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
-    """The job of the ranks at `place` in their groups, and the dealing of each. Groups of `size` ranks deal heads.
+    """Groups of `size` ranks deal heads: the job of the ranks at `place` in their groups, and the dealing of each.
 
     Raises:
         ValueError: if heads cannot be dealt.
@@ -89,7 +89,7 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
 
 def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     """The exchange for a forward, given what the ranks receive. The choice goes by bytes, memory and the number of
-    kernel calls: many small calls cost more than fewer bytes save."""
+    kernel calls: many small calls can take longer than fewer bytes save."""
     unit = sizes.unit * sizes.itemsize
     received, two_chunks = unit * max(counted.received), 2 * unit * max(counted.buffers)
     if not received:
@@ -142,6 +142,6 @@ def dealt_bytes(
 def most_dealt(
     lengths: Sequence[int], num_heads: int, num_kv_heads: int, sizes: Sizes, *, backward: bool = False
 ) -> int:
-    """The most bytes that a rank sends to deal heads: it is a rank with the most or the fewest positions."""
+    """The most bytes that any rank sends to deal heads. That rank has the most or the fewest positions."""
     ends = (lengths.index(max(lengths)), lengths.index(min(lengths)))
     return max(dealt_bytes(lengths, rank, (num_heads, num_kv_heads), sizes, backward=backward) for rank in ends)

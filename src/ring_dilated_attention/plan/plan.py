@@ -2,7 +2,7 @@
 
 A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views.
 A segment inside one span of a shard is local: its tile has the same rows on both sides. A segment that straddles shards
-has a *ring*, the ranks that share it. Each of these packs its dilated rows of the segment, its *chunk*, into a flat
+has a *ring*, the ranks that share it. Each rank packs its dilated rows of the segment, its *chunk*, into a flat
 buffer, and the chunks travel along the ring. At hop s the rank at place i of g meets the chunk of place (i - s) mod g.
 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
@@ -84,7 +84,7 @@ class Hop(NamedTuple):
     grad_starts: where gradients of received chunks start from zero.
     grad_sends: gradients of received chunks: unfinished ones to the rank of the next hop, finished ones to the owner.
     grad_receives: gradients of the chunks of the next hop, and finished ones of own chunks.
-    targets: own chunks, to the ranks that meet them at this hop (for `gathered`, which sends them straight there).
+    targets: own chunks, each with the rank that meets it at this hop. Only `gathered` sends these.
     """
 
     sends: tuple[Message, ...] = ()

@@ -138,8 +138,8 @@ class _Planner:
         return tuple(rings)
 
     def members(self, branch: int, origin: int, stop: int) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
-        """For each set of heads whose rows the same ranks need: these ranks with their pieces, and the heads. A rank
-        needs the rows of the phases that it holds: all such rows or, if causal, those before its last piece."""
+        """Group the heads whose rows the same ranks need: yield these ranks, each with its pieces, and the heads.
+        A rank needs the rows of each phase that it holds. If causal, it needs only those before its last piece."""
         rate = self.pattern.dilation_rates[branch]
         pieces = {rank: self.pieces(rank, origin, stop) for rank in self.candidates(branch, origin, stop)}
 
@@ -162,7 +162,7 @@ class _Planner:
                 yield held, groups
 
     def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
-        """The ranks that may hold rows of a segment, searched from row to row: at high rates few ranks hold any."""
+        """The ranks that may hold rows of a segment. They are searched row by row: at high rates few ranks hold any."""
         rate, groups = self.pattern.dilation_rates[branch], self.groups[branch]
         lowest = min((group.phase for group in groups), default=0)
         highest = max((g.phase + (len(g.query_heads) - 1) * g.phase_step for g in groups), default=0)

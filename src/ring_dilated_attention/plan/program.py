@@ -6,8 +6,8 @@ This file alone decides the order of steps: on one device, in a ring (arXiv 2310
 (`plan.gathered`) and with heads dealt to ranks. A whole program is made before its first step is carried out.
 `print(program)` shows it, a step to a line (docs/how_it_works.md).
 
-Beside its shards a rank holds two buffers of chunks, which change places at every hop: BUFFERS[(s + 1) % 2] holds those
-that come at hop s, from 0. In backward two buffers of gradients do the same. It keeps nothing else that it receives.
+Beside its shards a rank holds two buffers of chunks, which change places at every hop. BUFFERS[(s + 1) % 2] holds the
+chunks of hop s, counted from 0. Backward has two such buffers of gradients. A rank keeps nothing else that it gets.
 """
 
 from collections.abc import Iterable
@@ -89,7 +89,7 @@ class _Maker:
         self.put(steps.Finish("out"), steps.Finish("lse"))
 
     def backward(self) -> None:
-        """dq, dk, dv of this rank's rows. `out` and `lse` are the merged ones, so every tile's p is the global weight.
+        """dq, dk, dv of this rank's rows. `out` and `lse` are merged, so p = exp(score - lse) is over all keys.
 
         The chunks travel again, and their gradients follow one hop behind (`rings.py`). The owner of a chunk adds what
         its own queries contribute.
@@ -158,8 +158,8 @@ class _Maker:
         """Start to send the gradients of hop s. Returns the waits until they are sent.
 
         Finished gradients go to the owners of their chunks, the others to the next rank. Both are received into one
-        buffer, one after the other, so there are two posts. All ranks have both in this order, so that no message waits
-        for one that its other side starts later.
+        buffer, one after the other, so there are two posts. Every rank starts them in this order, so that no message
+        waits for one that the peer starts later.
         """
         hop, moment, leaving = self.plan.hops[s], f"backward, hop {s + 1}, gradients", []
         for which, is_finished in (("finished", True), ("onward", False)):

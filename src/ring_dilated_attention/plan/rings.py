@@ -3,9 +3,9 @@
 At hop s the chunk of the rank at place c of a ring is due at place c + s. It is sent there only if that rank needs it,
 so a chunk travels during *ranges* of hops. The owner sends it to the first rank of a range, and inside the range each
 rank passes it on. If the pattern is causal and shards are contiguous, no range wraps, and the ring is a line. Under
-zigzag only lower ranks need the later piece of a shard: the owner sends it to rank 0 at the hop at which the earlier
-piece gets there too. In backward the gradient of a chunk follows the chunk one hop behind. The gradient starts from
-zero at the first rank of each range, and the last rank of the range sends it to the owner.
+zigzag only the ranks below the owner need the later piece of its shard. The owner sends this piece straight to rank 0,
+at the hop at which the earlier piece arrives there. In backward the gradient of a chunk follows one hop behind. It
+starts from zero at the first rank of each range, and the last rank of the range sends it to the owner.
 
 Where pieces are shorter than the rate, a rank may have rows of some phases only. Heads then share a ring only if the
 same ranks hold their phases, so that a rank has queries for every row that it receives.
@@ -54,7 +54,7 @@ class Ring(NamedTuple):
     needed: tuple[Hops, ...]
 
     def meets(self, chunk: int, s: int) -> bool:
-        """Whether the rank at which a chunk is due at hop s needs it."""
+        """Whether a chunk is needed by the rank at which it is due at hop s."""
         return any(first <= s <= last for first, last in self.needed[chunk])
 
     def place_of(self, rank: int) -> int:
@@ -73,9 +73,9 @@ def make_chunk(groups: Sequence[HeadGroup], pieces: Sequence[Piece], origin: int
 
 
 def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
-    """For each piece of each place of a ring, the hops at which it comes to a place that needs it.
+    """For each place of a ring and each of its pieces, the hops at which this piece is due at a place that needs it.
 
-    A place needs the pieces that start before its own last one. starts: of each place's pieces, in ascending order.
+    A place needs the pieces that start before its own last piece. starts: where each place's pieces start, ascending.
     """
     g = len(starts)
     falling = sorted(range(g), key=lambda k: starts[k][-1])  # places that do not need the piece at hand yet

@@ -82,7 +82,7 @@ class Band(NamedTuple):
 
     @property
     def kv_heads(self) -> range:
-        """On a diagonal (`pattern.head_groups`) each query head has its own. Heads of one phase are never cut apart."""
+        """On a diagonal (`pattern.head_groups`) each query head has its own. A group of one phase is one band."""
         return self.group.kv_heads[self.lo : self.hi] if self.group.phase_step else self.group.kv_heads
 
     def query_rows(self, rate: int) -> Rows:
@@ -103,9 +103,9 @@ def segment_of(position: int, borders: Sequence[int], length: int) -> tuple[int,
 
 
 def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Iterator[tuple[Piece, int]]:
-    """Cut a span at the borders of segments. Each piece comes with the number of equal whole segments from it on.
+    """Cut a span at the borders of segments. A run of equal segments is (its first segment, the number of segments).
 
-    That number is 0 if the piece is not a whole segment.
+    A piece that is not a whole segment comes with the number 0.
     """
 
     def piece(start: int, stop: int) -> Piece:

@@ -7,7 +7,7 @@ from .step import Compute, Packing
 
 
 class Sizes(NamedTuple):
-    """itemsize: bytes of an element of query, key and value. num_threads: the CPU kernel's; each takes scratch."""
+    """itemsize: bytes of an element of query, key and value. num_threads: the CPU kernel's, each with scratch."""
 
     batch: int
     head_dim: int
@@ -31,7 +31,7 @@ class Traits(NamedTuple):
     in_place: it adds to the accumulators itself, instead of returning the results of a tile.
     is_whole: it can compute a whole pass on one device by itself.
     scratch: (step, sizes, query heads of the tensors) -> bytes that the kernel takes and frees inside one call.
-    packing: for which tiles rows are copied side by side; None for none.
+    packing: the tiles whose rows are first copied side by side; None if no tile's are.
     """
 
     in_place: bool

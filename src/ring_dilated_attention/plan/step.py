@@ -21,7 +21,7 @@ STAGES = ("forward", "backward")
 class Packing(NamedTuple):
     """The tiles that a kernel computes faster from a copy in which the rows lie side by side.
 
-    distance: the least number of bytes from one row to the next. num_bytes: the least number of rows, times itemsize.
+    distance: least bytes from one row to the next. num_bytes: least query rows, and least key rows, times itemsize.
     max_rows: query rows that are copied at a time; a tile of more is split into several calls.
     """
 
@@ -35,10 +35,10 @@ class Terms(NamedTuple):
 
     in_place, is_whole, packing: traits of the kernel (`sizes.Traits`).
     widens: accumulators have a wider dtype than the inputs (float32 for 16-bit types).
-    folds: batch and segments are one stride in every tensor; else a tile of several segments is a call per batch entry.
+    folds: one stride steps through batch and segments. If not, a tile of several segments is a call per batch entry.
     dealing: how heads are dealt before and after, or None. has_dlse: lse has a gradient (backward).
     distances: bytes from one position to the next in query, and in key and value. itemsize: bytes of their elements.
-    is_brief: list only two of a tile's calls and of its batch entries, which are alike. Times need all of them.
+    is_brief: list only two calls of a tile and two batch entries, since the others are alike. Times need all.
     """
 
     in_place: bool = False
@@ -55,7 +55,7 @@ class Terms(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """Turn the own positions of all heads of a tensor into all positions of this rank's heads (to_heads), or back."""
+    """Exchange own positions of all heads of a tensor for all positions of this rank's heads (to_heads), or back."""
 
     name: str
     to_heads: bool
@@ -122,7 +122,7 @@ class Zero(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Make an accumulator; "out" makes that of lse too. is_covered: first tiles write all rows, so it is not filled."""
+    """Make an accumulator; "out" means out and lse. is_covered: first tiles write all rows, so it is not filled."""
 
     name: str
     is_covered: bool
@@ -147,7 +147,7 @@ def packed(name: str) -> str:
 class Compute(NamedTuple):
     """Run the kernel on a tile.
 
-    entry: of the batch, or None for all at once.
+    entry: the batch entry, or None for all at once.
     what: "partial" (out and lse), "gradients" (dq, dk and dv), or for kernels that add in place "dq" or "dk and dv".
     keys: the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS.
     sums: the buffer to which a kernel adds dk and dv in place, or OWN_ROWS.

@@ -4,8 +4,8 @@ With s the scores, p = exp(s - lse) the global weights and delta = rowsum(dout *
 
     dv = p^T dout      ds = p * (dout v^T - delta)      dq = scale * ds k      dk = scale * ds^T q
 
-One program sums each row of a result, in a fixed order and without atomics. So every run gives the same result to the
-bit. Names and tables as in `blocks.py`. delta has the strides of lse.
+One Triton program sums each row of a result, in a fixed order and without atomics. So every run gives the same result
+to the bit. Names and tables as in `blocks.py`. delta has the strides of lse.
 """
 
 import triton

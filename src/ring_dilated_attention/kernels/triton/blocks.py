@@ -1,9 +1,9 @@
 """What all kernels share: access to rows in memory, and the loops over blocks of rows.
 
-Names: i_ index, o_ offsets, m_ mask, p_ pointer or `Rows`, b_ block in registers. A *strip* is the rows that a program
-holds: BN key rows, or BM query rows, which are a *bundle* of HEADS query heads for each position. The program loops
-over blocks of the other side's rows. A block has BD >= D columns, a power of two. Scores are in base 2:
-exp(x) = exp2(x * log2(e)).
+Names: i_ index, o_ offsets, m_ mask, p_ pointer or `Rows`, b_ block in registers. A *strip* is the rows that a
+Triton program holds: BN key rows or BM query rows. Query rows are those of a *bundle* of HEADS query heads, for each
+position. The program loops over blocks of the other side's rows. A block has BD >= D columns, a power of two. Scores
+are in base 2: exp(x) = exp2(x * log2(e)).
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ SIZES = (
 
 
 def device_function(function: Callable) -> Any:
-    """A function for use in kernels. The interpreter takes it unjitted, since it prepares each call of a jitted one."""
+    """A function for use in kernels. The interpreter gets it unjitted: it would prepare every jitted call."""
     return function if IS_INTERPRETED else triton.jit(function)
 
 
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The row and head of each row of a block, counted from the first (64 bits); and a mask of the rows there are."""
+    """The row and head of each row of a block, counted from the first (64 bits); and a mask of the rows that exist."""
 
     row: tl.tensor
     head: tl.tensor

@@ -26,7 +26,7 @@ def forward_kernel(
     """A partial of (B, H, M, D) queries over (B, G, L, D) keys; num_bundles * HEADS query heads share a key/value head.
 
     With ACCUMULATE, out and lse hold the partial over other keys, and the online softmax starts from this state:
-    (max, sum, acc) = (lse, 1, out). A float64 lse is (max, sum) = (its float32, exp of the rest). IS_CAUSAL: M == L.
+    (max, sum, acc) = (lse, 1, out). With a float64 lse, max is its float32 value, and sum is exp of the rest.
     """
     i_b, i_g, i_h, first, o_x, at = blocks.queries_in_place(num_strips, num_bundles, num_kv_heads, num_rows, HEADS, BM)
     p_k = rows_at(k, stride_kb, stride_kg, stride_kl, i_b, i_g, 0)

@@ -42,7 +42,7 @@ class FusedPass(NamedTuple):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         tensors = (query, key, value, out, lse)
-        # Half the rows: they reach R times as far as a tile's, and a causal strip computes what its last row sees.
+        # Half a tile's rows: they lie R times as far apart, and a causal strip computes for all what its last row sees.
         self._launch(fused_forward_kernel, "forward_half", tensors, launch.strides(*tensors), scale)
         return out, lse
 
@@ -94,7 +94,7 @@ def _tables(
     firsts = [heads_of_bundle(bundles, num_heads, num_kv_heads, i).start for i in range(num_heads // bundles.size)]
     phases = [[heads[h][i] for h in firsts] for i in range(len(pattern.branches))]
     longest = max(stop - start for start, stop in pairwise(borders))
-    # A longer segment ends with its document, and may not fit into 32 bits.
+    # Segments end with their document. A longer segment length changes nothing, and may not fit into 32 bits.
     branches = [(min(width, longest), rate) for width, rate in pattern.branches]
     table = partial(torch.tensor, dtype=torch.int32, device=device)
     strips = table(fused_strips(borders, step_of(pattern), positions))
@@ -102,7 +102,7 @@ def _tables(
 
 
 def choose_pass(pattern: DilatedPattern, borders: tuple[int, ...]) -> WholePasses:
-    """All branches at once, unless each strip has at most one row of a segment: nearly all work would be masked."""
+    """All branches at once, unless each strip has at most one row of a segment: then nearly all work is masked."""
     step = step_of(pattern)
     longest = min(max(pattern.segment_lengths), max(stop - start for start, stop in pairwise(borders)))
     if step >= longest:

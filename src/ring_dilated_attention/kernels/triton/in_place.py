@@ -44,7 +44,7 @@ def why_not(query: Tensor) -> str | None:
     if interpreted:
         if query.dtype == torch.bfloat16:
             return "cannot serve torch.bfloat16 in Triton's interpreter, whose products of it are wrong"
-    elif torch.compiler.is_compiling():  # it cannot trace the reading of a file; the call itself will ask again
+    elif torch.compiler.is_compiling():  # the compiler cannot trace reading a file; the call asks again
         return None
     elif not has_config(architecture(query.device)):
         return f"has no block sizes for {architecture(query.device)} in {PATH.name}"

@@ -1,4 +1,4 @@
-"""Which rows a program of the fused kernels holds, and which others it meets: integers only, no torch and no triton.
+"""Which rows a Triton program of the fused kernels holds, and which it meets. Integers only, no torch and no triton.
 
 A *strip* is `num_rows` positions first, first + step, ... of one document. A strip of keys has one head. A strip of
 queries has a *bundle* of heads, which share a key/value head and have equal phases. The step is a multiple of each

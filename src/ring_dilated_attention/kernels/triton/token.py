@@ -16,7 +16,7 @@ from .block_sizes import padded
 
 # Query heads that share keys are the rows of a matrix product, which needs at least 16.
 FEWEST_HEADS, MOST_HEADS = 16, 32
-# The most programs among which the cached rows of a token are split, and the fewest rows that are worth a program.
+# The most Triton programs that share the cached rows of a token, and the fewest rows that are worth a program.
 MOST_SPLITS, ROWS_OF_A_SPLIT = 16, 32 if launch.is_interpreted() else 128
 
 

@@ -1,7 +1,7 @@
 """One token with a cache. `token_kernel` computes partials over splits of the cached rows; `merge_kernel` merges them.
 
-A program reads the position of its sequence on the device, so grids are the same for every token. A *unit* is a rolling
-buffer with query heads that read it. Only units of the token's phase have work.
+A Triton program reads the position of its sequence on the device, so grids are the same for every token. A *unit* is a
+rolling buffer with query heads that read it. Only units of the token's phase have work.
 """
 
 import triton
@@ -25,7 +25,7 @@ def token_kernel(
     """The partial over one split of a unit's cached rows. The first split also reads and writes the token's own row.
 
     units: (num_units, 12) segment length, rate, phase, rows of a segment, capacity and first row of the buffer,
-        first query head, step to the next, their number, key/value head, branch, whether the unit writes the row.
+        first query head, step to the next, number of query heads, key/value head, branch, whether it writes the row.
     partial_out, partial_lse: (B, H, num_branches, SPLITS, D) and (B, H, num_branches, SPLITS), written where
         there is work.
     """
