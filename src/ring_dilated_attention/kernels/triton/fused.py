@@ -42,7 +42,7 @@ class FusedPass(NamedTuple):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         tensors = (query, key, value, out, lse)
-        # Half a tile's rows: they lie R times as far apart, and a causal strip computes for all what its last row sees.
+        # Half a tile's rows: they lie up to R times as far apart, and if causal, each computes what the last sees.
         self._launch(fused_forward_kernel, "forward_half", tensors, launch.strides(*tensors), scale)
         return out, lse
 
