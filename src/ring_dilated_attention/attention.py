@@ -104,7 +104,7 @@ def autocast(x: Any) -> Any:
 
 
 def save_attention() -> tuple[Any, Any]:
-    """`context_fn` for torch.utils.checkpoint, which keeps attention's out and lse and recomputes everything else.
+    """`context_fn` for torch.utils.checkpoint: keep attention's out and lse, and recompute everything else.
 
         checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 

@@ -126,7 +126,7 @@ class DilatedPattern:
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.
-            first_length: w_0, the segment length of the branch at rate 1. If it is max_len or more, there is no other.
+            first_length: w_0, the segment length of the branch at rate 1. With max_len or more it is the only branch.
             ratio: a, the common ratio of lengths and rates. The last length is cut to max_len, but its rate is not.
 
         Raises:

@@ -36,8 +36,8 @@ class MultiheadDilatedAttention(nn.Module):
                    of each shard's loss weights ranks wrongly, and no error says so.
     backend:       as for `dilated_attention`.
     heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). A head's
-                   phase follows from its number in the layer. If several modules hold all heads among them, their
-                   outputs add up to the layer's. The one with head 0 adds out_proj's bias. `held` makes such modules.
+                   phase follows from its number in the layer. The outputs of modules that together hold all heads add
+                   up to the layer's. The module with head 0 adds out_proj's bias. `held` makes such modules.
 
     It can stand in nn.TransformerEncoderLayer (`layer.self_attn = ...`) and so in nn.TransformerEncoder. A ValueError
     refuses dropout, attention masks, attention weights, cross-attention and extra key/value rows.
@@ -170,9 +170,9 @@ class MultiheadDilatedAttention(nn.Module):
         key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
                      becomes a document of its own length; padded positions are zeros before `out_proj`.
         is_causal:   torch's hint. True needs a causal pattern; False and None leave it to the pattern.
-        positions:   integer (N,), the place of each row for `rotary`, or the `rotary_table` of these places. The layers
-                     of a model can share it. None means 0, 1, ... within each document, counted over all ranks under
-                     `parallel`. With a cache, None means from `cache.position` on. Only the table of
+        positions:   integer (N,), the place of each row for `rotary`, or the `rotary_table` of these places, which the
+                     layers of a model can share. None means 0, 1, ... within each document, counted over all ranks
+                     under `parallel`. With a cache, None means from `cache.position` on. Only the table of
                      `cache.next_positions(N)` can be passed instead.
         cu_seqlens:  as for `dilated_attention`: packed documents, batch 1.
         cache:       of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
@@ -363,7 +363,7 @@ class MultiheadDilatedAttention(nn.Module):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """The checks that precede reading positions of documents or a cache. `dilated_attention` makes the others."""
+        """What to check before `_table` reads cu_seqlens or a cache. `dilated_attention` makes the others."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")
         if cu_seqlens is not None:

@@ -76,7 +76,7 @@ def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: to
 
 @torch.library.custom_op("ring_dilated_attention::positions", mutates_args=())
 def positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
-    """Positions within their document of this rank's rows, (N,) int64 on the CPU. An op, because it sends messages."""
+    """The positions of this rank's rows in their documents, (N,) int64 on the CPU. An op, because it sends messages."""
     ranks = context_named(parallel).ranks
     given = None if cu_seqlens is None else cu_seqlens.tolist()
     fields: dict[str, object] = {"call": "positions of MultiheadDilatedAttention", "cu_seqlens": given}

@@ -16,7 +16,7 @@ LEAST_SCALE = 2.0**-126  # the least normal float32
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments. heads: which of num_heads query heads the tensors hold. context: a ContextParallel's key."""
+    """The arguments. heads: which of num_heads query heads the tensors hold. context: `ContextParallel.key`, or ""."""
 
     pattern: DilatedPattern
     scale: float
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def kernel_scale(self) -> float:
-        """The scale for kernels, always positive. They scale masked scores: -inf * 0 is NaN, and -inf * -1 is +inf."""
+        """The scale for kernels. It is positive: for a masked score, -inf * 0 is NaN and -inf * -1 is +inf."""
         return abs(self.scale) if abs(self.scale) >= LEAST_SCALE else 1.0
 
     @property
@@ -68,7 +68,7 @@ class Call:
 
 
 class Begun(NamedTuple):
-    """What a call's backward takes from its forward, so that it need not choose a kernel and read the borders again.
+    """What a call's backward takes from its forward, so that it need not choose a kernel or read borders again.
 
     number: the number of the call, which ranks compare. kernel: the kernel's name. borders: of packed documents.
     """

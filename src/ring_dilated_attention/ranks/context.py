@@ -47,7 +47,7 @@ class ContextParallel:
     no position. A backward runs only if the loss depends on the output of its forward: a rank that has no use for the
     output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
-    The ranks of one host are neighbours in the ring. (Over a 2-D mesh, its rows on one host are.) `rank` is this
+    The ranks of one host are neighbours in the ring. (On a 2-D mesh, rows on the same hosts are.) `rank` is this
     process's place in the ring. `name` stands for this context in errors, and is the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread
@@ -58,7 +58,7 @@ class ContextParallel:
     Args:
         group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
             Over a 2-D mesh heads are dealt (all-to-all) along the last axis, and chunks travel along the first.
-        sharding: "contiguous" shards in the order of ranks; "zigzag" gives rank k parts k and 2p-1-k of 2p.
+        sharding: "contiguous" shards in rank order; "zigzag" gives rank k the parts k and 2p-1-k of 2p near-equal ones.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
             bytes, memory and number of messages.
         timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that
@@ -80,7 +80,7 @@ class ContextParallel:
         align: int = 1,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        # With this, a call that is refused while it is compiled tells the other ranks at once. It imports dynamo, which
+        # With this line a call that is refused in compilation tells the other ranks at once. It imports dynamo, which
         # takes a second or two. Every rank does so here, before the ranks meet, so none waits for another's import.
         torch.compiler.assume_constant_result(refuse)
         mesh, inner = group if isinstance(group, DeviceMesh) else None, 1
@@ -134,8 +134,8 @@ class ContextParallel:
         """This rank's rows of a whole tensor that every rank holds. The gradient is whole, gathered from all ranks.
 
         All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) The
-        result is marked with how it was cut, and a context that cuts otherwise refuses it. The result of an op has no
-        mark. `shard` warns if the length and content of a tensor show that a shard is cut again.
+        result is marked with how it was cut, and a context that cuts otherwise refuses it. Ops drop the mark, so
+        `shard` also warns if the length and content of a tensor show that a shard is cut again.
 
         Raises:
             ValueError: on every rank, if shapes differ.
@@ -166,8 +166,8 @@ class ContextParallel:
             local = parallel.shard_batch(batch)              # every rank has the batch; they check that it is the same
             local = parallel.shard_batch(batch, source=0)    # rank 0 has the batch, and sends each rank only its rows
 
-        Tensors (B, N, ...) and (N,) are cut along N; "cu_seqlens" stays whole. Tensors may be on the CPU. "positions"
-        (N_local,), int64, within documents, is added unless the batch has it.
+        Tensors (B, N, ...) and (N,) are cut along N; "cu_seqlens" stays whole. Tensors may be on the CPU. "positions",
+        (N_local,) int64, is added unless the batch has it: each row's position within its document.
 
         Args:
             batch: tensors by name, the same on all ranks. With `source`, other ranks may pass None.
@@ -207,7 +207,7 @@ class ContextParallel:
         return mean_loss(self.ranks, local_sum, local_count)
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Positions within their document of the rows that `shard` gives this rank. (N_local,), int64, on the CPU.
+        """The positions, within their documents, of the rows that `shard` gives this rank: (N_local,) int64 on the CPU.
 
         Args:
             seq_len: the length of the whole sequence.

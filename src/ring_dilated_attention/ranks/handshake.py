@@ -1,4 +1,4 @@
-"""Checks that all ranks make the same call: before each call every rank sends every other one record of fixed size."""
+"""Checks that all ranks make the same call: before each call they exchange records of one fixed size."""
 
 import hashlib
 

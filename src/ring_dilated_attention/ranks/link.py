@@ -79,7 +79,7 @@ class GroupLink:
         self.failure: str | None = None
         self.links = links  # if one of them breaks, all do
         links.append(self)
-        # By type of device. (dist.get_backend gives only one name, the user's text, or "undefined".)
+        # The backend of each type of device. (dist.get_backend gives only one name, the user's text, or "undefined".)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._watcher: Watcher | None = None
@@ -103,7 +103,7 @@ class GroupLink:
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
     def wait_for(self, pending: GroupPending) -> None:
-        """Wait for messages, one after the other. On gloo a thread waits for them, while this one watches the peer.
+        """Wait for messages, one after the other. On gloo another thread waits, and this thread watches the peer.
 
         When a connection breaks, gloo ends the waits for messages that have not begun. The wait for one that has begun
         lasts until its timeout (signalException in gloo/transport/tcp/pair.cc). So a `Sentinel` notices the break.
@@ -177,7 +177,7 @@ class GroupLink:
         return self.group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
 
     def close(self) -> None:
-        """Give the group back. Its sockets and threads go with the last reference to the group. A sentinel has one."""
+        """Give the group back. Its sockets and threads live while anything refers to it, as sentinels do."""
         if self._sentinels and not self.failure:
             self.end_threads()
         with_threads.discard(self)

@@ -17,7 +17,7 @@ _last: list["Origin"] = []  # the mark that this process made last
 
 
 class Origin(NamedTuple):
-    """Rank `rank`'s rows, `shard`, of a sequence that was cut into rows of these lengths."""
+    """The shard of rank `rank`, as borders of spans. The sequence was cut into shards of these lengths."""
 
     sharding: str
     lengths: tuple[int, ...]
@@ -38,7 +38,7 @@ def remember(x: Tensor, ranks: Ranks, lengths: Sequence[int]) -> Tensor:
 
 
 def why_doubtful(lengths: Sequence[int], ranks: Ranks) -> str | None:
-    """Why another context may have cut these rows in another way, or None if these ranks have cut any."""
+    """Why these rows may be cut otherwise than by this context. None if not, or if this context has cut a sequence."""
     if ranks.last_whole is not None or not _last or _last[0].lengths != tuple(lengths) or _is_own(_last[0], ranks):
         return None
     return (

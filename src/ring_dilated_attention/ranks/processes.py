@@ -62,7 +62,7 @@ def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: ti
 
 
 class Processes(Ranks):
-    """The processes of a group, with their own communicators, so that a failed message never breaks the user's.
+    """The processes of a group, with their own communicators: a failed message leaves those of the user intact.
 
     control: all ranks, over gloo. all: all ranks, for data. inner: the ranks that deal heads to each other on a 2-D
     mesh. outer: the ranks of the ring.

@@ -37,10 +37,10 @@ class Ranks:
         self.last_whole: int | None = None  # the length of the sequence that was cut last
         self.warned: set[str] = set()  # what `warn_once` has warned of
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
-        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # a write here keeps a call in a graph
+        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # a write to it keeps a call in a graph
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
-        """Every process's number of rows of a sequence that it cuts."""
+        """Every rank's number of rows, if this context cuts a sequence of this length."""
         return self.cut.default_lengths(seq_len)
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
@@ -48,7 +48,7 @@ class Ranks:
         return self.cut.shards_of(lengths)
 
     def positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
-        """Positions within their document of this rank's rows, (N_local,), int64, on the CPU."""
+        """The positions, within their documents, of this rank's rows: (N_local,) int64 on the CPU."""
         borders = [0, sum(lengths)]
         if cu_seqlens is not None:
             validate_cu_seqlens(cu_seqlens, 1)
@@ -96,7 +96,7 @@ class Ranks:
         """Warn once if the ranks' numbers of rows look like a mistake."""
 
     def notice_whole(self, lengths: Sequence[int]) -> bool:
-        """Warn once if each rank has as many rows as the sequence that was cut last. Returns whether it has."""
+        """Warn once if each rank has as many rows as the sequence that was cut last. Returns whether each has."""
         return False
 
     def warn_once(self, what: str, text: str) -> None:

@@ -62,7 +62,7 @@ def call_of(
     _check_scale(scale, torch.float64 if query.dtype == torch.float64 else torch.float32)
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, batch)
-    if query.device.type == "meta":  # for these torch calls the fake op, and that one chooses no kernel
+    if query.device.type == "meta":  # torch calls the fake op, which chooses no kernel
         choose(backend, query)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {return_lse!r}.")

@@ -47,7 +47,7 @@ def _end_all_threads() -> None:
 class Sentinel:
     """Watches a peer by a receive that nobody answers, which fails as soon as the connection does.
 
-    Each peer gets one sentinel and keeps it, because gloo would keep the receive of every further one.
+    Each peer gets one sentinel and keeps it, because gloo keeps every receive: a second sentinel would add another.
     """
 
     def __init__(self, receive: Callable[[], dist.Work]) -> None:

@@ -1,6 +1,6 @@
-"""Appends rows to a cache. They attend to cached rows and to each other; those that a later query can see are written.
+"""Appends rows to a cache. They attend to cached rows and each other. Those that a later query can see are kept.
 
-P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L of its rows, m query
+P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L rows of a buffer, m query
 heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all buffers.
 """
 
@@ -33,7 +33,7 @@ def append(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of the new rows. Each batch entry goes on from its own position.
 
-    The host waits for the GPU to read the positions, unless M is 1 and the backend has a kernel for one token.
+    To read the positions the host waits for the GPU, unless M is 1 and the backend has a kernel for one token.
 
     Args:
         memory: written to.
@@ -108,7 +108,7 @@ def _next_slots(plan: CachePlan, memory: Tensor, t: int) -> Iterator[Tensor]:
 def _one(
     plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
 ) -> tuple[Tensor, Tensor]:
-    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t, which is written first, to see itself."""
+    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t. It is written first, so that it sees itself."""
     batch, _, num_heads, head_dim = query.shape
     found = list(plan.of_position(t))
     partials = {branch: i for i, branch in enumerate(dict.fromkeys(branch for branch, _ in found))}
@@ -134,7 +134,7 @@ def _one(
 def _many(
     plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
 ) -> tuple[Tensor, Tensor]:
-    """out (B, M, H, D) and lse (B, M, H) of a chunk from position t on."""
+    """out (B, M, H, D) and lse (B, M, H) of M new rows, the first at position t."""
     rank_plan = RankPlan(plan_chunk(plan, t, query.shape[1]), None)
     # A tile's rows already say which buffer is read. So every key/value head is a view of the same memory.
     keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
@@ -155,7 +155,7 @@ def _add(
 
 
 def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
-    """Write those rows of a chunk from position t on that a later query can see."""
+    """Write the new rows that a later query can see. The first row of key and value is position t."""
     end = t + key.shape[1]
     for buffers in plan.buffers:
         kept = plan.kept(buffers, end)

@@ -21,7 +21,7 @@ class DilatedCache:
     """Keys and values of a batch of sequences, for `dilated_attention(query, key, value, pattern, cache=cache)`.
 
     A query sees only rows of its own segments. So each branch (w, r), key/value head and phase needs one rolling buffer
-    of about w / r rows, at any length of the sequence. The constructor allocates all memory.
+    of about w / r rows, however long the sequence is. The constructor allocates all memory.
 
     Args:
         pattern: who attends whom; causal.
@@ -87,7 +87,7 @@ class DilatedCache:
         keep: int = 0,
         heads_held: range | None = None,
     ) -> "DilatedCache | None":
-        """A cache of the sequence that the ranks of `parallel` share, with which one rank alone can continue it.
+        """A cache of the sequence that the ranks of `parallel` share. One rank alone can go on with this cache.
 
         Every rank must make the call. Only rows that a later query can see are sent.
 
@@ -167,7 +167,7 @@ class DilatedCache:
     def crop(self, count: int | Sequence[int] | Tensor) -> None:
         """Take back the last `count` positions of every sequence, or count[i] of sequence i.
 
-        The last `keep` positions can be taken back, and all positions since a segment of any branch last began.
+        The last `keep` positions can be taken back. So can all positions since the latest start of a segment.
 
         Raises:
             ValueError: if a sequence has fewer positions, or needs rows that were dropped. The cache is as it was.
@@ -218,7 +218,7 @@ class DilatedCache:
             raise ValueError(f"the state is damaged: progress {progress} is not that of sequences with rows.")
         own, limit = self.plan, self.plan.max_len
         source = plan_cache(own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held)
-        places = progress.T.tolist()  # for each saved sequence its positions, and the lowest to go back to
+        places = progress.T.tolist()  # of each saved sequence: its positions, and the lowest that `crop` may go back to
         for b, (position, floor) in enumerate(places):
             if limit is not None and position > limit:
                 text = f"the state has {position} positions, and the cache holds max_len={limit}"
@@ -253,7 +253,7 @@ class DilatedCache:
                 place(here, numbers, entry, rows_of_heads[..., len(saved) - len(numbers) :, :])
 
     def _described(self) -> dict[str, Any]:
-        """What caches with interchangeable rows have in common, in plain types that torch.load takes."""
+        """What two caches must share so that one can load the other's state. In plain types, which torch.load takes."""
         pattern, plan = self.pattern, self.plan
         branches = {"segment_lengths": list(pattern.segment_lengths), "dilation_rates": list(pattern.dilation_rates)}
         rules = {"phase": pattern.phase, "heads": pattern.heads}

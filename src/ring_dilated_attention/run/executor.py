@@ -151,7 +151,7 @@ class _Executor:
         self.slice_of(step.where).zero_()
 
     def start(self, step: steps.Start) -> None:
-        """Make an accumulator. A row that no first tile writes starts as the identity of a sum: 0, or -inf for lse."""
+        """Make an accumulator. A row to which tiles only add starts as the identity of a sum: 0, or -inf for lse."""
         like = self.alive[_LIKE[step.name]]
         make = torch.empty if step.is_covered else torch.zeros
         self.alive[step.name] = make(like.shape, dtype=self.sum_dtype, device=self.device)
@@ -165,7 +165,7 @@ class _Executor:
         assert self.kernel.IN_PLACE
         alive = self.alive
         alive["delta"] = self.kernel.delta(alive["dout"], alive.get("dlse"), alive["out"])
-        alive["lse"] = alive["lse"].contiguous()  # with equal strides
+        alive["lse"] = alive["lse"].contiguous()  # with delta's strides, as kernels need it
 
     def copy(self, step: steps.Copy) -> None:
         self.alive[packed(step.name)] = self.rows(step.name, step.rows, step.entry).contiguous()
@@ -243,8 +243,8 @@ class _Executor:
             merge_(out, lse, partial_out, partial_lse)
 
     def adopt(self, name: str, result_BHMD: Tensor) -> None:
-        """Take the result of a tile, which has all rows, as the accumulator. A contiguous one lets later tiles view it
-        without copies, and gives the outputs of custom ops the strides of their fakes. Most results need no copy."""
+        """Take a tile's result, which has all rows, as the accumulator. It is made contiguous, so that later tiles can
+        view it, and outputs of custom ops have the strides of their fakes. Most results need no copy."""
         self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(self.alive[_LIKE[name]].shape)
 
     def add(self, step: steps.Add) -> None:

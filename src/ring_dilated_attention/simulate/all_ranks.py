@@ -71,7 +71,7 @@ class Wires:
         self.bytes_sent: Counter[int] = Counter()
 
     def post(self, pair: tuple[int, int], tensor: Tensor, is_send: bool) -> threading.Event:
-        """Post a send or a receive. Messages are delivered in the order of posting, once both are posted."""
+        """Post a send or a receive. A pair's k-th send is delivered into its k-th receive, once both are posted."""
         sends, receives, done = self.sends[pair], self.receives[pair], threading.Event()
         (sends if is_send else receives).append((tensor, done))
         if sends and receives:
@@ -158,7 +158,7 @@ class SimulatedRanks(Ranks):
 
     def __init__(self, cut: Cut) -> None:
         super().__init__(cut)
-        # A rank's part of a call runs `with` what this returns, given the rank's link and the rows that it begins with.
+        # Given a rank's link and the rows that it begins with: the context manager in which its part of a call runs.
         self.around: Callable[[SimulatedLink, Given], AbstractContextManager[Any]] = lambda link, rows: nullcontext()
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:

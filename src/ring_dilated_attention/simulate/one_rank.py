@@ -33,7 +33,7 @@ class OtherRanks:
         raise NotImplementedError
 
     def take_gradient(self, chunk: GlobalChunk, gradient: Tensor) -> None:
-        """Take what this rank adds to the gradient of another rank's chunk, in its layout. Copy it to keep it."""
+        """Take this rank's part of the gradient of another rank's chunk, in the chunk's layout. Copy it to keep it."""
 
     def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
         """The sum of the other ranks' contributions to the gradient of this rank's chunk, or None for zero."""
@@ -49,7 +49,7 @@ def one_rank(
     align: int = 1,
     lengths: Sequence[int] | None = None,
 ) -> Simulated:
-    """A context that runs one rank of a larger job, on that rank's rows. Without `lengths` all ranks own as many.
+    """A context that runs one rank of a larger job, on its rows. Without `lengths` all ranks own equally many.
 
     Args:
         others: makes what the other ranks send, and takes what this rank sends.
