@@ -1,7 +1,7 @@
 """`rda check`: compares every backend and exchange that can run on this machine with the definition in float64.
 
-A few awkward cases run in every dtype and on several numbers of ranks. Each pair of a backend and an exchange has
-processes of its own.
+A few awkward cases run in every dtype and on several numbers of ranks. New processes are started for each backend,
+exchange and number of ranks.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Trial(NamedTuple):
 
 
 def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
-    """The trials that can run on this machine with `num_ranks` ranks, and a row with the reason for each other one."""
+    """The trials that can run on this machine with `num_ranks` ranks, and for each other one a row that says why."""
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     exchanges = (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE)
     trials, rows = [], []

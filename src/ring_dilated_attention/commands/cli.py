@@ -78,7 +78,7 @@ def run(arguments: list[str], asked: str, command: str) -> int:
         chosen_parser.error(f"{empty}: -- is no value")  # argparse would make an empty list of it
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
-    with suppress(ValueError):  # a launcher's variable holds no number: commands that join the ranks say so
+    with suppress(ValueError):  # a launcher's variable is no number: commands that join refuse it later
         if said := unjoined(joins=SUBCOMMANDS[parsed.command].joins):
             say(f"{command}: {said}")
     assert chosen is not None

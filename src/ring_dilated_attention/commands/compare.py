@@ -45,7 +45,7 @@ class Case(NamedTuple):
     sharding: str = "contiguous"
 
 
-# For each quantity, two sums of squares: of the difference to the definition, and of the definition. Add over ranks.
+# For each quantity, sums of squares over this rank's rows: of the difference to the definition, and of the definition.
 Squares = dict[str, tuple[float, float]]
 
 
@@ -145,7 +145,7 @@ def squares(found: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def relative(sums: tuple[float, float]) -> float:
-    """The relative L2 error. It is infinite for NaN, and for a difference to an `expected` of zeros."""
+    """The relative L2 error. It is infinite for NaN, and if `expected` is all zeros and a result is not."""
     difference, size = sums
     if math.isnan(difference):
         return math.inf

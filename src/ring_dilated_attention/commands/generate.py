@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_run(folder: Path) -> Path:
-    """The newest checkpoint of a run. A ValueError, before torch is imported, if there is none."""
+    """The newest checkpoint of a run. Raises ValueError if there is none. Imports no torch."""
     if find_spec("safetensors") is None:
         raise ValueError("needs safetensors: pip install safetensors")
     checkpoint = find_checkpoint(folder)

@@ -45,7 +45,7 @@ PRESETS = {
     "h100-infiniband": Machine(Hardware(400e12, 40e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 400 Gb/s"),
 }
 LARGEST = 1e30  # a rate far beyond machines, and within floats
-NO_NETWORK = LARGEST  # bytes per second if the file has none: one rank sends nothing
+NO_NETWORK = LARGEST  # stands for bytes_per_second in a file that lacks it: one rank sends nothing
 _FLOPS, _BYTES = "FLOPs in a second; 500 TFLOP/s are 5e14", "bytes in a second, one way; 50 GB/s are 5e10"
 _TIME = "seconds; 5 µs are 5e-6"
 _SHORT = (0.0, math.nextafter(0.1, 0), _TIME)  # below 0.1

@@ -1,4 +1,4 @@
-"""Refuses options with numbers that do not fit 64 bits, or whose data this machine cannot hold. No torch."""
+"""Refuses an option whose number does not fit 64 bits, or whose data this machine cannot hold. No torch."""
 
 import math
 import os

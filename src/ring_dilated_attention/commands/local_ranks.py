@@ -41,12 +41,12 @@ class Launch(NamedTuple):
     num_threads: int = 1  # torch's threads in each rank
     is_pinned: bool = False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
     has_gpus: bool = False  # rank k takes the k-th GPU
-    seconds: float = 60  # until all ranks are ended: from the start, or if join_seconds is set, from the moment all met
-    join_seconds: float | None = None  # from the start, until all must have met
+    seconds: float = 60  # ranks are ended after so long: from the start, or with join_seconds from when all met
+    join_seconds: float | None = None  # within this time from the start, all ranks must meet
 
 
 def share_of_cores(num_ranks: int) -> int:
-    """The number of threads of each rank with which ranks do not share cores, if there are enough cores."""
+    """The most threads of a rank for which no two ranks share a core; 1 if there are fewer cores than ranks."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, num_cores // num_ranks)
 
@@ -65,7 +65,7 @@ def run_ranks(
     start: Any = multiprocessing.get_context(_METHOD)
     if _METHOD == "forkserver":
         start.set_forkserver_preload(_PRELOADED)
-    resource_tracker.ensure_running()  # before SIGINT is blocked below: its start unblocks SIGINT
+    resource_tracker.ensure_running()  # before SIGINT is blocked below: starting the tracker unblocks SIGINT
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         try:

@@ -198,7 +198,7 @@ def heard(arguments: argparse.Namespace) -> str:
 
 
 def _loss(arguments: argparse.Namespace, row: dict[str, Any], who: str) -> str:
-    """Whether the positions that one layer does not connect stay out of reach. who: the queries that were followed."""
+    """A sentence: how much stays out of reach, and what would help. who: the queries that were followed."""
     shares, most, everything = row["reach_by_layer"], row["layers_for_most"], row["layers_for_all"]
     has_unread = any(unread for unread, _ in row["unread_phases"])
     rest = percent(1 - shares[-1])

@@ -34,7 +34,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
         say(f"{command}: {in_words(error) if isinstance(error, OSError) else NO_MEMORY}")
         return 2
     finally:
-        drop_unwritten()  # text of argparse or a bar: both ignore that stderr did not take it
+        drop_unwritten()  # what argparse or a progress bar could not write to stderr: neither raises
         if is_process:
             ignore_from_now_on()
 

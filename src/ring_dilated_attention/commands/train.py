@@ -160,7 +160,7 @@ def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def causes(ended: Ended) -> list[str]:
-    """How ranks failed, killed ranks first. A rank that failed only because another did is named if all failed so."""
+    """How ranks failed, killed ranks first. Ranks that failed only because another did are left out, unless all did."""
     ranks = zip(ended.codes, range(len(ended.codes)), ended.reasons, strict=True)
     failed = sorted((rank for rank in ranks if rank[0]), key=lambda rank: rank[0] > 0)
     said = []

@@ -12,7 +12,7 @@ from .clock import Hardware
 # If the busiest rank waits for at least this share of a step, the step counts as bound by communication.
 BOUND_BY_COMMUNICATION = 0.2
 SPARSER = 4
-WORTH_IT = 0.95  # advise a higher rate only if a step then takes at most this share of its time
+WORTH_IT = 0.95  # advise a higher rate only if it brings a step's time down to this share or less
 OTHERWISE = "fewer ranks, or a link that is faster or has less latency, would help"
 
 

@@ -65,14 +65,14 @@ class BranchShare(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The ranks of one ring, counted. If groups deal heads, the ranks at one place of all groups form a ring."""
+    """The counts of one ring of ranks. If groups deal heads, ranks with the same place in their groups form a ring."""
 
     counter: Counter
     counted: JobCount
 
 
 class Counted(NamedTuple):
-    """What all ranks compute and receive, in the rings that they form."""
+    """What all ranks compute and receive, counted ring by ring."""
 
     job: Job
     way: Way
@@ -108,7 +108,7 @@ class Counted(NamedTuple):
         return min(1, hops) if self.way.exchange == "all_gather" else hops
 
     def most_moved(self, sizes: Sizes) -> tuple[int, int]:
-        """The largest received chunks plus the largest dealt heads, in bytes: of a forward, and with its backward."""
+        """The most bytes received as chunks plus the most dealt as heads: in a forward; with its backward."""
         received = sizes.unit * max(max(ring.counted.received) for ring in self.rings)
         forward, gradients = received * sizes.itemsize, received * sizes.sum_itemsize
         size, lengths = len(self.rings), list(map(shard_length, self.job.shards))
@@ -148,12 +148,12 @@ class Figures(NamedTuple):
 
     pairs, branches: of all ranks together.
     most_pairs, busiest: the pairs of the rank that computes most, and its number. balance: mean pairs over most_pairs.
-    forward_bytes, sent_bytes: those of the rank that sends most, in a forward, and in a forward with its backward. If
-        ranks are not planned, the rank that receives most stands for the rank that sends most.
+    forward_bytes, sent_bytes: the most bytes that a rank sends, in a forward and in a forward with its backward. If
+        ranks are not planned, what a rank receives is taken for what it sends.
     peak: that of the rank that holds most, in a forward with its backward; None if no kernel is given.
-    time: None if no hardware is given, or if no test compares the estimate for this way with the clock.
+    time: None if no hardware is given. If ranks are not planned, only the ring without dealt heads has a time.
     exposed: the share of the time in which the busiest rank waits.
-    ranks, step: the planned ranks and their times. If peak and time are estimates, they are empty and None.
+    ranks, step: the planned ranks and their times; empty and None if ranks are not planned. step needs hardware.
     """
 
     pairs: int
@@ -176,13 +176,13 @@ class Figures(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """Needs a kernel."""
+        """Fails if no kernel is given."""
         assert self.peak is not None
         return self.peak.num_bytes
 
     @property
     def seconds(self) -> float:
-        """Needs a time."""
+        """Fails if there is no time."""
         assert self.time is not None
         return self.time.seconds
 

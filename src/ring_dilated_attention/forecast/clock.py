@@ -9,7 +9,7 @@ Assumptions:
   kernels reach; it includes packing, merging and adding. Messages do not slow computation. Posting takes no time.
 - Network: a rank has one way out and one way in, each with `bytes_per_second`. On each way messages go one after the
   other, in the order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its
-  receiver have posted it and both ways are free. For both it ends one latency after its last byte has left.
+  receiver have posted it and both ways are free. For both sides it ends one latency after its last byte has left.
 - Handshake: before each stage every rank waits for the slowest rank, and for one handshake.
 
 Every moment is therefore a maximum of sums of durations. So faster hardware never makes a step slower.
@@ -120,7 +120,7 @@ def model_step(
             rank.now = start
             rank.wait_until(start + handshake)
         running = [rank.carry_out(stage) for rank in ranks]
-        while running:  # each rank runs until the end of a wait is not known yet
+        while running:  # each rank runs until it waits for a message whose arrival is not known yet
             before = len(running), network.num_carried
             running = [loop for loop in running if next(loop, "ended") is None]
             assert (len(running), network.num_carried) != before, "ranks wait for each other: not the plans of one job"
@@ -129,7 +129,7 @@ def model_step(
     return StepTime(tuple(RankTime(f, b, r.computing, r.exposed) for f, b, r in zip(*seconds, ranks, strict=True)))
 
 
-# Products of 2 * D operations per pair each, as `Plan.flops` counts them.
+# The number of matrix products in each kind of tile. A product has 2 * D operations per pair, as in `Plan.flops`.
 _PRODUCTS = {"partial": 2, "gradients": 5, "dq": 2, "dk and dv": 3}
 
 
@@ -142,7 +142,7 @@ class _Rank:
         self.now = self.computing = self.exposed = 0.0
 
     def carry_out(self, stage: str) -> Iterator[None]:
-        """Carry out the program of a stage, and yield where the end of a wait is not known yet."""
+        """Carry out the program of a stage. Yield while it waits for a message whose arrival is not known yet."""
         posted: dict[str, tuple[list[Side], list[Side]]] = {}
         terms = Terms(batch=self.sizes.batch, dealing=self.dealing)
         for step in make_program(self.plan, stage, terms):
@@ -164,7 +164,7 @@ class _Rank:
         self.computing += seconds
 
     def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
-        # If heads are dealt, the ranks at one place of all groups form a ring, and a peer is the number of a group.
+        # If heads are dealt, a ring has one rank of each group, all with this place. A peer is the number of a group.
         size, place = (1, 0) if self.dealing is None else (self.dealing.size, self.dealing.place)
 
         def side(message: Message) -> Side:

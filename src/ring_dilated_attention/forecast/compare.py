@@ -11,7 +11,7 @@ from ..plan.sizes import Sizes, Traits
 from .call import Figures, Way, forecast
 from .clock import Hardware
 
-# Two ways are alike if one takes at most ALIKE times as long as the other. Fewer bytes sent, then less memory, decide.
+# Ways that take at most ALIKE times the least time are alike. The best of them sends least; if equal, it holds least.
 ALIKE = 1.02
 
 
@@ -84,7 +84,7 @@ def alternatives(
 
 
 def recommended(found: list[Alternative], memory_bytes: int | None) -> tuple[Alternative | None, str]:
-    """The fastest of the ways that compute the pattern, fit the memory and were timed; and the reason."""
+    """The best of the ways that compute the pattern, fit the memory and were timed (see ALIKE); and the reason."""
     ways = [one for one in found if one.function == "dilated" and not one.why_not]
     fitting = [one for one in ways if memory_bytes is None or one.known.peak_bytes <= memory_bytes]
     if not fitting:

@@ -37,18 +37,18 @@ def peak_memory(
 ) -> Peak:
     """The memory of an imagined rank with the longest shard and the largest buffers of all ranks.
 
-    Its tiles are planned, in a job of at most FEW ranks with such shards. Its buffers have the sizes that were counted.
+    Its tiles come from the plans of a job of at most FEW ranks (`_few`). Its buffers have the sizes that were counted.
 
     Args:
         dealing: how the rank deals heads; None if ranks do not.
-        is_gathered: the rank holds all chunks that it receives at once, as after an all-gather.
+        is_gathered: the rank holds all received chunks at the same time, as after an all-gather.
     """
     job = counter.job
     small = job if job.num_ranks <= FEW else _few(job, counted)
     plans = [make_plan(small, rank) for rank in range(small.num_ranks)]
     buffer = max(counted.buffers)
     received_and_home = {(buffer, buffer)}
-    if is_gathered:  # each weighting stands for a moment at which another rank may hold most
+    if is_gathered:  # at each moment another rank may hold most: one pair of weights for each moment
         plans = [gathered(plan) for plan in plans]
         moved = list(zip(counted.received, _coming_home(counter, counted), strict=True))
         weights = ((1, 0), (0, 1), (1, 1), (sizes.itemsize + sizes.sum_itemsize, sizes.sum_itemsize))
@@ -61,7 +61,7 @@ def peak_memory(
 
 
 def _coming_home(counter: Counter, counted: JobCount) -> list[int]:
-    """For each rank, the rows of gradients that it receives at once: one for each row that it sends to each rank."""
+    """For each rank, the rows of gradients that it receives: one for each of its rows from each rank with the row."""
     shares = [
         [share for share in counter.of(rank).shares if any(share.rows) and counted.segments[share.place].received]
         for rank in range(counter.job.num_ranks)
@@ -104,7 +104,7 @@ def _few(job: Job, counted: JobCount) -> Job:
 
 
 def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Hardware) -> float:
-    """Seconds of a forward and its backward: the rank that computes most or the one that receives most, the slower."""
+    """Seconds of a forward and its backward on the rank that computes most, or receives most: the longer."""
     ranks = {column.index(max(column)) for column in (counted.pairs, counted.received)}
     return max(_rank_seconds(*_work_of(counter, counted, rank), sizes, hardware) for rank in ranks)
 
@@ -113,7 +113,7 @@ def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardwar
     """Seconds of a rank's forward and backward, if it has equal work in all hops of a ring.
 
     A hop takes as long as its tiles or its messages, whichever is longer. Messages of the backward include gradients.
-    Before the first hop, the rank's own tiles or the first chunks take the time, whichever are longer.
+    Before the first hop, the rank computes its own tiles while the first chunks arrive. The longer of the two counts.
     """
     seconds = 0.0
     for products, is_backward in ((2, False), (5, True)):
@@ -143,7 +143,7 @@ class _Load(NamedTuple):
 
 
 def _work_of(counter: Counter, counted: JobCount, rank: int) -> tuple[_Load, dict[int, _Load]]:
-    """A rank's load with its own keys; and, by a ring's number of hops, its load in one hop of such rings."""
+    """A rank's load with its own keys; and, for each number of hops, its load in one hop of the rings with so many."""
     job, count = counter.job, counter.of(rank)
     heads = job.num_heads, job.num_kv_heads, job.held
     calls = [len(job.pattern.head_groups(branch, *heads)) for branch in range(len(job.pattern.branches))]

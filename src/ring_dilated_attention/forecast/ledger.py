@@ -62,7 +62,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
         packing=traits.packing,
         distances=(row_bytes("query", plan, sizes), row_bytes("key", plan, sizes)),
         itemsize=sizes.itemsize,
-        is_brief=True,  # two alike show the peak: the second runs with what the first one left
+        is_brief=True,  # two equal calls show the peak: the second runs while results of the first are held
     )
     ledger = _Ledger(plan, sizes, terms, traits)
     ledger.give("query", "key", "value")
@@ -74,7 +74,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
 
 
 def row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
-    """Bytes of one position, of all heads, in a tensor that the program names."""
+    """Bytes that one position takes, over all heads, in the tensor of this name."""
     num_heads = plan.num_kv_heads if name in ("key", "value", "dk", "dv") else plan.num_heads
     has_numbers = name in ("lse", "dlse", "delta")  # one for each row and head
     return num_heads * (sizes.sum_itemsize if has_numbers else sizes.head_dim * sizes.itemsize)
@@ -105,7 +105,7 @@ class _Ledger:
         self.now -= self.held.pop(name, 0)
 
     def pass_by(self, name: str, num_bytes: int) -> None:
-        """Count bytes that are freed at once."""
+        """Count bytes that a step allocates and frees again."""
         if self.now + num_bytes > self.largest:
             self.hold(name, num_bytes)
             self.let_go(name)
@@ -116,7 +116,7 @@ class _Ledger:
             self.hold(self.given(name), self.tensor(name, is_dealt=False))
 
     def given(self, name: str) -> str:
-        """The name of the tensor of this rank's own rows. The tensor of its dealt heads has another name."""
+        """The item of this rank's own rows of a tensor. If heads are dealt, `name` is the item of the dealt heads."""
         return name if self.terms.dealing is None else f"{name}, own rows"
 
     def add_up(self, stage: str) -> None:
@@ -194,7 +194,7 @@ class _Ledger:
             self.hold("results of one tile", lse)
             self.hold("out", out)
             self.hold("lse", self.wide(lse))
-        elif step.how == "merge":  # as `run/merge.py`: the weight; copies of it, of out and of lse where dtypes differ
+        elif step.how == "merge":  # as `run/merge.py` does: the weight, and copies where dtypes differ
             copy = 0 if self.wide(lse) == lse else lse
             cast = self.summed(out) if self.terms.widens else 0
             self.pass_by("merging", self.wide(lse) + max(copy + cast, self.wide(lse) + 2 * copy))

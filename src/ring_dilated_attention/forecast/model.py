@@ -3,17 +3,17 @@
 A mesh is `data` groups of `sequence` ranks. The ranks of one group share a sequence. If `shards` > 1, parameters,
 gradients and optimiser state are sharded over that many ranks (FSDP2).
 
-The forward saves for the backward so many numbers for each position of a rank. E is the width of the model, F that of
-the feed-forward. H and G are the numbers of query and key/value heads, D is the head dim:
+For each position of a rank, the forward saves the numbers below. E is the width of the model, F that of the
+feed-forward. H and G are the numbers of query and key/value heads, D is the head dim:
 
     a block            7 E + (E + 2 G D) + G D + 3 F, and H + 8 in float32 (lse; mean and deviation of four norms)
     checkpointed       2 E, and H in float32: the block's input, and the attention's out and lse (`save_attention`)
     the ends           2 E, and 2 + D in float32 (the last norm, the rotary table), and two int64 (tokens, labels)
 
 `working` is the most that the backward holds besides: in the loss, in the last feed-forward or in the last attention.
-If blocks are checkpointed, the last two of these also hold what the last block saves when it is computed again:
+If blocks are checkpointed, feed-forward and attention also hold what the last block saves when it is recomputed:
 
-    the loss           12 bytes for each logit of a chunk; or 4 bytes, and the gradient of the head's matrix
+    the loss           12 bytes for each logit of a chunk; or 4 bytes and the head matrix's gradient, if that is more
     the feed-forward   gradients of F and of E numbers for each position, and the gradient of one matrix
     the attention      its buffers; the products with weights come before and after it
 
@@ -162,7 +162,7 @@ def model_memory(job: ModelJob, activations: str, traits: Traits | None) -> Mode
     cut = -(-shape.num_parameters // mesh.shards)
     parameters = cut * shape.param_itemsize
     moments = 2 * cut * max(FLOAT, shape.param_itemsize)
-    optimiser = moments + (cut * FLOAT if shape.param_itemsize < FLOAT else 0)  # 16-bit ones have a float32 copy
+    optimiser = moments + (cut * FLOAT if shape.param_itemsize < FLOAT else 0)  # 16-bit parameters have a float32 copy
     block, checkpoint, ends = shape.saved()
     each = block if activations == "kept" else checkpoint
     held = min(2, shape.num_layers) if activations == "offloaded" else shape.num_layers
@@ -198,11 +198,11 @@ def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
 
 
 def _working_of_loss(job: ModelJob) -> int:
-    """The most that the loss holds: at a chunk's logits, or at the gradient of the head's matrix after them."""
+    """The most that the loss holds: with a chunk's logits, or later with the gradient of the head's matrix."""
     shape, row = job.shape, job.shape.embed_dim * job.shape.itemsize
     chunk = min(job.rows, max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // shape.vocab_size))
     logits, head = chunk * shape.vocab_size, _gradient_of(shape, shape.vocab_size * shape.embed_dim)
-    summed = head if job.rows > chunk else 0  # of the chunks before
+    summed = head if job.rows > chunk else 0  # over the chunks before
     at_logits = logits * BYTES_PER_LOGIT + (job.rows - chunk) * row
     return summed + max(at_logits, logits * FLOAT + job.rows * row + head)
 
@@ -257,7 +257,7 @@ def flops_of_step(job: ModelJob) -> int:
 
 
 def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> int:
-    """The longest sequence that fits, within a share SEARCHED_TO; at least the job's if that fits, 0 if none fits."""
+    """The longest sequence that fits, exact to a share of SEARCHED_TO. It is 0 if none fits."""
 
     def longest(suffices: Callable[[ModelJob], bool]) -> ModelJob | None:
         ranks = job.mesh.sequence
@@ -276,8 +276,8 @@ def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes:
 def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> Mesh | None:
     """The mesh with the fewest sequence-parallel ranks, at most MOST_RANKS, on which the sequence fits, or None.
 
-    If the job's mesh fits, the result has no more ranks. `data` and `shards` stay as in the job's mesh. If the states
-    are sharded over all ranks there, they are sharded over all ranks here.
+    If the job's mesh fits, the result has at most as many ranks. `data` and `shards` stay as in the job's mesh; but a
+    job that shards its states over all its ranks gets a mesh that does so, too.
     """
     mesh = job.mesh
     is_over_all = mesh.shards == mesh.num_ranks > 1
@@ -302,7 +302,7 @@ def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: in
 def _fitting(
     search: Callable[[Callable[[ModelJob], bool]], ModelJob | None], activations: str, traits: Traits, num_bytes: int
 ) -> ModelJob | None:
-    """What a search finds. It runs without the attention first: this is quick, and its result mostly stands."""
+    """What a search finds. The first search is quick: it leaves the attention out. Mostly its result fits with it."""
     found = search(lambda job: model_memory(job, activations, None).total <= num_bytes)
     if found is None or model_memory(found, activations, traits).total <= num_bytes:
         return found

@@ -21,7 +21,7 @@ NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every hei
 class Reach(NamedTuple):
     """How far a stack of layers carries.
 
-    shares: after each layer, the least share of its permitted positions that a followed query has heard of.
+    shares: after each layer, how much of its permitted positions the worst of the followed queries has heard of.
     worst: the query with the least share after the last layer. num_followed: the number of queries that were followed.
     """
 
@@ -89,21 +89,21 @@ class _Branch:
         self.heard, self.phases, self.filled = cache(self._heard), cache(self._phases), cache(self._filled)
 
     def _heard(self, a: int, height: int) -> int:
-        """The positions that those in `a` see through this branch. `a` covers one segment or more."""
+        """The keys that the queries in `a` see through this branch. `a` covers one segment or more."""
         if height == self.segment:
             return self.filled(a, height, NONE if self.is_causal else self.phases(a, height))
         first, second = self.sets.halves[a]
         return self.sets.join(self.heard(first, height - 1), self.heard(second, height - 1))
 
     def _phases(self, a: int, height: int) -> int:
-        """The phases, of those that heads read, of the positions in `a`. `a` lies within one segment."""
+        """The phases of the positions in `a`, if a head reads them. `a` lies within one segment."""
         if height == self.rate:
             return self.sets.common(a, self.read)
         first, second = self.sets.halves[a]
         return self.sets.union(self.phases(first, height - 1), self.phases(second, height - 1))
 
     def _filled(self, a: int, height: int, later: int) -> int:
-        """The positions that are seen in a part of a segment. later: the phases of which all rows here are seen."""
+        """The positions that are seen in a part of a segment. later: phases whose rows in this part are all seen."""
         if height == self.rate:
             return self.sets.union(self.sets.common(a, self.read), later)
         first, second = self.sets.halves[a]
@@ -137,7 +137,7 @@ def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
     """The queries that may have heard of least: those at places 0 and `num_heads` of the first and the last segments.
 
-    Place 0 hears of earlier segments only what wider branches read there. Place `num_heads` may be in a phase that no
+    A query at place 0 hears of earlier segments only by wider branches. Place `num_heads` may be in a phase that no
     head reads. For an early query each missing position is a larger share. The last segments may be shorter.
     """
     shortest = min(pattern.segment_lengths)

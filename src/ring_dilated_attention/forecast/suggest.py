@@ -25,7 +25,7 @@ class Suggestion(NamedTuple):
 
 
 def suggestions(seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool) -> list[Suggestion]:
-    """The patterns that have at most `most_pairs` pairs over all heads, or dense attention alone. Most pairs first."""
+    """Patterns with at most `most_pairs` pairs over all heads, most first; only dense attention, if it has so few."""
     dense = DilatedPattern.dense(is_causal=is_causal)
     if pairs(dense, seq_len, num_heads) <= most_pairs:
         return [Suggestion(dense, "the budget allows dense attention")]

@@ -1,4 +1,4 @@
-"""`rda doctor`: examines a machine or cluster. It runs in one process, or in `--ranks`, or in a launcher's ranks."""
+"""`rda doctor`: examines a machine or cluster, in one process, in `--ranks` processes, or in a launcher's ranks."""
 
 import argparse
 import json
@@ -200,7 +200,7 @@ def unmet(environment: Mapping[str, str], there: Sequence[str], host: str) -> li
 
 def absent(name: str, value: str, there: Sequence[str]) -> str:
     """The names in a variable's value that match no interface, or "". gloo needs every name to be an interface. NCCL
-    reads prefixes, or names after "=", and needs one to match. After "^" it reads what to avoid: any value passes."""
+    reads prefixes, or names after "=", and needs one to match. After "^" stand names to avoid: they always pass."""
     words = [word for word in value.removeprefix("=").split(",") if word]
     if name == "GLOO_SOCKET_IFNAME":
         return ",".join(word for word in value.split(",") if word and word not in there)
@@ -252,7 +252,7 @@ def save(path: Path, everyone: list[dict[str, Any]], hardware: Hardware) -> None
 
 
 def memory_of_each(everyone: list[dict[str, Any]]) -> float:
-    """The bytes that each rank may fill, taken over all ranks as the least GPU memory or share of a host's memory."""
+    """The bytes that every rank may fill. A rank has its GPU's memory, or its share of the host's; the least counts."""
     num_there = Counter(one["host"] for one in everyone if one["gpu"] is None)
     return min(float(one["memory_bytes"] / num_there.get(one["host"], 1)) for one in everyone)
 

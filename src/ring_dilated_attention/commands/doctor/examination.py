@@ -58,11 +58,11 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # Sizes of messages in bytes. Small messages show the latency, large messages the bandwidth.
 SMALL, LARGE = 256, 16 * 2**20
 REPEATS = 5
-# A pause between rounds keeps a second in which the machine does something else from changing the median.
+# Rounds are apart, so that a second in which the machine is busy spoils one round, and not the median.
 ROUNDS, SECONDS_APART = 3, 0.5
 # With at most so many ranks, every pair is measured. With more, only pairs whose distance is a power of two.
 MOST_PAIRS = 16
-# Attention over ROWS rows mostly takes the time of its FLOPs; over FEW_ROWS, that of a kernel call.
+# With ROWS rows, most of the time of attention goes into FLOPs; with FEW_ROWS, into the kernel call itself.
 ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
 MORE = 8  # further tiles in one attention call, to measure the time that a tile takes whatever its size
 CALL: dict[str, object] = {"call": "rda doctor"}
@@ -127,7 +127,7 @@ def gpu_versions() -> dict[str, str]:
 
 
 def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
-    """Which dtype to train in, and why. speedup: float32's seconds for attention over bfloat16's."""
+    """Which dtype to train in, and why. speedup: of attention in bfloat16 over float32."""
     if card is None:
         faster = "bfloat16" if speedup >= WORTH_16_BITS else "float32"
         return f"{faster}: attention in bfloat16 was {speedup:.2f} times as fast as in float32 on this CPU"

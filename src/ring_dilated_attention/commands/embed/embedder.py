@@ -19,7 +19,7 @@ from .embeddings import Entry, fingerprint
 from .slides import Slide, open_slide
 
 DEFAULT_TILE_SIZE = 256.0
-SECONDS = 20 * 24 * 3600.0  # the limit of ranks; `poll` takes at most 24 days
+SECONDS = 20 * 24 * 3600.0  # then ranks are ended; `poll` takes at most 24 days
 RANK_TIMEOUT = timedelta(hours=1)  # of a message: another rank may take long to read a file
 
 Slides = Sequence[tuple[str, Path]]
@@ -115,7 +115,7 @@ def _tiles(options: Namespace, name: str, path: Path, parallel: ContextParallel 
             entry = Entry(found, slide.num_tiles, _tile_size(options.tile_size, slide))
             return Tiles(name, entry, slide.features(start, stop), slide.coords[start:stop])
     except (ValueError, OSError) as error:
-        if parallel is not None:  # other ranks may have read the slide: tell them, as they wait
+        if parallel is not None:  # tell the other ranks: they wait for this one if they could read the slide
             refuse(parallel.key, str(error))
         raise
 

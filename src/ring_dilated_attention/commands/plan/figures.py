@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 BRANCH_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999", "#F0E442")
 INK, FAINT, EMPTY = "#222222", "#999999", "#F2F2F2"
-# The most that a picture can show. MOST_SEGMENTS: of one branch, as lines beside each other.
+# The most that a picture can show. MOST_SEGMENTS: those of a branch that are drawn one by one.
 MOST_POSITIONS, MOST_HEADS, MOST_RANKS, MOST_COLUMNS, MOST_SEGMENTS = 64, 4, len(RANK_COLOURS), 4, 64
 DPI = 160
 
 
 def draw(path: Path, job: Job, exchange: str = "ring") -> None:
-    """Draw the pattern and, unless `why_no_ring`, the ring. Print their paths on stderr. path: see `pictures_at`."""
+    """Draw the pattern, and the ring if it can be drawn. Print their paths on stderr. path: see `pictures_at`."""
     files, branches = pictures_at(path), count(job, Way()).branches
     why = why_no_ring(job.num_ranks, exchange)
     if job.seq_len <= MOST_POSITIONS:
@@ -197,7 +197,7 @@ def draw_ring(job: Job, shares: Sequence[BranchShare]) -> "Figure":
 
 
 def _draw_shards(axes: "Axes", job: Job, plans: Sequence[Plan]) -> None:
-    width = job.num_ranks / job.seq_len  # the width of a position: all are as wide as the columns of ranks below
+    width = job.num_ranks / job.seq_len  # of a position: all together are as wide as the columns of ranks below
     is_short = job.seq_len <= MOST_POSITIONS
     for rank, (shard, plan) in enumerate(zip(job.shards, plans, strict=True)):
         positions = [t for span in shard for t in range(span.start, span.stop)] if is_short else []
@@ -288,7 +288,7 @@ def _draw_work(axes: "Axes", rank: int, y: float, sources: Sequence[int], *, is_
 
 
 def _draw_message(axes: "Axes", rank: int, message: Message, y: float, num_ranks: int) -> None:
-    """Draw an arrow in the colour of the chunk's owner. From last to first rank, it leaves and re-enters."""
+    """Draw an arrow in the colour of the chunk's owner. From last to first rank: out on the right, in on the left."""
     arrow = dict(arrowstyle="-|>", color=RANK_COLOURS[message.owner], linewidth=2, shrinkA=0, shrinkB=0)
     style: dict[str, Any] = {"arrowprops": arrow, "annotation_clip": False}
     if message.peer == rank + 1:

@@ -224,7 +224,7 @@ def job_of(arguments: argparse.Namespace) -> ModelJob:
 
 
 def _column(asked: Asked, how: str, step: Callable[[], object]) -> dict[str, Any]:
-    """The figures under one of ACTIVATIONS. step: called three times."""
+    """The figures under one of ACTIVATIONS. step: called up to three times."""
     job, traits = asked.job, asked.traits
     memory = model_memory(job, how, traits)
     row: dict[str, Any] = memory._asdict() | {"total": memory.total}
@@ -290,7 +290,7 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
 
 
 def _table(title: str, lines: dict[str, list[str]]) -> str:
-    """lines: for each row, by its name, the text of each column."""
+    """A table with a column for each of ACTIVATIONS. lines: by the name of a row, its cells."""
     return aligned((title, *ACTIVATIONS), [(name, *cells) for name, cells in lines.items()])
 
 
