@@ -1,4 +1,4 @@
-"""Dilated attention by PyTorch's means: styles for `parallelize_module`, and torch's transformer layers converted."""
+"""Dilated attention in models of PyTorch: styles for `parallelize_module`, and torch's transformer layers converted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ class ShardSequence(ParallelStyle):
         parallelize_module(model, mesh["cp"], ShardSequence())
         parallelize_module(model, mesh["cp"], {"encoder": ShardSequence(shard_inputs=True, unshard_outputs=True)})
 
-    A style makes one ContextParallel for each mesh, `style.contexts[mesh]`, which all modules share. The *mean* of the
+    A style makes one ContextParallel for each mesh, `style.contexts[mesh]`, which its modules share. The *mean* of the
     ranks' gradients, which DDP and FSDP2 take, is the gradient on one device.
 
     Args:
@@ -79,7 +79,7 @@ class ShardHeads(ParallelStyle):
         parallelize_module(block, mesh["tp"], {"attention": ShardHeads()})
 
     Inputs and outputs are whole, the same on every rank. A rank keeps only the parameters of its own heads, so
-    load a checkpoint before. A head's phase depends on its number in the whole layer, as on one device.
+    load a checkpoint before this. A head's phase depends on its number in the whole layer, as on one device.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -131,7 +131,7 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
 class _ScaleGradient(torch.autograd.Function):
     """y = x, dx = c dy, with c = 1/p before the computation in shards and c = p after it.
 
-    In shards a rank has p times its share of a gradient, elsewhere all of it. The mean over ranks is right for both."""
+    In shards a rank's gradient is p times its share; elsewhere it is the whole gradient. The mean is right for both."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -144,10 +144,10 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:
-    """Check, after fully_shard, that ranks that share a sequence average their gradients and do not keep them.
+    """Check, after fully_shard, that the ranks that share a sequence also average their gradients.
 
     Raises:
-        ValueError: if parameters are sharded over a mesh that lacks some of these ranks, or fully_shard left some out.
+        ValueError: if the mesh of a parameter lacks some of these ranks, or fully_shard left some parameters out.
     """
     check_meshes(module, parallel)
     roots = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
@@ -161,7 +161,7 @@ def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:
 
 
 def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
-    """The check of meshes in `check_averaged`. It skips parameters that are not DTensors, as in a forward."""
+    """The check of meshes in `check_averaged`. It skips plain tensors, such as FSDP2's parameters in a forward."""
     if parallel.group is None or not any(isinstance(child, FSDPModule) for child in module.modules()):
         return
     sharing = set(dist.get_process_group_ranks(parallel.group))
@@ -181,7 +181,7 @@ def replace_attention(
     """Replace the self-attention of every nn.TransformerEncoderLayer and nn.TransformerDecoderLayer in a module.
 
     In place: parameters stay the same objects under the same names, so that optimizers and checkpoints still fit. Call
-    the module without src_mask and tgt_mask: the pattern is causal or not. A decoder's cross-attention stays.
+    the module without src_mask and tgt_mask: the pattern decides on causality. A decoder's cross-attention stays.
 
     Args:
         pattern: who attends whom.

@@ -1,4 +1,4 @@
-"""Loads a whole state dict or nothing, and removes what wrappers of models add to the names in it."""
+"""Loads a state dict as a whole or not at all, and removes what DDP, FSDP and other wrappers add to its names."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# What trainers and wrappers put before a model's names, or between them.
+# What trainers and wrappers put before a parameter's name, or inside it.
 PREFIXES = ("module.", "_orig_mod.", "model.")
 INFIXES = ("_fsdp_wrapped_module.", "_fpw_module.", "_checkpoint_wrapped_module.")
 NUM_LISTED = 5
@@ -26,8 +26,8 @@ class CheckedLoading(nn.Module):
         """torch's `load_state_dict`, but all is checked before anything changes.
 
         Raises:
-            ValueError: for tensors of other shapes, of no floating dtype, or with numbers that are not finite in the
-                model's dtype; with strict=True also for names that are missing or unknown.
+            ValueError: for tensors that have another shape, are not floating, or hold numbers that are not finite in
+                the model's dtype. With strict=True also for missing and unknown names.
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"state_dict must be a dict of tensors by name, got a {type(state_dict).__name__}.")
@@ -65,7 +65,7 @@ def _listed(texts: list[str], between: str, last: str) -> str:
 
 
 def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "") -> Mapped:
-    """A checkpoint's tensors by the names of a model, and the names that the model does not have.
+    """Rename the tensors of a checkpoint as a model names them. Also returns the names that the model does not have.
 
     Drops what wrappers add to names (DDP's "module.", torch.compile's "_orig_mod.", FSDP's and fairscale's), and
     `prefix`, such as "encoder." for a part of a larger model.

@@ -1,4 +1,4 @@
-"""Which documents the ranks hold together, and which rows this rank holds. Ranks agree once for all layers."""
+"""Which documents the ranks hold together, and which rows this rank holds. One agreement serves all layers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Documents:
     @property
     def longest(self) -> int:
         lengths = [b - a for a, b in pairwise(self.borders)]
-        return max(lengths) if lengths else 0  # torch.compile knows no max with a default
+        return max(lengths) if lengths else 0  # torch.compile cannot trace max(..., default=0)
 
     @property
     def last_rows(self) -> list[int]:
@@ -69,11 +69,11 @@ def agree_on_documents(
         call: its name, for errors.
         x: this rank's rows, (batch, N, ...); anything if there is a failure.
         cu_seqlens: global borders of packed documents, for a batch of 1.
-        fields: what else all ranks must have alike, by name.
+        fields: other values that must be the same on all ranks, by name.
         failure: why this rank refuses the call, if it does.
 
     Raises:
-        ValueError: on every rank, if one refuses, or if fields, borders and lengths do not fit.
+        ValueError: on every rank, if one rank refuses, if fields differ, or if borders and lengths do not fit.
     """
     if not (parallel is None or isinstance(parallel, ContextParallel)):
         raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}.")
@@ -90,7 +90,7 @@ def agree_on_documents(
         check_documents(given, sum(lengths))
     total = sum(lengths)
     borders = tuple(given) if given is not None else (0, total) if total else (0,)
-    if parallel is None:  # torch.compile warns of the cache of `make_shards`
+    if parallel is None:  # one shard, made here: torch.compile warns of the cache of `make_shards`
         shard: Shard = (Span(0, total),) if total else ()
         return Documents(borders, (shard,), tuple(_spans(shard, borders)))
     shards = parallel.ranks.shards(lengths)

@@ -27,7 +27,7 @@ from .sharded import shift_left
 IGNORED_LABEL = -1
 # The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them.
 LOSS_CHUNK_LOGITS = 2**20
-# At least this many rows: each chunk adds a gradient of the head, (V, E). With fewer rows that would take most time.
+# A chunk has at least this many rows: each chunk adds a (V, E) gradient of the head, which is slow for few rows.
 LOSS_CHUNK_ROWS = 1024
 HEAD_STD = 0.02  # small, so that the first guess is near uniform
 
@@ -172,7 +172,7 @@ class LongNetLM(nn.Module):
         stop: Collection[int] = (),
         caches: Sequence[DilatedCache] | None = None,
     ) -> Iterator[Tensor]:
-        """The tokens that follow, (B,) at a time, as they are drawn. Memory and time per token do not grow with length.
+        """Draw the tokens that follow, and yield (B,) at a time. Memory and time per token do not grow with length.
 
         Args:
             tokens: (B, N), or prompts of different lengths; at least one token each.
@@ -180,10 +180,10 @@ class LongNetLM(nn.Module):
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: draw from the k likeliest tokens alone.
             top_p: draw from the fewest tokens whose probabilities add up to top_p.
-            seed: an integer of 64 bits. Row b draws as a batch of one does with seed + b. None takes a seed from torch.
+            seed: an integer of 64 bits. Row b draws as it would alone with seed + b. None takes a seed from torch.
             stop: tokens that end a row. After one of them the row gets STOPPED (-1) until all rows have ended.
-            caches: those of `make_caches`, by default new ones. They may hold what comes before `tokens`. Afterwards
-                they also hold each row's prompt and its drawn tokens but the last.
+            caches: those of `make_caches`, by default new ones. They may hold earlier tokens. Afterwards
+                they also hold each row's prompt and its drawn tokens except the last.
 
         Raises:
             ValueError: before the first token, for bad arguments; at any token, for logits that are NaN or inf.
@@ -215,8 +215,8 @@ class LongNetLM(nn.Module):
     def loss(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Mean cross-entropy, in nats, of predicting every token but the first of each sequence or packed document.
 
-        Under `parallel` the label of a shard's last position is the first token of the next shard. The value is the
-        mean over all ranks, on every rank. The *mean* of the ranks' gradients, which DDP and FSDP2 take, is the
+        Under `parallel` the label of a shard's last position is the first token of the next shard. Every rank
+        returns the mean over all ranks. The *mean* of the ranks' gradients, which DDP and FSDP2 take, is the
         gradient on one device. DDP and FSDP2 hook `forward`: wrap the model in `NextTokenLoss` first.
         """
         documents = self._agree(tokens_BN, cu_seqlens)
@@ -240,7 +240,7 @@ class LongNetLM(nn.Module):
         return self.final_layernorm(x_BNE)
 
     def _cross_entropy_sum(self, hidden_BNE: Tensor, labels_BN: Tensor) -> Tensor:
-        """The sum over this rank's positions. A rank that owns none has 0, connected to every parameter."""
+        """The sum over this rank's positions. A rank without positions returns 0, connected to every parameter."""
         hidden_TE, labels_T = hidden_BNE.flatten(0, 1), labels_BN.flatten()
         rows = max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // self.config.vocab_size)
         total = hidden_TE.new_zeros((), dtype=torch.float32)
@@ -256,7 +256,7 @@ class LongNetLM(nn.Module):
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
 
     def _agree(self, tokens_BN: Tensor, cu_seqlens: Tensor | None) -> Documents:
-        """The documents of all ranks. A ValueError on every rank if the tokens or borders of one do not fit."""
+        """The documents of all ranks. A ValueError on every rank if the tokens or borders of one rank do not fit."""
         failure = why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size)
         if self.parallel is not None:
             failure = failure or why_foreign("tokens", tokens_BN, self.parallel.ranks)

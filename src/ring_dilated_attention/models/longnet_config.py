@@ -1,4 +1,4 @@
-"""The configuration of a LongNetLM. Without torch, so that a launcher can check it before it starts any rank."""
+"""The configuration of a LongNetLM. A launcher checks it before it starts any rank: the file imports no torch."""
 
 import math
 from dataclasses import KW_ONLY, asdict, dataclass
@@ -13,7 +13,7 @@ OF_A_RUN = ("segment_lengths", "dilation_rates", "num_layers", "embed_dim", "num
 
 @dataclass(frozen=True)
 class LongNetConfig:
-    """All that decides the parameters and the function of a `LongNetLM`; `to_dict` and `from_dict` are its JSON form.
+    """The settings that decide a `LongNetLM`'s parameters and function. `to_dict` and `from_dict` are for JSON.
 
     Args:
         segment_lengths, dilation_rates, phase, heads: as in `DilatedPattern`; a language model's pattern is causal.

@@ -24,7 +24,7 @@ from .torchscale.networks import LongNetEncoder
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
-MOST_TILES_OF_A_SIDE = 2**31  # the square of it is the longest segment that a pattern takes
+MOST_TILES_OF_A_SIDE = 2**31  # its square is the longest segment length that a pattern takes
 Lengths = Sequence[int] | Tensor | None
 
 
@@ -43,7 +43,7 @@ PUBLISHED = {
 
 
 def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> tuple[int, ...]:
-    """GigaPath's five segment lengths: from 2^10 to the largest power of two within a square slide's number of tiles.
+    """GigaPath's five segment lengths: from 2^10 to the largest power of two up to a square slide's number of tiles.
 
     Args:
         max_wsi_size: the side of that slide, in pixels. The original code has 262,144 as its default, and 250,000 in
@@ -51,7 +51,7 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
         tile_size: pixels of a tile's side. The published weights are used with 256.
 
     Raises:
-        ValueError: for sizes that are not positive and finite, and slides of no tile or of more than 2**31 a side.
+        ValueError: for sizes that are not positive and finite, and slides without a tile or with over 2**31 a side.
     """
     side, tile = checked_size("max_wsi_size", max_wsi_size), checked_size("tile_size", tile_size)
     if side > MOST_TILES_OF_A_SIDE * tile:
@@ -70,8 +70,8 @@ class LongNetViT(CheckedLoading):
         model.load_state_dict(torch.load("slide_encoder.pth", weights_only=True)["model"])
         embedding = model.eval()(features, coords, all_layer_embed=True)[-1]
 
-    Gradients are those of the forward. There is neither dropout nor stochastic depth; by default the original code
-    trains with dropout 0.25 and stochastic depth up to 0.1. Under `parallel` all ranks return the same embeddings. The
+    Gradients are exact. There is neither dropout nor stochastic depth, while by default the original code trains with
+    dropout 0.25 and stochastic depth up to 0.1. Under `parallel` all ranks return the same embeddings. The
     *mean* of the ranks' gradients, which DDP and FSDP2 take, is the gradient on one device.
 
     Args:
@@ -182,7 +182,7 @@ class LongNetViT(CheckedLoading):
         Args:
             x: floating, of any dtype. Under `parallel` this rank's tiles.
             coords: x and y of each tile, in pixels: integers, or floating numbers of at least 32 bits, since shorter
-                ones skip pixels. FSDP's `MixedPrecisionPolicy` shortens floating numbers, and leaves integers.
+                ones skip pixels. FSDP's `MixedPrecisionPolicy` shortens floating numbers, but not integers.
             all_layer_embed: return depth + 1 embeddings: of the first layer's input and of each layer's output, pooled
                 *without* the encoder's last LayerNorm. By default return one embedding, with that LayerNorm.
             lengths: the number of tiles of each slide, by default L. Rows beyond a slide's number are padding.
@@ -194,7 +194,7 @@ class LongNetViT(CheckedLoading):
         num_tiles = self._check(x, coords, lengths, all_layer_embed)
         if lengths is None:
             cu_seqlens, slides = None, [(slice(None), num_tiles)]
-            # Ranks without the class token have a gradient for it too.
+            # Ranks without the class token take an empty slice of it: they too need a gradient for it.
             class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
             tokens_BNE = torch.cat((class_token, self._embed(x, coords)), 1)
         else:
@@ -295,7 +295,7 @@ class LongNetViT(CheckedLoading):
         return None
 
     def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
-        """What is wrong with the first wrong tile, or None. This rank's tiles count from `first`."""
+        """What is wrong with the first wrong tile, or None. This rank's tiles are numbered from `first`."""
         is_tile_BL = _are_tiles(x, counts)
         dtype = self.cls_token.dtype  # numbers beyond its range become inf
         wrong = (is_tile_BL & ~torch.isfinite(x.detach().to(dtype)).all(-1).cpu()).nonzero().tolist()

@@ -75,7 +75,7 @@ class Sampling:
     def weights(self, logits_BV: Tensor) -> Tensor:
         """Probabilities (B, V) up to a factor; 0 for tokens that are not drawn."""
         falling, order = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-        falling = (falling - falling[:, :1]) / float(self.temperature)  # the largest is 0: none is inf
+        falling = (falling - falling[:, :1]) / float(self.temperature)  # the largest is 0, so that none becomes inf
         if self.top_k is not None:
             falling[:, self.top_k :] = -torch.inf
         falling = falling.softmax(-1)
@@ -109,7 +109,7 @@ def generate(
     stopped_B = torch.zeros(len(lengths), dtype=torch.bool, device=device)
     stop = torch.tensor([int(token) for token in sampling.stop], dtype=torch.int64, device=device)
     for i in range(max_new_tokens):
-        logits_BV = model.head(hidden_BE).masked_fill(stopped_B[:, None], 0)  # any number that is finite
+        logits_BV = model.head(hidden_BE).masked_fill(stopped_B[:, None], 0)  # any finite number would do
         drawn_B = sampling.draw(logits_BV, generators)
         yield drawn_B.masked_fill(stopped_B, STOPPED)
         counts_B = None
@@ -123,11 +123,11 @@ def generate(
 
 
 def check_caches(caches: Sequence[DilatedCache], lengths: Sequence[int]) -> None:
-    """Raise ValueError, before any prompt is appended, for anything but caches and for caches that are too short."""
+    """Raise ValueError, before any prompt is appended, if these are no caches, or are too short."""
     if not isinstance(caches, Sequence) or not all(isinstance(cache, DilatedCache) for cache in caches):
         raise ValueError(f"caches={reprlib.repr(caches)} must be those of make_caches, one for each layer.")
     for cache in caches:
-        if cache.batch == len(lengths):  # the layer refuses another batch
+        if cache.batch == len(lengths):  # the layer refuses another batch size
             check_append(cache.plan, cache.position.tolist(), lengths)
 
 

@@ -10,8 +10,8 @@ from ..ranks.context import ContextParallel
 
 
 def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
-    """For each position of x (B, N_local), integers: x at the next position of the whole sequence, also if another rank
-    holds it; `fill` at the last position. Not differentiable."""
+    """For each position of x (B, N_local) the integer at the next position of the whole sequence. Another rank may
+    hold that position. The last position gets `fill`. Not differentiable."""
     parallel.ranks.check_all_here("shift_left")
     failure = None
     if not isinstance(x, Tensor) or x.dim() != 2 or x.is_floating_point() or x.is_complex():

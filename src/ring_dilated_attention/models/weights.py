@@ -1,4 +1,4 @@
-"""Reads weights from safetensors files and from torch's own, the latter only with weights_only=True."""
+"""Reads weights from safetensors files, and from files of torch.save (only with weights_only=True)."""
 
 import pickle
 import re
@@ -19,7 +19,7 @@ _NESTS = ("model", "state_dict", "module")
 
 
 class EncoderSize(NamedTuple):
-    """The size of a slide encoder. Its weights tell all of it but the number of heads."""
+    """The size of a slide encoder. Its weights tell everything but the number of heads."""
 
     in_chans: int
     embed_dim: int
@@ -39,7 +39,7 @@ class Left(NamedTuple):
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, or of one of torch.save, also if nested under "model" or the like.
+    """The tensors of a .safetensors file or a file of torch.save. They may be nested, under "model" or the like.
 
     Raises:
         ValueError: for a file that is damaged, needs more than weights_only=True, or holds no tensors by name.
@@ -75,7 +75,7 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
         ) from error
     if is_zip:
         with zipfile.ZipFile(path) as file:
-            if (damaged := file.testzip()) is not None:  # at which torch.load does not look
+            if (damaged := file.testzip()) is not None:  # torch.load does not check it
                 raise ValueError(f"it is damaged: the checksum of its {damaged} is another")
     return found
 
@@ -133,7 +133,7 @@ def load_slide_encoder(
     parallel: ContextParallel | None = None,
     strict: bool = True,
 ) -> tuple[LongNetViT, Left]:
-    """The LongNetViT whose weights a file holds, in eval mode, and the names that were left out: with strict, none.
+    """Load a LongNetViT from a file of weights. Returns it in eval mode, and the names left out (none if strict).
 
     Args:
         path: as for `read_weights`.

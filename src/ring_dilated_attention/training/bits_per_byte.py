@@ -1,4 +1,4 @@
-"""Measures bits per byte by how many bytes stand before. The model reads with caches, so memory does not grow."""
+"""Measures bits per byte by the number of preceding bytes. The model reads with caches, so memory does not grow."""
 
 import math
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def bits_by_position(model: LongNetLM, text: Iterable[tuple[int, bytes]], contex
     """Mean cross-entropy by powers of two of the number of bytes before. A context's first byte is not predicted.
 
     Args:
-        text: in order, bytes with their position in their context (`data.cut_into_contexts`).
+        text: blocks of bytes in order, each with its position in its context (`data.cut_into_contexts`).
         context: the length of the longest context; None if there is no limit.
     """
     caches = model.make_caches(1, max_len=context)

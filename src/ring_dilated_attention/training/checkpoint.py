@@ -63,7 +63,7 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, o
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load parameters and optimiser state. A file that is damaged or does not fit is a ValueError; nothing changes."""
+    """Load parameters and optimiser state. A file that is damaged or unfit raises ValueError; nothing changes."""
     saved_run.check_whole(checkpoint)
     by_name: dict[str, Tensor] = dict(model.named_parameters())
     parameters = _load(checkpoint / saved_run.MODEL_FILE, by_name)

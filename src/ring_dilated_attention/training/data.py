@@ -44,7 +44,7 @@ class Document:
         return len(self.content) - self.num_held_out * self.seq_len
 
     def identity(self) -> dict[str, Any]:
-        """What the document of a resumed run must have alike."""
+        """What must be the same in the document of a resumed run."""
         digest = hashlib.sha256(self.content).hexdigest()
         return {"name": self.name, "num_bytes": len(self.content), "sha256": digest}
 

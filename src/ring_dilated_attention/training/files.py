@@ -97,7 +97,7 @@ def check_mine(path: Path, is_mine: Callable[[BinaryIO], bool], maker: str) -> N
 
 
 def in_words(error: Exception) -> str:
-    """The message of an error. An error of the system is named with its file."""
+    """The message of an error. That of an OSError begins with its file, if it has one."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__

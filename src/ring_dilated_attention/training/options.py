@@ -29,7 +29,7 @@ def _real(default: float, text: str, least: float = SMALLEST_FLOAT) -> Any:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """On the same machine and number of ranks these decide the result of a run to the bit."""
+    """On the same machine with the same number of ranks, equal hyperparameters give the same result to the bit."""
 
     data: tuple[str, ...] = _option((), "files that make one document; default: Python's standard library", kind=str)
     seq_len: int = _option(32_768, "bytes of one sequence, over all ranks; each is predicted from those before it", 2)
@@ -96,7 +96,7 @@ class Hyperparameters:
 
 
 def in_short(number: float | str) -> str:
-    """The digits of a number, or only how many they are if they are more than 40."""
+    """The digits of a number, or only their count if there are more than 40."""
     text = str(number)
     return text if len(text) <= 40 else f"(a number of {len(text)} digits)"
 

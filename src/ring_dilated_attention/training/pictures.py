@@ -30,7 +30,7 @@ def draw_losses(record: dict[str, Any]) -> bytes:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """For each value the mean of those around it: of a tenth of all steps, of 51 at most, of fewer at the ends."""
+    """For each value the mean of the values around it: a tenth of all, at most 51, and fewer at the ends."""
     half, last = min(len(values) // 20, 25), len(values) - 1
     reaches = [min(half, i, last - i) for i in range(len(values))]
     return [statistics.fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]

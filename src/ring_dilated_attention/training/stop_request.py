@@ -43,7 +43,7 @@ class StopRequest:
     def requested(self) -> bool:
         if not self._watch_stdin:
             return self.number > 0
-        readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0)  # at its end: nothing is ever written to it
+        readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0)  # readable only at its end: nothing is written
         return self.number > 0 or bool(readable)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -86,7 +86,7 @@ def attend(
     if attention_mask is not None and attention_mask.dim() == 3:
         bias_BHMS = attention_mask.unflatten(0, (-1, num_heads))[:, heads.start : heads.stop]
         return _attend_cached(query_BHMD, key_BGSD, value_BGSD, bias_BHMS, scaling), None
-    # A static cache gives more keys than queries. Nothing was written to the others yet.
+    # A static cache gives more keys than queries. The keys beyond the queries are not written yet.
     rows = tuple(x[:, :, : query_BHMD.shape[2]].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD))
     options = {"pattern": pattern, "parallel": parallel, "scale": scaling, "heads_held": heads, "num_heads": num_heads}
     dilated: Any = partial(dilated_attention, **options)
@@ -109,7 +109,7 @@ def _attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scal
 
 
 def _attend_padded(dilated: Any, rows: tuple[Tensor, ...], valid_BM: Tensor, position_ids: Tensor | None) -> Tensor:
-    """Each entry of the batch becomes a document of its own length. 0 at padding."""
+    """Each entry of the batch becomes a document of its own length. The output is 0 at padding."""
     if not torch.compiler.is_compiling() and valid_BM.all():
         return dilated(*rows)
     _check_one_run(valid_BM)
@@ -124,7 +124,7 @@ def _attend_padded(dilated: Any, rows: tuple[Tensor, ...], valid_BM: Tensor, pos
 
 
 def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
-    """Refuse rows whose positions do not count on by 1. They may begin at any number."""
+    """Refuse rows whose positions do not increase by 1. They may begin at any number."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
         return
     resets = (position_ids.diff() != 1) & valid_BM[:, 1:] & valid_BM[:, :-1]
@@ -248,7 +248,7 @@ def make_mask(
     """What `attend` needs to know of padding and of a cache, made once for all layers. One of these:
 
     None           no padding, no cache
-    (B, M) bool    False at padding. A static cache may hold more rows, which nothing was written to yet
+    (B, M) bool    False at padding. A static cache may have more rows, which are not written yet
     (B, M) uint8   0 at padding. The rows follow those of a BoundedCache
     (H, M, S) or   The rows follow those of another cache. log(count), where `count` branches let the query see the row:
     (B * H, M, S)  -inf for none, log 2 for two. The layout of torch's attention masks of three dims
@@ -304,7 +304,7 @@ def _multiplicity(
 
 
 def _refuse_rules(mask_function: Any, kv_offset: int, local_size: int | None, use_vmap: bool) -> None:
-    """Refuse all masks but causal ones, bidirectional ones, and those of packed documents, which positions tell too."""
+    """Refuse all masks but causal ones, bidirectional ones, and those of packed documents (known by position_ids)."""
     if local_size is not None:
         raise ValueError(
             f"a layer asks for a sliding window or chunks of {local_size}: that is another pattern, and its cache "

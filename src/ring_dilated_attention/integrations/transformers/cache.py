@@ -28,7 +28,7 @@ class BoundedCache(Cache):
         model: a transformers model with dilated attention.
         max_len: the most positions of a sequence, if that is known: no buffer is larger.
         keep: how many positions `crop` can take back after a segment has ended. Assisted generation and prompt lookup
-            need the length of a draft.
+            need as many as a draft has.
 
     Raises:
         ValueError: for a model without a pattern.
@@ -97,7 +97,7 @@ class BoundedLayer(CacheLayerMixin):
         return out if back_BM is None else _taken(out, back_BM)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The sizes for the new rows alone. `make_mask` knows this cache by its key offset, equal to the query's."""
+        """The sizes for the new rows alone. `make_mask` knows this cache by its key offset: it is the query's."""
         return query_length, self.num_positions
 
     def get_seq_length(self) -> int:

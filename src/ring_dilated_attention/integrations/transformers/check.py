@@ -1,4 +1,4 @@
-"""Checks on a tiny copy of a transformers model that its positions meet in dilated attention and nowhere else.
+"""Checks on a tiny copy of a transformers model that positions see each other only in dilated attention.
 
 The copy has the model's layers, but narrower ones. First each position is alone in its segment: an output that depends
 on another position saw that position outside of dilated attention. Then one segment holds all positions: the outputs
@@ -30,7 +30,7 @@ ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
 # The largest values of these config fields in a copy. Smaller values change widths, and not the structure.
 NARROW = {r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64, r"(n|moe_num|num)_\w*experts": 32}
 MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's 123, Qwen3-30B-A3B's 190 million
-# What a model that takes no attention but its own may raise when it runs with another.
+# What a model may raise if it cannot run with any attention but its own.
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
 FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
 
@@ -50,7 +50,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     name = getattr(config, "_attn_implementation", None)
     if name == NAME:
         check_model(type(module), module.config)
-    elif getattr(config, FIELD, None) is not None and name in ("sdpa", "eager"):  # set by a whole's config for a part
+    elif getattr(config, FIELD, None) is not None and name in ("sdpa", "eager"):  # set for a part by the whole
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={name!r}, and its config has a pattern. Name "
             f"the attention ({NAME!r}, or of a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
@@ -64,7 +64,7 @@ def attend_seen(module: nn.Module, query_BHMD: Tensor, *args: Any, **options: An
 
 
 def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
-    """Whether the attention of models of this class and config is causal.
+    """Check models of this class and config. Returns whether their attention is causal.
 
     Raises:
         ValueError: if the config has no pattern, or dilated attention cannot replace the model's, with the reason.
@@ -162,7 +162,7 @@ def _check_copy(name: str, model: Any) -> bool:
 
 
 def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
-    """The innermost module in which positions meet without ours: one input row changes, several output rows."""
+    """The innermost module that mixes positions without our attention: one input row changes, several output rows."""
     rows = next((getattr(module, SEEN) for module in callers.values()), ROWS)
     before, after = _trace(model, ALONE), _trace(model, ALONE, is_changed=True)
 
@@ -181,7 +181,7 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
 def _trace(
     model: Any, pattern: DilatedPattern | None, *, is_changed: bool = False
 ) -> dict[str, tuple[Tensor | None, Tensor]]:
-    """Run the model. The first tensor of each module's arguments and of its output, by name, in the order they end.
+    """Run the model. By the name of each module, as they end: the first tensor of its arguments, and of its output.
 
     pattern: None for the model's own attention. is_changed: at one position the model is given another token, or its
     first layer another vector if it takes no tokens.

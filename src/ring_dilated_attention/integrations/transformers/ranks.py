@@ -73,7 +73,7 @@ class ShardedForward:
     """The hooks of `context_parallel` before and after a model's forward."""
 
     def __init__(self, model: nn.Module, parallel: ContextParallel) -> None:
-        self.parallel, self.model = parallel, [model]  # in a list, or the model would become its own submodule
+        self.parallel, self.model = parallel, [model]
         self.signature = inspect.signature(model.forward)
         self.num_labels: Any = None
         self.labels: Tensor | None = None

@@ -59,7 +59,7 @@ class SameSample:
         return sharded
 
     def _same(self, loader: Any) -> Any:
-        """Make a loader deal samples to groups of ranks, not to processes. Groups are ordered by their lowest ranks."""
+        """Make a loader give samples to groups of ranks, not to processes. Groups are ordered by their lowest ranks."""
         parallel = self._sharded().parallel
         if parallel.world_size == 1:
             return loader

@@ -12,12 +12,12 @@ from ...pattern import DilatedPattern, is_integer
 ACTIVATIONS = ("gelu", "relu", "swish")
 PADDINGS = ("torchscale", "exact")
 SIDES = ("encoder", "decoder")
-# Which row of the learned positions is that of position 0. As in fairseq, the two rows before it are not positions.
+# The row of position 0 in a learned position embedding. As in fairseq, the two rows before it are not positions.
 FIRST_LEARNED_POSITION = 2
 
 
 def checked_size(name: str, number: Any) -> float:
-    """A number as Python's int or float, since products of numpy's overflow. ValueError unless positive and finite."""
+    """A number as Python's int or float, since numpy's numbers overflow. ValueError unless positive and finite."""
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     plain = 0.0 if not is_number else int(number) if isinstance(number, Integral) else float(number)
     if not 0 < plain <= sys.float_info.max:
@@ -27,7 +27,7 @@ def checked_size(name: str, number: Any) -> float:
 
 @dataclass(frozen=True)
 class TorchscaleConfig:
-    """All that decides the parameters and the function of a `LongNetEncoder` or `LongNetDecoder`.
+    """The settings that decide the parameters and the function of a `LongNetEncoder` or `LongNetDecoder`.
 
     Args:
         segment_lengths, dilation_rates: the branches; heads read phases by torchscale's blocked rule.
@@ -36,7 +36,7 @@ class TorchscaleConfig:
         num_learned_positions: rows of a learned position embedding, two more than there are positions; None for none.
         shares_embedding: the output layer has the token embedding's weights.
         normalize_before: LayerNorm before attention and feed-forward (else after the residual).
-        normalize_output: an encoder's last LayerNorm, if normalize_before is set. A decoder with that always has one.
+        normalize_output: with normalize_before, an encoder has a last LayerNorm; a decoder then always has one.
         scale_embedding: token embeddings times sqrt(embed_dim).
         sub_layernorm: MAGNETO's LayerNorms inside attention and feed-forward (arXiv 2210.06423).
         deepnorm: residuals times `residual_scale` (DeepNet, arXiv 2203.00555).
@@ -141,7 +141,7 @@ class TorchscaleConfig:
         """From torchscale's EncoderConfig, DecoderConfig or EncoderDecoderConfig, as the dict that `vars` makes of it.
 
         The settings dropout, attention_dropout, activation_dropout and drop_path_rate are not read: these models have
-        no dropout. torchscale's dilated attention drops attention in eval mode too.
+        no dropout. torchscale's dilated attention has its attention dropout in eval mode too.
 
         Args:
             side: "encoder" or "decoder". Needed for an EncoderDecoderConfig, which has both.

@@ -32,7 +32,7 @@ class Misplaced(NamedTuple):
     num_seen: int  # m: the keys of a zero query
     moves: list[Move]
     num_zero_queries: int  # of all ranks
-    own: list[tuple[int, DocumentSpan, ZeroQuery]]  # (its number, span, query), for each span of its document
+    own: list[tuple[int, DocumentSpan, ZeroQuery]]  # (number, span, query) for each span of the query's document
 
 
 class BranchCall(NamedTuple):
@@ -81,9 +81,9 @@ def torchscale_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
 
-    The output is torchscale's, except that torchscale drops a branch whose lse rounds to 0, such as one zero row beside
-    scores below about -17 (float32). The gradient is that of this forward. torchscale's gradient takes the weights of
-    the branches as constants.
+    The output is torchscale's, with one exception: torchscale drops a branch whose lse rounds to 0. In float32 this
+    happens to one zero row beside scores below about -17. The gradient is the derivative of this forward. torchscale's
+    gradient takes the weights of the branches as constants.
 
     Args:
         pattern: with phase="blocked", torchscale's rule, and heads="all".
@@ -173,7 +173,7 @@ def _misplaced(branch: Branch, num_heads: int, documents: Documents) -> Misplace
 def _put_in_place(
     out_BNHD: Tensor, lse_BNH: Tensor, value_BNGD: Tensor, misplaced: Misplaced, parallel: ContextParallel | None
 ) -> tuple[Tensor, Tensor]:
-    """Move rows to where torchscale has them, and fill the places between with the means of zero queries' m values."""
+    """Move rows to where torchscale has them. The places between get zero queries' outputs: sums of values / m."""
     ranks = None if parallel is None else parallel.ranks
     moved_BNHD = MoveRows.apply(out_BNHD, misplaced.moves, ranks, 0.0)
     moved_lse_BNH = MoveRows.apply(lse_BNH, misplaced.moves, ranks, -math.inf)
@@ -195,7 +195,7 @@ def _put_in_place(
 
 
 def _sums(value_BNGD: Tensor, num_heads: int, misplaced: Misplaced) -> Tensor:
-    """The sum of those of this rank's values that each zero query sees, (B, Z, H, D); 0 in heads without that query."""
+    """For each zero query the sum of this rank's values that it sees, (B, Z, H, D); 0 in heads without the query."""
     batch, _, num_kv_heads, head_dim = value_BNGD.shape
     wide = torch.promote_types(value_BNGD.dtype, torch.float32)
     sums_BZHD = value_BNGD.new_zeros(batch, misplaced.num_zero_queries, num_heads, head_dim, dtype=wide)

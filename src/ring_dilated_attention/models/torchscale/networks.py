@@ -21,7 +21,7 @@ from ..recompute import run_layer
 from .architecture import FIRST_LEARNED_POSITION, TorchscaleConfig
 from .gate import torchscale_attention, zero_rows
 
-# Attention of (query, key, value, pattern). A partial hides its other tensors: FSDP casts those given to a layer.
+# A function of (query, key, value, pattern). functools.partial hides its other tensors, or FSDP would cast them.
 Attend = Callable[..., Tensor]
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
@@ -32,7 +32,7 @@ LEAST_SCALE = 0.4 / 1.4
 
 
 class XPos(nn.Module):
-    """Rotary positions (arXiv 2212.10554): scores decay with the distance to an earlier key. Dims 2i, 2i + 1 pair."""
+    """Rotary positions (arXiv 2212.10554): scores decay with the distance to an earlier key. Dims (2i, 2i + 1) pair."""
 
     scale: Tensor
 
@@ -95,7 +95,7 @@ class SelfAttention(nn.Module):
             cos, sin, growth = self.xpos.tables(documents)
             q, k = self.xpos.rotate(q, cos, sin, growth), self.xpos.rotate(k, cos, sin, 1 / growth)
         out_BNE = attend(q, k, v, self.pattern).flatten(2)
-        del q, k, v  # without gradients, two thirds of what this layer holds
+        del q, k, v  # without gradients these are two thirds of what this layer holds
         return self.out_proj(out_BNE if self.inner_attn_ln is None else self.inner_attn_ln(out_BNE))
 
 
@@ -265,7 +265,7 @@ class LongNetEncoder(_LongNet):
     """torchscale's LongNetEncoder: every query sees keys before and after it.
 
     Args:
-        config: its shape; `TorchscaleConfig.from_torchscale` reads torchscale's own.
+        config: the settings; `TorchscaleConfig.from_torchscale` reads those of torchscale.
         parallel: inputs and outputs are then the local shards of sequences that the ranks hold together.
         activation_checkpointing: keep only each layer's input and attention, and recompute the rest in backward.
     """

@@ -1,4 +1,4 @@
-"""Which queries see the zero rows that torchscale pads with, and which output rows move by them. Integers only.
+"""Finds which queries see the zero rows of torchscale's padding, and where it moves output rows. Integers only.
 
 torchscale (microsoft/torchscale, component/dilated_attention.py) cuts a document of L positions into segments of
 w = min(segment_length, L). It fills up the last segment to w with zero rows, and then each segment to a multiple of r.
@@ -7,7 +7,7 @@ So a query sees m = ceil(w / r) rows of its phase. A zero row has score 0 and va
 
 A branch is called *misaligned* here if r does not divide w and there are several segments. Each segment then has w
 positions but takes m * r places in the output. The rows of segment i come out i * (m * r - w) positions later; rows
-beyond L are lost. The places between hold the output of a query of zeros: the sum of its phase's values divided by m.
+beyond L are lost. The places between hold the output of a query of zeros: the sum of its phase's values, divided by m.
 """
 
 from bisect import bisect_right
@@ -92,7 +92,7 @@ def zero_queries(branch: Branch, num_heads: int, length: int) -> Iterator[ZeroQu
 
 
 def moves(branch: Branch, shards: Sequence[Shard], documents: Sequence[int]) -> list[Move]:
-    """Where the rows of a misaligned branch come out, for all ranks. Every rank lists them alike.
+    """Where the rows of a misaligned branch come out, for all ranks. Every rank makes the same list.
 
     Args:
         documents: global borders of the packed documents, (0, ..., n).
@@ -122,7 +122,7 @@ def _sources(branch: Branch, span: Span, documents: Sequence[int]) -> Iterator[t
         if lo >= hi:
             continue
         w, r = min(branch.segment_length, end - begin), branch.dilation_rate
-        places = -(-w // r) * r  # of the output that a segment takes
+        places = -(-w // r) * r  # that a segment takes in the output
         for i in range(lo // places, -(-hi // places)):
             start, stop = max(lo, i * places), min(hi, i * places + w)
             if start < stop:
