@@ -12,6 +12,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -303,8 +304,8 @@ def draw(rng: random.Random) -> list[str]:
         spoil(rng, groups)
     for group in groups:  # it would do what it is asked for, for minutes
         if group and group[0] in ("--steps", "--num-layers", "--tokens") and group[1:]:
-            with contextlib.suppress(ValueError, OverflowError):
-                group[1] = "8" if 8 < float(group[1]) < 2**63 else group[1]
+            with contextlib.suppress(ValueError, ZeroDivisionError):
+                group[1] = "8" if 8 < Fraction(group[1]) < 2**63 else group[1]
     words = [word for group in groups for word in group]
     if rng.random() < 0.02:
         return [rng.choice(HOSTILE), *words]
