@@ -11,8 +11,8 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
