@@ -104,7 +104,9 @@ def test_output_that_cannot_be_written(stream, more, code):
         code = 2
     error = process.communicate(timeout=60)[1]
     assert process.returncode == code
-    expected = "--ranks must be at least 1, got 0\n" if more == ["0"] else "rda plan: No space left on device\n"
+    expected = (
+        "rda plan: --ranks must be at least 1, got 0\n" if more == ["0"] else "rda plan: No space left on device\n"
+    )
     assert error == (expected if code == 2 else "")
 
 
@@ -196,7 +198,7 @@ def test_nothing_of_somebody_else_is_overwritten(arguments, tmp_path, monkeypatc
     assert main(arguments) == 2
     out, error = capsys.readouterr()
     assert re.fullmatch(
-        r"out/pattern.png was not made by [\w. -]+ --\w+, and nothing is written over it\..*\n",
+        r"(rda plan: )?out/pattern.png was not made by [\w. -]+ --\w+, and nothing is written over it\..*\n",
         error,
     )
     assert out == ""

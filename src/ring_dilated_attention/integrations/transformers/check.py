@@ -47,12 +47,12 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if not issubclass(type(module), PreTrainedModel) or module._modules:
         return
     config = module.__dict__.get("config")
-    name = getattr(config, "_attn_implementation", None)
-    if name == NAME:
+    asked = getattr(config, "_attn_implementation", None)
+    if asked == NAME:
         check_model(type(module), module.config)
-    elif getattr(config, FIELD, None) is not None and name in ("sdpa", "eager"):  # set for a part by the whole
+    elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):  # set for a part by the whole
         raise ValueError(
-            f"{type(module).__name__} would have attn_implementation={name!r}, and its config has a pattern. Name "
+            f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Name "
             f"the attention ({NAME!r}, or of a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
         )
 
