@@ -12,7 +12,9 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.cache_plan import Buffers, check_append, check_crop, plan_cache, plan_chunk
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.program import program_of
 from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.plan.step import Terms
 
 PAPER = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), is_causal=True)
 
@@ -162,6 +164,13 @@ def test_a_chunk_is_the_second_of_two_shards(call, position, num_new):
         last = rows.first + (len(rows.heads) - 1) * rows.shift + rows.num_rows
         assert rows.first >= 0
         assert last <= plan.num_rows
+
+
+def test_layers_share_the_program_of_a_chunk():
+    """Catches a plan that is made anew for each layer: the programs of such plans are kept, and never found again."""
+    plan = plan_cache(PAPER, 12, 12)
+    first, second = (program_of(plan_chunk(plan, 5000, 40), "forward", Terms()) for _ in range(2))
+    assert first is second
 
 
 @settings(max_examples=100, deadline=None)

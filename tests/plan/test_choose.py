@@ -58,6 +58,8 @@ def test_small_chunks_go_at_once():
     tiny = choose(DilatedPattern((64,), (1,)), 8, 64, heads=(7, 7), head_dim=8)
     assert SMALL_CHUNK_BYTES > 2 * 7 * 8 * 8 * 4
     assert tiny.exchange == "ring"  # seven chunks as large as the shard itself
+    two = choose(DilatedPattern((24,), (1,)), 3, 24, heads=(2, 2), head_dim=8).reason
+    assert "that a rank meets are 2,048, at most two chunks or its own keys and values" in two  # which are 1,024
 
 
 def test_the_reason_names_what_it_rests_on():

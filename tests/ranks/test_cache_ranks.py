@@ -158,6 +158,17 @@ def disagree(rank, world_size):
         DilatedCache.gather(parallel, key, value, PATTERN, 4, to=2)
     with pytest.raises(ValueError, match=r"must both be"):
         DilatedCache.gather(parallel, key, value[:, 1:], PATTERN, 4)
+    # A gloo process that receives twice the bytes that it waits for is killed.
+    with pytest.raises(ValueError, match=r"must both be .*, alike: .*torch\.float64.* and .*torch\.float32"):
+        DilatedCache.gather(parallel, key, [value, value.float()][rank], PATTERN, 4)
+    with pytest.raises(ValueError, match=r"pattern must be a DilatedPattern, got None"):
+        DilatedCache.gather(parallel, key, value, [PATTERN, None][rank], 4)
+    with pytest.raises(ValueError, match=r"num_heads=0 must be"):
+        DilatedCache.gather(parallel, key, value, PATTERN, [4, 0][rank])
+    with pytest.raises(ValueError, match=r"heads_held=range\(0, 0\) are not"):
+        DilatedCache.gather(parallel, key, value, PATTERN, 4, heads_held=[None, range(0)][rank])
+    with pytest.raises(ValueError, match=r"to='0': the ranks are 0 to 1"):
+        DilatedCache.gather(parallel, key, value, PATTERN, 4, to=[0, "0"][rank])
     with pytest.raises(ValueError, match=r"has no attribute 'dim'"):
         DilatedCache.gather(parallel, [key, None][rank], value, PATTERN, 4)
     with pytest.raises(ValueError, match=r"max_len=11.*would be 12"):

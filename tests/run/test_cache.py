@@ -601,6 +601,7 @@ def test_bad_input():
         (lambda c: c.load_state_dict(None), "a cache of None"),
         (lambda c: c.load_state_dict({"cache": c._described()}), "damaged: progress None"),
         (lambda c: c.load_state_dict({**c.state_dict(), "rows": None}), "damaged"),
+        (lambda c: c.load_state_dict({**c.state_dict(), "rows": [[1.0]]}), "damaged"),
         (lambda c: c.load_state_dict({**c.state_dict(), "progress": [[5], [0]]}), "damaged"),
         (lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([[5.0], [0.0]])}), "damaged"),
         (lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([[5], [6]])}), "damaged"),
@@ -685,6 +686,18 @@ def test_no_position():
         sequence.append(cache, start, start + 9)
 
 
+def test_a_state_stays_as_it_was_taken():
+    """Catches a state that shares memory with its cache: an answer could not be taken back to its prompt."""
+    sequence = Sequence(batch=2)
+    cache = sequence.cache()
+    sequence.append(cache, 0, 5)
+    state = cache.state_dict()
+    sequence.append(cache, 5, 19)
+    cache.load_state_dict(state)
+    assert cache.position.tolist() == [5, 5]
+    sequence.append(cache, 5, 19)
+
+
 def test_a_state_of_something_else_is_refused():
     sequence = Sequence(batch=2)
     cache = sequence.cache(max_len=30)
@@ -727,6 +740,14 @@ def test_caches_that_cannot_be(monkeypatch):
     monkeypatch.setattr(cache_module, "free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"and 1,000 are free on cpu\. Give a smaller max_len"):
         make(dense, 1, 1, 1, 4, max_len=100)
+
+
+@pytest.mark.parametrize("wrong", [{"keep": 1.0}, {"keep": True}, {"max_len": 9.0}])
+def test_what_equals_an_integer_is_none(wrong):
+    """Catches a plan that was kept for 1 and serves 1.0 and True."""
+    make(PATTERN, 1, 1, 1, 4, **{name: int(value) for name, value in wrong.items()})
+    with pytest.raises(ValueError, match="must be an integer"):
+        make(PATTERN, 1, 1, 1, 4, **wrong)
 
 
 def test_sizes_are_said():

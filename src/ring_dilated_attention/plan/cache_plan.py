@@ -154,7 +154,7 @@ class CachePlan:
         return len({(head, at) for heads, at in live for head in heads})
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64, typed=True)  # else a kept plan for 1 would serve 1.0 and True, which are refused
 def plan_cache(
     pattern: DilatedPattern,
     num_heads: int,
@@ -182,10 +182,9 @@ def plan_cache(
     for branch, (length, rate) in enumerate(pattern.branches):
         of_phase.append({})
         longest = length + max(keep, 1) - 1
-        num_positions = longest if max_len is None else min(longest, max_len)
         for group in pattern.phase_groups(branch, num_heads, num_kv_heads, held):
             empty = Buffers(length, rate, group.phase, group.query_heads, group.kv_heads, 0, offset)
-            buffers = empty._replace(capacity=empty.before(num_positions))
+            buffers = empty._replace(capacity=empty.before(longest if max_len is None else min(longest, max_len)))
             if group.phase < length and buffers.capacity:  # a segment has no row of a phase >= its length
                 found.append(buffers)
                 of_phase[branch][group.phase] = (*of_phase[branch].get(group.phase, ()), buffers)
@@ -194,6 +193,7 @@ def plan_cache(
     return CachePlan(pattern, num_heads, num_kv_heads, held, max_len, keep, tuple(found), tuple(of_phase), lengths)
 
 
+@lru_cache(maxsize=16)  # the layers of a model share it, and with it the program
 def plan_chunk(plan: CachePlan, position: int, num_new: int) -> Plan:
     """The work of `num_new` rows from a position on, planned as rank 1 of two: rank 0 owns all rows before.
 

@@ -100,8 +100,8 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     num_hops = f"{hops} hop{'s' * (hops > 1)}"
     ring = f"by the ring a rank receives up to {received:,} bytes in {num_hops} and holds {two_chunks:,} (two chunks)"
     if hops > 1 and largest <= SMALL_CHUNK_BYTES and received <= max(two_chunks, 2 * num_kv_held * unit * max(lengths)):
-        small = f"chunks of {largest:,} bytes are small, and all that a rank meets are {received:,}, no more than"
-        return Choice("all_gather", f"{small} its own keys and values: one round instead of {hops} hops; {ring}")
+        small = f"chunks of {largest:,} bytes are small, and all that a rank meets are {received:,}, at most two chunks"
+        return Choice("all_gather", f"{small} or its own keys and values: one round instead of {hops} hops; {ring}")
     if num_kv_held % job.num_ranks:
         return Choice("ring", f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks")
     moved = most_dealt(lengths, len(job.held_heads), num_kv_held, sizes)

@@ -161,5 +161,4 @@ def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Ban
 
 def _few(entries: Sequence[object], between: str = " ") -> str:
     """Up to four entries; of a longer list the first two and the last."""
-    some = entries if len(entries) <= 4 else [*entries[:2], "...", entries[-1]]
-    return between.join(map(str, some))
+    return between.join(map(str, entries if len(entries) <= 4 else [*entries[:2], "...", entries[-1]]))

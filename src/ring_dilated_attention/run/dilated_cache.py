@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from ..pattern import DilatedPattern, is_integer
 from ..plan.cache_plan import CachePlan, check_append, check_crop, plan_cache
@@ -56,8 +56,6 @@ class DilatedCache:
         keep: int = 0,
         heads_held: range | None = None,
     ) -> None:
-        if not isinstance(pattern, DilatedPattern):
-            raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}.")
         sizes = {"batch": batch, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, size in sizes.items():
             if not is_integer(size) or size < 1:
@@ -103,13 +101,14 @@ class DilatedCache:
         ranks.check_all_here("DilatedCache.gather")
         gets_one = to is None or to == ranks.rank
         with ranks.refusing():
-            if to is not None and not 0 <= to < ranks.world_size:
-                raise ValueError(f"to={to}: the ranks are 0 to {ranks.world_size - 1}, and None is each of them.")
-            if key.dim() != 4 or key.shape != value.shape:
-                shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-                raise ValueError(f"key and value must both be (batch, positions, key/value heads, head dim): {shapes}.")
+            if to is not None and not (is_integer(to) and 0 <= to < ranks.world_size):
+                raise ValueError(f"to={to!r}: the ranks are 0 to {ranks.world_size - 1}, and None is each of them.")
+            if key.dim() != 4 or (key.shape, key.dtype, key.device) != (value.shape, value.dtype, value.device):
+                both = " and ".join(f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (key, value))
+                raise ValueError(f"key and value must both be (batch, positions, K/V heads, head dim), alike: {both}.")
             batch, length, num_held, _ = key.shape
-            num_kv_heads = num_held * num_heads // (len(heads_held) if isinstance(heads_held, range) else num_heads)
+            num_query = len(heads_held) if isinstance(heads_held, range) else num_heads
+            num_kv_heads = num_held * num_heads // num_query if num_query else num_held  # no heads: refused below
             plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
             cache = cls._of(plan, batch, key) if gets_one else None
             fields = {"call": "DilatedCache.gather", "pattern": pattern, "to": to, "max_len": max_len, "keep": keep}
@@ -195,9 +194,9 @@ class DilatedCache:
 
     def state_dict(self) -> dict[str, Any]:
         """The sequences so far, for `load_state_dict` and torch.save: only rows that can still be seen, on the CPU."""
-        positions, floors = self.progress.tolist()
-        rows = [self._rows_of(*place) for place in zip(range(self.batch), positions, floors, strict=True)]
-        return {"cache": self._described(), "keep": self.plan.keep, "progress": self.progress.cpu(), "rows": rows}
+        progress = self.progress.to("cpu", copy=True)
+        rows = [self._rows_of(*place) for place in zip(range(self.batch), *progress.tolist(), strict=True)]
+        return {"cache": self._described(), "keep": self.plan.keep, "progress": progress, "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called. A state of one sequence is loaded into every batch entry.
@@ -298,6 +297,8 @@ def _plan(
     pattern: DilatedPattern, num_heads: int, num_kv_heads: int, max_len: int | None, keep: int, heads_held: range | None
 ) -> CachePlan:
     """The plan of a cache. Raises ValueError if there can be none."""
+    if not isinstance(pattern, DilatedPattern):
+        raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}.")
     if heads_held is not None:
         pattern.check_heads(num_heads, num_kv_heads)
         num_held = len(heads_held) if isinstance(heads_held, range) else num_heads
@@ -313,7 +314,7 @@ def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
 
 def _fit(progress: Any, rows: Any) -> bool:
     """Whether a saved progress is well-formed, and describes as many sequences as `rows` has."""
-    if not isinstance(progress, Tensor) or not isinstance(rows, list) or progress.shape != (2, len(rows)):
+    if not isinstance(rows, list) or not all(map(is_tensor, (progress, *rows))) or progress.shape != (2, len(rows)):
         return False
     positions, floors = progress
     return progress.dtype == torch.int64 and bool(((floors >= 0) & (floors <= positions)).all())
