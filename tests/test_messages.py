@@ -292,6 +292,9 @@ def test_explain_names_the_choice_and_why_not_the_others():
     assert explanation.reasons["sdpa"] == "serves CUDA tensors, got cpu"
     assert "one rank" in explanation.reasons["exchange"]
     assert "asked for" in explain(*tensors(), DENSE, backend="cpu").reasons["cpu"]
+    query, key, value = tensors()
+    with torch.autocast("cpu", torch.bfloat16):  # the call takes these tensors too
+        assert explain(query, key.bfloat16(), value.bfloat16(), DENSE) == explanation
     text = str(explanation)
     assert "kernel: cpu" in text
     assert all(f"{name}: " in text for name in BACKENDS)

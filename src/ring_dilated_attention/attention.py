@@ -16,7 +16,7 @@ from .plan.cache_plan import plan_cache
 from .ranks.call import Begun, Call
 from .ranks.context import ContextParallel, ExchangeError, context_named, refuse
 from .ranks.ranks import ALONE, Ranks
-from .ranks.validate import call_of, check_cache, check_cuts
+from .ranks.validate import autocast, call_of, check_cache, check_cuts
 from .run.append import append
 from .run.dilated_cache import DilatedCache
 from .run.views import accumulator_dtype, with_unit_stride
@@ -75,11 +75,11 @@ def dilated_attention(
         query, key, value = rows = autocast(query), autocast(key), autocast(value)
         call = call_of(rows, pattern, parallel, cu_seqlens, scale, backend, return_lse, heads_held, num_heads)
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
+        query, key, value = map(with_unit_stride, rows)
     except Exception as error:  # whatever it is: the other ranks would wait
         if isinstance(parallel, ContextParallel):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
-    query, key, value = map(with_unit_stride, rows)
     if cache is None:
         out, lse, begun = _forward(query, key, value, cu_seqlens, call.text)
         if parallel is not None and torch.compiler.is_compiling():
@@ -91,16 +91,6 @@ def dilated_attention(
         rows = call.scaled(query), key, value
         out, lse = append(cache.plan, call.backend, call.kernel_scale, *rows, cache.memory, cache.progress, lengths)
     return (out, lse) if return_lse else out
-
-
-def autocast(x: Any) -> Any:
-    """As torch's own attention under autocast: floating types other than float64 become the autocast type."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return x.to(torch.get_autocast_dtype(device))
-    return x
 
 
 def save_attention() -> tuple[Any, Any]:
@@ -152,8 +142,10 @@ def _backward(
     call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     found = Call.from_text(call)
-    rows = BackwardRows(with_unit_stride(dout), dlse, query, key, value, out, lse)
-    return _ranks(found).backward(found, Begun.from_tensor(begun), rows)
+    ranks = _ranks(found)
+    with ranks.refusing():
+        rows = BackwardRows(with_unit_stride(dout), dlse, query, key, value, out, lse)
+    return ranks.backward(found, Begun.from_tensor(begun), rows)
 
 
 @_backward.register_fake
@@ -173,11 +165,11 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple:
     try:
         query, key, value, out, lse, begun = ctx.saved_tensors
-    except RuntimeError as error:  # a saved tensor was written to: the other ranks would wait
+        dout = torch.zeros_like(out) if dout is None else dout
+    except RuntimeError as error:  # a saved tensor was written to, or memory is short: the other ranks would wait
         if ctx.context is not None and not isinstance(error, ExchangeError):
             refuse(ctx.context.key, str(error))
         raise
-    dout = torch.zeros_like(out) if dout is None else dout
     return *_backward(dout, dlse, query, key, value, out, lse, begun, ctx.call), None, None
 
 
@@ -205,8 +197,7 @@ def _append(
     found = Call.from_text(call)
     num_kv_heads = found.num_kv_heads(key.shape[2])
     plan = plan_cache(found.pattern, found.num_heads, num_kv_heads, max_len, keep, found.held)
-    rows = (found.scaled(query), key, value)
-    return append(plan, found.backend, found.kernel_scale, *rows, memory, progress, lengths)
+    return append(plan, found.backend, found.kernel_scale, found.scaled(query), key, value, memory, progress, lengths)
 
 
 @_append.register_fake

@@ -231,6 +231,11 @@ def test_measuring_adds_up_over_calls():
         assert str(a) == f"rank {rank} of 2: held {a.peak_bytes:,} bytes at most, sent 256"
 
 
+def test_the_example_of_measuring_is_code():
+    """Catches an escape that Python reads when it reads the docstring."""
+    assert 'print(*ranks, sep="\\n")' in simulate.measuring.__doc__
+
+
 def test_measuring_is_for_simulated_ranks():
     with pytest.raises(ValueError, match="is no simulate"), simulate.measuring(ContextParallel()):
         pass

@@ -25,7 +25,7 @@ from helpers import message_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain, simulate
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.models.sharded import shift_left
@@ -305,7 +305,8 @@ def rank_shards_batches(rank, world_size, sharding):
     bad = {"tokens": torch.zeros(2, 11), "labels": torch.zeros(2, 10)}
     message = message_of(lambda: cp.shard_batch(bad if rank == 0 else whole))
     assert "one number of positions, but tokens has 11, labels has 10" in message
-    assert "source must be a rank from 0" in message_of(lambda: cp.shard_batch(whole, source=world_size))
+    for source in (world_size, 0.0):
+        assert "source must be a rank from 0" in message_of(lambda s=source: cp.shard_batch(whole, source=s))
     assert "got None" in message_of(lambda: cp.shard_batch(None, source=0))
     assert "must be a dict of tensors, got list" in message_of(lambda: cp.shard_batch([1], source=None))
     message = message_of(lambda: cp.shard(torch.zeros(1, 8 + rank)))
@@ -589,6 +590,7 @@ def rank_passes_a_shard_of_another_cut(rank, world_size):
     # One rank's mistake is told to the others.
     mixed = foreign if rank else own
     assert "key is rank 1's" in message_of(lambda: dilated_attention(own, mixed, own, PATTERN, parallel=here))
+    assert "key is rank" in message_of(lambda: explain(own, foreign, own, PATTERN, parallel=here))
     assert "cut contiguous" in message_of(lambda: uneven.unshard(own))
     attention = MultiheadDilatedAttention(32, 4, PATTERN, parallel=zigzag)
     x = here.shard(torch.randn(1, 8, 32))
@@ -601,8 +603,9 @@ def rank_passes_a_shard_of_another_cut(rank, world_size):
     with pytest.warns(UserWarning, match=r"\(4, 4\) positions, .* by a context that cuts contiguous; .* zigzag shards"):
         model.loss(batch["tokens"] + 0, batch["cu_seqlens"])  # of what an op made of it the length alone is known
     assert f"got rank {rank}'s rows" in message_of(lambda: here.shard(own))
-    with pytest.warns(UserWarning, match=r"without parallel= it is taken for a whole sequence"):
+    with pytest.warns(UserWarning, match=r"without parallel= it is taken for a whole sequence") as warned:
         dilated_attention(own, own, own, PATTERN)
+    assert warned[0].filename == __file__  # it names the line of the call
     assert "return_lse must be True or False, got 3" in message_of(
         lambda: dilated_attention(own, own, own, PATTERN, parallel=here, return_lse=3 if rank else False)
     )

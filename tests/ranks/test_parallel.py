@@ -255,6 +255,32 @@ def test_a_rank_that_dies(stage, exchange):
     assert str(caught.value) == "rank 1: died without a word"
 
 
+def rank_cannot_copy_its_rows(rank, world_size):
+    cp = ContextParallel(timeout=PATIENCE)
+    x = torch.ones(1, 5, 4, 8, requires_grad=True)
+    vast = torch.ones(1).expand(1, 2**45, 4, 8)  # kernels need a last stride of 1, and no memory holds such a copy
+    message = message_of(lambda: dilated_attention(*[vast if rank else x] * 3, PATTERN, parallel=cp))
+    assert ("rank 1 refused the call" in message) == (rank == 0), message
+    assert "allocate" in message
+
+    def fail(_):
+        raise RuntimeError("no memory left")
+
+    for place, name, used in ((attention, "with_unit_stride", 0), (torch, "zeros_like", 1)):
+        results, right = dilated_attention(x, x, x, PATTERN, parallel=cp, return_lse=True), getattr(place, name)
+        setattr(place, name, fail if rank else right)
+        message = message_of(lambda y=results[used]: y.sum().backward())
+        setattr(place, name, right)
+        assert ("rank 1 refused the call" in message) == (rank == 0), message
+        assert "no memory left" in message
+    assert_works(cp)
+
+
+def test_one_rank_without_memory_before_a_handshake():
+    """Catches a copy that is made where its failure is not told: the others would wait for the timeout."""
+    run(2, rank_cannot_copy_its_rows)
+
+
 def rank_runs_out_of_memory(rank, world_size, stage):
     strict()
     cp = ContextParallel(timeout=timedelta(seconds=60))

@@ -62,5 +62,5 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
             )
         return None
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}.")
+        raise ValueError(f"group must be a ProcessGroup, a DeviceMesh or None, got {group!r}.")
     return group

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..pattern import is_integer
 from ..plan.sharding import Shard, check_documents, shard_length
 from .call import validate_cu_seqlens
 from .origin import remember
@@ -73,7 +74,7 @@ def fingerprint(x: Tensor) -> int:
 
 def _check(batch: Any, ranks: Ranks, source: int | None) -> None:
     """Raise ValueError for a batch that cannot be cut."""
-    if source is not None and (isinstance(source, bool) or source not in range(ranks.world_size)):
+    if source is not None and (not is_integer(source) or source not in range(ranks.world_size)):
         raise ValueError(f"source must be a rank from 0 to {ranks.world_size - 1} or None, got {source!r}.")
     if batch is None and source in (None, ranks.rank):
         raise ValueError("shard_batch needs a batch, got None.")
@@ -131,7 +132,5 @@ def _dealt(
         own[dim] = shard_length(shards[ranks.rank])
     sizes = [math.prod(own) if peer == source else 0 for peer in range(ranks.world_size)]
     with ranks.all_or_none():
-        parts = [like] * ranks.world_size
-        if whole is not None:
-            parts = [_rows(whole, shard, dim).flatten().cpu() for shard in shards]
+        parts = [like] * ranks.world_size if whole is None else [_rows(whole, s, dim).flatten().cpu() for s in shards]
         return ranks.scatter(parts, sizes, like, "shard_batch")[source].view(own)

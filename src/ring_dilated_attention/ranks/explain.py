@@ -12,7 +12,7 @@ from ..plan.sharding import documents_of
 from ..plan.sizes import Sizes
 from .context import ContextParallel
 from .ranks import ALONE
-from .validate import call_of
+from .validate import autocast, call_of, check_cuts
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ def explain(
     Raises:
         ValueError: where `dilated_attention` would raise one.
     """
-    call = call_of((query, key, value), pattern, parallel, cu_seqlens, None, backend, False, None, None)
+    check_cuts(parallel, query=query, key=key, value=value)
+    query, key, value = rows = autocast(query), autocast(key), autocast(value)
+    call = call_of(rows, pattern, parallel, cu_seqlens, None, backend, False, None, None)
     kernel = choose(backend, query)
     against = {name: reason or BACKENDS[name].ONLY_BY_NAME for name, reason in reasons(query).items()}
     first = "the first that can serve these tensors"
@@ -59,12 +61,10 @@ def explain(
     if op is not None:
         found |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
     ranks = ALONE if parallel is None else parallel.ranks
-    if lengths is None:
-        lengths = ranks.cut.lengths or [query.shape[1]] * ranks.world_size
+    lengths = lengths if lengths is not None else ranks.cut.lengths or [query.shape[1]] * ranks.world_size
     documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
     job = Job(pattern, ranks.shards(lengths), call.num_heads, key.shape[2], documents)
-    sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
-    exchange, found["exchange"] = ranks.choose(job, sizes)
+    exchange, found["exchange"] = ranks.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size()))
     if kernel.choose_pass is not None and exchange == "none":
         found["branches"] = kernel.choose_pass(pattern, job.borders).reason
     return Explanation(kernel.NAME if op is None else f"{kernel.NAME} ({op})", exchange, found)

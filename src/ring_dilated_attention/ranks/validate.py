@@ -28,8 +28,18 @@ def check_cuts(parallel: ContextParallel | None, **tensors: object) -> None:
                 raise ValueError(f"{failure}.")
         elif parallel is None and (origin := origin_of(x)) is not None:
             text = f"{name} is {origin}, and without parallel= it is taken for a whole sequence."
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=3)
             return
+
+
+def autocast(x: Any) -> Any:
+    """As torch's own attention under autocast: floating types other than float64 become the autocast type."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 def check_objects(pattern: Any, parallel: Any, backend: Any) -> None:

@@ -32,7 +32,7 @@ def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
 
         with simulate.measuring(parallel) as ranks:
             dilated_attention(query, key, value, pattern, parallel=parallel)
-        print(*ranks, sep="\n")
+        print(*ranks, sep="\\n")
 
     A rank holds its rows of query, key and value. In backward it also holds its rows of out, lse and out's gradient.
     What it makes counts too: buffers, accumulators, partials. A kernel's scratch is not seen; `rda plan` lists it.
