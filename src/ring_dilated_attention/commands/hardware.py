@@ -118,10 +118,8 @@ def _check_number(name: str, key: str, value: object) -> None:
 def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> None:
     """Raise ValueError if the machine's rates were reached in a dtype of another size."""
     if ITEMSIZE[dtype] != machine.itemsize:
-        rates, other = (
-            f"the rate of {8 * machine.itemsize}-bit types",
-            "bfloat16" if machine.itemsize == 2 else "float32",
-        )
+        rates = f"the rate of {8 * machine.itemsize}-bit types"
+        other = "bfloat16" if machine.itemsize == 2 else "float32"
         raise ValueError(f"--hardware {name} has {rates}, and --dtype is {dtype}. Choose --dtype {other}{remedy}.")
 
 
