@@ -89,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--tokens must be from 1 to {LARGEST:,}, got {arguments.tokens:g}")
     fill_in(arguments)
     complete(arguments)
-    job, machine = job_of(arguments), machine_for(arguments)
+    job = job_of(arguments)
+    arguments.ranks = job.mesh.num_ranks  # so that `machine_for` asks for a network if --mesh has several
+    machine = machine_for(arguments)
     memory = arguments.memory or (None if machine is None else machine.memory_bytes)
     asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory)
     with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
