@@ -378,6 +378,8 @@ def test_a_config_gives_the_sizes(tmp_path, capsys):
         (["--mesh", "8"], "--mesh 8 is not DATAxSEQUENCE"),
         (["--mesh", "2x4x3"], "8 ranks do not divide into groups of 3"),
         (["--mesh", "1x8192"], "4,096 would own nothing"),
+        (["--mesh", "2Mix1"], "the number of ranks of --mesh must be at most 1,048,576, got 2097152"),
+        (["--mesh", "x" * 50], f"--mesh {'x' * 37}... is not DATAxSEQUENCE"),
         (["--memory", "0"], "--memory must be at least 1"),
         (["--hardware", "h200"], "--hardware h200 is no file and no preset; presets are a100-nvlink"),
     ],

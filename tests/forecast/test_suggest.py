@@ -292,6 +292,7 @@ def test_more_layers_than_can_add_anything_take_no_longer():
         (["--speedup", "0.5"], "--speedup must be at least 1"),
         (["--speedup", "1e9"], "no pattern of the rule has as few as"),
         (["--seconds", "1"], "--seconds needs --hardware"),
+        (["--speedup", "2", "--hardware", "a100-nvlink"], "--hardware a100-nvlink is for --seconds"),
         (["--speedup", "2", "--kv-heads", "3"], "cannot share 3 key/value heads"),
         (["--speedup", "2", "--ranks", "8Ki"], "4,096 of them would own none"),
         (["--speedup", "2", "--ranks", "1M"], "--ranks must be at most 65,536"),

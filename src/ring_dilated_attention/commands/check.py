@@ -24,7 +24,7 @@ from ..simulate import all_ranks
 from .compare import DTYPES, Case, Squares, measure, measure_cached, worst
 from .limits import check_at_least, check_ranks_fit, check_seconds
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
-from .numbers import count
+from .numbers import count, counted
 from .output import aligned, progress_bar
 
 SECONDS_PER_LAUNCH, MOST_SECONDS = 60, 86_400
@@ -191,7 +191,7 @@ def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row
     results: list[Row] = []
     with progress_bar(sum(len(trial.cases) for trial in possible), "case") as bar:
         for (backend, exchange, num_ranks), trials in groupby(possible, lambda x: (x.backend, x.exchange, x.num_ranks)):
-            bar.set_postfix_str(f"{backend}, {exchange}, {num_ranks} ranks")
+            bar.set_postfix_str(f"{backend}, {exchange}, {counted(num_ranks, 'rank')}")
             results += run_trials(list(trials), bar.update, seconds)
     return results + [row for _, rows in planned for row in rows]
 

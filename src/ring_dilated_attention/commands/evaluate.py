@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     add("file", metavar="FILE", help="of any size; - is stdin")
-    add(
-        "--context", type=count, metavar="N", help="bytes of a context, 0 for one without end (default: as in training)"
-    )
+    add("--context", type=count, metavar="N", help="bytes of a context, 0: without end (default: as in training)")
     add("--chunk", type=count, default=4096, metavar="N", help="bytes at a time (default 4096)")
     add("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
     add("--json", action="store_true", help="print the figures as JSON")

@@ -11,7 +11,6 @@ source = "where the numbers are from"
 
 import argparse
 import math
-import re
 import tomllib
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -118,10 +117,8 @@ def _check_number(name: str, key: str, value: object) -> None:
 def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> None:
     """Raise ValueError if the machine's rates were reached in a dtype of another size."""
     if ITEMSIZE[dtype] != machine.itemsize:
-        rates, other = (
-            f"the rate of {8 * machine.itemsize}-bit types",
-            "bfloat16" if machine.itemsize == 2 else "float32",
-        )
+        rates = f"the rate of {8 * machine.itemsize}-bit types"
+        other = "bfloat16" if machine.itemsize == 2 else "float32"
         raise ValueError(f"--hardware {name} has {rates}, and --dtype is {dtype}. Choose --dtype {other}{remedy}.")
 
 
@@ -148,9 +145,7 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
     else:
         given["backward_flops_per_second"] = None
     hardware = machine.hardware._replace(**given)
-    mesh = re.findall(r"\d+", getattr(arguments, "mesh", None) or "")
-    is_of_several = (arguments.ranks or 1) > 1 or any(size != "1" for size in mesh)
-    if hardware.bytes_per_second == NO_NETWORK and is_of_several:
+    if hardware.bytes_per_second == NO_NETWORK and (arguments.ranks or 1) > 1:
         raise ValueError(
             f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: measure it with "
             "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"

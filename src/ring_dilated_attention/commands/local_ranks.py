@@ -45,12 +45,6 @@ class Launch(NamedTuple):
     join_seconds: float | None = None  # within this time from the start, all ranks must meet
 
 
-def share_of_cores(num_ranks: int) -> int:
-    """The most threads of a rank for which no two ranks share a core; 1 if there are fewer cores than ranks."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, num_cores // num_ranks)
-
-
 def run_ranks(
     launch: Launch, function: Callable[..., Any], *args: Any, on_report: Callable[[int, Any], object] | None = None
 ) -> list[Any]:

@@ -5,7 +5,7 @@ import json
 import math
 from typing import Any
 
-from ..forecast.call import Way
+from ..forecast.call import FLOPS_PER_PAIR, Way
 from ..forecast.call import count as count_ranks
 from ..forecast.compare import Call
 from ..forecast.reach import reach
@@ -32,7 +32,6 @@ candidates and compare their losses.
 """
 MOST_RANKS = 2**16
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
-FLOPS_PER_PAIR = 14  # times the head dim: 2 products forward and 5 backward, 2 operations each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +84,8 @@ def budget_of(arguments: argparse.Namespace) -> tuple[float, str | None]:
     if arguments.speedup is not None:
         if not 1 <= arguments.speedup < math.inf:
             raise ValueError(f"--speedup must be at least 1, got {arguments.speedup:g}")
+        if arguments.hardware is not None:
+            raise ValueError(f"--hardware {arguments.hardware} is for --seconds, and --speedup is given: leave it out")
         return dense_pairs(arguments) / arguments.speedup, None
     if arguments.hardware is None:
         raise ValueError("--seconds needs --hardware: a preset or a TOML file; rda doctor --save FILE.toml writes one")

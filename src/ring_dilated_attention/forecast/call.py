@@ -20,6 +20,7 @@ from .ledger import AttentionMemory, Peak, attention_memory
 
 # If there are at most so many ranks, every rank is planned and timed.
 MOST_PLANNED = 64
+FLOPS_PER_PAIR = 7 * 2  # times the head dim: 2 products forward and 5 backward, 2 operations each
 
 
 class Way(NamedTuple):

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 from ..plan.counts import pairs
 from ..plan.sizes import Sizes, Traits
-from .call import Figures, Time, Way, forecast
+from .call import FLOPS_PER_PAIR, Figures, Time, Way, forecast
 from .clock import Hardware
 from .compare import Call
 
@@ -252,7 +252,8 @@ def flops_of_step(job: ModelJob) -> int:
     """The useful FLOPs of all ranks: 6 for each token and matrix entry, 14 D for each pair of a query and a key."""
     shape = job.shape
     matrices = shape.num_layers * shape.block_matrices + shape.vocab_size * shape.embed_dim
-    attention = 14 * shape.head_dim * pairs(job.pattern, job.seq_len, shape.num_heads) * job.batch * job.mesh.data
+    num_pairs = pairs(job.pattern, job.seq_len, shape.num_heads) * job.batch * job.mesh.data
+    attention = FLOPS_PER_PAIR * shape.head_dim * num_pairs
     return 6 * job.tokens * matrices + shape.num_layers * attention
 
 

@@ -69,16 +69,12 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) ->
     parameters = _load(checkpoint / saved_run.MODEL_FILE, by_name)
     expected = {f"{field}/{name}": x for name, x in by_name.items() for field in ("exp_avg", "exp_avg_sq")}
     expected |= {f"step/{name}": torch.zeros((), dtype=torch.float32) for name in by_name}
-    moments = _load(checkpoint / saved_run.OPTIMIZER_FILE, expected)
+    moments = _load(file := checkpoint / saved_run.OPTIMIZER_FILE, expected)
     for key, x in moments.items():
         if key.startswith("step/") and x.item() != saved_run.step_of(checkpoint):
-            raise ValueError(
-                f"{checkpoint / saved_run.OPTIMIZER_FILE} is damaged: {key!r} is {x.item():g}, not the run's step"
-            )
+            raise ValueError(f"{file} is damaged: {key!r} is {x.item():g}, not the run's step")
         if key.startswith("exp_avg_sq/") and bool((x < 0).any()):
-            raise ValueError(
-                f"{checkpoint / saved_run.OPTIMIZER_FILE} is damaged: {key!r} is a mean of squares below 0"
-            )
+            raise ValueError(f"{file} is damaged: {key!r} is a mean of squares below 0")
     with torch.no_grad():
         for name, x in parameters.items():
             by_name[name].copy_(x)

@@ -96,9 +96,10 @@ class Hyperparameters:
 
 
 def in_short(number: float | str) -> str:
-    """The digits of a number, or only their count if there are more than 40."""
+    """A number or a text. If it has more than 40 letters: the count of the number's digits, or the text's beginning."""
     text = str(number)
-    return text if len(text) <= 40 else f"(a number of {len(text)} digits)"
+    long = f"(a number of {len(text)} digits)" if text.lstrip("-").isdecimal() else f"{text[:37]}..."
+    return text if len(text) <= 40 else long
 
 
 def entries_of(value: Any) -> tuple[Any, ...]:

@@ -93,6 +93,12 @@ def loopback_only() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": LOOPBACK[sys.platform]} if sys.platform in LOOPBACK else {}
 
 
+def share_of_cores(num_ranks: int) -> int:
+    """The most threads of a rank for which no two ranks share a core; 1 if there are fewer cores than ranks."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // num_ranks)
+
+
 def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
     """Run `rda train <arguments> --launched FOLDER` on every rank, until all have ended.
 
@@ -103,8 +109,7 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
         lock: the descriptor of the folder's lock. The ranks inherit it, and hold the lock if this process is killed.
     """
     environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
     command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", *arguments, "--launched"]
     processes: list[subprocess.Popen[bytes]] = []
     read_end, write_end = os.pipe()

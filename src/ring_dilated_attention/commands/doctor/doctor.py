@@ -14,7 +14,7 @@ from typing import Any
 
 from ...forecast.clock import Hardware, time_text
 from ...training.files import check_mine, in_words, write_whole
-from ...training.rank_launcher import check_meeting, started
+from ...training.rank_launcher import check_meeting, share_of_cores, started
 from ..hardware import MAKER, Machine, as_toml, is_saved, known
 from ..interrupts import leaving_at_once
 from ..limits import check_at_least, check_memory, check_seconds
@@ -86,7 +86,7 @@ def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     with leaving_at_once("rda doctor"):
         import torch
 
-        from ..local_ranks import Launch, run_ranks, share_of_cores
+        from ..local_ranks import Launch, run_ranks
         from .examination import examine_on
 
     num_ranks = arguments.ranks or 1

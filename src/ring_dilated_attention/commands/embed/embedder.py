@@ -13,7 +13,8 @@ from torch import Tensor
 from ...models.longnet_vit import LongNetViT
 from ...models.weights import first_line, load_slide_encoder
 from ...ranks.context import ContextParallel, refuse
-from ..local_ranks import Launch, Worker, run_ranks, share_of_cores
+from ...training.rank_launcher import share_of_cores
+from ..local_ranks import Launch, Worker, run_ranks
 from ..terminal import is_out_of_memory
 from .embeddings import Entry, fingerprint
 from .slides import Slide, open_slide

@@ -24,19 +24,20 @@ from .figures import check_picture, draw
 from .options import add_call, add_head_dim, call_of, documents_of
 
 EXAMPLES = f"""examples:
-  rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi --dilation-rates 1 16 256
-        which branches stay at home and which travel: with shards of 131,072 positions only the longest branch travels
-  rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal
-        dense ring attention; the last rank has seven times the work of the first
-  rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal --sharding zigzag
-        the same, balanced
-  rda plan --seq-len 65536 --ranks 2 --segment-lengths 2048 65536 --dilation-rates 1 16 --picture docs
-        also draws the pattern and the ring
-  rda plan --seq-len 131072 --ranks 4 --segment-lengths 131072 --dilation-rates 1 --causal --documents 100000 31072
-        packed documents; the shardings are compared on them
-  rda plan --seq-len 131072 --ranks 8 --segment-lengths 131072 --dilation-rates 1 --causal --sharding zigzag \\
-           --dtype bfloat16 --hardware h100-infiniband --flops 500e12 --latency 20e-6
-        how long a step takes, and how much of it each rank waits, where kernels reach 500 TFLOPS
+  rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi \\
+           --dilation-rates 1 16 256
+      which branches stay at home and which travel: with shards of 131,072
+      positions only the longest branch travels
+  rda plan --seq-len 128Ki --ranks 4 --segment-lengths 128Ki \\
+           --dilation-rates 1 --causal
+      dense ring attention; the last rank has seven times the work of the first
+  the same with
+      --sharding zigzag           balanced
+      --documents 100000 31072    packed; the shardings are compared on them
+      --picture docs              also draws the pattern and the ring
+      --dtype bfloat16 --hardware h100-infiniband --flops 500e12 --latency 20e-6
+                                  how long a step takes, and how much of it each
+                                  rank waits, where kernels reach 500 TFLOPS
 
 One attention call, forward and backward; a whole model is planned by rda plan model, and exchanges are compared by
 rda plan compare. FLOPs count the pairs of the pattern (2 products forward, 5 backward). Memory counts the rank's query,

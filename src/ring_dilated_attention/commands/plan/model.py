@@ -31,19 +31,20 @@ from ...plan.sizes import Traits
 from ...training.options import in_short
 from ..hardware import ITEMSIZE, Machine, described, machine_for
 from ..hardware import add_options as add_hardware_options
-from ..limits import LARGEST
+from ..limits import LARGEST, MOST_RANKS, check_at_least
 from ..numbers import amount, count, scaled, size_text
 from ..output import aligned, progress_bar, wrapped
 from .options import add_call, complete, pattern_of
 
-EXAMPLES = """examples:
-  rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K --seq-len 1Mi --mesh 8x8 \\
-                 --segment-lengths 2Ki 128Ki --dilation-rates 1 16 --causal --dtype bfloat16 \\
+EXAMPLES = f"""examples:
+  rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K \\
+                 --seq-len 1Mi --mesh 8x8 --segment-lengths 2Ki 128Ki \\
+                 --dilation-rates 1 16 --causal --dtype bfloat16 \\
                  --hardware h100-infiniband --tokens 1e11
-        memory by part, with activations kept, checkpointed and offloaded; days; what would fit
+      memory with activations kept, checkpointed or offloaded; days; what fits
 
-A model is counted as a LongNetLM of its sizes. If more than 64 ranks share a sequence, memory and time of the attention
-are estimates (docs/planning.md says how far off they may be).
+A model is counted as a LongNetLM of its sizes. If more than {MOST_PLANNED} ranks share a sequence, memory and time of
+the attention are estimates (docs/planning.md says how far off they may be).
 """
 MOST_PARAMETERS = 10**15  # a thousand times those of the largest models: more is a typing mistake
 # For each field, its names in the config.json of Llama, of GPT-2 and of this library.
@@ -88,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--tokens must be from 1 to {LARGEST:,}, got {arguments.tokens:g}")
     fill_in(arguments)
     complete(arguments)
-    job, machine = job_of(arguments), machine_for(arguments)
+    job = job_of(arguments)
+    arguments.ranks = job.mesh.num_ranks  # so that `machine_for` asks for a network if --mesh has several
+    machine = machine_for(arguments)
     memory = arguments.memory or (None if machine is None else machine.memory_bytes)
     asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory)
     with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
@@ -191,6 +194,7 @@ def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
         raise ValueError(f"--mesh {in_short(text)} is not DATAxSEQUENCE or DATAxSEQUENCExSHARDS, as 8x8 or 8x8x64")
     mesh = Mesh(*sizes)
     ranks, shards = mesh.num_ranks, mesh.shards
+    check_at_least("the number of ranks of --mesh", max(ranks, shards), most=MOST_RANKS)
     if num_ranks is not None and ranks != num_ranks:
         product = f"{mesh.data} * {mesh.sequence} = {ranks:,}"
         raise ValueError(f"--mesh {text} has {product} ranks, and --ranks is {num_ranks:,}")
@@ -267,7 +271,7 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
     branches = "; ".join(map(str, job.pattern.branches))
     lines = [
         "counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): "
-        f"{scaled(found['num_parameters'], 'parameters')}",
+        f"{scaled(found['num_parameters'], '')} parameters",
         f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); each "
         f"{-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
         # Causality is shown because the config may have set it.

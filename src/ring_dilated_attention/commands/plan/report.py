@@ -3,7 +3,7 @@
 from operator import itemgetter
 from typing import Any
 
-from ...forecast.call import Figures
+from ...forecast.call import FLOPS_PER_PAIR, Figures
 from ...forecast.clock import Hardware, StepTime, time_text
 from ...forecast.large import ERRORS_TEXT
 from ...forecast.ledger import Peak
@@ -14,7 +14,6 @@ from ..numbers import scaled, size_text
 from ..output import aligned, wrapped
 
 MOST_ROWS = 16  # with more ranks, the table has only the first, the last and the extremes
-FLOPS_PER_PAIR = 7 * 2  # times the head dim: 2 products forward and 5 backward, 2 operations each
 
 
 def of_each(figures: Figures, sizes: Sizes) -> dict[str, Any]:
