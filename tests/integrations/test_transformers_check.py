@@ -111,6 +111,31 @@ class Before(nn.Module):
         return x + x.roll(1, 1)
 
 
+class Headed(LlamaModel):
+    """... and one in which all positions see the first."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = One(0)
+
+
+class Tailed(LlamaModel):
+    """... and one in which all positions see the last."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = One(-1)
+
+
+class One(nn.Module):
+    def __init__(self, position):
+        super().__init__()
+        self.position = position
+
+    def forward(self, x):
+        return x + x[:, [self.position]]
+
+
 class Hidden(LlamaModel):
     """... and one whose attention over the layers' outcome is another's."""
 
@@ -139,6 +164,8 @@ class Capped(LlamaModel):
     ("kind", "part"),
     [
         (Smeared, r"Smeared: positions meet in Before \(norm\) without dilated attention"),
+        (Headed, r"Headed: positions meet in One \(norm\) without dilated attention"),
+        (Tailed, r"Tailed: positions meet in One \(norm\) without dilated attention"),
         (Hidden, r"Hidden: positions meet in MultiheadAttention \(pool\) without dilated attention"),
         (Capped, "Capped: dilated attention with one segment of all positions is not the attention of LlamaAttention"),
     ],
@@ -149,6 +176,42 @@ def test_models_of_users(kind, part):
         kind(LlamaConfig(**SIZES, dilated_attention=PATTERN))
     with pytest.raises(ValueError, match=part):
         convert_to_dilated(kind(LlamaConfig(**SIZES)), PATTERN)
+
+
+class Experts(nn.Module):
+    """Each position is given to one expert, and an expert without positions does not run."""
+
+    def __init__(self, width, num_experts):
+        super().__init__()
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(num_experts))
+
+    def forward(self, x):
+        chosen, output = self.router(x).argmax(-1), torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            output[chosen == expert] = self.experts[expert](x[chosen == expert])
+        return output
+
+
+class Routed(LlamaModel):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.layers:
+            layer.mlp = Experts(config.hidden_size, 8)
+
+
+def test_another_token_may_leave_an_expert_without_positions():
+    register()
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 6}, dilated_attention=PATTERN)
+    assert Routed(config).config.dilated_attention == config.dilated_attention
+
+
+def test_a_vocabulary_of_two_tokens():
+    register()
+    config = LlamaConfig(**{**SIZES, "vocab_size": 4}, bos_token_id=0, eos_token_id=1, dilated_attention=PATTERN)
+    assert LlamaModel(config).config.dilated_attention == config.dilated_attention
+    with pytest.raises(ValueError, match=r"positions meet in Before \(norm\)"):
+        Smeared(config)
 
 
 class Labelled(LlamaPreTrainedModel):

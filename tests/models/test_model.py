@@ -55,6 +55,16 @@ def test_no_logit_sees_a_later_token(t):
     assert not torch.allclose(before[:, t], after[:, t], atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_tokens_of_unsigned_integers(dtype):
+    """Files of tokens hold uint16, which torch converts, but does not compare."""
+    model, tokens = make(), make_tokens(2, 37)
+    assert torch.equal(model(tokens.to(dtype)), model(tokens))
+    assert torch.equal(model.loss(tokens.to(dtype)), model.loss(tokens))
+    with pytest.raises(ValueError, match="tokens from 50 to 99, but vocab_size=50"):
+        model(torch.tensor([[50, 99]]).to(dtype))
+
+
 def test_loss_is_the_mean_over_next_tokens(monkeypatch):
     """In chunks of positions (the last one ragged) as in one piece, gradients included."""
     model, tokens = make(), make_tokens(2, 37)

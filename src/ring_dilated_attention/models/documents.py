@@ -136,7 +136,7 @@ def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
         return f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
     # On a GPU torch's kernel asserts this. A check here would wait for the GPU.
     if tokens_BN.device.type == "cpu" and tokens_BN.numel() and not torch.compiler.is_compiling():
-        low, high = tokens_BN.min(), tokens_BN.max()
+        low, high = tokens_BN.long().aminmax()  # torch compares no uint16
         if low < 0 or high >= num_tokens:
             return f"tokens from {low} to {high}, but {setting}={num_tokens}"
     return None

@@ -1,8 +1,8 @@
 """Checks on a tiny copy of a transformers model that positions see each other only in dilated attention.
 
-The copy has the model's layers, but narrower ones. First each position is alone in its segment: an output that depends
-on another position saw that position outside of dilated attention. Then one segment holds all positions: the outputs
-must be those of the model's own attention.
+The copy has the model's layers, but narrower ones. First each position is alone in its segment, and a middle one, the
+first and the last are changed in turn: an output that changes at another position saw it outside of dilated attention.
+Then one segment holds all positions: the outputs must be those of the model's own attention.
 """
 
 import copy
@@ -25,7 +25,7 @@ from ...pattern import DilatedPattern
 from .attention import attend
 from .config import FIELD, NAME, SEEN, crosses, pattern_of
 
-ROWS = 8
+ROWS, PLACES = 8, (4, 0, -1)  # the length of a copy's input, and where it is changed
 ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
 # The largest values of these config fields in a copy. Smaller values change widths, and not the structure.
 NARROW = {r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64, r"(n|moe_num|num)_\w*experts": 32}
@@ -164,7 +164,6 @@ def _check_copy(name: str, model: Any) -> bool:
 def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
     """The innermost module that mixes positions without our attention: one input row changes, several output rows."""
     rows = next((getattr(module, SEEN) for module in callers.values()), ROWS)
-    before, after = _trace(model, ALONE), _trace(model, ALONE, is_changed=True)
 
     def meet(x: Tensor | None, y: Tensor | None) -> bool:
         if x is None or y is None or x.dim() != 2 or x.shape[1] != rows or x.shape != y.shape:
@@ -172,19 +171,20 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
         change_N = (x - y).abs().amax(0)
         return int((change_N > 1e-3 * change_N.max()).sum()) > 1
 
-    for at, (given, output) in before.items():
-        if meet(output, after[at][1]) and not meet(given, after[at][0]):
-            return at
+    before = _trace(model, ALONE)
+    for after in (_trace(model, ALONE, place) for place in PLACES):
+        for at, (given, output) in before.items():  # an expert may run in one of them alone
+            if at in after and meet(output, after[at][1]) and not meet(given, after[at][0]):
+                return at
     return None
 
 
 def _trace(
-    model: Any, pattern: DilatedPattern | None, *, is_changed: bool = False
+    model: Any, pattern: DilatedPattern | None, changed: int | None = None
 ) -> dict[str, tuple[Tensor | None, Tensor]]:
     """Run the model. By the name of each module, as they end: the first tensor of its arguments, and of its output.
 
-    pattern: None for the model's own attention. is_changed: at one position the model is given another token, or its
-    first layer another vector if it takes no tokens.
+    pattern: None for its own attention. changed: where it gets another token, or else its first layer another vector.
     """
     found: dict[str, tuple[Tensor | None, Tensor]] = {}
 
@@ -193,15 +193,15 @@ def _trace(
             found[at] = _first((args, options)), result
 
     def change(module: nn.Module, args: tuple) -> None:
-        args[0][:, args[0].shape[1] // 2] += 1
+        args[0][:, args[0].shape[1] // 2 if changed == PLACES[0] else changed] += 1
 
     _give(model.config, pattern)
     modules = dict(model.named_modules())
     hooks = [module.register_forward_hook(partial(keep, at), with_kwargs=True) for at, module in modules.items()]
-    if is_changed and model.main_input_name != "input_ids":
+    if changed is not None and model.main_input_name != "input_ids":
         layer = next((re.match(r".*?\d+(?=\.)", at) for at, module in modules.items() if hasattr(module, SEEN)), None)
         hooks += [modules[layer[0]].register_forward_pre_hook(change)] if layer else []
-    model(**_inputs(model, is_changed))
+    model(**_inputs(model, changed))
     for hook in hooks:
         hook.remove()
     return found
@@ -246,13 +246,13 @@ def _give(config: Any, pattern: DilatedPattern | None) -> None:
     config._attn_implementation = "eager" if pattern is None else SEEN
 
 
-def _inputs(model: Any, is_changed: bool) -> dict[str, Tensor]:
+def _inputs(model: Any, changed: int | None) -> dict[str, Tensor]:
     config, name = model.config, model.main_input_name
     if name == "input_ids":
         special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
-        ids = [x for x in range(config.vocab_size) if x not in special][-ROWS:]
-        if is_changed:
-            ids[ROWS // 2] = ids[0]
+        ids = ([x for x in range(config.vocab_size) if x not in special] * ROWS)[-ROWS:]
+        if changed is not None:
+            ids[changed] = ids[changed ^ 1]  # a neighbour's, which is another token in the smallest vocabulary
         return {name: torch.tensor([ids])}
     side = getattr(config, "image_size", 32)
     sides = side if isinstance(side, (list, tuple)) else (side, side)

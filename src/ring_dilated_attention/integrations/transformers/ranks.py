@@ -73,7 +73,7 @@ class ShardedForward:
     """The hooks of `context_parallel` before and after a model's forward."""
 
     def __init__(self, model: nn.Module, parallel: ContextParallel) -> None:
-        self.parallel, self.model = parallel, [model]
+        self.parallel, self.model = parallel, model
         self.signature = inspect.signature(model.forward)
         self.num_labels: Any = None
         self.labels: Tensor | None = None
@@ -87,7 +87,7 @@ class ShardedForward:
         """From now on the model computes whole sequences again."""
         for hook in self.hooks:
             hook.remove()
-        setattr(self.model[0], SHARDED, None)
+        setattr(self.model, SHARDED, None)
 
     @torch.compiler.disable  # ranks talk to each other
     def before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
