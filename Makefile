@@ -58,7 +58,7 @@ gpu: $(VENV)/.installed
 	$(BIN)/python -m benchmarks gpu_memory
 	$(BIN)/python -m benchmarks gpu_small
 
-# 30 trials of each kind: ranks that are killed, stopped, or raise. `make test` has one of each.
+# 30 trials of each kind: ranks that are killed, stopped, or raise. `make test` has some of each.
 faults: $(VENV)/.installed
 	$(BIN)/python tests/ranks/fault_trials.py
 

@@ -22,6 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if share := config.getoption("--share"):
         first, step = map(int, share.split("/"))
+        if not 1 <= first <= step:
+            raise pytest.UsageError(f"--share {share}: the first is 1/{step}, the last {step}/{step}")
         items[:] = items[first - 1 :: step]
     items[:] = dealt(items, getattr(config, "workerinput", {}).get("workercount", 1))
 

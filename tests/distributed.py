@@ -24,9 +24,10 @@ from tqdm import tqdm
 
 START = multiprocessing.get_context("forkserver")
 # A rank is forked from a server that has imported these, which its test needs: 0.03 s of work instead of 0.1 to 0.3,
-# and where it compiles, a second less.
+# and where it compiles, a second less. The server passes by what it does not find, and it does not look in `tests`:
+# Python 3.11 does not give it our sys.path.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "benchmarks.measure"]
-_PRELOADED += ["torch._inductor.compile_fx", "distributed", "helpers"]
+_PRELOADED += ["torch._inductor.compile_fx"]
 _PRELOADED += [f"ring_dilated_attention.{name}" for name in ("attention", "layers", "models", "reference", "simulate")]
 START.set_forkserver_preload(_PRELOADED)
 
@@ -36,7 +37,7 @@ store: dist.Store  # in a rank: the one that the test hosts
 
 
 def preload(*modules: str) -> None:
-    """Import these once, before the first rank starts, and not in every rank."""
+    """Import these installed modules once, and not in every rank. For while tests are collected: before the server."""
     _PRELOADED.extend(modules)
     START.set_forkserver_preload(_PRELOADED)
 

@@ -10,6 +10,7 @@ from itertools import chain, combinations
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import patterns
 from helpers import poisoned_memory, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,28 +87,13 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-@st.composite
-def patterns(draw, num_heads, longest=80):
-    heads = draw(st.sampled_from(["all", "all", "split"]))
-    num_branches = draw(st.integers(1, min(3, num_heads) if heads == "split" else 3))
-    lengths = st.lists(st.integers(1, longest), min_size=num_branches, max_size=num_branches)
-    rates = st.lists(st.integers(1, 9), min_size=num_branches, max_size=num_branches)
-    return DilatedPattern(
-        draw(lengths),
-        draw(rates),
-        is_causal=draw(st.booleans()),
-        phase="modulo" if heads == "split" else draw(st.sampled_from(["modulo", "blocked"])),
-        heads=heads,
-    )
-
-
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_any_call_equals_the_definition(data):
     """Catches what no chosen case thought of: any pattern, length, heads, layout, scale, documents, use of results."""
     num_kv_heads = data.draw(st.integers(1, 3))
     num_heads = num_kv_heads * data.draw(st.integers(1, 3))
-    pattern = data.draw(patterns(num_heads))
+    pattern = data.draw(patterns(num_heads, longest=80))
     seq_len = data.draw(st.one_of(st.integers(1, 40), st.sampled_from([1, 63, 64, 111])))
     batch = data.draw(st.integers(1, 3))
     head_dim = data.draw(st.sampled_from([1, 3, 8, 24]))

@@ -3,6 +3,7 @@
 from collections import namedtuple
 
 import pytest
+from helpers import ROOT
 from order import LONGEST, dealt
 
 Item = namedtuple("Item", "name")
@@ -22,6 +23,12 @@ def test_every_item_runs_once_and_each_worker_begins_with_a_long_one(num_long, n
         starts.append(starts[i] + (len(items) - starts[i]) // (num_workers - i))
     if num_others == 100:
         assert sum(order[i].name.startswith(LONGEST) for i in starts) == min(num_long, num_workers)
+
+
+def test_the_longest_are_tests():
+    """Catches one that has another name now, and waits at the end again."""
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in LONGEST if f"def {name.partition('[')[0]}" not in sources] == []
 
 
 def test_no_name_of_the_longest_begins_another():

@@ -1,5 +1,6 @@
 """The README's examples run as they are written, and its links and commands exist."""
 
+import json
 import os
 import re
 import subprocess
@@ -110,10 +111,26 @@ def test_links_lead_somewhere(link):
 
 
 def test_commands_exist():
-    assert set(re.findall(r"`rda (\w+)`", README)) <= set(SUBCOMMANDS)
+    assert set(re.findall(r"`rda ([\w ]+)`", README)) == set(SUBCOMMANDS)
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^    make (\w+)", README, flags=re.MULTILINE):
         assert f"\n{target}:" in makefile
+
+
+def test_figures_are_those_of_the_records():
+    """Catches a benchmark that is run anew, and a README that goes on with what it said before."""
+
+    def record(case):
+        return json.loads((ROOT / f"benchmarks/results/{case}.json").read_text())["rows"]
+
+    def span(values, places=1):
+        return f"{min(values):.{places}f} to {max(values):.{places}f}"
+
+    crossed = {n: [x["speed_up"] for x in record("crossover") if x["seq_len"] == n] for n in (1024, 2048, 4096, 16384)}
+    slower = [1 / x for n in (1024, 2048) for x in crossed[n]]
+    text = " ".join(README.split())
+    assert f"up to 2,048 positions (by {span(slower)} times), and slower from 4,096 on: {span(crossed[4096])}" in text
+    assert f"{span(crossed[16384])} times at 16,384" in text
 
 
 def test_files_to_read_exist():

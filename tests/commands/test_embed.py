@@ -340,8 +340,11 @@ def test_what_it_needs(weights, tmp_path, monkeypatch, capsys):
 
 
 def test_options_are_refused_before_torch_is_imported():
-    code = "import sys; from ring_dilated_attention.commands.embed import embed; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    start = "import sys; from ring_dilated_attention.commands.cli import main; sys.modules['torch'] = None"
+    code = f"{start}; sys.exit(main('embed a.npz --weights none.pth --out out.st --layer top'.split()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("rda embed: --layer top is none of last, encoder, all")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

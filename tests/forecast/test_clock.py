@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import Late, TimedKernel
 
 from ring_dilated_attention.forecast.clock import Hardware, Network, RankTime, Side, model_step
-from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import RankPlan
@@ -182,37 +182,21 @@ class VirtualLink:
         return VirtualPending(self, [*sent.sides, *received.sides])
 
 
-class LateLink(VirtualLink):
-    """Sends when somebody waits: a ring without overlap."""
-
-    def carry(self, sends, receives, moment):
-        pending = super().carry(sends, receives, moment)
-        pending.wait()
-        return pending
+class LateLink(Late, VirtualLink):
+    pass
 
 
-class TimedKernel:
-    """The CPU kernel; a call takes its FLOPs, counted from the tensors."""
+def computing(clock, hardware):
+    """For TimedKernel: a call takes its FLOPs, counted from the tensors."""
 
-    IN_PLACE, TRAITS = False, cpu.TRAITS
-
-    def __init__(self, clock, hardware):
-        self.clock, self.hardware = clock, hardware
-
-    def take(self, q, k, is_causal, products):
+    def take(q, k, is_causal, products):
         rows, keys = q.shape[2], k.shape[2]
         pairs = q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if is_causal else rows * keys)
-        seconds = products * 2 * q.shape[3] * pairs / self.hardware.flops_per_second
-        self.clock.now += seconds
-        self.clock.computing += seconds
+        seconds = products * 2 * q.shape[3] * pairs / hardware.flops_per_second
+        clock.now += seconds
+        clock.computing += seconds
 
-    def forward(self, q, k, v, is_causal, scale):
-        self.take(q, k, is_causal, 2)
-        return cpu.forward(q, k, v, is_causal, scale)
-
-    def backward(self, rows, is_causal, scale):
-        self.take(rows.query, rows.key, is_causal, 5)
-        return cpu.backward(rows, is_causal, scale)
+    return take
 
 
 def run_programs(plans, batch, head_dim, dtype, hardware, stages, link_type=VirtualLink):
@@ -223,7 +207,7 @@ def run_programs(plans, batch, head_dim, dtype, hardware, stages, link_type=Virt
         clock = clocks[plan.rank]
         query = torch.zeros(batch, plan.num_rows, plan.num_heads, head_dim, dtype=dtype)
         key = torch.zeros(batch, plan.num_rows, plan.num_kv_heads, head_dim, dtype=dtype)
-        means = Means(TimedKernel(clock, hardware), 1.0, link_type(plan.rank, clock, network, turn))
+        means = Means(TimedKernel(computing(clock, hardware)), 1.0, link_type(plan.rank, clock, network, turn))
         if stage == "forward":
             executor.forward(RankPlan(plan, None), means, query, key, key)
         else:

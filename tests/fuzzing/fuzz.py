@@ -112,7 +112,7 @@ def fuzz(
 ) -> Findings:
     """Try cases until they, the time or the patience is through."""
     findings, start, left = Findings(kind, seed), time.monotonic(), numbers
-    _START.set_forkserver_preload(["torch", "torch.distributed", *KINDS.values(), MODULES[kind]])
+    _START.set_forkserver_preload(["torch", "torch.distributed"])
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         while left and time.monotonic() - start < seconds and len(findings.failures) < most_failures:
             ours, theirs = _START.Pipe(duplex=False)

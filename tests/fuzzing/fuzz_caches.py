@@ -204,7 +204,7 @@ class Conversation:
                 if must:
                     return f"crop({counts}) from {self.positions} is refused: {error}"
         if len(answers) > 1:
-            # One of two caches has no rings of the shorter segments: both go on from where both can.
+            # One of two caches has no buffers of the shorter segments: both go on from where both can.
             for part in self.parts:
                 part.cache.reset()
             self.positions, self.highest = [0] * self.batch, [0] * self.batch

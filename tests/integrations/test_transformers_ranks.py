@@ -87,8 +87,8 @@ def rank_trains(rank, world_size, names):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_loss_and_gradients_of_one_rank(world_size):
-    """Contiguous, zigzag, packed, padded on the right, and ranks that own nothing. Catches labels that are lost at the
-    borders of shards, a mean over one shard, and positions that begin at 0 on every rank."""
+    """Contiguous, zigzag, packed, padded on the right, and ranks that own one position. Catches labels that are lost at
+    the borders of shards, a mean over one shard, and positions that begin at 0 on every rank."""
     names = ["llama", "bert"] if world_size == 3 else [*DECODERS, "bert"]
     run(world_size, rank_trains, names, seconds=180)
 

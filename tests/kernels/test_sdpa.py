@@ -408,7 +408,7 @@ def test_numbers_with_stand_ins(stand_ins, name, dtype, head_dim, num_kv_heads, 
 @pytest.mark.parametrize("name", ["flash", "efficient"])
 @pytest.mark.parametrize("chunk", [1, 9])
 def test_a_cache_with_stand_ins(stand_ins, name, chunk):
-    """Catches a token that an op refuses: one row, rows of a ring that lie elsewhere, query heads as rows of a tile."""
+    """Catches a token that an op refuses: one row, rows of a buffer that lie elsewhere, query heads as rows."""
     pattern = DilatedPattern((16, 36), (1, 3), is_causal=True)
     inputs = [torch.randn(2, 36, h, 24, dtype=torch.float16) for h in (4, 2, 2)]
     cache = DilatedCache(pattern, 2, 4, 2, 24, dtype=torch.float16, keep=2)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from drawn import patterns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -147,12 +148,7 @@ def test_any_pattern_is_met_as_often_as_the_definition_says(data):
     """Catches what no chosen case thought of."""
     num_kv_heads = data.draw(st.integers(1, 2))
     num_heads = num_kv_heads * data.draw(st.integers(1, 4))
-    heads = data.draw(st.sampled_from(["all", "all", "split"]))
-    num_branches = data.draw(st.integers(1, min(3, num_heads) if heads == "split" else 3))
-    lengths = data.draw(st.lists(st.integers(1, 40), min_size=num_branches, max_size=num_branches))
-    rates = data.draw(st.lists(st.integers(1, 5), min_size=num_branches, max_size=num_branches))
-    phase = "modulo" if heads == "split" else data.draw(st.sampled_from(["modulo", "blocked"]))
-    pattern = DilatedPattern(lengths, rates, is_causal=data.draw(st.booleans()), phase=phase, heads=heads)
+    pattern = data.draw(patterns(num_heads, longest=40, highest_rate=5))
     ends = data.draw(st.sets(st.integers(1, 32), min_size=1, max_size=3))
     borders = (0, *sorted(ends))
     blocks = data.draw(st.sampled_from([(1, 1), (4, 2), (8, 4), (16, 16)]))

@@ -420,7 +420,7 @@ def test_a_wrong_result_is_seen():
 # batch, query heads, key/value heads, head dim, branches, rules, limits of the cache
 TOKENS = [
     (2, 2, 2, 24, [(40, 1), (64, 3)], {}, {}),
-    (1, 6, 1, 16, [(37, 2), (9, 2)], {"phase": "blocked"}, {"keep": 5}),  # rows go around the end of a ring
+    (1, 6, 1, 16, [(37, 2), (9, 2)], {"phase": "blocked"}, {"keep": 5}),  # rows go around the end of a buffer
     (1, 4, 2, 48, [(30, 1), (64, 2)], {"heads": "split"}, {"max_len": 70}),
     (1, 2, 1, 256, [(40, 1)], {}, {}),
     (1, 4, 4, 16, [(20, 1), (64, 3)], {}, {"heads_held": range(1, 3)}),  # phases 1 and 2 of the wide branch
@@ -476,7 +476,7 @@ def test_tokens(case, dtype):
 
 
 def test_more_heads_share_keys_than_a_tile_has_rows(monkeypatch):
-    """Catches heads that are left out, and a row that is written by none of a ring's tiles."""
+    """Catches heads that are left out, and a row that is written by none of a buffer's tiles."""
     monkeypatch.setattr(token, "MOST_HEADS", 4)
     test_tokens((1, 6, 1, 16, [(13, 1), (50, 3)], {}, {}), torch.float32)
 

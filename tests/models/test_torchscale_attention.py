@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from distributed import run
+from helpers import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,10 +35,6 @@ def random(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def relative(x, y):
-    return ((x - y).norm() / y.norm()).item()
-
-
 @pytest.mark.parametrize("name", ATTENTION)
 def test_equals_what_torchscale_computed(name):
     case = ATTENTION[name]
@@ -47,7 +44,7 @@ def test_equals_what_torchscale_computed(name):
     reference, _ = padded_reference(*case.inputs(), case.pattern)
     torch.testing.assert_close(reference, expected, rtol=1e-13, atol=1e-14)
     single = torchscale_attention(*(x.float() for x in case.inputs()), case.pattern)
-    assert relative(single.double(), expected) < 1e-6
+    assert relative_error(single.double(), expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["ragged", "short", "misaligned"])
@@ -89,7 +86,7 @@ def test_torchscale_leaves_out_a_part_of_the_gradient():
     ours = torchscale_attention(*inputs, case.pattern)
     torch.testing.assert_close(theirs, ours.flatten(2), rtol=1e-12, atol=1e-13)
     differences = [
-        relative(x, y)
+        relative_error(x, y)
         for x, y in zip(
             torch.autograd.grad(theirs, inputs, dout.flatten(2)), torch.autograd.grad(ours, inputs, dout), strict=True
         )
@@ -166,7 +163,7 @@ def test_half_precision(dtype, name):
     out = torchscale_attention(*inputs, pattern)
     assert out.dtype == dtype
     expected, _ = padded_reference(*(x.double() for x in inputs), pattern)
-    assert relative(out.double(), expected) < 3 * torch.finfo(dtype).eps
+    assert relative_error(out.double(), expected) < 3 * torch.finfo(dtype).eps
 
 
 def test_gate_leaves_queries_without_keys_alone():

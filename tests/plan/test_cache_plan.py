@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 
 import pytest
+from drawn import patterns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,16 +25,7 @@ def calls(draw):
     """A causal pattern with heads that it can run on."""
     num_kv_heads = draw(st.integers(1, 3))
     num_heads = num_kv_heads * draw(st.integers(1, 3))
-    heads = draw(st.sampled_from(["all", "all", "split"]))
-    num_branches = draw(st.integers(1, min(3, num_heads) if heads == "split" else 3))
-    pattern = DilatedPattern(
-        draw(st.lists(st.integers(1, 12), min_size=num_branches, max_size=num_branches)),
-        draw(st.lists(st.integers(1, 5), min_size=num_branches, max_size=num_branches)),
-        is_causal=True,
-        phase="modulo" if heads == "split" else draw(st.sampled_from(["modulo", "blocked"])),
-        heads=heads,
-    )
-    return pattern, num_heads, num_kv_heads
+    return draw(patterns(num_heads, longest=12, highest_rate=5, is_causal=True)), num_heads, num_kv_heads
 
 
 def phases_read(pattern, num_heads, num_kv_heads):

@@ -3,19 +3,13 @@
 import time
 from datetime import timedelta
 
-import pytest
 import torch
 from distributed import run
+from helpers import message_of
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 
 PATIENCE = timedelta(seconds=20)
-
-
-def message_of(act):
-    with pytest.raises(ValueError) as found:
-        act()
-    return str(found.value)
 
 
 def test_a_batch_has_borders_of_its_sequence():

@@ -104,7 +104,7 @@ def count_bytes(rank, world_size, seq_len):
     sent = allocated(lambda: DilatedCache.gather(parallel, key, value, PATTERN, SIZES[1], to=1)).sent_bytes
     plan = plan_cache(PATTERN, *SIZES[1:3])
     own = plan.kept_of(parallel.ranks.shards(parallel.ranks.lengths_of(seq_len))[rank], seq_len)
-    rows = sum(len(rings.kv_heads) * len(numbers) for rings, numbers, _ in own)
+    rows = sum(len(buffers.kv_heads) * len(numbers) for buffers, numbers, _ in own)
     assert sent == (rows * 2 * SIZES[0] * SIZES[3] * 4 if rank != 1 else 0)
     return rows
 
@@ -113,7 +113,7 @@ def test_only_rows_that_live_on_are_sent():
     """Catches a gather of everything: what a rank sends is its rows that are kept, and together they are all."""
     rows = run(2, count_bytes, 29)
     plan = plan_cache(PATTERN, *SIZES[1:3])
-    assert sum(rows) == sum(len(rings.kv_heads) * len(plan.kept(rings, 29)) for rings in plan.buffers)
+    assert sum(rows) == sum(len(buffers.kv_heads) * len(plan.kept(buffers, 29)) for buffers in plan.buffers)
     assert min(rows) > 0
 
 

@@ -195,7 +195,6 @@ def rank_shares_a_part_again_and_again(rank, world_size):
             names += [link.group.group_name for link in context.ranks.opened]
             context.close()
     assert len(set(names)) == len(names)
-    return open_descriptors()
 
 
 def test_contexts_of_some_ranks_that_are_closed_and_made_again():

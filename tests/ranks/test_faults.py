@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from distributed import RankFailedError, Ranks, run
 from faults import CAUSAL, DENSE, Fault, Report, judge, live, run_trial
+from helpers import ROOT
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
@@ -210,6 +211,12 @@ def assert_all_end(pids, seconds=10):
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"{alive} live on"
         time.sleep(0.05)
+
+
+def test_the_server_of_ranks_finds_what_it_is_to_import():
+    """Catches a module that is called otherwise now: the server passes it by, and every rank imports it."""
+    code = "import sys; from importlib.util import find_spec; assert all(map(find_spec, sys.argv[1:]))"
+    subprocess.run([sys.executable, "-c", code, *distributed._PRELOADED], check=True, cwd=ROOT, timeout=60)
 
 
 def test_ranks_that_never_end_are_ended_and_fail_the_test():

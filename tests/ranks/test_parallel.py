@@ -38,8 +38,6 @@ from ring_dilated_attention.reference import dilated_attention_reference
 from ring_dilated_attention.run import executor
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
-
-
 PATIENCE = timedelta(seconds=20)
 
 
@@ -97,7 +95,7 @@ DISAGREEMENTS = [
 
 def rank_disagrees(rank, world_size):
     strict()
-    cp = ContextParallel(timeout=timedelta(seconds=20))
+    cp = ContextParallel(timeout=PATIENCE)
     for odd in range(world_size):
         for field, deviation, quoted in DISAGREEMENTS:
             message = message_of(lambda d=deviation, odd=odd: call_with(cp, **(d if rank == odd else {})))
@@ -121,7 +119,7 @@ def test_ranks_that_disagree(world_size):
 
 def rank_fails_validation(rank, world_size):
     strict()
-    cp = ContextParallel(timeout=timedelta(seconds=20))
+    cp = ContextParallel(timeout=PATIENCE)
     bad = [{"shape": (0, 5, 4, 8)}, {"kv_heads": 3}, {"backend": "sdpa"}, {"scale": float("nan")}]
     bad.append({"cu_seqlens": torch.tensor([0, 10])})
     for odd in range(world_size):
@@ -137,7 +135,7 @@ def rank_fails_validation(rank, world_size):
     # What only shows when the ranks' lengths are known is refused by all, and nothing was sent.
     message = message_of(lambda: call_with(cp, cu_seqlens=torch.tensor([0, 3], dtype=torch.int32)))
     assert f"the length of the sequence, {5 * world_size}" in message
-    zigzag = ContextParallel(sharding="zigzag", timeout=timedelta(seconds=20))
+    zigzag = ContextParallel(sharding="zigzag", timeout=PATIENCE)
     message = message_of(lambda: call_with(zigzag, shape=(1, 5 + 9 * (rank == 0), 4, 8)))
     assert "zigzag shards of" in message
     assert "ContextParallel.shard" in message
@@ -153,7 +151,7 @@ def test_one_rank_that_fails_its_validation(world_size):
 
 def rank_goes_another_way(rank, world_size):
     strict()
-    cp = ContextParallel(timeout=timedelta(seconds=20))
+    cp = ContextParallel(timeout=PATIENCE)
     first, second = (call_with(cp, needs_grad="qkv").sum() for _ in range(2))
     first.backward(retain_graph=True)
     again = (lambda: first.backward(retain_graph=True)) if rank == 0 else (lambda: call_with(cp, needs_grad="qkv"))
@@ -232,7 +230,7 @@ def dense_call(cp, backward=False, length=5):
 def rank_dies(rank, world_size, stage, exchange):
     """Rank 1 dies in a kernel, when the first chunks are on their way."""
     strict()
-    cp = ContextParallel(timeout=timedelta(seconds=20), exchange=exchange)
+    cp = ContextParallel(timeout=PATIENCE, exchange=exchange)
     dense_call(cp, backward=True)
     start = time.monotonic()
     if rank == 1:
@@ -821,7 +819,7 @@ def test_compiled_equals_eager_on_two_ranks():
 
 
 def rank_compiles_what_it_does_not_use(rank, world_size, backend, dynamic):
-    cp = ContextParallel(timeout=timedelta(seconds=20))
+    cp = ContextParallel(timeout=PATIENCE)
 
     def function(x, num_used):
         outs = [dilated_attention(x * k, x, x, PATTERN, parallel=cp) for k in (1, 2)]
@@ -845,7 +843,7 @@ def test_a_rank_that_does_not_use_what_it_compiled(backend, dynamic):
 
 def rank_recomputes_in_compiled_code(rank, world_size):
     warnings.simplefilter("error")
-    cp = ContextParallel(timeout=timedelta(seconds=20))
+    cp = ContextParallel(timeout=PATIENCE)
 
     def block(x):
         return dilated_attention(x.sin(), x, x, PATTERN, parallel=cp).square()

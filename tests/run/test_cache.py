@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import patterns
 from helpers import poisoned_memory, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,15 +68,7 @@ class Sequence:
 def sequences(draw):
     num_kv_heads = draw(st.integers(1, 3))
     num_heads = num_kv_heads * draw(st.integers(1, 3))
-    heads = draw(st.sampled_from(["all", "all", "split"]))
-    num_branches = draw(st.integers(1, min(3, num_heads) if heads == "split" else 3))
-    pattern = DilatedPattern(
-        draw(st.lists(st.integers(1, 30), min_size=num_branches, max_size=num_branches)),
-        draw(st.lists(st.integers(1, 9), min_size=num_branches, max_size=num_branches)),
-        is_causal=True,
-        phase="modulo" if heads == "split" else draw(st.sampled_from(["modulo", "blocked"])),
-        heads=heads,
-    )
+    pattern = draw(patterns(num_heads, longest=30, is_causal=True))
     torch.manual_seed(draw(st.integers(0, 2**16)))
     sizes = (
         draw(st.integers(1, 2)),
@@ -119,7 +112,7 @@ def test_any_way_of_appending_equals_one_call(sequence, data):
 @pytest.mark.parametrize("keep", [1, 2, 5, 13])
 @pytest.mark.parametrize("chunk", [1, 3, 20])
 def test_as_many_positions_as_kept_can_be_taken_back_anywhere(chunk, keep):
-    """Catches a ring that is too small for the borders of segments: from every position, back and on again."""
+    """Catches a buffer that is too small for the borders of segments: from every position, back and on again."""
     sequence = Sequence(seq_len=64)
     cache = sequence.cache(keep=keep)
     for start in range(0, 61, chunk):
@@ -224,7 +217,7 @@ def test_a_prefix_is_saved_and_loaded():
 
 
 def test_a_short_prefix_goes_into_a_short_cache():
-    """Catches rings that only one of the two caches has: a sequence of one position has no row of phase 1."""
+    """Catches buffers that only one of the two caches has: a sequence of one position has no row of phase 1."""
     pattern = DilatedPattern((4,), (2,), is_causal=True)
     sequence = Sequence(pattern, seq_len=2)
     for first, second in ((1, None), (None, 1), (1, 2), (2, 1)):
@@ -237,7 +230,7 @@ def test_a_short_prefix_goes_into_a_short_cache():
 
 
 def test_branches_that_are_alike_are_saved_apart():
-    """Catches rings that are taken for each other: a key that two branches contain counts twice, and is held twice."""
+    """Catches buffers that are mixed up: a key that two branches contain counts twice, and is held twice."""
     sequence = Sequence(DilatedPattern((4, 4), (1, 1), is_causal=True), seq_len=12)
     cache = sequence.cache()
     sequence.append(cache, 0, 7)
@@ -256,7 +249,7 @@ def test_branches_that_are_alike_are_saved_apart():
     ids=str,
 )
 def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, shares):
-    """Catches phases that go by the head of the tensor instead of that of the layer, or rings for heads of others."""
+    """Catches phases that go by the head of the tensor and not of the layer, or buffers for heads of others."""
     sequence, ratio, num_rows = Sequence(pattern, 2, 30, num_heads, num_kv_heads), num_heads // num_kv_heads, 0
     for heads in shares:
         kv = slice(heads.start // ratio, heads.stop // ratio)
@@ -427,9 +420,9 @@ def test_segments_longer_than_a_block_of_the_kernel():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's imports
-def test_one_graph_for_all_tokens_and_nothing_of_a_rings_size():
+def test_one_graph_for_all_tokens_and_nothing_of_a_buffers_size():
     """Catches a position that becomes a constant of the graph, a second graph for another token or another cache, and
-    a compiler that copies the memory: of what a call allocates, nothing is as large as the smallest ring."""
+    a compiler that copies the memory: of what a call allocates, nothing is as large as the smallest buffer."""
     pattern = DilatedPattern((512, 2048), (1, 2), is_causal=True)
     inputs = [torch.randn(1, 40, 2, 16) for _ in range(3)]
     expected = dilated_attention(*inputs, pattern)
@@ -450,14 +443,14 @@ def test_one_graph_for_all_tokens_and_nothing_of_a_rings_size():
                 assert cache.position.tolist() == [20]
                 assert cache.memory.data_ptr() == memory
             peak = allocated(lambda: compiled(*(x[:, 20:21] for x in inputs), cache)).peak_bytes
-        return counter.frame_count, peak, min(2 * rings.capacity * 16 * 4 for rings in cache.plan.buffers)
+        return counter.frame_count, peak, min(2 * x.capacity * 16 * 4 for x in cache.plan.buffers)
 
-    num_graphs, peak, ring = graphs_and_bytes("inductor")
+    num_graphs, peak, smallest = graphs_and_bytes("inductor")
     assert num_graphs == 1
-    assert 0 < peak < ring / 4
-    num_graphs, peak, ring = graphs_and_bytes("aot_eager")  # which copies what an op writes to: proof that it is seen
+    assert 0 < peak < smallest / 4
+    num_graphs, peak, smallest = graphs_and_bytes("aot_eager")  # copies what an op writes to: proof that it is seen
     assert num_graphs == 1
-    assert peak > ring
+    assert peak > smallest
 
 
 def test_graphs_for_heads_that_two_ranks_hold():
@@ -496,7 +489,7 @@ def test_one_number_of_any_stride():
 
 
 def test_heads_that_read_no_phase():
-    """Catches a maximum over no rings: segments of 2 have no phase 2, which is all that the last head reads."""
+    """Catches a maximum over no buffers: segments of 2 have no phase 2, which is all that the last head reads."""
     pattern = DilatedPattern((2,), (3,), is_causal=True)
     cache = make(pattern, 1, 3, 3, 4, heads_held=range(2, 3))
     for num in (1, 5):
@@ -651,7 +644,7 @@ def test_a_call_that_fails_loses_nothing(monkeypatch):
 
 def test_a_token_that_fails_loses_nothing_that_is_kept(monkeypatch):
     """Catches a row that can be gone back to, and over which a token was written that came to nothing: at the border
-    of both segments the ring is full of what keep holds. The first entry is through when the second fails."""
+    of both segments the buffer is full of what keep holds. The first entry is through when the second fails."""
     sequence = Sequence(batch=2)
     cache = sequence.cache(keep=1)
     sequence.append(cache, 0, 24)
@@ -772,7 +765,7 @@ def test_a_row_that_is_lost_is_seen(monkeypatch):
                 sequence.append(cache, start, min(start + step, 40))
 
     by_tokens_and_by_chunks()
-    monkeypatch.setattr(Buffers, "seen", lambda rings, t: seen(rings, t)[1:] or seen(rings, t))
+    monkeypatch.setattr(Buffers, "seen", lambda buffers, t: seen(buffers, t)[1:] or seen(buffers, t))
     with pytest.raises(AssertionError):
         by_tokens_and_by_chunks()
     monkeypatch.setattr(Buffers, "seen", seen)

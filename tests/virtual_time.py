@@ -1,0 +1,29 @@
+"""What stands in the place of a network and a kernel where an executor runs in virtual time."""
+
+from ring_dilated_attention.kernels import cpu
+
+
+class Late:
+    """A link that sends only when somebody waits: what a ring without overlap would see."""
+
+    def carry(self, sends, receives, moment):
+        pending = super().carry(sends, receives, moment)
+        pending.wait()
+        return pending
+
+
+class TimedKernel:
+    """The CPU kernel. Before each call, take(query, key, is_causal, number of products) lets its time go by."""
+
+    IN_PLACE, TRAITS = False, cpu.TRAITS
+
+    def __init__(self, take):
+        self.take = take
+
+    def forward(self, q, k, v, is_causal, scale):
+        self.take(q, k, is_causal, 2)
+        return cpu.forward(q, k, v, is_causal, scale)
+
+    def backward(self, rows, is_causal, scale):
+        self.take(rows.query, rows.key, is_causal, 5)
+        return cpu.backward(rows, is_causal, scale)
