@@ -179,6 +179,7 @@ def rank_has_bad_input(rank, world_size):
         "labels of padding": ({"attention_mask": mask.flip(1), "labels": ids}, "labels of padded positions must be"),
         "another tensor": ({"pixel_values": torch.zeros(1, 3)}, "pixel_values: it is not known how to cut this"),
         "a tuple": ({"return_dict": False}, "return_dict=False: the loss of all ranks is put in by its name"),
+        "a list": ({"position_ids": list(range(12))}, "'list' object has no attribute"),
         "embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(1, 12, 32)}, "needs input_ids, (batch, N)"),
     }
     for kind, (more, part) in given.items():

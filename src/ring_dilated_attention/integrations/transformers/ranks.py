@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from ...ranks.context import ContextParallel, refuse
+from ...ranks.context import ContextParallel
 from ...ranks.reduce import GlobalMean, all_reduce
 from ..torch import check_meshes
 from .attention import find_borders
@@ -91,13 +91,9 @@ class ShardedForward:
 
     @torch.compiler.disable  # ranks talk to each other
     def before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        try:
+        with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
-            given = self._named(args, kwargs)
-            batch, rest = self._batch(model, given)
-        except ValueError as error:  # or the other ranks would wait for this one
-            refuse(self.parallel.key, str(error))
-            raise
+            batch, rest = self._batch(model, self._named(args, kwargs))
         try:
             local = self.parallel.shard_batch(batch)
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ class MoveRows(torch.autograd.Function):
 
 def _carry(x: Tensor, moves: Sequence[Move], ranks: Ranks | None, fill: float, moment: str) -> Tensor:
     rank = 0 if ranks is None else ranks.rank
-    y = x.new_full(x.shape, fill)
-    for move in moves:
-        if move.source_rank == move.target_rank == rank:
-            _place(y, move, x.narrow(1, move.source_row, move.num_rows))
+    with nullcontext() if ranks is None else ranks.refusing():
+        y = x.new_full(x.shape, fill)
+        for move in moves:
+            if move.source_rank == move.target_rank == rank:
+                _place(y, move, x.narrow(1, move.source_row, move.num_rows))
     if ranks is None or ranks.world_size == 1:
         return y
     ranks.check_all_here(moment)
