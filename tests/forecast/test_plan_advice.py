@@ -124,7 +124,7 @@ def test_a_branch_that_can_be_no_sparser_gets_other_advice():
     job, slow = Call(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e4, 1e-5)
     ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.way.exchange == "ring")
     assert str(advice_on(job, ring, slow)).endswith(
-        "fewer ranks, or a link that is faster or has less latency, would help"
+        "fewer ranks, or a network that is faster or has less latency, would help"
     )
 
 
@@ -148,7 +148,7 @@ def test_no_rate_helps_where_latency_binds(capsys):
     out = said_of(capsys)
     assert "e+0" not in out
     assert (
-        "a higher rate would gain less than 5%; fewer ranks, or a link that is faster or has less latency, would help"
+        "a higher rate would gain less than 5%; fewer ranks, or a network that is faster or has less latency, would help"
         in out
     )
     assert cli.main([*argv, "1M"]) == 0

@@ -13,7 +13,7 @@ from .clock import Hardware
 BOUND_BY_COMMUNICATION = 0.2
 SPARSER = 4
 WORTH_IT = 0.95  # advise a higher rate only if it brings a step's time down to this share or less
-OTHERWISE = "fewer ranks, or a link that is faster or has less latency, would help"
+OTHERWISE = "fewer ranks, or a network that is faster or has less latency, would help"
 
 
 def advice(job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardware) -> str | None:
@@ -25,11 +25,11 @@ def advice(job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardwar
     if way.is_dealt:
         return (
             f"{bound}. Dealing heads sends every position of queries, keys, values and outputs, whatever the pattern: "
-            "fewer key/value heads (grouped queries) or a faster link would help, and rates would not"
+            "fewer key/value heads (grouped queries) or a faster network would help, and rates would not"
         )
     sent, branch = max((share.sent, i) for i, share in enumerate(figures.branches))
     if not sent:
-        return f"{bound}, in handshakes alone: fewer ranks, or a link with less latency, would help"
+        return f"{bound}, in handshakes alone: fewer ranks, or a network with less latency, would help"
     said = (
         f"{bound}. Branch {branch} sends {sent * sizes.unit * sizes.itemsize / 1e9:,.2f} GB in a forward (all ranks "
         f"together) for {_share_of_pairs(job, branch):.0%} of the pairs: "

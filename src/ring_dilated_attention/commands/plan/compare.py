@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the comparison. Raises ValueError if the call is impossible, or if no option gives a machine's rates."""
     call, machine = call_of(arguments), machine_for(arguments)
     if machine is None:
-        raise ValueError("times are compared: give --hardware, or --flops and --bandwidth")
+        raise ValueError("a comparison of times needs rates: give --hardware, or --flops and --bandwidth")
     hardware, said = machine.hardware, None
     with progress_bar(len(ways_of(call)) * call.num_ranks, "rank", delay=2) as bar:
         rows = alternatives(call, hardware, TRAITS[arguments.kernel], bar.update)

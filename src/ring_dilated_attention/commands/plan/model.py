@@ -261,7 +261,7 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     if share >= BOUND_BY_COMMUNICATION:
         said.append(
             f"bound by communication: the sum of gradients takes {share:.0%} of a step; more sequences in a step "
-            "(--batch), or a faster link, would help"
+            "(--batch), or a faster network, would help"
         )
     return said
 
