@@ -47,8 +47,8 @@ EXAMPLES = """examples:
 Keys and values of any position are made by a counter-based generator, so the chunks of the other ranks are made when
 they are met. The rank runs forward and backward; so does every rank that meets its chunks, for the gradients that come
 home. Then rows drawn for every branch are compared with direct evaluation in float64: out, lse and dq of 64 queries,
-this rank's contribution to dK and dV of 64 keys, and the complete dK and dV of 8 keys. If the pattern is not causal, many more ranks meet
-its chunks and are run.
+this rank's contribution to dK and dV of 64 keys, and the complete dK and dV of 8 keys. If the pattern is not
+causal, many more ranks meet its chunks and are run.
 
 The default rank holds rows of the widest branch, stands behind others in as many rings as possible, and has others
 behind it, but few. Exit codes: 0 verified, 1 not, 2 refused.

@@ -50,10 +50,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     asked = getattr(config, "_attn_implementation", None)
     if asked == NAME:
         check_model(type(module), module.config)
-    elif getattr(config, FIELD, None) is not None and asked in (
-        "sdpa",
-        "eager",
-    ):  # the whole model set it for this part
+    elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):  # set by the whole for this part
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Name "
             f"the attention ({NAME!r}; for a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
@@ -187,7 +184,7 @@ def _trace(
 ) -> dict[str, tuple[Tensor | None, Tensor]]:
     """Run the model. For each module, by name and in the order in which they end: its first input and output tensor.
 
-    pattern: None for the model's own attention. changed: the position whose token, or vector in the first layer, differs.
+    pattern: None for the model's own attention. changed: where the token differs, or else a vector in the first layer.
     """
     found: dict[str, tuple[Tensor | None, Tensor]] = {}
 
