@@ -33,13 +33,15 @@ MAKER = "rda doctor"  # the source of numbers that `rda doctor` measured begins 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _A100 = "225 TFLOP/s in training with FlashAttention-2 (arXiv 2307.08691, section 4.2)"
 _H100 = "400 TFLOP/s in training Llama 3 405B (arXiv 2407.21783, table 4)"
-_NETWORK = "bandwidth and latency not measured here: 4 µs are assumed, and 80 % of"
-_SHARE = "the share that DeepSeek-V3 reached on an H800's NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
+_SHARE = (
+    "bandwidth and latency not measured here: 4 µs are assumed, and 80 % of a network's rate, the share that "
+    "DeepSeek-V3 reached on an H800's NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
+)
 PRESETS = {
-    "a100-nvlink": Machine(Hardware(225e12, 240e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_NETWORK} 300 GB/s, {_SHARE}"),
-    "a100-infiniband": Machine(Hardware(225e12, 20e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_NETWORK} 200 Gb/s, {_SHARE}"),
-    "h100-nvlink": Machine(Hardware(400e12, 360e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_NETWORK} 450 GB/s, {_SHARE}"),
-    "h100-infiniband": Machine(Hardware(400e12, 40e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_NETWORK} 400 Gb/s, {_SHARE}"),
+    "a100-nvlink": Machine(Hardware(225e12, 240e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_SHARE}: of 300 GB/s"),
+    "a100-infiniband": Machine(Hardware(225e12, 20e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_SHARE}: of 200 Gb/s"),
+    "h100-nvlink": Machine(Hardware(400e12, 360e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 450 GB/s"),
+    "h100-infiniband": Machine(Hardware(400e12, 40e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 400 Gb/s"),
 }
 LARGEST = 1e30  # a rate far beyond machines, and within floats
 NO_NETWORK = LARGEST  # stands for bytes_per_second in a file that lacks it: one rank sends nothing

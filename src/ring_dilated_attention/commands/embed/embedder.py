@@ -20,7 +20,7 @@ from .embeddings import Entry, fingerprint
 from .slides import Slide, open_slide
 
 DEFAULT_TILE_SIZE = 256.0
-SECONDS = 20 * 24 * 3600.0  # after which ranks are ended. `poll` takes no timeout above 24 days
+SECONDS = 20 * 24 * 3600.0  # then ranks are ended; `poll` takes at most 24 days
 RANK_TIMEOUT = timedelta(hours=1)  # of a message: another rank may take long to read a file
 
 Slides = Sequence[tuple[str, Path]]
