@@ -17,7 +17,7 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.ranks.context import ContextParallel
-from ring_dilated_attention.ranks.link import Wait
+from ring_dilated_attention.ranks.link import WaitTimes
 from ring_dilated_attention.ranks.processes import recorded_waits
 
 from .gate import gate, gate_squares
@@ -82,7 +82,7 @@ class Stage(NamedTuple):
 
     begin: float
     end: float
-    waits: list[Wait]
+    waits: list[WaitTimes]
 
     @property
     def seconds(self) -> float:
@@ -162,11 +162,11 @@ def _parts(plan: Plan, name: str, stages: Sequence[Stage]) -> Iterator[dict[str,
         }
 
 
-def _exposed(waits: Iterable[Wait]) -> float:
+def _exposed(waits: Iterable[WaitTimes]) -> float:
     return sum(wait.end - wait.start for wait in waits)
 
 
-def _in_flight(waits: Sequence[Wait], kind: str) -> float:
+def _in_flight(waits: Sequence[WaitTimes], kind: str) -> float:
     """Seconds from posting the messages of one kind until the last of them was through."""
     own = [wait for wait in waits if wait.moment.endswith(kind)]
     return max((w.arrived for w in own), default=0.0) - min((w.posted for w in own), default=0.0)

@@ -73,6 +73,8 @@ class Module:
                     yield self._absolute(node.args[0].value)
                 else:
                     self.unread.append(ast.unparse(node))
+            elif isinstance(node, ast.Constant) and node.value in self.names:  # as `python -m` is told
+                yield node.value
 
     def _absolute(self, name: str) -> str:
         base, level = self.folder, len(name) - len(name.lstrip("."))
@@ -336,6 +338,7 @@ def test_torch_is_seen_however_it_is_imported(statement, tmp_path):
         "def f():\n    return import_module('..training.load', __package__)",
         "class A:\n    def f(self):\n        import importlib\n        importlib.import_module('{NAME}.training.load')",
         "if TYPE_CHECKING:\n    from ..training.load import x",
+        "def f():\n    subprocess.run([sys.executable, '-m', '{NAME}.training.load'])",
     ],
 )
 def test_a_room_above_is_seen_however_it_is_imported(statement, tmp_path):

@@ -1,6 +1,7 @@
 """Patterns that are made by a rule: dense attention of any length, and LongNet's geometric sequences."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -46,6 +47,17 @@ def test_a_dense_segment_ends_with_its_document():
     )
     for n in (17, 23):
         torch.testing.assert_close(compiled(x[:, :n]), dilated_attention(x[:, :n], x[:, :n], x[:, :n], pattern))
+
+
+def test_many_documents_without_keys():
+    """Catches a pass over the whole period for every document and head: that took 20 s."""
+    n = 2**17
+    lengths = range(n - 2000, n + 2000)
+    with_keys = sum(64 + min(64, max(0, length - n)) for length in lengths)  # a second period has keys of few heads
+    start = time.process_time()
+    found = DilatedPattern((n,), (n,)).without_keys(64, lengths)
+    assert time.process_time() - start < 5
+    assert found == (64 * sum(lengths) - with_keys, 64 * sum(lengths))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

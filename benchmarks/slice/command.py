@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from ring_dilated_attention.commands.cli import filled
 from ring_dilated_attention.commands.limits import (
     MOST_HEADS,
     MOST_RANKS,
@@ -34,16 +35,20 @@ MOST_SEED = 2**61 - 1  # times the number of tensors it fits 64 bits
 RECORDED = {"command", "date", "hardware", "versions", "rows"}  # by which a record is known for one
 
 EXAMPLES = """examples:
-  python -m benchmarks.slice           rank 64,507 of 65,536 that share 1,073,741,824 positions; minutes on two cores
-  python -m benchmarks.slice --plan    only the plan's figures, for the rank and for all ranks together
+  python -m benchmarks.slice
+      rank 64,507 of 65,536 that share 1,073,741,824 positions; minutes on two
+      cores
+  python -m benchmarks.slice --plan
+      only the plan's figures, for the rank and for all ranks together
   python -m benchmarks.slice --seq-len 1048576 --ranks 64 --heads 2
-  python -m benchmarks.slice --segment-lengths 2048 1048576 --dilation-rates 1 4112 --seq-len 1048576 --ranks 64 --json
+  python -m benchmarks.slice --segment-lengths 2048 1048576 \\
+         --dilation-rates 1 4112 --seq-len 1048576 --ranks 64 --json
 
 Keys and values of any position are made by a counter-based generator, so the chunks of the other ranks are made when
 they are met. The rank runs forward and backward; so does every rank that meets its chunks, for the gradients that come
 home. Then rows drawn for every branch are compared with direct evaluation in float64: out, lse and dq of 64 queries,
-this rank's contribution to dK and dV of 64 keys, and the complete dK and dV of 8 keys. Not causal, many more ranks meet
-its chunks and are run.
+this rank's contribution to dK and dV of 64 keys, and the complete dK and dV of 8 keys. If the pattern is not
+causal, many more ranks meet its chunks and are run.
 
 The default rank holds rows of the widest branch, stands behind others in as many rings as possible, and has others
 behind it, but few. Exit codes: 0 verified, 1 not, 2 refused.
@@ -54,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.slice",
         description="Run and verify one rank's share of a job that no machine holds.",
-        epilog=EXAMPLES,
+        epilog=filled(EXAMPLES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property, lru_cache
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice, pairwise
 from operator import index
 from typing import NamedTuple
 
@@ -272,12 +272,12 @@ class DilatedPattern:
         lengths = [period] if lengths is None else lengths
         if period > most:
             lengths = [min(length, most) for length in lengths]
+        num_periods, rests = sum(length // period for length in lengths), sorted(length % period for length in lengths)
         count = 0
         for phases, num_alike in heads.items():
             seen = self._seen(phases, min(period, max(lengths)))
-            for length in lengths:
-                whole, rest = divmod(length, period)
-                count += num_alike * (whole * seen.count(0) + seen.count(0, 0, rest))
+            unseen = accumulate(seen.count(0, a, b) for a, b in pairwise([0, *rests]))
+            count += num_alike * (num_periods * seen.count(0) + sum(unseen))
         return count, num_heads * sum(lengths)
 
     def _seen(self, phases: Iterable[int | None], length: int) -> bytearray:

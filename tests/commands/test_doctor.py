@@ -85,7 +85,7 @@ def one(rank, **more):
         "rank": rank, "host": f"h{rank}", "versions": {"torch": "2.13.0"}, "harmful": {}, "matter": {},
         "interfaces": ["eth0", "lo"], "backends": {"cpu": None}, "folder": {"path": "/x", "free_bytes": 10**12},
         "clock": 0.0, "gpu": None, "agreement": {"passed": True, "quantity": "dq", "error": 1.0, "tolerance": 1e-6},
-        "links": {"large": {"1": 1.0, "2": 1.0, "3": 1.0}},
+        "messages": {"large": {"1": 1.0, "2": 1.0, "3": 1.0}},
     }  # fmt: skip
     return fine | more
 
@@ -102,7 +102,7 @@ def one(rank, **more):
         ({"folder": {"path": "/x", "failure": "read-only"}}, "nothing can be written to /x: read-only"),
         ({"clock": 9.0}, "clocks are 9.0 s apart"),
         ({"backends": {"cpu": "no"}}, "no backend can serve"),
-        ({"links": {"large": {"1": 9.0, "2": 1.0, "3": 1.0}}}, "ranks 3 and 0 reach"),
+        ({"messages": {"large": {"1": 9.0, "2": 1.0, "3": 1.0}}}, "ranks 3 and 0 reach"),
     ],
 )
 def test_what_is_wrong_is_said(fault, said):
@@ -114,9 +114,9 @@ def test_what_is_wrong_is_said(fault, said):
 def test_the_table_has_clock_and_compute_capability_of_each_rank():
     rates = {"flops_per_second": 1e12, "backward_flops_per_second": 1e12}
     card = {"name": "P100", "capability": [6, 0], "memory_bytes": 16e9}
-    links = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
+    messages = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
     rates |= {"call_seconds": 0.0, "around_seconds": 0.0}
-    more = {"gpu": card, "rates": rates, "memory_bytes": 16e9, "threads": 1, "links": links}
+    more = {"gpu": card, "rates": rates, "memory_bytes": 16e9, "threads": 1, "messages": messages}
     newer = more | {"gpu": card | {"name": "A100", "capability": [8, 0]}, "clock": 0.25}
     text = doctor.text([one(0, **more), one(1, **newer)])
     for words in ("P100, compute capability 6.0", "A100, compute capability 8.0", "+250 ms"):
@@ -128,8 +128,8 @@ def test_the_table_has_clock_and_compute_capability_of_each_rank():
 def test_what_differs_between_ranks_is_listed_with_them():
     """Catches what rank 0 has in the name of all."""
     rates = dict.fromkeys(("flops_per_second", "backward_flops_per_second", "call_seconds", "around_seconds"), 1.0)
-    links = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
-    alike = {"gpu": None, "rates": rates, "memory_bytes": 1, "threads": 1, "links": links}
+    messages = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
+    alike = {"gpu": None, "rates": rates, "memory_bytes": 1, "threads": 1, "messages": messages}
     alike["bfloat16_speedup"] = 1.0
     alike["matter"] = {"NCCL_DEBUG": "WARN"}
     other = {"matter": {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "2"}, "backends": {"cpu": "no AVX"}}
@@ -197,7 +197,7 @@ def test_one_rank_has_measured_no_link(tmp_path, monkeypatch, capsys):
     rates |= {"call_seconds": 1e-5, "around_seconds": 0.0}
     more = {"gpu": None, "rates": rates, "memory_bytes": 1e9, "threads": 1, "hardware": {"processor": "CPU"}}
     alone = one(0, **more)
-    del alone["links"]
+    del alone["messages"]
     monkeypatch.setattr(processes, "run_ranks", lambda *arguments: [[alone]])
     assert cli.main(["doctor", "--save", str(file), "--json"]) == 0
     assert "bytes_per_second" not in json.loads(capsys.readouterr().out)["hardware"]
@@ -243,8 +243,8 @@ def test_both_dtypes_are_measured(monkeypatch):
     monkeypatch.setattr(examination, "_times", lambda parallel, device, dtype, *shape: seconds[dtype])
     assert examination.speedup(None, "cpu") == 3.5
     rates = dict.fromkeys(("flops_per_second", "backward_flops_per_second", "call_seconds", "around_seconds"), 1.0)
-    links = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
-    more = {"memory_bytes": 1, "threads": 1, "links": links}
+    messages = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
+    more = {"memory_bytes": 1, "threads": 1, "messages": messages}
     found = [one(k, rates=rates, bfloat16_speedup=speedup, **more) for k, speedup in ((0, 3.5), (1, 2.0))]
     lines = doctor.text(found).splitlines()
     assert "dtype: bfloat16: attention in bfloat16 was 2.00 times as fast as in float32 on this CPU" in lines
@@ -253,8 +253,8 @@ def test_both_dtypes_are_measured(monkeypatch):
 def test_a_message_that_is_no_slower_when_it_is_large():
     """Catches a bandwidth of a petabyte on a machine that others use."""
     rates = {"flops_per_second": 1.0, "backward_flops_per_second": 1.0, "call_seconds": 0.0, "around_seconds": 0.0}
-    links = {"small": {"1": 0.01}, "large": {"1": 0.01}, "handshake_seconds": 0.0}
-    found = examination.hardware_of([{"rates": rates, "links": links}])
+    messages = {"small": {"1": 0.01}, "large": {"1": 0.01}, "handshake_seconds": 0.0}
+    found = examination.hardware_of([{"rates": rates, "messages": messages}])
     assert found.bytes_per_second == examination.LARGE / 0.01
 
 

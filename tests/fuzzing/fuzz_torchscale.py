@@ -305,7 +305,7 @@ _positions, _gate, _sum = Documents.positions, gates.gate, networks.Layer._sum
 
 def _positions_over_documents(self: Documents) -> Tensor:
     return torch.cat(
-        [_positions(self)[:0], *(torch.arange(s.positions.start, s.positions.stop) + s.begin for s in self.stretches)]
+        [_positions(self)[:0], *(torch.arange(s.positions.start, s.positions.stop) + s.begin for s in self.spans)]
     )
 
 

@@ -124,7 +124,8 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
 def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
     """Start the ranks. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
-    ended = launch([*arguments.argv, *folder], arguments.ranks, lock)
+    command = ["-m", "ring_dilated_attention.commands.cli", "train"]
+    ended = launch([*command, *arguments.argv, *folder], arguments.ranks, lock)
     if not any(ended.codes):
         record = json.loads((run.folder / RECORD_FILE).read_text())
         return code_of(record)

@@ -65,30 +65,30 @@ class BranchShare(NamedTuple):
         return self.num_sharing > 1
 
 
-class Ring(NamedTuple):
-    """The counts of one ring of ranks. If groups deal heads, ranks with the same place in their groups form a ring."""
+class PlaceCount(NamedTuple):
+    """The counts of the ranks that have one place in their groups. If no heads are dealt, of all ranks."""
 
     counter: Counter
     counted: JobCount
 
 
 class Counted(NamedTuple):
-    """What all ranks compute and receive, counted ring by ring."""
+    """What all ranks compute and receive, counted for each place in the groups that deal heads."""
 
     job: Job
     way: Way
-    rings: list[Ring]
+    places: list[PlaceCount]
 
     @property
     def pairs(self) -> list[int]:
         """Pairs that each rank computes."""
-        size = len(self.rings)
-        return [self.rings[rank % size].counted.pairs[rank // size] for rank in range(self.job.num_ranks)]
+        size = len(self.places)
+        return [self.places[rank % size].counted.pairs[rank // size] for rank in range(self.job.num_ranks)]
 
     @property
     def branches(self) -> list[BranchShare]:
         longest = max(b - a for a, b in pairwise(self.job.borders))
-        counts = [ring.counted for ring in self.rings]
+        counts = [place.counted for place in self.places]
         return [
             BranchShare(
                 w,
@@ -104,15 +104,15 @@ class Counted(NamedTuple):
     @property
     def num_hops(self) -> int:
         """The hops of the longest ring. An all-gather counts as one hop."""
-        shared = [x for ring in self.rings for x in ring.counted.segments.values() if x.received]
+        shared = [x for place in self.places for x in place.counted.segments.values() if x.received]
         hops = max((x.sharers - 1 for x in shared), default=0)
         return min(1, hops) if self.way.exchange == "all_gather" else hops
 
     def most_moved(self, sizes: Sizes) -> tuple[int, int]:
         """The most bytes received as chunks plus the most dealt as heads: in a forward; with its backward."""
-        received = sizes.unit * max(max(ring.counted.received) for ring in self.rings)
+        received = sizes.unit * max(max(place.counted.received) for place in self.places)
         forward, gradients = received * sizes.itemsize, received * sizes.sum_itemsize
-        size, lengths = len(self.rings), list(map(shard_length, self.job.shards))
+        size, lengths = len(self.places), list(map(shard_length, self.job.shards))
         if size == 1:
             return forward, 2 * forward + gradients
         groups = {tuple(lengths[i : i + size]) for i in range(0, len(lengths), size)}
@@ -131,7 +131,7 @@ def count(job: Job, way: Way, step: Callable[[], object] = lambda: None) -> Coun
     """
     size = dealers(way.exchange, job, way.inner)
     counters = [Counter(job if size == 1 else dealt(job, size, place)[0]) for place in range(size)]
-    return Counted(job, way, [Ring(counter, count_ranks(counter, step)) for counter in counters])
+    return Counted(job, way, [PlaceCount(counter, count_ranks(counter, step)) for counter in counters])
 
 
 class RankFigures(NamedTuple):
@@ -253,22 +253,22 @@ def _of_counts(
     if traits is not None:
         found = found._replace(peak=_peak_of_counts(counted, sizes, traits))
     if hardware is not None and counted.way == Way():
-        seconds = large.step_seconds(*counted.rings[0], sizes, hardware)
+        seconds = large.step_seconds(*counted.places[0], sizes, hardware)
         exposed = max(0.0, 1 - hardware.work_seconds(found.most_pairs, sizes) / seconds)
         found = found._replace(time=Time(seconds, is_about=True), exposed=exposed)
     return found
 
 
 def _peak_of_counts(counted: Counted, sizes: Sizes, traits: Traits) -> Peak | None:
-    """The largest peak of two rings: the one with the largest buffers, and the one with the most pairs."""
-    size, longest = len(counted.rings), max(map(shard_length, counted.job.shards))
+    """The largest peak of two places: the one with the largest buffers, and the one with the most pairs."""
+    size, longest = len(counted.places), max(map(shard_length, counted.job.shards))
     dealing = None if size == 1 else Dealing(0, (longest,) * size, ())
-    by_buffers = max(counted.rings, key=lambda ring: max(ring.counted.buffers))
-    by_work = max(counted.rings, key=lambda ring: max(ring.counted.pairs))
+    by_buffers = max(counted.places, key=lambda place: max(place.counted.buffers))
+    by_work = max(counted.places, key=lambda place: max(place.counted.pairs))
     is_gathered = counted.way.exchange == "all_gather"
     return _largest(
-        large.peak_memory(*ring, sizes, traits, dealing=dealing, is_gathered=is_gathered)
-        for ring in ([by_work] if by_work is by_buffers else [by_work, by_buffers])
+        large.peak_memory(*place, sizes, traits, dealing=dealing, is_gathered=is_gathered)
+        for place in ([by_work] if by_work is by_buffers else [by_work, by_buffers])
     )
 
 

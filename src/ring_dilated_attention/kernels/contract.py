@@ -1,7 +1,7 @@
 """The interface of a kernel: what it serves, a tile forward, a tile backward. Backends are modules that implement it.
 
 B batch (in a tile: segments too), N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim.
-Tensors may have any strides, but the last is 1. A tile is never empty. A causal tile has M == L.
+Tensors may have any strides, but that of their last dim is 1. A tile is never empty. A causal tile has M == L.
 """
 
 from collections.abc import Callable

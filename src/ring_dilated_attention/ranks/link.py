@@ -26,7 +26,7 @@ class ExchangeError(RuntimeError):
     """A rank died, is stuck, or gave up. The context stays broken: make a new ContextParallel of the ranks left."""
 
 
-class Wait(NamedTuple):
+class WaitTimes(NamedTuple):
     """When messages were posted, when the last one arrived, and when this rank began and ended its wait, in seconds.
 
     end - start is *exposed* communication. Only on gloo can the host tell `arrived`; elsewhere it is `end`.
@@ -64,7 +64,7 @@ class GroupPending:
         if self.link.waits is not None:
             end = time.perf_counter()
             arrived = end if self.progress is None else self.progress.end
-            self.link.waits.append(Wait(self.moment, self.posted, arrived, start, end))
+            self.link.waits.append(WaitTimes(self.moment, self.posted, arrived, start, end))
 
 
 class GroupLink:
@@ -84,7 +84,7 @@ class GroupLink:
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._watcher: Watcher | None = None
         self._sentinels: dict[int, Sentinel] = {}  # by peer
-        self.waits: list[Wait] | None = None  # None unless waits are recorded
+        self.waits: list[WaitTimes] | None = None  # None unless waits are recorded
 
     def open(self) -> None:
         """Make one NCCL call on all ranks: torch does not define what happens if only some ranks make the first one."""

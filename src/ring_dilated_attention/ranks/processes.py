@@ -19,7 +19,7 @@ from ..plan.sharding import Cut, ring_order
 from ..plan.sizes import Sizes
 from .call import Begun, Call
 from .handshake import agree
-from .link import ExchangeError, GroupLink, Wait
+from .link import ExchangeError, GroupLink, WaitTimes
 from .origin import why_doubtful
 from .ranks import Links, Ranks
 
@@ -236,9 +236,9 @@ def note_dropped(opened: list[GroupLink], name: str) -> None:
 
 
 @contextmanager
-def recorded_waits(ranks: Ranks) -> Iterator[list[Wait]]:
+def recorded_waits(ranks: Ranks) -> Iterator[list[WaitTimes]]:
     """This rank's waits on all links of its context, handshakes included. A wait is appended when it ends."""
-    waits: list[Wait] = []
+    waits: list[WaitTimes] = []
     links = ranks.opened if isinstance(ranks, Processes) else []
     for link in links:
         link.waits = waits

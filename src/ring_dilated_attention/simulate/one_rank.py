@@ -33,7 +33,7 @@ class OtherRanks:
         raise NotImplementedError
 
     def take_gradient(self, chunk: GlobalChunk, gradient: Tensor) -> None:
-        """Take this rank's part of the gradient of another rank's chunk, in the chunk's layout. Copy it to keep it."""
+        """Take this rank's part of the gradient of another rank's chunk, ordered as the chunk. Copy it to keep it."""
 
     def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
         """The sum of the other ranks' contributions to the gradient of this rank's chunk, or None for zero."""

@@ -100,7 +100,7 @@ def share_of_cores(num_ranks: int) -> int:
 
 
 def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
-    """Run `rda train <arguments> --launched FOLDER` on every rank, until all have ended.
+    """Run `python <arguments> --launched FOLDER` on every rank, until all have ended.
 
     Each rank has a session of its own, so that Ctrl-C reaches only the launcher. The launcher then closes the stdin of
     the ranks. The ranks are killed by a second Ctrl-C, or 10 seconds after one of them failed.
@@ -110,7 +110,6 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
     """
     environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
-    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", *arguments, "--launched"]
     processes: list[subprocess.Popen[bytes]] = []
     read_end, write_end = os.pipe()
     with (
@@ -124,7 +123,7 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
         try:
             for rank in range(num_ranks):
                 own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                words = [*command, folder]
+                words = [sys.executable, *arguments, "--launched", folder]
                 processes.append(subprocess.Popen(words, stdin=asked, env=own, start_new_session=True, pass_fds=[lock]))
             wait_for_ranks(processes, stop, asking)
             # A rank that is ended here waited for another one: it did not fail.

@@ -189,7 +189,7 @@ def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
         time.sleep(SECONDS_APART * (i > 0))
         found: dict[str, Any] = {"rates": rates(parallel, device)}
         if parallel.world_size > 1:
-            found["links"] = messages(parallel, device)
+            found["messages"] = messages(parallel, device)
         rounds.append(found)
     return typical(rounds) | {"bfloat16_speedup": speedup(parallel, device)}
 
@@ -286,12 +286,12 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
     rates = [one["rates"] for one in everyone]
     forward, backward = (min(x[name] for x in rates) for name in ("flops_per_second", "backward_flops_per_second"))
     call = max(x["call_seconds"] for x in rates)
-    if "links" not in everyone[0]:
+    if "messages" not in everyone[0]:
         return Hardware(forward, NO_NETWORK, 0.0, backward, call)
-    links = [one["links"] for one in everyone]
-    small, large = (max(x[size]["1"] for x in links) for size in ("small", "large"))
+    measured = [one["messages"] for one in everyone]
+    small, large = (max(x[size]["1"] for x in measured) for size in ("small", "large"))
     # The work of a call outside its tiles takes time once in each stage, as the handshake does.
-    handshake = max(x["handshake_seconds"] + y["around_seconds"] for x, y in zip(links, rates, strict=True))
+    handshake = max(x["handshake_seconds"] + y["around_seconds"] for x, y in zip(measured, rates, strict=True))
     # If others use the machine, the small message may have taken about as long as the large one. Then do not subtract.
     bandwidth = LARGE / (large - small) if large > 2 * small else LARGE / large
     return Hardware(forward, bandwidth, small, backward, call, handshake)
@@ -303,6 +303,6 @@ def pairs_of(everyone: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
     found = [
         (place, (place + int(distance)) % p, LARGE / seconds)
         for place, one in enumerate(everyone)
-        for distance, seconds in one.get("links", {"large": {}})["large"].items()
+        for distance, seconds in one.get("messages", {"large": {}})["large"].items()
     ]
     return sorted(found, key=lambda x: x[2])

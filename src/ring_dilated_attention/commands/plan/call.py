@@ -115,7 +115,7 @@ def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object
     ring = count(job, Way(), step)
     if job.num_ranks == 1:
         return ring, Choice("none", "one rank: nothing to send")
-    choice = choice_by(ring.rings[0].counted, job, sizes)
+    choice = choice_by(ring.places[0].counted, job, sizes)
     way = Way(choice.exchange)
     return count(job, way, step) if way.is_dealt else ring._replace(way=way), choice
 

@@ -1,8 +1,8 @@
-"""Checks on a tiny copy of a transformers model that positions see each other only in dilated attention.
+"""Checks that the positions of a transformers model see each other only in dilated attention, by running a tiny copy.
 
-The copy has the model's layers, but narrower ones. First each position is alone in its segment, and a middle one, the
-first and the last are changed in turn: an output that changes at another position saw it outside of dilated attention.
-Then one segment holds all positions: the outputs must be those of the model's own attention.
+The copy has the model's layers, but narrower ones. First each position is alone in its segment, and the input is
+changed at a middle position, the first and the last in turn. If the output changes elsewhere, positions met outside of
+dilated attention. Then one segment holds all positions: the outputs must be those of the model's own attention.
 """
 
 import copy
@@ -43,17 +43,17 @@ def watch_models() -> None:
 
 def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Check a model when it gets its first child: its class and config are known by then."""
-    # By its type: other modules may have no attributes yet.
+    # Not isinstance, which may read attributes: other modules may have none yet.
     if not issubclass(type(module), PreTrainedModel) or module._modules:
         return
     config = module.__dict__.get("config")
     asked = getattr(config, "_attn_implementation", None)
     if asked == NAME:
         check_model(type(module), module.config)
-    elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):  # set for a part by the whole
+    elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):  # set by the whole for this part
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Name "
-            f"the attention ({NAME!r}, or of a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
+            f"the attention ({NAME!r}; for a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
         )
 
 
@@ -182,9 +182,9 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
 def _trace(
     model: Any, pattern: DilatedPattern | None, changed: int | None = None
 ) -> dict[str, tuple[Tensor | None, Tensor]]:
-    """Run the model. By the name of each module, as they end: the first tensor of its arguments, and of its output.
+    """Run the model. For each module, by name and in the order in which they end: its first input and output tensor.
 
-    pattern: None for its own attention. changed: where it gets another token, or else its first layer another vector.
+    pattern: None for the model's own attention. changed: where the token differs, or else a vector in the first layer.
     """
     found: dict[str, tuple[Tensor | None, Tensor]] = {}
 
