@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 from ..plan.dealing import check_dealing
+from ..plan.exchange import dealers
 from ..plan.job import Job
 from ..plan.sharding import SHARDINGS, Cut
 from ..plan.sizes import Sizes, Traits
-from .call import Figures, Way, forecast
+from .call import Counted, Figures, Way, count, forecast
 from .clock import Hardware
 
 # Ways that take at most ALIKE times the least time are alike. The best of them sends least; if equal, it holds least.
@@ -67,8 +68,9 @@ def ways_of(call: Call) -> list[Alternative]:
 def alternatives(
     call: Call, hardware: Hardware, traits: Traits, step: Callable[[], object] = lambda: None
 ) -> list[Alternative]:
-    """All ways with their figures. step: called once for each rank of each way."""
+    """All ways with their figures. step: called once for each rank that is counted."""
     dense = call._replace(pattern=DilatedPattern.dense(is_causal=call.pattern.is_causal))
+    counts: dict[tuple[Job, int], Counted] = {}  # a ring and an all-gather of the same job have the same
     found = []
     for one in ways_of(call):
         if one.way.exchange == "all_to_all":
@@ -78,7 +80,10 @@ def alternatives(
                 found.append(one._replace(why_not=str(error).split(":")[0]))
                 continue
         job = (call if one.function == "dilated" else dense).job(one.sharding, one.way.inner)
-        figures = forecast(job, one.way, call.sizes, traits=traits, hardware=hardware, step=step)
+        key = job, dealers(one.way.exchange, job, one.way.inner)
+        counts[key] = counts[key] if key in counts else count(job, one.way, step)
+        counted = counts[key]._replace(way=one.way)
+        figures = forecast(job, one.way, call.sizes, traits=traits, hardware=hardware, counted=counted)
         found.append(one._replace(figures=figures))
     return found
 

@@ -23,6 +23,7 @@ from . import report
 from .figures import check_picture, draw
 from .options import add_call, add_head_dim, call_of, documents_of
 
+MOST_COMPARED = 4096  # ranks for which other shardings are counted, too
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi \\
            --dilation-rates 1 16 256
@@ -46,7 +47,8 @@ computes at --flops, and sends and receives at --bandwidth each. Presets are rat
 reach, printed with their source; rda doctor --save FILE.toml measures those of your machines.
 
 Up to {MOST_PLANNED} ranks are planned one by one. With more ranks the work and the received bytes are counted exactly,
-and memory and time are estimates, marked "about" (docs/planning.md says how far off they may be).
+and memory and time are estimates, marked "about" (docs/planning.md says how far off they may be). Up to {MOST_COMPARED:,}
+ranks the other sharding is counted, too.
 """
 
 
@@ -72,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     job, hardware = job_of(call, arguments), None if machine is None else machine.hardware
     if arguments.picture is not None:
         check_picture(arguments.picture)
-    with progress_bar(job.num_ranks * len(SHARDINGS), "rank", delay=2) as bar:
+    is_compared = 1 < job.num_ranks <= MOST_COMPARED
+    with progress_bar(job.num_ranks * (len(SHARDINGS) if is_compared else 1), "rank", delay=2) as bar:
         counted, choice = counted_of(job, call.sizes, arguments.exchange, bar.update)
         traits, way = TRAITS[arguments.kernel], counted.way
         said = forecast(job, way, call.sizes, traits=traits, hardware=hardware, counted=counted)
@@ -82,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
                 found["model"] = report.model_json(said.step, hardware)
             found["advice"] = advice(job, way, call.sizes, said, hardware)
         found["exchange"] = choice._asdict()
-        found["shardings"] = compared(call, counted, hardware, bar.update) if job.num_ranks > 1 else []
+        found["shardings"] = compared(call, counted, hardware, bar.update) if is_compared else []
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
