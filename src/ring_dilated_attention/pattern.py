@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, islice, pairwise
+from numbers import Real
 from operator import index
 from typing import NamedTuple
 
@@ -344,6 +345,14 @@ def is_integer(value: object) -> bool:
     except TypeError:
         return False
     return not isinstance(value, bool)
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether a value is a number, not a bool, that a float holds. numpy's float32 overflows beside larger bounds."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _within(heads: range, held: range) -> tuple[int, range]:

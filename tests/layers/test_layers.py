@@ -296,6 +296,7 @@ def test_empty_sequence_keeps_the_graph():
         ({"embed_dim": 12, "rotary": True}, "rotary with head_dim=3"),
         ({"rotary": 0.5}, "rotary=0.5: the base must be a finite number greater than 1"),
         ({"rotary": float("inf")}, "rotary=inf: the base must be a finite number"),
+        ({"rotary": 10**400}, "rotary=1000"),
         ({"rotary": float("nan")}, "rotary=nan: the base must be a finite number"),
         ({"rotary": "yes"}, "rotary='yes': the base must be a finite number"),
         ({"pattern": [(4, 1)]}, r"pattern must be a DilatedPattern, got \[\(4, 1\)\]"),

@@ -383,6 +383,12 @@ def test_numbers_of_other_kinds():
     expected = joined(model.generate([[1, 2]], 5, temperature=0.5, top_p=0.9, top_k=5, seed=3))
     assert torch.equal(joined(model.generate(np.array([[1, 2]]), 5, stop=(np.int64(49),), **options)), expected)
     assert torch.equal(joined(model.generate([[1, 2]], 5, stop=torch.tensor([49]), **options)), expected)
+    # numpy compares a float32 as float32, in which the largest float is inf: it warned, and let inf pass.
+    options["temperature"] = np.float32(0.5)
+    assert torch.equal(joined(model.generate([[1, 2]], 5, **options)), expected)
+    with pytest.raises(ValueError, match="must be 0"):
+        model.generate([[1]], 1, temperature=np.float32("inf"))
+    assert ContextParallel().mean_loss(torch.ones(()), np.float32(2)).item() == 0.5
 
 
 def test_a_model_over_ranks_is_refused():

@@ -3,13 +3,12 @@
 B batch, N positions, D head dim.
 """
 
-import math
 from collections.abc import Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
 
+from ..pattern import is_finite_number
 from ..ranks.context import context_named
 
 DEFAULT_ROTARY_BASE = 10_000.0
@@ -59,7 +58,7 @@ def rotary_base(rotary: bool | float, head_dim: int) -> float | None:
         return None
     if head_dim % 2:
         raise ValueError(f"rotary with head_dim={head_dim}: rotary embeddings rotate pairs, the head dim must be even")
-    if not isinstance(rotary, Real) or not (rotary is True or 1.0 < rotary < math.inf):
+    if rotary is not True and not (is_finite_number(rotary) and rotary > 1):
         true = f"{DEFAULT_ROTARY_BASE:,.0f}"
         raise ValueError(f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {true}")
     return DEFAULT_ROTARY_BASE if rotary is True else float(rotary)

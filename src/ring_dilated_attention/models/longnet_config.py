@@ -1,11 +1,9 @@
 """The configuration of a LongNetLM. A launcher checks it before it starts any rank: the file imports no torch."""
 
-import math
 from dataclasses import KW_ONLY, asdict, dataclass
-from numbers import Real
 from typing import Any
 
-from ..pattern import DilatedPattern, is_integer
+from ..pattern import DilatedPattern, is_finite_number, is_integer
 
 # The fields that are hyperparameters of `rda train` too.
 OF_A_RUN = ("segment_lengths", "dilation_rates", "num_layers", "embed_dim", "num_heads", "num_kv_heads")
@@ -49,8 +47,7 @@ class LongNetConfig:
                 f"embed_dim={self.embed_dim} over num_heads={self.num_heads} is a head dim of "
                 f"{self.embed_dim / self.num_heads:g}: it must be an even integer (rotary embeddings rotate pairs)."
             )
-        is_number = isinstance(self.rotary_base, Real) and not isinstance(self.rotary_base, bool)
-        if not is_number or not 1.0 < self.rotary_base < math.inf:
+        if not is_finite_number(self.rotary_base) or self.rotary_base <= 1:
             raise ValueError(f"rotary_base={self.rotary_base!r} must be a finite number greater than 1.")
         pattern.check_heads(self.num_heads, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
 

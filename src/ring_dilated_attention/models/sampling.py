@@ -5,17 +5,15 @@ B batch, N positions, E embedding, V vocabulary.
 
 import math
 import reprlib
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..layers.checks import is_integral
-from ..pattern import is_integer
+from ..pattern import is_finite_number, is_integer
 from ..plan.cache_plan import check_append
 from ..run.dilated_cache import DilatedCache
 
@@ -24,10 +22,6 @@ if TYPE_CHECKING:
 
 STOPPED = -1
 PREFILL_CHUNK = 4096
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -41,11 +35,11 @@ class Sampling:
     stop: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        if not is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
+        if not is_finite_number(self.temperature) or self.temperature < 0:
             raise ValueError(f"temperature={self.temperature!r} must be 0 (the likeliest token) or a positive number.")
         if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k={self.top_k!r} must be an integer of at least 1, or None for all tokens.")
-        if self.top_p is not None and (not is_number(self.top_p) or not 0 < self.top_p <= 1):
+        if self.top_p is not None and (not is_finite_number(self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(f"top_p={self.top_p!r} must be above 0 and at most 1, or None for all tokens.")
         if self.seed is not None and not (is_integer(self.seed) and -(2**63) <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r} must be an integer of 64 bits, or None to draw anew each time.")

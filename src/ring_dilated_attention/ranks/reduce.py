@@ -1,13 +1,12 @@
 """Sums over ranks, and the mean of a loss."""
 
 import math
-import numbers
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..pattern import is_finite_number
 from .ranks import Ranks
 
 
@@ -39,8 +38,7 @@ def _sum_and_count(local_sum: Any, local_count: Any) -> Tensor:
             "reduction='sum'."
         )
     count = local_count.item() if _is_one_number(local_count) else local_count
-    is_number = isinstance(count, numbers.Real) and not isinstance(count, bool)
-    if not is_number or not 0 <= count <= sys.float_info.max:
+    if not is_finite_number(count) or count < 0:
         raise ValueError(f"local_count must be one number of at least 0, of terms in the sum, got {count!r:.99}.")
     count = torch.tensor(float(count), dtype=torch.float64, device="cpu")
     return torch.stack([local_sum.detach().reshape(()).double().cpu(), count])
