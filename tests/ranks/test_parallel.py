@@ -951,6 +951,27 @@ def test_four_threads_of_one_context():
     run(2, rank_uses_a_context_in_four_threads)
 
 
+def rank_begins_in_a_thread_of_another_name(rank, world_size):
+    """As when threads race for the first call, and another one wins on each rank."""
+    cp, errors = ContextParallel(timeout=PATIENCE), []
+    samples = [sample(number) for number in range(2)]
+
+    def call(number):
+        errors.append(message_of(lambda: compute(cp, rank, samples[number:])))
+
+    for number in (0, 1) if rank == 0 else (1, 0):  # the first of them is the owner
+        thread = threading.Thread(target=call, args=(number,), name=f"worker {number}")
+        thread.start()
+        thread.join()
+    assert "rank 0 has worker 0, rank 1 has worker 1" in errors[0]
+    assert "belongs to the thread of its first call" in errors[1]
+
+
+def test_another_thread_is_first_on_each_rank():
+    """Catches ranks that exchange the data of different threads without a word."""
+    run(2, rank_begins_in_a_thread_of_another_name)
+
+
 def rank_leaves_the_owner(rank, world_size):
     """Rank 1 makes each call in another thread than before: both are refused it, and the context serves on."""
     strict()

@@ -140,7 +140,9 @@ class Processes(Ranks):
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         with self.turn:  # the refusal of another thread is sent between two calls of the owner
-            return agree(self.control, length, fields, self._why_other_thread() or failure)
+            failure = self._why_other_thread() or failure
+            owner = {"the name of the calling thread (Thread(name=...) sets it)": self.owner and self.owner.name}
+            return agree(self.control, length, fields | owner, failure)
 
     def _why_other_thread(self) -> str | None:
         """Why this thread may make no call, or None. Calls of two threads would take each other's messages. A thread of

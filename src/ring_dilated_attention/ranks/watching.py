@@ -30,7 +30,8 @@ _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> None:
-    thread = Thread(target=function, args=args, daemon=True)
+    # With a name of its own it takes no number from the user's threads, whose names all ranks compare.
+    thread = Thread(target=function, args=args, daemon=True, name="ring_dilated_attention")
     _threads.add(thread)
     thread.start()
 
