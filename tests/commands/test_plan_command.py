@@ -162,6 +162,7 @@ def test_no_ring_is_drawn_where_there_is_none(exchange, said, note, why, tmp_pat
         (["--segment-lengths", str(2**63)], "--segment-lengths must be at most 9,223,372,036,854,775,807 (64 bits)"),
         (["--dilation-rates", str(2**63)], "--dilation-rates must be at most 9,223,372,036,854,775,807 (64 bits)"),
         (["--heads", str(10**7)], "--heads must be at most 65,536, got 10000000"),
+        (["--batch", str(10**9)], "--batch must be at most 4,096, got 1000000000"),
         (["--batch", str(2**64)], "--batch must be at most"),
         (["--documents", "4096", "--picture", "x"], "--picture draws one document"),
         (["--documents", "4000", "96", "--batch", "2"], "so --batch must be 1, got 2. Leave out"),

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from ..training.options import in_short
 
 LARGEST = 2**63 - 1
-# More ranks or heads would take minutes and gigabytes before the command prints anything.
-MOST_RANKS, MOST_HEADS = 2**20, 2**16
+# More ranks, heads or sequences would take minutes and gigabytes before the command prints anything.
+MOST_RANKS, MOST_HEADS, MOST_BATCH = 2**20, 2**16, 2**12
 
 
 def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST) -> None:

@@ -47,8 +47,8 @@ computes at --flops, and sends and receives at --bandwidth each. Presets are rat
 reach, printed with their source; rda doctor --save FILE.toml measures those of your machines.
 
 Up to {MOST_PLANNED} ranks are planned one by one. With more ranks the work and the received bytes are counted exactly,
-and memory and time are estimates, marked "about" (docs/planning.md says how far off they may be). Up to {MOST_COMPARED:,}
-ranks the other sharding is counted, too.
+and memory and time are estimates, marked "about" (docs/planning.md says how far off they may be). The other sharding is
+counted for up to {MOST_COMPARED:,} ranks.
 """
 
 

@@ -9,7 +9,7 @@ from ...kernels.traits import TRAITS
 from ...pattern import PHASE_RULES, DilatedPattern
 from ...plan.sizes import Sizes
 from ..hardware import ITEMSIZE
-from ..limits import MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_ranks_fit
+from ..limits import MOST_BATCH, MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_ranks_fit
 from ..numbers import count
 
 
@@ -41,12 +41,13 @@ def complete(arguments: argparse.Namespace) -> None:
     """Check the numbers, and fill in the heads that were not given."""
     arguments.heads = 12 if arguments.heads is None else arguments.heads
     arguments.kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads
-    for name in ("seq_len", "batch", "head_dim", "align", "memory", "layers", "embed_dim", "ffn_dim", "vocab"):
+    for name in ("seq_len", "head_dim", "align", "memory", "layers", "embed_dim", "ffn_dim", "vocab"):
         if getattr(arguments, name, None) is not None:
             check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
     if arguments.ranks is not None:
         check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
     check_at_least("--heads", arguments.heads, most=MOST_HEADS)
+    check_at_least("--batch", arguments.batch, most=MOST_BATCH)
     check_each("--segment-lengths", arguments.segment_lengths)
     check_each("--dilation-rates", arguments.dilation_rates)
 
