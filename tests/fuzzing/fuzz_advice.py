@@ -202,7 +202,7 @@ def draw_ranks(rng: random.Random) -> tuple[list[dict[str, Any]], list[str]]:
                 name: {str(d): rng.uniform(1, 1.5) * t for d in range(1, size)}
                 for name, t in (("small", 1e-5), ("large", 1e-2))
             }
-            one["links"] = {"handshake_seconds": rng.choice([0.0, 1e-4]), **times}
+            one["messages"] = {"handshake_seconds": rng.choice([0.0, 1e-4]), **times}
     drawn = rng.sample(WRONG_ALONE, rng.choice([0, 0, 1, 2]))
     for wrong in drawn:
         if wrong is _folder_is_full and _folder_fails in drawn:
@@ -213,7 +213,7 @@ def draw_ranks(rng: random.Random) -> tuple[list[dict[str, Any]], list[str]]:
             wrong(everyone[rng.randrange(size)]) for wrong in rng.sample(WRONG_BESIDE, rng.choice([0, 0, 1, 2]))
         ]
         if size > 2 and rng.random() < 0.2:
-            everyone[1]["links"]["large"]["1"] *= 10
+            everyone[1]["messages"]["large"]["1"] *= 10
             expected.append("less than half of the median pair's")
     if rng.random() < 0.1:
         everyone[0]["agreement"] |= {"passed": False, "error": 0.5}

@@ -1,15 +1,15 @@
 """Compares all exchanges and shardings for one attention call, and recommends one. Pure numbers, no torch."""
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 from ..plan.dealing import check_dealing
-from ..plan.exchange import dealers
 from ..plan.job import Job
 from ..plan.sharding import SHARDINGS, Cut
 from ..plan.sizes import Sizes, Traits
-from .call import Counted, Figures, Way, count, forecast
+from .call import Figures, Way, count, forecast
 from .clock import Hardware
 
 # Ways that take at most ALIKE times the least time are alike. The best of them sends least; if equal, it holds least.
@@ -70,8 +70,7 @@ def alternatives(
 ) -> list[Alternative]:
     """All ways with their figures. step: called once for each rank that is counted."""
     dense = call._replace(pattern=DilatedPattern.dense(is_causal=call.pattern.is_causal))
-    counts: dict[tuple[Job, int], Counted] = {}  # a ring and an all-gather of the same job have the same
-    found = []
+    counts, found = cache(partial(count, step=step)), []
     for one in ways_of(call):
         if one.way.exchange == "all_to_all":
             try:
@@ -80,9 +79,7 @@ def alternatives(
                 found.append(one._replace(why_not=str(error).split(":")[0]))
                 continue
         job = (call if one.function == "dilated" else dense).job(one.sharding, one.way.inner)
-        key = job, dealers(one.way.exchange, job, one.way.inner)
-        counts[key] = counts[key] if key in counts else count(job, one.way, step)
-        counted = counts[key]._replace(way=one.way)
+        counted = counts(job, one.way if one.way.is_dealt else Way())._replace(way=one.way)  # all-gathers as rings
         figures = forecast(job, one.way, call.sizes, traits=traits, hardware=hardware, counted=counted)
         found.append(one._replace(figures=figures))
     return found

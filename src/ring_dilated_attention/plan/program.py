@@ -84,7 +84,7 @@ class _Maker:
             self.start_hop(s + 1)
             for tile in hop.tiles:
                 self.partial(tile, BUFFERS[(s + 1) % 2])
-        self.put(steps.Free(BUFFERS))
+        self.put(steps.Free((BUFFERS[len(plan.hops) % 2],)))
         self.start("out")
         self.put(steps.Finish("out"), steps.Finish("lse"))
 
@@ -112,7 +112,7 @@ class _Maker:
                 self.gradients(tile, BUFFERS[(s + 1) % 2], sums)
             self.await_gradients()
             if s + 1 == len(plan.hops):
-                self.put(steps.Free(BUFFERS))
+                self.put(steps.Free((BUFFERS[len(plan.hops) % 2],)))
             self.put(*leaving)  # `other` is free from here on
             if s == 0:
                 self.put(steps.Take(other, plan.home_size, is_sum=True))

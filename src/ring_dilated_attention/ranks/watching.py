@@ -30,8 +30,7 @@ _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> None:
-    # With a name of its own it takes no number from the user's threads, whose names all ranks compare.
-    thread = Thread(target=function, args=args, daemon=True, name="ring_dilated_attention")
+    thread = Thread(target=function, args=args, daemon=True, name="rda")  # no Thread-N: ranks compare users' names
     _threads.add(thread)
     thread.start()
 

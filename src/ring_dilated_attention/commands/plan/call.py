@@ -47,8 +47,7 @@ computes at --flops, and sends and receives at --bandwidth each. Presets are rat
 reach, printed with their source; rda doctor --save FILE.toml measures those of your machines.
 
 Up to {MOST_PLANNED} ranks are planned one by one. With more ranks the work and the received bytes are counted exactly,
-and memory and time are estimates, marked "about" (docs/planning.md says how far off they may be). The other sharding is
-counted for up to {MOST_COMPARED:,} ranks.
+and memory and time are estimates, marked "about" (docs/planning.md says how far off they may be).
 """
 
 
@@ -59,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     exchange_help = "how chunks travel (default auto: chosen, with the reason)"
     add("--exchange", choices=("auto", *EXCHANGES), default="auto", help=exchange_help)
-    add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
+    add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns what; to 4,096 ranks both are shown")
     add("--align", type=whole_number, default=1, metavar="A", help="borders of shards at multiples of it")
     documents_help = "lengths of packed documents, which add up to --seq-len"
     add("--documents", type=whole_number, nargs="+", metavar="N", help=documents_help)
