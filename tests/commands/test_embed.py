@@ -21,7 +21,7 @@ from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.embed import embed as embed_command
 from ring_dilated_attention.commands.embed import embedder
 from ring_dilated_attention.commands.embed import slides as slide_files
-from ring_dilated_attention.commands.embed.embeddings import Keys
+from ring_dilated_attention.commands.embed.embeddings import Keys, TileSizes
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
 
@@ -107,7 +107,7 @@ def test_a_slide_that_one_rank_cannot_read(weights, slides):
     parser = argparse.ArgumentParser()
     embed_command.add_arguments(parser)
     options = parser.parse_args(["slides", "--weights", str(weights), "--out", "out.st", "--heads", "16"])
-    options.keys = Keys()
+    options.keys, options.tile_size = Keys(), TileSizes.parse(None)
     first, second = run(2, rank_reads, options, [(path.stem, path) for path in slides])
     assert first == [("a", ""), ("b", "rank 1 refused the call: the disk is gone"), ("c", "")]
     assert second == [("a", ""), ("b", "the disk is gone"), ("c", "")]

@@ -1,5 +1,6 @@
 """The file that `rda embed` writes: going on with it, and what is not mixed in it."""
 
+import csv
 import json
 import os
 from unittest import mock
@@ -206,3 +207,96 @@ def test_a_slide_is_known_by_all_of_its_file(tmp_path):
         file.seek(1_500_000)
         file.write(b"1")
     assert fingerprint(path, []) != before
+
+
+def test_files_that_state_a_tile_size_beside_others_that_do_not(weights, tmp_path, capsys):
+    """A folder of both goes into one file, whichever --tile-size came first; no size is taken without a word."""
+    mixed, alike = tmp_path / "mixed", tmp_path / "alike"
+    for i, (folder, name, stated) in enumerate([(mixed, "a", 512), (mixed, "b", None), (alike, "c", 256)]):
+        folder.mkdir(exist_ok=True)
+        write(folder / f"{name}.pt", *tiles(9 + i, i), attributes={"patch_size_level0": stated} if stated else {})
+
+    def run(out, *given):
+        code = embed(weights, tmp_path / out, mixed, alike, *given)
+        output = capsys.readouterr()
+        sizes = [line for line in output.out.splitlines() if line.startswith("tile size")]
+        if not (tmp_path / out).exists():
+            return code, {}, sizes, output.err
+        found = json.loads(read(tmp_path / out)[1]["slides"])
+        return code, {name: tuple(entry[2:]) for name, entry in found.items()}, sizes, output.err
+
+    of_256 = "tile size 256, as stated, in 1 files: c"
+    none = "tile size 256, and none is stated, in 1 files: b"
+    code, found, sizes, error = run("one.st")
+    assert (code, found, sizes) == (1, {"b": (256, None), "c": (256, 256)}, [none, of_256])
+    assert f"{mixed / 'a.pt'}: states patch_size_level0=512, the step from tile to tile: --tile-size 256 takes" in error
+    code, found, sizes, error = run("one.st", "--tile-size", "file:256")
+    assert (code, found) == (0, {"a": (512, 512), "b": (256, None), "c": (256, 256)})
+    assert sorted(sizes) == [none, of_256, "tile size 512, as stated, in 1 files: a"]
+    code, _, _, error = run("one.st", "--tile-size", "file")
+    assert code == 1
+    assert f"{mixed / 'b.pt'}: states no patch_size_level0, the step" in error
+    code, _, _, error = run("one.st", "--tile-size", "256")
+    assert code == 1
+    assert f"a.pt: the slide 'a' is in {tmp_path / 'one.st'} already, made with tile size 512, not 256" in error
+    code, _, _, error = run("one.st", "--tile-size", "file:512")
+    assert code == 2
+    assert "made with tile_size=256.0, not 512.0" in error
+
+    assert run("two.st", "--tile-size", "file")[:2] == (1, {"a": (512, 512), "c": (256, 256)})
+    assert run("two.st", "--tile-size", "file:256")[0] == 0
+    assert all(torch.equal(x, read(tmp_path / "two.st")[0][name]) for name, x in read(tmp_path / "one.st")[0].items())
+    code, found, sizes, _ = run("three.st", "--tile-size", "256")
+    assert (code, found["a"]) == (0, (256, 512))
+    assert "tile size 256, and 512 is stated, in 1 files: a" in sizes
+
+
+def test_a_tile_size_that_is_no_size(weights, tmp_path, capsys):
+    slide = write(tmp_path / "a.npz", *tiles(9), attributes={"patch_size_level0": -5})
+    for given in ([], ["--tile-size", "file:256"]):
+        assert embed(weights, tmp_path / "out.st", slide, *given) == 1
+        assert "states patch_size_level0=array(-5), the step" in capsys.readouterr().err
+    assert embed(weights, tmp_path / "out.st", slide, "--tile-size", "256") == 0
+    assert "tile size 256, and array(-5) is stated, in 1 files: a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("layer", ["last", "all"])
+def test_a_table(dtype, layer, weights, slides, tmp_path, capsys):
+    """It has the same numbers to the bit, goes on as the file of tensors does, and is written over nobody's file."""
+    slides[0] = slides[0].rename(slides[0].with_name('a, "1".h5'))
+    out, table = tmp_path / "out.safetensors", tmp_path / "new" / "out.csv"
+    for given in (slides[:1], slides, slides[:2]):
+        assert embed(weights, out, *given, "--csv", table, "--dtype", dtype, "--layer", layer) == 0
+    assert f"{table}: a table of 3 slides\n" in capsys.readouterr().out
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    tensors, metadata = read(out)
+    assert [row["slide"] for row in rows] == [
+        name for name in sorted(tensors) for _ in range(3 if layer == "all" else 1)
+    ]
+    assert {row["embedding"] for row in rows} == {metadata["embedding"]}
+    assert [row["layer"] for row in rows[:3]] == (["0", "1", "2"] if layer == "all" else ["last"] * 3)
+    assert {(row["slide"], row["num_tiles"], row["tile_size"], row["stated_tile_size"]) for row in rows} == {
+        (name, str(length), "256.0", "") for name, length in zip(sorted(tensors), LENGTHS.values(), strict=True)
+    }
+    for name, tensor in tensors.items():
+        found = [[float(row[f"e{i}"]) for i in range(32)] for row in rows if row["slide"] == name]
+        assert torch.equal(torch.tensor(found, dtype=tensor.dtype).reshape(tensor.shape), tensor)
+
+
+def test_a_table_that_somebody_else_made_stays(weights, slides, tmp_path, capsys):
+    out, table = tmp_path / "out.safetensors", tmp_path / "out.csv"
+    table.write_text("mine")
+    assert embed(weights, out, slides[0], "--csv", table) == 2
+    assert f"out.csv was not made by `rda embed --out {out}`, and nothing is written over it" in capsys.readouterr().err
+    assert (table.read_text(), out.exists()) == ("mine", False)
+    table.unlink()
+    assert embed(weights, out, slides[0], "--csv", table) == 0
+    changed = table.read_bytes() + b"mine\n"
+    table.write_bytes(changed)
+    assert embed(weights, out, *slides, "--csv", table) == 2
+    assert table.read_bytes() == changed
+    for name, given in {"x.CSV": [], "x": ["--csv", tmp_path / "x"]}.items():
+        assert embed(weights, tmp_path / name, slides[0], *given) == 2
+        assert "would hold safetensors: name it so, and write a table with --csv FILE" in capsys.readouterr().err
