@@ -1,13 +1,16 @@
 """docs/gigapath.md and examples/slide.py: what they say and show is so."""
 
 import re
+import runpy
 import subprocess
 import sys
 
 import pytest
 import torch
+from distributed import run
 from helpers import ROOT
 
+from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
 from ring_dilated_attention.models.torchscale.zero_rows import is_misaligned
@@ -69,3 +72,21 @@ def test_the_example_without_its_files(option, message, tmp_path):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def finetune(rank, world_size, num_slides):
+    example = runpy.run_path(str(ROOT / "examples" / "finetune_slides.py"))
+    classifier = example["make_classifier"](ContextParallel())
+    before = {name: x.detach().clone() for name, x in classifier.named_parameters()}
+    [(_, _), (loss, _)] = example["finetune"](classifier, 1, num_slides)
+    return loss, {name for name, x in classifier.named_parameters() if not torch.equal(x, before[name])}
+
+
+def test_fine_tuning_on_ranks_is_that_of_one():
+    """And nothing but the head and the last layer is trained."""
+    loss, trained = finetune(0, 1, 3)
+    for shared, trained_too in run(2, finetune, 3):
+        assert shared == pytest.approx(loss, abs=1e-5)
+        assert trained_too == trained
+    assert {name.removeprefix("encoder.encoder.layers.1.") for name in trained} > {"head.weight", "head.bias"}
+    assert all(name.startswith(("head.", "encoder.encoder.layers.1.")) for name in trained)

@@ -3,11 +3,13 @@
 import csv
 import json
 import os
+import re
 from unittest import mock
 
 import pytest
 import torch
 from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, write
+from helpers import ROOT
 from safetensors.torch import save_file
 
 from ring_dilated_attention.commands.embed import embedder, embeddings
@@ -260,8 +262,7 @@ def test_a_tile_size_that_is_no_size(weights, tmp_path, capsys):
     assert "tile size 256, and array(-5) is stated, in 1 files: a" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("layer", ["last", "all"])
+@pytest.mark.parametrize(("dtype", "layer"), [("float32", "last"), ("float64", "all")])
 def test_a_table(dtype, layer, weights, slides, tmp_path, capsys):
     """It has the same numbers to the bit, goes on as the file of tensors does, and is written over nobody's file."""
     slides[0] = slides[0].rename(slides[0].with_name('a, "1".h5'))
@@ -300,3 +301,33 @@ def test_a_table_that_somebody_else_made_stays(weights, slides, tmp_path, capsys
     for name, given in {"x.CSV": [], "x": ["--csv", tmp_path / "x"]}.items():
         assert embed(weights, tmp_path / name, slides[0], *given) == 2
         assert "would hold safetensors: name it so, and write a table with --csv FILE" in capsys.readouterr().err
+
+
+def page_block(word):
+    """The Python of docs/gigapath.md that has this word."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "gigapath.md").read_text(), flags=re.DOTALL)
+    [block] = [block for block in blocks if word in block]
+    return block
+
+
+def test_the_page_reads_the_file(weights, slides, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert embed(weights, "slides.safetensors", *slides) == 0
+    capsys.readouterr()
+    exec(page_block("safe_open"), {})
+    embedding, *lines = capsys.readouterr().out.splitlines()
+    assert embedding == read("slides.safetensors")[1]["embedding"]
+    assert lines == [f"{name}: {length} tiles, (32,)" for name, length in LENGTHS.items()]
+
+
+def test_the_page_makes_anndata_of_the_table(weights, slides, tmp_path, monkeypatch):
+    block = page_block("anndata")
+    compile(block, "gigapath.md", "exec")
+    pytest.importorskip("anndata", reason="anndata is not installed")
+    monkeypatch.chdir(tmp_path)
+    assert embed(weights, "slides.safetensors", *slides, "--csv", "slides.csv") == 0
+    exec(block, names := {})
+    tensors = read("slides.safetensors")[0]
+    assert list(names["slides"].obs_names) == sorted(tensors)
+    assert list(names["slides"].obs["num_tiles"]) == list(LENGTHS.values())
+    assert torch.equal(torch.tensor(names["slides"].X), torch.stack([tensors[name] for name in sorted(tensors)]))
