@@ -92,9 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"rda embed: {slides[name]}: {failure}")
     before = f", {num_known} were there already" if num_known else ""
     out = str(file.path) if file.place.exists() else None  # no file is written if no slide could be embedded
+    said = f"{len(slides) - len(failures) - num_known} slides embedded{before}; {out or 'no file was written'}"
     print(
-        f"{len(slides) - len(failures) - num_known} slides embedded{before}; {out or 'no file was written'}: "
-        f"{file.settings['embedding']}; weights of {file.settings['model']}",
+        wrapped(f"{said}: {file.settings['embedding']}; weights of {file.settings['model']}"),
         *tile_sizes_in_words({name: entry for name, entry in file.entries.items() if name in slides}),
         *([f"{arguments.csv}: a table of {len(file.entries)} slides"] if arguments.csv is not None and out else []),
         sep="\n",
