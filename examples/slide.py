@@ -1,4 +1,4 @@
-"""A small synthetic slide, its embedding, and a picture of how that depends on its tiles, with zero rows and without.
+"""A small synthetic slide, its embedding, and a picture of how that depends on each tile, with zero rows and without.
 
     python examples/slide.py                                     writes slide.npz and slide.png here
     python examples/slide.py --weights slide_encoder.pth         GigaPath's weights instead of random ones
@@ -40,8 +40,9 @@ def embed(model: LongNetViT, features: torch.Tensor, coords: torch.Tensor) -> to
     return model(features[None], coords[None], all_layer_embed=True)[-1]
 
 
-def influence(model: LongNetViT, features: torch.Tensor, coords: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-    """(tiles,): how far a tile's features move the slide's embedding towards that of its tumour alone."""
+def sensitivity(model: LongNetViT, features: torch.Tensor, coords: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """(tiles,): how much a change of a tile's features of length 1 can change, up or down, the cosine of the slide's
+    embedding and that of its tumour alone. It is the norm of a gradient, and has no direction."""
     is_tumour = kinds == KINDS.index("tumour")
     with torch.no_grad():
         tumour = embed(model, features[is_tumour], coords[is_tumour])
@@ -52,11 +53,12 @@ def influence(model: LongNetViT, features: torch.Tensor, coords: torch.Tensor, k
     return features.grad.norm(dim=1)
 
 
-def draw(path: Path, coords: torch.Tensor, kinds: torch.Tensor, influences: dict[str, torch.Tensor]) -> None:
+def draw(path: Path, coords: torch.Tensor, kinds: torch.Tensor, sensitivities: dict[str, torch.Tensor]) -> None:
     x, y = (coords // TILE_SIZE).T
-    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    figure = Figure(figsize=(13, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = {f"{len(kinds):,} tiles": kinds, **influences}
+    panels = {f"{len(kinds):,} tiles": kinds, **sensitivities}
+    most = max(values.max().item() for values in sensitivities.values())  # one scale for all
     for axes, (title, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         image = np.full((int(y.max()) + 1, int(x.max()) + 1), np.nan)
         image[y, x] = values
@@ -64,7 +66,9 @@ def draw(path: Path, coords: torch.Tensor, kinds: torch.Tensor, influences: dict
             shown = axes.imshow(image, cmap=ListedColormap(("#c8b6d8", "#8c4a86", "#d9a441")), vmin=-0.5, vmax=2.5)
             figure.colorbar(shown, ax=axes, ticks=range(len(KINDS)), shrink=0.7).ax.set_yticklabels(KINDS)
         else:
-            axes.imshow(image, cmap="magma", vmin=0)
+            shown = axes.imshow(image * 1e3, cmap="magma", vmin=0, vmax=most * 1e3)
+            bar = figure.colorbar(shown, ax=axes, shrink=0.7)
+            bar.set_label("change of the cosine (10⁻³)\nper unit of a tile's features", fontsize=9)
         axes.set_title(title, fontsize=10)
         axes.axis("off")
     figure.savefig(path, dpi=120)
@@ -95,11 +99,11 @@ def main() -> None:
         parser.exit(2, f"examples/slide.py: --weights: {error}\n")
     features, coords, kinds = make_slide(models["exact"].in_chans)
     np.savez(slide, features=features, coords=coords)
-    influences = {
-        f"a tile's pull towards tumour, padding={padding!r}": influence(model, features, coords, kinds)
+    sensitivities = {
+        f"sensitivity to a tile, padding={padding!r}": sensitivity(model, features, coords, kinds)
         for padding, model in models.items()
     }
-    draw(picture, coords, kinds, influences)
+    draw(picture, coords, kinds, sensitivities)
     with torch.no_grad():
         embedding, exact = (embed(model, features, coords) for model in models.values())
     difference = (embedding - exact).norm() / exact.norm()

@@ -1,13 +1,17 @@
 """docs/gigapath.md and examples/slide.py: what they say and show is so."""
 
 import re
+import runpy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from distributed import run
 from helpers import ROOT
 
+from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
 from ring_dilated_attention.models.torchscale.zero_rows import is_misaligned
@@ -69,3 +73,31 @@ def test_the_example_without_its_files(option, message, tmp_path):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+EXAMPLE_OF_FINE_TUNING = str(ROOT / "examples" / "finetune_slides.py")
+
+
+def finetune(rank, world_size):
+    example = runpy.run_path(EXAMPLE_OF_FINE_TUNING)
+    classifier = example["make_classifier"](ContextParallel())
+    before = {name: x.detach().clone() for name, x in classifier.named_parameters()}
+    [_, (loss, _)] = example["finetune"](classifier, num_epochs=1, num_slides=3)
+    # As arrays: a tensor of a process that has ended cannot be received.
+    return loss, {name: x.numpy() for name, x in classifier.state_dict().items() if not torch.equal(x, before[name])}
+
+
+def test_fine_tuning_on_ranks_is_that_of_one():
+    """Nothing but the head and the last layer is trained, and another classifier takes what was."""
+    loss, trained = finetune(0, 1)
+    for shared_loss, shared in run(2, finetune):
+        assert shared_loss == pytest.approx(loss, abs=1e-5)
+        assert shared.keys() == trained.keys()
+        for name, x in shared.items():
+            np.testing.assert_allclose(x, trained[name], rtol=1e-4, atol=1e-4)
+    assert {"head.weight", "head.bias", "encoder.encoder.layers.1.ffn.fc1.weight"} < trained.keys()
+    assert all(name.startswith(("head.", "encoder.encoder.layers.1.")) for name in trained)
+    classifier = runpy.run_path(EXAMPLE_OF_FINE_TUNING)["make_classifier"](ContextParallel())
+    saved = {name: torch.tensor(x) for name, x in trained.items()}
+    assert not classifier.load_state_dict(saved, strict=False).unexpected_keys
+    assert all(torch.equal(x, classifier.state_dict()[name]) for name, x in saved.items())

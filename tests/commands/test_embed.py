@@ -21,7 +21,7 @@ from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.embed import embed as embed_command
 from ring_dilated_attention.commands.embed import embedder
 from ring_dilated_attention.commands.embed import slides as slide_files
-from ring_dilated_attention.commands.embed.embeddings import Keys
+from ring_dilated_attention.commands.embed.embeddings import Keys, TileSizes
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
 
@@ -69,7 +69,9 @@ def test_embeddings_are_the_models(arguments, options, weights, slides, tmp_path
         torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-6)
     kind = "class token" if "class" in arguments else "mean over the tiles"
     assert kind in metadata["embedding"]
-    assert f"{metadata['embedding']}; weights of 2 layers x 32" in capsys.readouterr().out
+    printed = capsys.readouterr().out.split("\n")
+    assert f"{metadata['embedding']}; weights of 2 layers x 32" in " ".join(line.strip() for line in printed)
+    assert all(len(line) <= 80 for line in printed if str(out) not in line)
     assert json.loads(metadata["slides"])["c"][1] == 93
     assert json.loads(metadata["settings"])["model"] == "2 layers x 32"
 
@@ -107,7 +109,7 @@ def test_a_slide_that_one_rank_cannot_read(weights, slides):
     parser = argparse.ArgumentParser()
     embed_command.add_arguments(parser)
     options = parser.parse_args(["slides", "--weights", str(weights), "--out", "out.st", "--heads", "16"])
-    options.keys = Keys()
+    options.keys, options.tile_size = Keys(), TileSizes.parse(None)
     first, second = run(2, rank_reads, options, [(path.stem, path) for path in slides])
     assert first == [("a", ""), ("b", "rank 1 refused the call: the disk is gone"), ("c", "")]
     assert second == [("a", ""), ("b", "the disk is gone"), ("c", "")]
@@ -357,7 +359,7 @@ def test_weights_of_another_depth_when_told(tmp_path, slides, capsys):
     """A file that lacks its last layers is a whole model too: of a published width it is taken only when told so."""
     weights = make_weights(tmp_path, 384, 1)
     assert embed(weights, tmp_path / "out.st", slides[0], "--depth", "1") == 0
-    assert "weights of 1 layers x 384" in capsys.readouterr().out
+    assert "weights of 1 layers x 384" in " ".join(capsys.readouterr().out.split())
 
 
 def test_weights_that_do_not_tell_their_heads(weights, slides, tmp_path, capsys):

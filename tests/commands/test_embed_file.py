@@ -1,12 +1,15 @@
 """The file that `rda embed` writes: going on with it, and what is not mixed in it."""
 
+import csv
 import json
 import os
+import re
 from unittest import mock
 
 import pytest
 import torch
 from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, write
+from helpers import ROOT
 from safetensors.torch import save_file
 
 from ring_dilated_attention.commands.embed import embedder, embeddings
@@ -134,7 +137,7 @@ def test_no_file_is_named_that_was_not_written(weights, slides, tmp_path, capsys
     features, coords = tiles(9)
     bad = write(tmp_path / "bad.pt", features, coords - 20_000)
     assert embed(weights, tmp_path / "out.st", bad) == 1
-    assert capsys.readouterr().out.startswith("0 slides embedded; no file was written: the mean over")
+    assert capsys.readouterr().out.startswith("0 slides embedded; no file was written: the mean over the tiles")
     assert embed(weights, tmp_path / "out.st", bad, "--json") == 1
     assert json.loads(capsys.readouterr().out)["out"] is None
     assert embed(weights, tmp_path / "out.st", bad, slides[0], "--json") == 1
@@ -147,7 +150,7 @@ def test_a_link_is_written_to_where_it_leads(weights, slides, tmp_path, capsys):
     for slide in slides[:2]:
         assert embed(weights, link, slide) == 0
         assert link.is_symlink()
-    assert f"1 slides embedded; {link}: " in capsys.readouterr().out
+    assert f"1 slides embedded; {link}: " in " ".join(capsys.readouterr().out.split())
     assert read(place)[0].keys() == {"a", "b"}
     loop = tmp_path / "loop.st"
     loop.symlink_to(loop)
@@ -206,3 +209,125 @@ def test_a_slide_is_known_by_all_of_its_file(tmp_path):
         file.seek(1_500_000)
         file.write(b"1")
     assert fingerprint(path, []) != before
+
+
+def test_files_that_state_a_tile_size_beside_others_that_do_not(weights, tmp_path, capsys):
+    """A folder of both goes into one file, whichever --tile-size came first; no size is taken without a word."""
+    mixed, alike = tmp_path / "mixed", tmp_path / "alike"
+    for i, (folder, name, stated) in enumerate([(mixed, "a", 512), (mixed, "b", None), (alike, "c", 256)]):
+        folder.mkdir(exist_ok=True)
+        write(folder / f"{name}.pt", *tiles(9 + i, i), attributes={"patch_size_level0": stated} if stated else {})
+
+    def run(out, *given):
+        code = embed(weights, tmp_path / out, mixed, alike, *given)
+        output = capsys.readouterr()
+        sizes = [line for line in output.out.splitlines() if line.startswith("tile size")]
+        if not (tmp_path / out).exists():
+            return code, {}, sizes, output.err
+        found = json.loads(read(tmp_path / out)[1]["slides"])
+        return code, {name: tuple(entry[2:]) for name, entry in found.items()}, sizes, output.err
+
+    of_256 = "tile size 256, as stated, in 1 files: c"
+    none = "tile size 256, and none is stated, in 1 files: b"
+    code, found, sizes, error = run("one.st")
+    assert (code, found, sizes) == (1, {"b": (256, None), "c": (256, 256)}, [none, of_256])
+    assert f"{mixed / 'a.pt'}: states patch_size_level0=512, the step from tile to tile: --tile-size 256 takes" in error
+    code, found, sizes, error = run("one.st", "--tile-size", "file:256")
+    assert (code, found) == (0, {"a": (512, 512), "b": (256, None), "c": (256, 256)})
+    assert sorted(sizes) == [none, of_256, "tile size 512, as stated, in 1 files: a"]
+    code, _, _, error = run("one.st", "--tile-size", "file")
+    assert code == 1
+    assert f"{mixed / 'b.pt'}: states no patch_size_level0, the step" in error
+    code, _, _, error = run("one.st", "--tile-size", "256")
+    assert code == 1
+    assert f"a.pt: the slide 'a' is in {tmp_path / 'one.st'} already, made with tile size 512, not 256" in error
+    code, _, _, error = run("one.st", "--tile-size", "file:512")
+    assert code == 2
+    assert "made with tile_size=256.0, not 512.0" in error
+
+    assert run("two.st", "--tile-size", "file")[:2] == (1, {"a": (512, 512), "c": (256, 256)})
+    assert run("two.st", "--tile-size", "file:256")[0] == 0
+    assert all(torch.equal(x, read(tmp_path / "two.st")[0][name]) for name, x in read(tmp_path / "one.st")[0].items())
+    code, found, sizes, _ = run("three.st", "--tile-size", "256")
+    assert (code, found["a"]) == (0, (256, 512))
+    assert "tile size 256, and 512 is stated, in 1 files: a" in sizes
+
+
+def test_a_tile_size_that_is_no_size(weights, tmp_path, capsys):
+    slide = write(tmp_path / "a.npz", *tiles(9), attributes={"patch_size_level0": -5})
+    for given in ([], ["--tile-size", "file:256"]):
+        assert embed(weights, tmp_path / "out.st", slide, *given) == 1
+        assert "states patch_size_level0=array(-5), the step" in capsys.readouterr().err
+    assert embed(weights, tmp_path / "out.st", slide, "--tile-size", "256") == 0
+    assert "tile size 256, and array(-5) is stated, in 1 files: a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("dtype", "layer"), [("float32", "last"), ("float64", "all")])
+def test_a_table(dtype, layer, weights, slides, tmp_path, capsys):
+    """It has the same numbers to the bit, goes on as the file of tensors does, and is written over nobody's file."""
+    slides[0] = slides[0].rename(slides[0].with_name('a, "1".h5'))
+    out, table = tmp_path / "out.safetensors", tmp_path / "new" / "out.csv"
+    for given in (slides[:1], slides, slides[:2]):
+        assert embed(weights, out, *given, "--csv", table, "--dtype", dtype, "--layer", layer) == 0
+    assert f"{table}: a table of 3 slides\n" in capsys.readouterr().out
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    tensors, metadata = read(out)
+    assert [row["slide"] for row in rows] == [
+        name for name in sorted(tensors) for _ in range(3 if layer == "all" else 1)
+    ]
+    assert {row["embedding"] for row in rows} == {metadata["embedding"]}
+    assert [row["layer"] for row in rows[:3]] == (["0", "1", "2"] if layer == "all" else ["last"] * 3)
+    assert {(row["slide"], row["num_tiles"], row["tile_size"], row["stated_tile_size"]) for row in rows} == {
+        (name, str(length), "256.0", "") for name, length in zip(sorted(tensors), LENGTHS.values(), strict=True)
+    }
+    for name, tensor in tensors.items():
+        found = [[float(row[f"e{i}"]) for i in range(32)] for row in rows if row["slide"] == name]
+        assert torch.equal(torch.tensor(found, dtype=tensor.dtype).reshape(tensor.shape), tensor)
+
+
+def test_a_table_that_somebody_else_made_stays(weights, slides, tmp_path, capsys):
+    out, table = tmp_path / "out.safetensors", tmp_path / "out.csv"
+    table.write_text("mine")
+    assert embed(weights, out, slides[0], "--csv", table) == 2
+    assert f"out.csv was not made by `rda embed --out {out}`, and nothing is written over it" in capsys.readouterr().err
+    assert (table.read_text(), out.exists()) == ("mine", False)
+    table.unlink()
+    assert embed(weights, out, slides[0], "--csv", table) == 0
+    changed = table.read_bytes() + b"mine\n"
+    table.write_bytes(changed)
+    assert embed(weights, out, *slides, "--csv", table) == 2
+    assert table.read_bytes() == changed
+    for name, given in {"x.CSV": [], "x": ["--csv", tmp_path / "x"]}.items():
+        assert embed(weights, tmp_path / name, slides[0], *given) == 2
+        assert "would hold safetensors: name it so, and write a table with --csv FILE" in capsys.readouterr().err
+
+
+def page_block(word):
+    """The Python of docs/gigapath.md that has this word."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "gigapath.md").read_text(), flags=re.DOTALL)
+    [block] = [block for block in blocks if word in block]
+    return block
+
+
+def test_the_page_reads_the_file(weights, slides, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert embed(weights, "slides.safetensors", *slides) == 0
+    capsys.readouterr()
+    exec(page_block("safe_open"), {})
+    embedding, *lines = capsys.readouterr().out.splitlines()
+    assert embedding == read("slides.safetensors")[1]["embedding"]
+    assert lines == [f"{name}: {length} tiles, (32,)" for name, length in LENGTHS.items()]
+
+
+def test_the_page_makes_anndata_of_the_table(weights, slides, tmp_path, monkeypatch):
+    block = page_block("anndata")
+    compile(block, "gigapath.md", "exec")
+    pytest.importorskip("anndata", reason="anndata is not installed")
+    monkeypatch.chdir(tmp_path)
+    assert embed(weights, "slides.safetensors", *slides, "--csv", "slides.csv") == 0
+    exec(block, names := {})
+    tensors = read("slides.safetensors")[0]
+    assert list(names["slides"].obs_names) == sorted(tensors)
+    assert list(names["slides"].obs["num_tiles"]) == list(LENGTHS.values())
+    assert torch.equal(torch.tensor(names["slides"].X), torch.stack([tensors[name] for name in sorted(tensors)]))

@@ -11,9 +11,10 @@ from ...models.torchscale.architecture import PADDINGS
 from ..limits import check_at_least
 from ..local_ranks import RankFailedError
 from ..numbers import count
-from ..output import check_writable, progress_bar
+from ..output import check_writable, progress_bar, wrapped
 from ..terminal import say
-from .embeddings import EmbeddingFile, Keys, digest_of, positive
+from .embeddings import EmbeddingFile, Entry, Keys, TileSizes, digest_of
+from .table import write_table
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 EMBEDDINGS = {
@@ -50,13 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("slides", nargs="+", type=Path, metavar="SLIDE", help="files of tile features, or folders of them")
     add("--weights", type=Path, required=True, metavar="FILE", help="slide_encoder.pth, or safetensors")
     add("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write, or to go on with")
+    add("--csv", type=Path, metavar="FILE", help="also write all that --out holds as a table, a line for each slide")
     add("--embedding", choices=EMBEDDINGS, default="pooled", help="the tiles' mean (default) or the class token")
     layers = "last (default), encoder (last, with the encoder's LayerNorm), all, or a state's number from 0"
     add("--layer", default="last", metavar="LAYER", help=layers)
     add("--padding", choices=PADDINGS, default="torchscale", help="keep (default) or leave out training's zero rows")
     sides = "side of a slide, which sets the segment lengths (default 262144; GigaPath's fine-tuning has 250000)"
     add("--max-wsi-size", type=count, default=262_144, metavar="PIXELS", help=sides)
-    steps = "from tile to tile (default 256), or `file`: what each file states; segment lengths are always those of 256"
+    steps = "from tile to tile: PIXELS, whatever files state; file: what each states; file:PIXELS: that, or else "
+    steps += "PIXELS (default 256, and files that state others are refused); segment lengths are always those of 256"
     add("--tile-size", metavar="PIXELS", help=steps)
     add("--heads", type=count, metavar="H", help="attention heads of the weights (default 16, of published sizes only)")
     layers = "layers that the weights must have (default 12 for the published widths, 768 and 384; otherwise any)"
@@ -76,6 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
     slides = find_slides(arguments.slides)
     file = EmbeddingFile(arguments.out, settings_of(arguments))
     check_writable("--out", file.place.parent, file.place.name)
+    if arguments.csv is not None:
+        check_writable("--csv", arguments.csv.parent, arguments.csv.name)
+        write_table(arguments.csv, file)
     try:
         num_known, failures = embed(arguments, slides, file)
     except RankFailedError as error:
@@ -86,15 +92,27 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"rda embed: {slides[name]}: {failure}")
     before = f", {num_known} were there already" if num_known else ""
     out = str(file.path) if file.place.exists() else None  # no file is written if no slide could be embedded
+    said = f"{len(slides) - len(failures) - num_known} slides embedded{before}; {out or 'no file was written'}"
     print(
-        f"{len(slides) - len(failures) - num_known} slides embedded{before}; {out or 'no file was written'}: "
-        f"{file.settings['embedding']}; weights of {file.settings['model']}",
+        wrapped(f"{said}: {file.settings['embedding']}; weights of {file.settings['model']}"),
+        *tile_sizes_in_words({name: entry for name, entry in file.entries.items() if name in slides}),
+        *([f"{arguments.csv}: a table of {len(file.entries)} slides"] if arguments.csv is not None and out else []),
+        sep="\n",
         file=sys.stderr if arguments.json else sys.stdout,
     )
     if arguments.json:
         done = {name: entry._asdict() for name, entry in file.entries.items() if name in slides}
         print(json.dumps({"out": out, "settings": file.settings, "slides": done, "failures": failures}))
     return 1 if failures else 0
+
+
+def tile_sizes_in_words(entries: dict[str, Entry]) -> list[str]:
+    """A line for each tile size that was taken and what the files state, with the names of slides."""
+    found: dict[str, list[str]] = {}
+    for name, (_, _, size, stated) in entries.items():
+        said = "as stated" if stated == size else f"and {str(stated or 'none').removesuffix('.0')} is stated"
+        found.setdefault(f"tile size {size:g}, {said}", []).append(name)
+    return [wrapped(f"{x}, in {len(y)} files: {', '.join(y[:9])}{', ...' * (len(y) > 9)}") for x, y in found.items()]
 
 
 def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: EmbeddingFile) -> tuple[int, dict[str, str]]:
@@ -105,7 +123,7 @@ def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: Embeddin
     todo, failures = [], dict[str, str]()
     for name, path in slides.items():
         try:
-            if not file.has(name, path, arguments.keys):
+            if not file.has(name, path, arguments.keys, arguments.tile_size):
                 todo.append((name, path))
         except ValueError as error:
             failures[name] = str(error)
@@ -125,11 +143,15 @@ def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: Embeddin
                 embed_all(arguments, todo, take)
     finally:
         file.write()
+        if arguments.csv is not None:
+            write_table(arguments.csv, file)
     return num_known, failures
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for what can be refused before a file is read, and fill in --keys."""
+    """Raise ValueError for what can be refused before a file is read, and fill in --keys and --tile-size."""
+    if arguments.out.suffix.lower() == ".csv" or arguments.csv == arguments.out:
+        raise ValueError(f"--out {arguments.out} would hold safetensors: name it so, and write a table with --csv FILE")
     files = [path for given in arguments.slides for path in (given.iterdir() if given.is_dir() else [given])]
     packages = {".h5": "h5py", ".hdf5": "h5py", ".npz": "numpy"}
     needed = dict.fromkeys(["safetensors", *(packages[x.suffix] for x in files if x.suffix in packages)])
@@ -144,8 +166,7 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.ranks > 1 and arguments.batch > 1:
         both = f"--batch {arguments.batch} with --ranks {arguments.ranks}"
         raise ValueError(f"{both}: ranks share one slide at a time. Leave one out")
-    if arguments.tile_size not in (None, "file") and positive(arguments.tile_size) is None:
-        raise ValueError(f"--tile-size {arguments.tile_size} is neither a positive number of pixels nor 'file'")
+    arguments.tile_size = TileSizes.parse(arguments.tile_size)
     arguments.keys = Keys(*((name,) for name in arguments.keys)) if arguments.keys else Keys()
 
 
@@ -153,7 +174,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """All settings that decide the values of an embedding, for the file's metadata. Settings that mean the same are
     equal. Raises ValueError if the options do not fit the weights, or if the device cannot be used."""
     from ...models.weights import read_weights, slide_encoder_size
-    from .embedder import DEFAULT_TILE_SIZE, check_device
+    from .embedder import check_device
 
     try:
         digest = digest_of(arguments.weights)
@@ -168,14 +189,13 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--layer {layer}: {arguments.weights} has {states}")
         layer = "last" if int(layer) == size.depth else str(int(layer))
     which = LAYERS.get(layer, f"of state {layer} of all_layer_embed=True, then the model's LayerNorm")
-    tile_size = arguments.tile_size
     return {
         "embedding": f"{EMBEDDINGS[arguments.embedding]} {which}",
         "model": str(size),
         "layer": layer,
         "padding": arguments.padding,
         "max_wsi_size": arguments.max_wsi_size,
-        "tile_size": tile_size if tile_size == "file" else float(tile_size or DEFAULT_TILE_SIZE),
+        "tile_size": arguments.tile_size.otherwise or "file",  # of files that state none
         "heads": size.num_heads,
         "dtype": arguments.dtype,
         "weights_sha256": digest,

@@ -17,9 +17,8 @@ from ...training.rank_launcher import share_of_cores
 from ..local_ranks import Launch, Worker, run_ranks
 from ..terminal import is_out_of_memory
 from .embeddings import Entry, fingerprint
-from .slides import Slide, open_slide
+from .slides import open_slide
 
-DEFAULT_TILE_SIZE = 256.0
 SECONDS = 20 * 24 * 3600.0  # then ranks are ended; `poll` takes at most 24 days
 RANK_TIMEOUT = timedelta(hours=1)  # of a message: another rank may take long to read a file
 
@@ -113,29 +112,12 @@ def _tiles(options: Namespace, name: str, path: Path, parallel: ContextParallel 
             if parallel is not None:
                 lengths = parallel.ranks.lengths_of(slide.num_tiles)
                 start, stop = (sum(lengths[:rank]) for rank in (parallel.rank, parallel.rank + 1))
-            entry = Entry(found, slide.num_tiles, _tile_size(options.tile_size, slide))
+            entry = Entry(found, slide.num_tiles, options.tile_size.of(slide.stated), slide.stated)
             return Tiles(name, entry, slide.features(start, stop), slide.coords[start:stop])
     except (ValueError, OSError) as error:
         if parallel is not None:  # tell the other ranks: they wait for this one if they could read the slide
             refuse(parallel.key, str(error))
         raise
-
-
-def _tile_size(given: str | None, slide: Slide) -> float:
-    if given not in (None, "file"):
-        return float(given)
-    stated = slide.tile_size
-    if given == "file":
-        if stated is None:
-            raise ValueError("states no patch_size_level0: pass --tile-size PIXELS")
-        return stated
-    if stated not in (None, DEFAULT_TILE_SIZE):
-        raise ValueError(
-            f"states patch_size_level0={stated:g}, the step from tile to tile, and GigaPath's pipeline takes "
-            f"{DEFAULT_TILE_SIZE:g} whatever the file: pass --tile-size file (as TRIDENT does), or --tile-size "
-            f"{DEFAULT_TILE_SIZE:g}"
-        )
-    return DEFAULT_TILE_SIZE
 
 
 def _embed(model: LongNetViT, options: Namespace, group: list[Tiles], device: str) -> Iterator[Result]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MADE_BY = "rda embed"
+TILE_SIZE = "patch_size_level0"  # TRIDENT's name for the distance from one tile to the next, in coordinates' units
 SECONDS_BETWEEN_WRITES = 5.0  # to write a file of many slides again for each new slide takes long
 
 
@@ -35,6 +36,34 @@ class Entry(NamedTuple):
     fingerprint: str  # of the slide's file
     num_tiles: int
     tile_size: float
+    stated: float | str | None = None  # the tile size that the slide's file states, or the text of what is no size
+
+
+class TileSizes(NamedTuple):
+    """The tile size is `otherwise` for a file that states none. None refuses such files. What a file states is "taken",
+    "overruled" by `otherwise`, or "compared": refused unless it is `otherwise`."""
+
+    otherwise: float | None
+    stated: str
+
+    @classmethod
+    def parse(cls, option: str | None) -> "TileSizes":
+        """The rule of --tile-size: None if it is not given, "512", "file" or "file:512"."""
+        if option is None or option == "file":
+            return cls(256.0, "compared") if option is None else cls(None, "taken")
+        number = positive(option.removeprefix("file:"))
+        if number is None:
+            raise ValueError(f"--tile-size {option} is neither a positive number of pixels, nor file, nor file:PIXELS")
+        return cls(number, "taken" if option.startswith("file:") else "overruled")
+
+    def of(self, stated: float | str | None) -> float:
+        """The tile size for a file, by what it states, as in `Entry`. Raises ValueError if the file is refused."""
+        size = self.otherwise if stated is None or self.stated == "overruled" else stated
+        if not isinstance(size, float) or (self.stated == "compared" and size != self.otherwise):
+            said = f"no {TILE_SIZE}" if size is None else f"{TILE_SIZE}={str(size).removesuffix('.0')}"
+            remedy = "--tile-size 256 takes 256 in any case (GigaPath), file:256 what is stated (TRIDENT) or else 256"
+            raise ValueError(f"states {said}, the step from tile to tile: {remedy}")
+        return size
 
 
 def positive(value: Any) -> float | None:
@@ -99,6 +128,9 @@ class EmbeddingFile:
         try:
             settings = dict(json.loads(metadata["settings"]).items())
             found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
+            if "file" in (sizes := {settings.get("tile_size"), self.settings.get("tile_size")}):
+                # One of the two says nothing of files that state no tile size.
+                settings["tile_size"] = self.settings["tile_size"] = next(iter(sizes - {"file"}), "file")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._refusal("is there, and what it says of itself cannot be read") from error
         for name in sorted(self.settings.keys() | settings.keys()):
@@ -108,13 +140,17 @@ class EmbeddingFile:
                 raise self._refusal(made, "or the settings that it was made with")
         self.entries = {name: entry for name, entry in found.items() if name in self.embeddings} | self.entries
 
-    def has(self, name: str, path: Path, keys: Keys) -> bool:
-        """Whether the file has this slide's embedding. Raises ValueError if it has another slide of the same name."""
+    def has(self, name: str, path: Path, keys: Keys, tile_sizes: TileSizes) -> bool:
+        """Whether the file has this slide's embedding. Raises ValueError if it has another slide of the same name, or
+        this one with another tile size."""
         if name not in self.entries:
             return False
-        if self.entries[name].fingerprint != fingerprint(path, keys):
-            there = f"the slide {name!r} is in {self.path} already, made from another file than {path}"
+        there, entry = f"the slide {name!r} is in {self.path} already, made", self.entries[name]
+        if entry.fingerprint != fingerprint(path, keys):
+            there += f" from another file than {path}"
             raise ValueError(f"{there}, or from other arrays in it: rename this one, or choose another --out")
+        if (size := tile_sizes.of(entry.stated)) != entry.tile_size:
+            raise ValueError(f"{there} with tile size {entry.tile_size:g}, not {size:g}: choose another --out")
         return True
 
     def add(self, name: str, embedding: Sequence[Any], entry: Entry) -> None:

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from ...models.weights import first_line, load_tensors
-from .embeddings import Keys, positive
+from .embeddings import TILE_SIZE, Keys, positive
 
-# TRIDENT's name for the distance from one tile to the next, in the units of the coordinates.
-TILE_SIZE = "patch_size_level0"
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
 
 
 class Slide:
-    """An open file: `num_tiles`, `tile_size` if the file states one, `coords` (tiles, 2), and the features. Raises
-    ValueError if an array is missing, or if the arrays do not fit together."""
+    """An open file: `num_tiles`, the tile size `stated` as for `Entry`, `coords` (tiles, 2), and the features.
+    Raises ValueError if an array is missing, or if the arrays do not fit together."""
 
     def __init__(self, arrays: Mapping[str, Any], stated: Mapping[str, Any], keys: Keys) -> None:
         self._features, self.features_key = _array(arrays, "features", keys.features)
@@ -38,15 +36,8 @@ class Slide:
             dtype = self.coords.dtype
             raise ValueError(f"{coords_key} has dtype {dtype}, too coarse for pixels: save integers or float32")
         # Only the arrays of an HDF5 file have attributes.
-        self._tile_size = stated.get(TILE_SIZE, getattr(coords, "attrs", {}).get(TILE_SIZE))
-
-    @property
-    def tile_size(self) -> float | None:
-        value = self._tile_size
-        number = positive(value)
-        if number is None and value is not None:
-            raise ValueError(f"{TILE_SIZE} is {value!r}, not a positive number of pixels")
-        return number
+        size = stated.get(TILE_SIZE, getattr(coords, "attrs", {}).get(TILE_SIZE))
+        self.stated = None if size is None else positive(size) or repr(size)
 
     def features(self, start: int, stop: int) -> Tensor:
         """Features (stop - start, C) of some tiles. From an HDF5 file only these are read."""
