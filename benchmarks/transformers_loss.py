@@ -6,6 +6,7 @@ the one that holds most.
 """
 
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
                 "segment_lengths": pattern.segment_lengths,
                 "dilation_rates": pattern.dilation_rates,
                 "vocab_size": settings.vocab_size,
+                "transformers": version("transformers"),
                 **sizes.as_json(),
                 "loss": loss,
                 "working_bytes": max(rank["working"] for rank in found),

@@ -42,7 +42,8 @@ def make_head(kind):
     config = getattr(transformers, f"{name}Config")(**SIZES, **more, dilated_attention=PATTERN)
     suffix = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}{suffix}")(config).double().eval()
+    dtype = torch.float32 if kind == "experts" else torch.float64  # torch has no grouped products in float64
+    model = getattr(transformers, f"{name}{suffix}")(config).to(dtype).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
     return model
@@ -72,7 +73,8 @@ def rank_trains_heads(rank, world_size):
             expected = loss_and_gradients(model, {**batch, **more})
             handle = context_parallel(model, parallel)
             found = loss_and_gradients(model, {**batch, **more}, parallel)
-            torch.testing.assert_close(found, expected, rtol=5e-6, atol=5e-7, msg=lambda m, k=kind: f"{k} {m}")
+            error = 1e-5 if kind == "experts" else 1e-6  # transformers computes losses in float32
+            torch.testing.assert_close(found, expected, rtol=error, atol=error, msg=lambda m, k=kind: f"{k} {m}")
             assert model(**batch).logits is None
             assert model(batch["input_ids"]).logits.shape[1] < 19
             handle.remove()

@@ -1,4 +1,7 @@
-"""Context parallelism for models of transformers: each rank is given the whole sample and computes its shard."""
+"""Context parallelism for models of transformers: each rank is given the whole sample and computes its shard.
+
+T rows of a chunk, E width.
+"""
 
 import inspect
 from dataclasses import replace
@@ -81,11 +84,13 @@ class ShardedForward:
     states. Whatever a model does to its logits (NanoChat caps them, Cohere scales them) is therefore done.
     """
 
-    def __init__(self, model: nn.Module, parallel: ContextParallel) -> None:
+    def __init__(self, model: Any, parallel: ContextParallel) -> None:
         self.parallel, self.model = parallel, model
         self.signature = inspect.signature(model.forward)
-        self.num_labels: Any = None
+        self.num_labels: Any = None  # without labels, and between forwards
         self.given: dict[str, Any] = {}
+        self.labels: Any = None
+        self.local_sum: Any = None
         decoder = model.get_decoder()
         [self.decoder] = [at for at, module in model.named_modules() if module is decoder]
         self.hooks = [
@@ -183,8 +188,9 @@ class ShardedForward:
         if borders is not None:
             batch["cu_seqlens"] = borders.to(torch.int32)
         labels, plain = batch.pop("shift_labels", None), batch.pop("labels", None)
-        if labels is None and plain is not None:
-            labels = F.pad(plain[:, (shift := _shift(model)) :], (0, shift), value=IGNORED_LABEL)
+        if labels is not None or plain is not None:
+            shift = _shift(model)
+            labels = F.pad(plain[:, shift:], (0, shift), value=IGNORED_LABEL) if labels is None else labels
         _refuse_padding(given.get("attention_mask"), labels, model)
         self.num_labels = None
         if labels is not None:
