@@ -37,6 +37,7 @@ from . import (
     soak,
     token,
     torch_ring,
+    transformers_loss,
 )
 from .gate import GateError
 from .record import Record, for_terminal, is_record, make_record, page_of, write_page, write_record
@@ -55,6 +56,7 @@ CASES: dict[str, ModuleType] = {
     "crossover": crossover,
     "packing": packing,
     "model_memory": model_memory,
+    "transformers_loss": transformers_loss,
     "planned_time": planned_time,
     "slides": slides,
     "generation": generation,
@@ -68,7 +70,7 @@ CASES: dict[str, ModuleType] = {
 RESULTS = Path(__file__).with_name("results")
 
 EXAMPLES = f"""cases:
-{chr(10).join(f"  {name:<12} {module.SUMMARY}" for name, module in CASES.items())}
+{chr(10).join(f"  {name:<17} {module.SUMMARY}" for name, module in CASES.items())}
 
 examples:
   python -m benchmarks flops            one case; its record goes to benchmarks/results/flops.json
@@ -163,6 +165,8 @@ def check_folder(folder: Path, names: Sequence[str]) -> None:
 
 def why_not(case: ModuleType, *, is_quick: bool) -> str | None:
     """The reason why a case cannot run here, or None. Quick, a CPU stands in for the GPU."""
+    if hasattr(case, "why_not"):
+        return case.why_not()
     return device.why_not() if needs_gpu(case) and not is_quick else None
 
 

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.sizes import Sizes as PlannedSizes
 from ring_dilated_attention.ranks.context import ContextParallel
 
+_FORWARD_DONE = "the forward is done"
 # What the profiler calls the elements of a message. Control messages are int64 and uint8, and not counted.
 _ITEMSIZE = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 
@@ -124,6 +125,25 @@ def allocated(function: Callable[[], object]) -> Allocated:
         elif event.name() == "gloo:send":
             sent += torch.Size(event.shapes()[0]).numel() * _ITEMSIZE.get(event.dtypes()[0], 0)
     return Allocated(peak, sent)
+
+
+def held_and_peak(forward: Callable[[], Tensor]) -> tuple[int, int]:
+    """Bytes that torch's CPU allocator gave out: held when the forward was done, and at the peak with its backward."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss = forward()
+        with record_function(_FORWARD_DONE):
+            pass
+        loss.backward()
+    current = peak = held = 0
+    assert profiled.profiler is not None
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == _FORWARD_DONE:
+            held = current
+        elif event.name() == "[memory]":
+            current += event.nbytes()
+            peak = max(peak, current)
+    return held, peak
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float]:

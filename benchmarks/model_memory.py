@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape, model_memory
@@ -22,13 +21,12 @@ from ring_dilated_attention.training.loop import average_gradients, make_optimiz
 from ring_dilated_attention.training.options import Hyperparameters
 
 from .gate import gate
-from .measure import Sizes
+from .measure import Sizes, held_and_peak
 from .record import markdown
 
 SUMMARY = "memory of training by part, measured and planned"
 PARTS = ("parameters", "gradients", "optimiser", "activations", "working")
 TARGET = 0.05
-_FORWARD_DONE = "the forward is done"
 
 
 class Settings(NamedTuple):
@@ -105,20 +103,7 @@ def _measure(worker: Worker, options: Hyperparameters, checkpointing: bool) -> d
         x.nbytes for entry in optimizer.state.values() for x in entry.values() if torch.is_tensor(x) and x.dim() > 0
     )
     optimizer.zero_grad()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        loss = loss_of(tokens)
-        with record_function(_FORWARD_DONE):
-            pass
-        loss.backward()
-    current = peak = held = 0
-    assert profiled.profiler is not None
-    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == _FORWARD_DONE:
-            held = current
-        elif event.name() == "[memory]":
-            current += event.nbytes()
-            peak = max(peak, current)
+    held, peak = held_and_peak(lambda: loss_of(tokens))
     return {
         "parameters": sum(x.nbytes for x in model.parameters()),
         "gradients": gradients,

@@ -20,7 +20,7 @@ class SequenceTrainer(SameSample, Trainer):
 register()
 arguments = TrainingArguments(  # initialises torch.distributed
     use_cpu=not torch.cuda.is_available(), max_steps=60, learning_rate=5e-3, logging_steps=20, report_to=[],
-    per_device_train_batch_size=2, save_strategy="no",
+    per_device_train_batch_size=2, save_strategy="no", ddp_find_unused_parameters=False,  # True lets DDP warn
 )  # fmt: skip
 pattern = {"segment_lengths": [64, 256], "dilation_rates": [1, 4]}
 sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

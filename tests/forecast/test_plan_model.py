@@ -17,7 +17,7 @@ from ring_dilated_attention.forecast.clock import Hardware, model_step, time_tex
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.kernels.traits import TRAITS
-from ring_dilated_attention.models import longnet
+from ring_dilated_attention.models import recompute
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.pattern import DilatedPattern
@@ -69,8 +69,8 @@ def test_flops_and_gradients_of_a_step(data, sequence, shards):
 
 
 def test_the_loss_is_cut_as_in_the_model():
-    assert planned.LOSS_CHUNK_LOGITS == longnet.LOSS_CHUNK_LOGITS
-    assert planned.LOSS_CHUNK_ROWS == longnet.LOSS_CHUNK_ROWS
+    assert planned.LOSS_CHUNK_LOGITS == recompute.LOSS_CHUNK_LOGITS
+    assert planned.LOSS_CHUNK_ROWS == recompute.LOSS_CHUNK_ROWS
 
 
 @pytest.mark.parametrize("fields", [SMALL, dict(num_layers=2, embed_dim=32, num_heads=4)])

@@ -20,6 +20,7 @@ CASES = {
     "train_fsdp2": ((), 4),
     "train_hugging_face": (("transformers", "accelerate"), 1),
     "train_hugging_face_ranks": (("transformers", "accelerate"), 2),
+    "train_hugging_face_long": (("transformers",), 2),
     "convert_dense": (("transformers",), 1),
     "train_accelerate": (("accelerate",), 2),
     "train_deepspeed": (("deepspeed",), 2),
@@ -28,7 +29,8 @@ CASES = {
     # It needs safetensors alone, and takes more of the time that `make test` has than the test of its losses on ranks.
     "finetune_slides": (("transformers",), 2),
 }
-LINES = {"convert_dense": 60, "train_fabric": 60, "finetune_slides": 110}  # these have more to show than 40
+# These have more to show than 40 lines.
+LINES = {"convert_dense": 60, "train_fabric": 60, "train_hugging_face_long": 60, "finetune_slides": 110}
 
 
 def output_of(example, num_processes, folder):
@@ -45,6 +47,7 @@ def output_of(example, num_processes, folder):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "unused parameters" not in done.stderr
     return done.stdout
 
 
@@ -76,7 +79,10 @@ def test_runs_in_a_minute(example, tmp_path):
         assert accuracies[-1] > 90
         with safe_open(tmp_path / "finetuned.safetensors", framework="pt") as file:
             assert "head.weight" in file.keys()  # noqa: SIM118  not a dict
-    if "hugging_face" in example:
+    if example == "train_hugging_face_long":
+        [(held, whole)] = re.findall(r"holds ([\d,]+) bytes at any length; ([\d,]+)", output)
+        assert int(held.replace(",", "")) < int(whole.replace(",", "")) / 10
+    elif "hugging_face" in example:
         [written] = re.findall(r"^(b['\"].*['\"])$", output, flags=re.MULTILINE)
         assert len(eval(written)) == len(b"Exact dilated attention ") + 60
 

@@ -75,7 +75,8 @@ def test_a_part_that_lost_its_attention(tmp_path):
     whole = LlavaForConditionalGeneration(
         LlavaConfig(text_config={"model_type": "llama", **SIZES}, vision_config=vision)
     )
-    convert_to_dilated(whole.model.language_model, PATTERN).eval()
+    convert_to_dilated(whole.model.language_model, PATTERN)
+    whole.model.language_model.eval()
     whole.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"LlamaModel would have attn_implementation='sdpa', and its config has a"):
         LlavaForConditionalGeneration.from_pretrained(tmp_path)
@@ -95,7 +96,8 @@ def test_esm_is_taken_both_ways():
     made = AutoModel.from_config(EsmConfig(**sizes, dilated_attention=PATTERN)).eval()
     made.load_state_dict(model.state_dict())
     ids = torch.arange(5, 25)[None]
-    assert torch.equal(convert_to_dilated(model, PATTERN)(ids)[0], made(ids)[0])
+    convert_to_dilated(model, PATTERN)
+    assert torch.equal(model(ids)[0], made(ids)[0])
 
 
 class Smeared(LlamaModel):

@@ -21,8 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.integrations.transformers import convert_to_dilated
+from ring_dilated_attention import ContextParallel, DilatedPattern
+from ring_dilated_attention.integrations.transformers import context_parallel, convert_to_dilated
 
 
 def test_converted():
@@ -30,20 +30,27 @@ def test_converted():
     for pattern in (PATTERN, DilatedPattern((4, 9), (1, 3)), DilatedPattern((4, 9), (1, 3), is_causal=True)):
         model = make("llama", None)
         before = {name: x.data_ptr() for name, x in model.named_parameters()}
-        assert convert_to_dilated(model, pattern) is model
+        convert_to_dilated(model, pattern)
         assert {name: x.data_ptr() for name, x in model.named_parameters()} == before
         ids = tokens(2, 20)
         assert torch.equal(model(ids).logits, make("llama")(ids).logits)
-    again = convert_to_dilated(model, {**PATTERN, "phase": "blocked"})
-    assert torch.equal(again(ids).logits, make("llama", {**PATTERN, "phase": "blocked"})(ids).logits)
+    convert_to_dilated(model, {**PATTERN, "phase": "blocked"})
+    assert torch.equal(model(ids).logits, make("llama", {**PATTERN, "phase": "blocked"})(ids).logits)
+
+
+def test_at_a_prompt():
+    """As a list's sort does: what changes in place returns nothing. A model would print pages."""
+    model = make("llama", None)
+    assert convert_to_dilated(model, PATTERN) is None
+    assert len(repr(context_parallel(model, ContextParallel()))) < 100
 
 
 def test_one_segment_is_the_dense_model():
     """Nothing is lost where a segment at rate 1 holds everything."""
     model, ids = make("llama", None), tokens(2, 20)
     expected = model(ids, use_cache=False).logits
-    found = convert_to_dilated(model, DilatedPattern.dense())(ids).logits
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    convert_to_dilated(model, DilatedPattern.dense())
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-9, atol=1e-9)
 
 
 REFUSED = {

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ring_dilated_attention import ContextParallel, simulate
 from ring_dilated_attention.layers import multihead, rotary_table
-from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss, longnet
+from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss, recompute
 
 CONFIG = LongNetConfig((8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2)
 make_tokens = partial(helpers.make_tokens, CONFIG.vocab_size)
@@ -72,9 +72,9 @@ def test_loss_is_the_mean_over_next_tokens(monkeypatch):
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     expected.backward()
     gradients = [x.grad for x in model.parameters()]
-    monkeypatch.setattr(longnet, "LOSS_CHUNK_ROWS", 1)
+    monkeypatch.setattr(recompute, "LOSS_CHUNK_ROWS", 1)
     for rows in (5, 1000):
-        monkeypatch.setattr(longnet, "LOSS_CHUNK_LOGITS", rows * CONFIG.vocab_size)
+        monkeypatch.setattr(recompute, "LOSS_CHUNK_LOGITS", rows * CONFIG.vocab_size)
         model.zero_grad()
         loss = model.loss(tokens)
         loss.backward()

@@ -36,7 +36,7 @@ from .clock import Hardware
 from .compare import Call
 
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
-LOSS_CHUNK_LOGITS, LOSS_CHUNK_ROWS = 2**20, 1024  # as in models/longnet.py, and tested to be
+LOSS_CHUNK_LOGITS, LOSS_CHUNK_ROWS = 2**20, 1024  # as in models/recompute.py, and tested to be
 BYTES_PER_LOGIT = 12
 FLOAT = 4
 # The search for what fits: the most ranks of a sequence, the most positions of a rank, and how exact a length is.

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..layers import MultiheadDilatedAttention, RotaryTable
 from ..ranks.context import ContextParallel
@@ -19,16 +18,12 @@ from ..ranks.origin import why_foreign
 from ..run.dilated_cache import DilatedCache
 from .documents import Documents, agree_on_documents, why_no_tokens
 from .longnet_config import LongNetConfig
-from .recompute import run_layer
+from .recompute import loss_chunk_rows, run_layer, sum_in_chunks
 from .sampling import Sampling, generate
 from .saved_run import MODEL_FILE, check_whole, find_checkpoint
 from .sharded import shift_left
 
 IGNORED_LABEL = -1
-# The logits of the loss are formed this many at a time, so that a long shard never holds (N, V) of them.
-LOSS_CHUNK_LOGITS = 2**20
-# A chunk has at least this many rows: each chunk adds a (V, E) gradient of the head, which is slow for few rows.
-LOSS_CHUNK_ROWS = 1024
 HEAD_STD = 0.02  # small, so that the first guess is near uniform
 
 
@@ -241,14 +236,8 @@ class LongNetLM(nn.Module):
 
     def _cross_entropy_sum(self, hidden_BNE: Tensor, labels_BN: Tensor) -> Tensor:
         """The sum over this rank's positions. A rank without positions returns 0, connected to every parameter."""
-        hidden_TE, labels_T = hidden_BNE.flatten(0, 1), labels_BN.flatten()
-        rows = max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // self.config.vocab_size)
-        total = hidden_TE.new_zeros((), dtype=torch.float32)
-        for hidden, labels in zip(hidden_TE.split(rows), labels_T.split(rows), strict=True):
-            total = total + checkpoint(
-                self._chunk_cross_entropy_sum, hidden, labels, use_reentrant=False, preserve_rng_state=False
-            )
-        return total
+        rows = loss_chunk_rows(self.config.vocab_size)
+        return sum_in_chunks(self._chunk_cross_entropy_sum, hidden_BNE, labels_BN, rows)
 
     def _chunk_cross_entropy_sum(self, hidden_TE: Tensor, labels_T: Tensor) -> Tensor:
         logits_TV = self.head(hidden_TE)

@@ -1,5 +1,6 @@
-"""Activation checkpointing: backward computes a layer again, but not its attention."""
+"""Computed again in backward: a layer without its attention, and the loss of some rows at a time."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,9 +9,32 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import save_attention
 
+# The logits of a loss are formed this many at a time, so that a long shard never holds (N, V) of them.
+LOSS_CHUNK_LOGITS = 2**20
+# A chunk has at least this many rows: each chunk adds a (V, E) gradient of the head, which is slow for few rows.
+LOSS_CHUNK_ROWS = 1024
+
 
 def run_layer(layer: nn.Module, x: Tensor, *more: Any, recompute: bool) -> Tensor:
     """`layer(x, *more)`. With `recompute` only its input and attention are kept; backward computes the rest again."""
     if not (recompute and torch.is_grad_enabled()):
         return layer(x, *more)
     return checkpoint(layer, x, *more, use_reentrant=False, preserve_rng_state=False, context_fn=save_attention)
+
+
+def loss_chunk_rows(vocab_size: int) -> int:
+    """The rows whose logits exist at once."""
+    return max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // vocab_size)
+
+
+def sum_in_chunks(
+    loss: Callable[[Tensor, Tensor], Tensor], x_BNE: Tensor, labels_BN: Tensor, rows: int, *, is_random: bool = False
+) -> Tensor:
+    """The sum of `loss(x_TE, labels_T)` over chunks of T = `rows` rows, of which backward computes each again.
+
+    is_random: the loss draws random numbers, and must draw the same ones again.
+    """
+    total = x_BNE.new_zeros((), dtype=torch.float32)
+    for chunk in zip(x_BNE.flatten(0, 1).split(rows), labels_BN.flatten().split(rows), strict=True):
+        total = total + checkpoint(loss, *chunk, use_reentrant=False, preserve_rng_state=is_random)
+    return total

@@ -25,7 +25,7 @@ def register() -> None:
     setattr(PreTrainedConfig, FIELD, PatternField())
 
 
-def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> Any:
+def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> None:
     """Give a model of transformers dilated attention, in place. Its parameters stay as they are; its function changes.
 
     A model trained with dense attention predicts worse until it is trained with the pattern. Its function stays the
@@ -35,9 +35,6 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
         model: a PreTrainedModel that takes its attention from transformers' attention interface.
         pattern: a DilatedPattern, or a dict of its arguments as in config.json. The model decides whether its attention
             is causal: is_causal=False fits any; True needs a causal model.
-
-    Returns:
-        the model.
 
     Raises:
         ValueError: for a model that cannot be converted, which is left as it was.
@@ -64,4 +61,3 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
         )
     for config in configs:
         setattr(config, FIELD, fields)
-    return model

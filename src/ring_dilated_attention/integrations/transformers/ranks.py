@@ -1,6 +1,11 @@
-"""Context parallelism for models of transformers: each rank is given the whole sample and computes its shard."""
+"""Context parallelism for models of transformers: each rank is given the whole sample and computes its shard.
+
+T rows of a chunk, E width.
+"""
 
 import inspect
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from ...models.recompute import loss_chunk_rows, sum_in_chunks
 from ...ranks.context import ContextParallel
 from ...ranks.reduce import GlobalMean, all_reduce
 from ..torch import check_meshes
@@ -15,10 +21,11 @@ from .attention import find_borders
 from .config import NAME
 
 IGNORED_LABEL = -100  # transformers' and torch's
-# Losses that are a mean of cross-entropies over positions. `after` computes them.
+# Losses in which a position has the label of its own token, not of the next.
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 # Arguments that are not passed on: they repeat cu_seq_lens_q, or do not apply to a shard.
 DROPPED = ("attention_mask", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict", "seq_idx")
+OWN_LABEL = 0  # of one row, for which a model computes its own loss
 CUT = ("input_ids", "token_type_ids", "position_ids", "labels", "shift_labels")
 
 
@@ -30,8 +37,9 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
 
     The loss is that of the whole sample, on every rank. The *mean* of the ranks' gradients, which DDP, FSDP2 and
     DeepSpeed take, is the gradient of that loss: to a trainer ranks look like replicas. Other outputs (logits, hidden
-    states) are this rank's rows; `parallel.unshard` joins them. Documents may be packed (position_ids that start anew,
-    or cu_seq_lens_q). Padding is allowed only on the right, in a causal model, with labels of -100.
+    states) are this rank's rows; `parallel.unshard` joins them. With labels there are no logits: those of some rows at
+    a time are made for the loss, and again in backward. Documents may be packed (position_ids that start anew, or
+    cu_seq_lens_q). Padding is allowed only on the right, in a causal model, with labels of -100.
 
     Returns:
         a handle, whose `remove()` undoes this.
@@ -70,14 +78,23 @@ SHARDED = "sharded_forward"
 
 
 class ShardedForward:
-    """The hooks of `context_parallel` before and after a model's forward."""
+    """The hooks of `context_parallel`: before and after a model's forward, and where its hidden states are made.
 
-    def __init__(self, model: nn.Module, parallel: ContextParallel) -> None:
+    The logits of a chunk of rows are those of the model's own forward, in which the decoder returns the chunk's hidden
+    states. Whatever a model does to its logits (NanoChat caps them, Cohere scales them) is therefore done.
+    """
+
+    def __init__(self, model: Any, parallel: ContextParallel) -> None:
         self.parallel, self.model = parallel, model
         self.signature = inspect.signature(model.forward)
-        self.num_labels: Any = None
-        self.labels: Tensor | None = None
+        self.num_labels: Any = None  # without labels, and between forwards
+        self.given: dict[str, Any] = {}
+        self.labels: Any = None
+        self.local_sum: Any = None
+        decoder = model.get_decoder()
+        [self.decoder] = [at for at, module in model.named_modules() if module is decoder]
         self.hooks = [
+            decoder.register_forward_hook(self.sum_loss),
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after, with_kwargs=True),
         ]
@@ -100,29 +117,44 @@ class ShardedForward:
             if "given different samples" not in str(error):
                 raise
             raise ValueError(f"{error} Under Trainer, SameSample does this.") from error
-        self.labels = local.get("labels")
-        if self.labels is not None and _has_causal_loss(model):
-            rest |= {"labels": self.labels, "shift_labels": self.labels, "num_items_in_batch": 1}  # the loss is a sum
-            self.labels = None
-        rest["cu_seq_lens_q"] = local.get("cu_seqlens")
+        self.hooks[0].remove()  # it comes after those that FSDP2 and ZeRO 3 may have added, which watch hidden states
+        self.hooks[0] = model.get_submodule(self.decoder).register_forward_hook(self.sum_loss)
         inputs = {name: local[name] for name in CUT[:3] if name in local}
-        return (), {**rest, **inputs, "parallel": self.parallel, "use_cache": False}
+        more = {"cu_seq_lens_q": local.get("cu_seqlens"), "parallel": self.parallel, "use_cache": False}
+        self.given, self.labels = {**rest, **inputs, **more}, local.get("labels")
+        own = {} if self.labels is None else {"labels": self.labels.new_tensor([[IGNORED_LABEL, OWN_LABEL]])}
+        return (), {**self.given, **own}
+
+    @torch.compiler.disable
+    def sum_loss(self, decoder: nn.Module, args: tuple, output: Any) -> Any:
+        """Sum the loss of this rank's rows. The decoder then hands on two rows, by which `after` checks the loss."""
+        if self.num_labels is None:
+            return output
+        hidden, rows = output.last_hidden_state, loss_chunk_rows(self.model.config.get_text_config().vocab_size)
+        loss, labels = partial(self._loss, self.given, output), self.labels.to(hidden.device)
+        self.local_sum = sum_in_chunks(loss, hidden, labels, rows, is_random=True)
+        first = hidden[:1, :1].detach()
+        return replace(output, last_hidden_state=torch.cat([first, first.flip(-1)], dim=1))
+
+    def _loss(self, given: dict[str, Any], output: Any, hidden_TE: Tensor, labels_T: Tensor) -> Tensor:
+        output = replace(output, last_hidden_state=hidden_TE[None])
+        model = _with(self.model, self.decoder, lambda *_, **__: output)
+        logits = type(self.model).forward(model, **given).logits.flatten(0, -2)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
 
     @torch.compiler.disable
     def after(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if self.num_labels is None:
             return output
-        if self.labels is None:
-            local_sum = output.loss
-        else:
-            logits = output.logits.flatten(0, -2)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            local_sum = F.cross_entropy(logits, self.labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
         ranks = self.parallel.ranks
-        total, count = all_reduce(ranks, local_sum), torch.as_tensor(self.num_labels)
-        output["loss"] = GlobalMean.apply(local_sum, total, count, ranks.world_size)
-        self.num_labels = self.labels = None
-        return output
+        with ranks.refusing():
+            _check_own_loss(model, output)
+        local_sum, count = self.local_sum.to(output.loss.dtype), torch.as_tensor(self.num_labels)
+        loss = GlobalMean.apply(local_sum, all_reduce(ranks, local_sum), count, ranks.world_size)
+        self.num_labels = self.labels = self.local_sum = None
+        self.given = {}
+        return replace(output, loss=loss, logits=None)
 
     def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the forward that are not None, by name."""
@@ -155,7 +187,11 @@ class ShardedForward:
         batch["position_ids"] = (_own_positions(model, ids) if positions is None else positions).expand(len(ids), -1)
         if borders is not None:
             batch["cu_seqlens"] = borders.to(torch.int32)
-        labels = _labels(batch, given.get("attention_mask"), model)
+        labels, plain = batch.pop("shift_labels", None), batch.pop("labels", None)
+        if labels is not None or plain is not None:
+            shift = _shift(model)
+            labels = F.pad(plain[:, shift:], (0, shift), value=IGNORED_LABEL) if labels is None else labels
+        _refuse_padding(given.get("attention_mask"), labels, model)
         self.num_labels = None
         if labels is not None:
             batch["labels"] = labels
@@ -190,27 +226,38 @@ def _own_positions(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device)[None]
 
 
-def _has_causal_loss(model: Any) -> bool:
-    return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+def _with(module: Any, path: str, part: Any) -> Any:
+    """A module that shares all with another, but for one part. No `copy`: FSDP2's modules refuse it."""
+    name, _, rest = path.partition(".")
+    other = object.__new__(type(module))
+    other.__dict__.update(module.__dict__)
+    other.__dict__["_modules"] = {**module._modules, name: _with(module._modules[name], rest, part) if rest else part}
+    return other
 
 
-def _labels(batch: dict[str, Tensor], mask: Tensor | None, model: Any) -> Tensor | None:
-    """The label that each position predicts. None if there is no loss."""
-    labels, plain = batch.pop("shift_labels", None), batch.pop("labels", None)
-    if labels is None and plain is not None:
-        if _has_causal_loss(model):
-            labels = F.pad(plain[:, 1:], (0, 1), value=IGNORED_LABEL)
-        elif getattr(model, "loss_type", None) in TOKEN_LOSSES:
-            labels = plain
-        else:
-            raise ValueError(
-                f"{type(model).__name__} computes its loss from more than single positions: call it without labels, "
-                "and compute the loss from outputs that parallel.unshard joins."
-            )
-    if labels is not None and getattr(model.config, "output_router_logits", False):
-        raise ValueError("output_router_logits=True adds a loss over all positions, and a rank has a shard: set False.")
-    _refuse_padding(mask, labels, model)
-    return labels
+def _shift(model: Any) -> int:
+    """1 if a position has the label of the next token, 0 if of its own."""
+    kind = getattr(model, "loss_type", None)
+    if kind in TOKEN_LOSSES:
+        return 0
+    if model.get_decoder() is not model and LOSS_MAPPING.get(kind, ForCausalLMLoss) is ForCausalLMLoss:
+        return 1
+    raise ValueError(
+        f"{type(model).__name__} computes no loss of single positions: call it without labels, and compute the loss "
+        "from outputs that parallel.unshard joins."
+    )
+
+
+def _check_own_loss(model: Any, output: Any) -> None:
+    """Refuse a model whose own loss of one label is not the cross-entropy of that label."""
+    own, row = output.loss, output.logits.flatten(0, -2)[1 - _shift(model)]
+    expected = F.cross_entropy(row.float() if own is None else row.to(own), row.new_tensor(OWN_LABEL).long())
+    if own is None or not torch.isclose(own, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise ValueError(
+            f"the loss of {type(model).__name__} for one label is {own}, and the cross-entropy of its logits is "
+            f"{expected}: ranks compute no other loss. Leave out what adds to it (output_router_logits, a "
+            "loss_function), or call the model without labels and use parallel.mean_loss."
+        )
 
 
 def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> None:

@@ -1,0 +1,213 @@
+"""The loss in chunks of rows, against the model's own: for each kind of head, on one process and on two ranks."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from census import LIST, configs, inputs_of, made
+from distributed import run
+from helpers import message_of
+from test_transformers_ranks import loss_and_gradients
+from tiny import PATTERN, SIZES, make, tokens
+from torch.distributed.fsdp import fully_shard
+from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
+
+from benchmarks import command
+from benchmarks.measure import allocated
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.integrations.transformers import context_parallel, register
+from ring_dilated_attention.integrations.transformers.check import FAILURES
+from ring_dilated_attention.models import recompute
+
+ROWS = 7  # in a chunk
+# What is done to hidden states and logits beside a product with the head.
+HEADS = {
+    "tied, scaled embeddings": ("Gemma", {"head_dim": 8, "num_key_value_heads": 1}),
+    "capped": ("NanoChat", {"final_logit_softcapping": 0.5}),  # as Gemma 2, whose attention is refused
+    "scaled": ("Cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "divided": ("Granite", {"logits_scaling": 3.0}),
+    "bias": ("Phi", {}),
+    "biased attention": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "experts": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
+    "decoder inside": ("OPT", {"ffn_dim": 40, "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
+    "unnamed loss": ("GPT2", {"attn_pdrop": 0.0}),
+}
+
+
+def make_head(kind):
+    register()
+    name, more = HEADS[kind]
+    config = getattr(transformers, f"{name}Config")(**SIZES, **more, dilated_attention=PATTERN)
+    suffix = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    torch.manual_seed(0)
+    dtype = torch.float32 if kind == "experts" else torch.float64  # torch has no grouped products in float64
+    model = getattr(transformers, f"{name}{suffix}")(config).to(dtype).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+def sample(length=19):
+    ids = tokens(2, length)
+    return {"input_ids": ids, "labels": ids.masked_fill(ids % 7 == 0, -100)}
+
+
+def in_small_chunks():
+    recompute.LOSS_CHUNK_LOGITS, recompute.LOSS_CHUNK_ROWS = 1, ROWS
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(recompute, "LOSS_CHUNK_LOGITS", 1)
+    monkeypatch.setattr(recompute, "LOSS_CHUNK_ROWS", ROWS)
+
+
+def rank_trains_heads(rank, world_size):
+    in_small_chunks()
+    parallel = ContextParallel(sharding="zigzag")
+    for kind in HEADS:
+        model, batch = make_head(kind), sample()
+        for more in ({}, {"num_items_in_batch": 50}):
+            expected = loss_and_gradients(model, {**batch, **more})
+            handle = context_parallel(model, parallel)
+            found = loss_and_gradients(model, {**batch, **more}, parallel)
+            error = 1e-5 if kind == "experts" else 1e-6  # transformers computes losses in float32
+            torch.testing.assert_close(found, expected, rtol=error, atol=error, msg=lambda m, k=kind: f"{k} {m}")
+            assert model(**batch).logits is None
+            assert model(batch["input_ids"]).logits.shape[1] < 19
+            handle.remove()
+
+
+def test_heads_on_two_ranks():
+    """Catches a cap, scale or bias that chunks lose, and labels lost where chunks meet."""
+    run(2, rank_trains_heads, seconds=180)
+
+
+def rank_shards_the_head(rank, world_size):
+    in_small_chunks()
+    expected, parallel = loss_and_gradients(make("llama"), sample()), ContextParallel()
+    for parts in (("lm_head",), ("lm_head", "model", "")):
+        model = make("llama")
+        context_parallel(model, parallel)
+        for part in parts:
+            fully_shard(model.get_submodule(part), reshard_after_forward=True)
+        out = model(**sample())
+        out.loss.backward()
+        torch.testing.assert_close(out.loss.detach(), expected[0], rtol=2e-6, atol=2e-7)
+        if "" in parts:
+            found = [x.grad.full_tensor() for x in model.parameters()]
+            torch.testing.assert_close(found, expected[1], rtol=2e-6, atol=2e-7)
+
+
+def test_a_head_that_is_sharded_alone():
+    """FSDP2 gathers it for each chunk, in backward too."""
+    run(2, rank_shards_the_head, seconds=120)
+
+
+def test_autocast_and_dropout(small_chunks):
+    """Backward draws again what forward drew."""
+    model = make("llama", dtype=torch.float32).train()
+    model.model.norm.register_forward_hook(lambda *_: None)
+    model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head)
+    context_parallel(model, ContextParallel())
+    parameter, step = model.lm_head[1].weight, 1e-2
+
+    def loss():
+        torch.manual_seed(3)
+        return model(**sample()).loss
+
+    [gradient] = torch.autograd.grad(loss(), [parameter])
+    direction = gradient / gradient.norm()
+    with torch.no_grad():
+        parameter += step * direction
+        above = loss()
+        parameter -= 2 * step * direction
+        difference = (above - loss()) / (2 * step)
+        parameter += step * direction
+    torch.testing.assert_close(difference, gradient.norm(), rtol=1e-2, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss().backward()
+    assert parameter.grad.dtype == torch.float32
+
+
+def test_all_logits_never_exist():
+    """Forward and backward stay below one (N, V) tensor."""
+    register()
+    config = LlamaConfig(**{**SIZES, "vocab_size": 4096, "num_hidden_layers": 1}, dilated_attention=PATTERN)
+    model, ids = LlamaForCausalLM(config), torch.zeros(1, 8192, dtype=torch.int64)
+    context_parallel(model, ContextParallel())
+    all_logits = ids.numel() * 4096 * 4
+    assert allocated(lambda: model(ids, labels=ids).loss.backward()).peak_bytes < 0.7 * all_logits
+    assert allocated(lambda: model(ids)).peak_bytes > all_logits
+
+
+def test_the_benchmark_leaves_a_record(tmp_path):
+    """`make test` has no transformers."""
+    assert command.main(["transformers_loss", "--quick", "--results", str(tmp_path / "results")]) == 0
+    rows = json.loads((tmp_path / "results" / "transformers_loss.json").read_text())["rows"]
+    assert [row["logits"] for row in rows] == ["all logits", "chunks", "chunks"]
+    assert rows[1]["working_bytes"] < rows[0]["working_bytes"]
+
+
+def test_refused():
+    """What adds to a loss, or computes another: by a sentence, and never in silence."""
+    register()
+    experts = make_head("experts")
+    context_parallel(experts, ContextParallel())
+    assert "output_router_logits" in message_of(lambda: experts(**sample(), output_router_logits=True))
+    assert experts(**sample()).loss.isfinite()
+    experts.config.output_router_logits = True
+    assert "output_router_logits" in message_of(lambda: experts(**sample()))
+    model = make("llama")
+    context_parallel(model, ContextParallel())
+    model.loss_function = lambda logits, **_: logits.square().mean()
+    assert "a loss_function" in message_of(lambda: model(**sample()))
+    assert "LlamaModel computes no loss of single positions" in message_of(
+        lambda: (context_parallel(model.model, ContextParallel()), model.model(**sample()))
+    )
+
+
+def language_models():
+    outcomes = json.loads(LIST.read_text())
+    names = [name for name, (found, _) in outcomes.items() if found == "equal"]
+    return [name.split(": ") for name in names if name.endswith(("LM", "LMHeadModel", "Decoder"))]
+
+
+# Their forwards take no positions. (Their losses take labels that are shifted already.)
+REFUSED = [f"{name}ForCausalLM" for name in ("Bart", "Blenderbot", "BlenderbotSmall", "Marian", "MBart", "Pegasus")]
+REFUSED += ["PLBartForCausalLM"]
+CHUNKS = 8
+
+
+@pytest.mark.parametrize("part", range(CHUNKS))
+def test_every_language_model(part, small_chunks):
+    """Of the pinned transformers: its own loss and gradients, or a refusal."""
+    for kind, name in language_models()[part::CHUNKS]:
+        model = tiny(kind, name)
+        ids = inputs_of(model)["input_ids"]
+        batch = {"input_ids": ids, "labels": ids.masked_fill(ids % 7 == 0, -100)}
+        expected = loss_and_gradients(model, batch)
+        if name in REFUSED:
+            assert "takes no position_ids" in message_of(lambda m=model: context_parallel(m, ContextParallel()))
+            continue
+        context_parallel(model, ContextParallel())
+        loss, gradients = loss_and_gradients(model, batch)
+        torch.testing.assert_close(loss, expected[0], rtol=1e-5, atol=0, msg=lambda m, n=name: f"{n} {m}")
+        scale = max(x.abs().max() for x in expected[1])
+        torch.testing.assert_close(gradients, expected[1], rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n} {m}")
+
+
+def tiny(kind, name):
+    """The first of the census's configs that is a model which runs with dilated attention."""
+    for config in configs(CONFIG_MAPPING[kind]):
+        try:
+            if isinstance(config, Exception):
+                raise config
+            model = made(getattr(transformers, name), CONFIG_MAPPING[kind], copy.deepcopy(config).to_dict(), "dilated")
+            model(**inputs_of(model))
+        except FAILURES:
+            continue
+        return model
+    raise AssertionError(f"no tiny {name}")
