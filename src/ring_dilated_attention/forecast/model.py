@@ -1,10 +1,11 @@
-"""Predicts the memory and the time of training a `LongNetLM` on a mesh of ranks. Numbers only, no torch.
+"""Predicts the memory and the time of training a decoder on a mesh of ranks. Numbers only, no torch.
 
 A mesh is `data` groups of `sequence` ranks. The ranks of one group share a sequence. If `shards` > 1, parameters,
 gradients and optimiser state are sharded over that many ranks (FSDP2).
 
-For each position of a rank, the forward saves the numbers below. E is the width of the model, F that of the
-feed-forward. H and G are the numbers of query and key/value heads, D is the head dim:
+For each position of a rank, the forward of a `LongNetLM` saves the numbers below (`shape.py` has other decoders). E is
+the width of the model, F that of the feed-forward. H and G are the numbers of query and key/value heads, D is the head
+dim:
 
     a block            7 E + (E + 2 G D) + G D + 3 F, and H + 8 in float32 (lse; mean and deviation of four norms)
     checkpointed       2 E, and H in float32: the block's input, and the attention's out and lse (`save_attention`)
@@ -14,7 +15,7 @@ feed-forward. H and G are the numbers of query and key/value heads, D is the hea
 If blocks are checkpointed, feed-forward and attention also hold what the last block saves when it is recomputed:
 
     the loss           12 bytes for each logit of a chunk; or 4 bytes and the head matrix's gradient, if that is more
-    the feed-forward   gradients of F and of E numbers for each position, and the gradient of one matrix
+    the feed-forward   gradients of F and of E numbers for each position, and that of a matrix, or of F more if gated
     the attention      its buffers; the products with weights come before and after it
 
 The gradient of a matrix is first a tensor of its own. It is then added to the gradient that is kept (in DDP's buckets,
