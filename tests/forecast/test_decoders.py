@@ -69,7 +69,7 @@ assert not {{"torch", "transformers"}} & {{*sys.modules}}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
-        "counted as transformers' llama (feed-forward of three matrices, head of its\n  own): 8.03 G parameters\n"
+        "counted as transformers' llama (feed-forward of three matrices, a head of\n  its own): 8.03 G parameters\n"
     )
     assert "w=131072, r=16; causal\n" in done.stdout
 

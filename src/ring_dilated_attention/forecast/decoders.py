@@ -16,6 +16,8 @@ SIZES = {
 }
 # A text says where the value is in the config, and what it is if the config has no such field.
 _NONE: dict[str, Any] = dict.fromkeys(("qkv_bias", "out_bias", "ffn_bias"), False)
+_ALL: dict[str, Any] = dict.fromkeys(_NONE, True)
+_ASKED: dict[str, Any] = dict.fromkeys(_NONE, "use_bias or true")
 _TIED: dict[str, Any] = {"is_tied": "tie_word_embeddings or true"}
 _GEMMA: dict[str, Any] = {"norm": "rms in float32", "ffn_bias": False} | _TIED
 _OLMO2 = Blocks("rms in float32", head_norms="all", ffn_bias=False)
@@ -34,12 +36,12 @@ FAMILIES = {
     "olmo": Blocks("bare", ffn_bias=False),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
-    "phi": Blocks("layer", 1, ffn="gelu", head_bias=True, is_parallel=True, **dict.fromkeys(_NONE, True)),
+    "phi": Blocks("layer", 1, ffn="gelu", head_bias=True, is_parallel=True, **_ALL),
     "phi3": Blocks(is_fused=True, **_NONE),
     "qwen2": Blocks(**_NONE | {"qkv_bias": True}),
     "qwen3": Blocks(head_norms="each", ffn_bias=False),
     "smollm3": Blocks(**_TIED),
-    "starcoder2": Blocks("layer", ffn="plain", **_TIED, **dict.fromkeys(_NONE, "use_bias or true")),
+    "starcoder2": Blocks("layer", ffn="plain", **_TIED, **_ASKED),
 }
 _OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3_text", "glm", "glm4", "qwen3")  # in others it follows, if absent
 
@@ -60,17 +62,18 @@ def read_decoder(config: dict[str, Any]) -> tuple[str, Shape]:
         config = {"head_dim": None} | config
     if family == "gpt_neox":  # which reads neither
         config = config | {"num_key_value_heads": None, "head_dim": None}
-    sizes = {name: config.get(name, "absent") for name in (*SIZES.values(), "head_dim")}
+    sizes: dict[str, Any] = {name: config.get(name, "absent") for name in (*SIZES.values(), "head_dim")}
     for name, value in sizes.items():
         is_left = value is None and name in ("num_key_value_heads", "head_dim")
         if not is_left and not (is_integer(value) and value > 0):
             raise ValueError(f"{name} is {value}: it must be an integer of at least 1")
-    blocks = FAMILIES[family]
-    for field, source in blocks._asdict().items():
-        name, *default = str(source).split(" or ")
-        if field in ("qkv_bias", "out_bias", "ffn_bias", "is_tied", "is_parallel") and isinstance(source, str):
-            if not isinstance(value := config.get(name, bool(default)), bool):
-                raise ValueError(f"{name} is {value!r}: it must be true or false")
-            blocks = blocks._replace(**{field: value})
-    *first, heads, kv_heads, head_dim = sizes.values()
-    return family, Shape(*first, heads, kv_heads or heads, own_head_dim=head_dim, blocks=blocks)
+    said: dict[str, Any] = {}
+    for field in ("qkv_bias", "out_bias", "ffn_bias", "is_tied", "is_parallel"):
+        if isinstance(source := getattr(FAMILIES[family], field), str):
+            name, *default = source.split(" or ")
+            said[field] = config.get(name, bool(default))
+            if not isinstance(said[field], bool):
+                raise ValueError(f"{name} is {said[field]!r}: it must be true or false")
+    layers, embed_dim, ffn_dim, vocab, heads, kv_heads, head_dim = sizes.values()
+    blocks, kv_heads = FAMILIES[family]._replace(**said), kv_heads or heads
+    return family, Shape(layers, embed_dim, ffn_dim, vocab, heads, kv_heads, own_head_dim=head_dim, blocks=blocks)

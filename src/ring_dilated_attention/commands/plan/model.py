@@ -270,14 +270,11 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
 
 def counted(shape: Shape, counted_as: str) -> str:
     """Which model was counted, and its parameters."""
-    made, parameters = shape.blocks, f"{scaled(shape.num_parameters, '')} parameters"
-    if counted_as == "LongNetLM":
-        return f"counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): {parameters}"
-    of_three, ends = made.ffn == "gated", "embedding is the head" if made.is_tied else "head of its own"
-    return (
-        f"counted as transformers' {counted_as} (feed-forward of {'three' if of_three else 'two'} matrices, {ends}): "
-        f"{parameters}"
-    )
+    model = "a LongNetLM of these sizes" if counted_as == "LongNetLM" else f"transformers' {counted_as}"
+    matrices = "three" if shape.blocks.ffn == "gated" else "two"
+    head = "its embedding is the head" if shape.blocks.is_tied else "a head of its own"
+    parameters = scaled(shape.num_parameters, "")
+    return f"counted as {model} (feed-forward of {matrices} matrices, {head}): {parameters} parameters"
 
 
 def _table(title: str, lines: dict[str, list[str]]) -> str:
