@@ -11,8 +11,8 @@ import torch
 from distributed import run
 from helpers import ROOT
 
-from ring_dilated_attention import ContextParallel
-from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for, torchscale_attention
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
 from ring_dilated_attention.models.torchscale.zero_rows import is_misaligned
 from ring_dilated_attention.pattern import Branch
@@ -43,6 +43,27 @@ def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
     assert load_slide_encoder("slide_encoder.pth")[0].encoder.config.num_heads == 16
     for link in re.findall(r"\]\(([^)#:]+?)\)", page):
         assert (ROOT / "docs" / link).exists()
+
+
+def test_the_page_says_how_far_the_two_functions_are_apart():
+    """On the page's input; and nothing where it says that they are one function."""
+    page = (ROOT / "docs" / "gigapath.md").read_text()
+    [counts] = re.findall(r"^\| tiles \| (.*) \|$", page, flags=re.MULTILINE)
+    [shares] = re.findall(r"^\| `dilated_attention` from `torchscale_attention` \| (.*) \|$", page, flags=re.MULTILINE)
+    for tiles, share in zip(counts.split(" | "), shares.split(" | "), strict=True):
+        found = apart(int(tiles.replace(",", "")), 16, 48, segment_lengths_for(), DILATION_RATES)
+        assert f"{100 * found:.{len(share.removesuffix(' %').partition('.')[2])}f} %" == share
+    assert apart(130, 4, 16, (16, 64), (1, 4), is_causal=True) < 1e-6
+    assert apart(192, 4, 16, (16, 64), (1, 4)) < 1e-6
+    assert apart(130, 4, 16, (16, 64), (1, 4)) > 0.1
+
+
+def apart(tiles, num_heads, head_dim, *branches, is_causal=False):
+    """Relative L2 of dilated_attention's output from torchscale_attention's."""
+    noise, pattern = torch.Generator().manual_seed(0), DilatedPattern(*branches, is_causal=is_causal, phase="blocked")
+    inputs = [torch.randn(1, tiles, num_heads, head_dim, generator=noise) for _ in range(3)]
+    theirs = torchscale_attention(*inputs, pattern)
+    return float((dilated_attention(*inputs, pattern) - theirs).norm() / theirs.norm())
 
 
 def run_example(*arguments):

@@ -1,6 +1,7 @@
 """Bad input is a ValueError that quotes the value, shows the arithmetic and names the remedy."""
 
 import inspect
+import re
 import warnings
 from datetime import timedelta
 from fractions import Fraction
@@ -10,6 +11,7 @@ import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain, simulate
 from ring_dilated_attention.kernels.choose import BACKENDS
+from ring_dilated_attention.models import torchscale_attention
 from ring_dilated_attention.pattern import PHASE_RULES
 from ring_dilated_attention.plan.exchange import EXCHANGES
 from ring_dilated_attention.plan.sharding import SHARDINGS
@@ -52,6 +54,14 @@ def integers(*numbers, dtype=torch.int32):
         (torch.tensor([8.5]), (1,), ("segment_lengths must hold integers", "8.5")),
         ("8", (1,), ("segment_lengths must be a list of positive integers", "got '8'")),
         (8, (1,), ("segment_lengths must be a list of positive integers", "got 8")),
+        (
+            [(2048, 1), (4096, 2)],
+            (),
+            ("segment_lengths must hold integers, got (2048, 1)", "two lists: DilatedPattern([2048, 4096], [1, 2])"),
+        ),
+        ([[8, 1]], (), ("segment_lengths must hold integers, got [8, 1]", "two lists")),
+        ({8: 1, 16: 2}, (1, 2), ("segment_lengths must be a list of positive integers", "got {8: 1, 16: 2}")),
+        ({8, 16}, (1, 2), ("segment_lengths must be a list of positive integers", "got {")),
         ((8,), None, ("dilation_rates must be a list of positive integers", "got None")),
         (torch.tensor(8), (1,), ("segment_lengths must be a list of positive integers", "got tensor(8)")),
     ],
@@ -59,6 +69,30 @@ def integers(*numbers, dtype=torch.int32):
 def test_segment_lengths_and_dilation_rates(segment_lengths, dilation_rates, fragments):
     """Catches an entry that is taken for another (True for 1, "8" for 8), and a zip that drops the longer's rest."""
     refused(lambda: DilatedPattern(segment_lengths, dilation_rates), *fragments)
+
+
+def test_rates_that_are_left_out():
+    """Catches Python's own error about an argument of __init__, for lists of pairs above all."""
+    refused(lambda: DilatedPattern([2048, 4096]), "dilation_rates is empty", "one entry per branch")
+    refused(lambda: DilatedPattern([(2048, 1), (4096, 2)]), "Lengths and rates are two lists")
+
+
+@pytest.mark.parametrize("call", [dilated_attention, explain, torchscale_attention])
+def test_what_is_no_tensor_and_no_pattern(call):
+    """Each says what was meant and what makes it."""
+    numpy, own = pytest.importorskip("numpy"), DilatedPattern((8,), (1,), phase="blocked")
+    for other in ([[[[1.0]]]], numpy.zeros((1, 8, 4, 16)), None):
+        got = f"must be a tensor (batch, seq, heads, head_dim), got {type(other).__name__}"
+        for name in ("query", "key", "value"):
+            given = {**dict(zip(("query", "key", "value"), tensors(), strict=True)), name: other}
+            with pytest.raises(ValueError, match=re.escape(f"{name} {got}: torch.as_tensor makes one")):
+                call(**given, pattern=own)
+    with pytest.raises(ValueError, match=r"got 3 dimensions: \(8, 4, 16\); unsqueeze\(0\) adds a batch"):
+        call(*tensors((8, 4, 16)), own)
+    for other in ([(8, 1)], ((8,), (1,)), {"segment_lengths": [8], "dilation_rates": [1]}, None):
+        said = f"pattern must be a DilatedPattern, got {other!r}. DilatedPattern(segment_lengths=[2048, 4096], "
+        with pytest.raises(ValueError, match=re.escape(said)):
+            call(*tensors(), other)
 
 
 def test_what_is_an_integer():

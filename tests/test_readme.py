@@ -79,6 +79,19 @@ def test_the_example_of_a_cache():
     assert done.stdout == "tensor([10003]) 2048 rows per head\n"
 
 
+def test_the_example_of_explain(capsys):
+    """docs/planning.md shows what it prints."""
+    from ring_dilated_attention.ranks.explain import Explanation
+
+    page = (ROOT / "docs" / "planning.md").read_text().partition("## What a call uses: `explain`")[2]
+    example, output = re.findall(r"```(?:python)?\n(.*?)```", page, flags=re.DOTALL)[:2]
+    exec(example, {})
+    assert capsys.readouterr().out == output
+    [fields] = re.findall(r"`\.(\w+)`, `\.(\w+)` and `\.(\w+)` are\s+its fields", page)
+    assert fields == tuple(Explanation.__dataclass_fields__)
+    assert "branch 0" in DilatedPattern((64,), (4,)).explain(num_heads=8)
+
+
 def test_the_patterns_of_the_table():
     """Each row makes a pattern; the rule's row says what the rule makes."""
     found = re.findall(r"^\| `(DilatedPattern.*?)` \|", README, flags=re.MULTILINE)

@@ -8,7 +8,7 @@ that several branches contain counts once per branch.
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, islice, pairwise
@@ -69,7 +69,7 @@ class DilatedPattern:
     """
 
     segment_lengths: Sequence[int]  # kept as tuples
-    dilation_rates: Sequence[int]
+    dilation_rates: Sequence[int] = ()  # refused, by a sentence that says what is missing
     _: KW_ONLY
     is_causal: bool = False
     phase: str = "modulo"
@@ -324,18 +324,29 @@ def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
         entries = tuple(values)
     except TypeError:  # a 0-dimensional array too, although it is an Iterable
         entries = None
-    if entries is None or isinstance(values, (str, bytes)):
+    if entries is None or isinstance(values, (str, bytes, Mapping, Set)):
         raise ValueError(f"{name} must be a list of positive integers, got {values!r}.")
     if not entries:
         raise ValueError(f"{name} is empty. Give one entry per branch; dense attention is DilatedPattern.dense().")
     for entry in entries:
         if not is_integer(entry):
-            raise ValueError(f"{name} must hold integers, got {entry!r} in {list(entries)}.")
+            remedy = " Lengths and rates are two lists: DilatedPattern([2048, 4096], [1, 2])." * isinstance(
+                entry, Sequence
+            )
+            raise ValueError(f"{name} must hold integers, got {entry!r} in {list(entries)}.{remedy}")
         if entry < 1:
             raise ValueError(f"{name} must be at least 1, got {entry} in {list(entries)}.")
         if entry > WHOLE_DOCUMENT:
             raise ValueError(f"{name} must be at most 2**62 = {WHOLE_DOCUMENT}, got {entry}: no sequence is that long.")
     return tuple(index(entry) for entry in entries)
+
+
+def why_no_pattern(value: object) -> str | None:
+    """A sentence, or None for a DilatedPattern."""
+    if isinstance(value, DilatedPattern):
+        return None
+    remedy = "DilatedPattern(segment_lengths=[2048, 4096], dilation_rates=[1, 2]) makes one"
+    return f"pattern must be a DilatedPattern, got {value!r}. {remedy}"
 
 
 def is_integer(value: object) -> bool:

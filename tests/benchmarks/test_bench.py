@@ -10,7 +10,7 @@ import torch
 from full_disk import on_a_full_disk
 from helpers import ROOT
 
-from benchmarks import command, crossover, flops, gate, linear, measure, record, scaling
+from benchmarks import command, crossover, flops, gate, linear, measure, parameters, record, scaling
 from benchmarks.command import CASES, needs_gpu
 from ring_dilated_attention import kernels
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT, DilatedPattern
@@ -22,7 +22,7 @@ SIZES = measure.Sizes(512, 2, 16)
 PATTERN = DilatedPattern((128, 512), (1, 4))
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not needs_gpu(case)])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not needs_gpu(case) and name != "parameters"])
 def test_every_case_leaves_a_record(name, tmp_path, capsys):
     folder = tmp_path / "results"
     if reason := command.why_not(CASES[name], is_quick=True):
@@ -46,6 +46,16 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
     assert f"## {name}" in page
     assert found["hardware"]["processor"] in page
     assert f"{name}: " in capsys.readouterr().out
+
+
+def test_parameters_are_counted_published_and_built(tmp_path, monkeypatch, capsys):
+    """A case without an attention call, whose gate is that the three agree."""
+    assert command.main(["parameters", "--quick", "--results", str(tmp_path / "results")]) == 0
+    [qwen, llama] = json.loads((tmp_path / "results" / "parameters.json").read_text())["rows"]
+    assert (qwen["counted"], llama["counted"]) == (7_615_616_512, 1_235_814_400)
+    monkeypatch.setitem(parameters.PUBLISHED, "Qwen2.5-7B", 1)
+    assert command.main(["parameters", "--quick", "--results", str(tmp_path / "others")]) == 1
+    assert "Qwen2.5-7B: counted 7,615,616,512, published 1" in capsys.readouterr().err
 
 
 def test_no_speed_without_a_green_gate(monkeypatch, tmp_path, capsys):

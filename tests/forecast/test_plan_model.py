@@ -307,68 +307,6 @@ def test_what_is_found_without_attention_fits_with_it(ffn_dim, activations):
     assert not fewer.sequence or not suffices(replace(job, seq_len=longest, mesh=fewer))
 
 
-GOOD = {"hidden_size": 64, "n_layer": 2, "vocab_size": 9, "n_head": 4}
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"hidden_size": 64}, "lacks num_hidden_layers or n_layer or num_layers"),
-        ({"hidden_size": 64, "n_layer": -1, "vocab_size": 9, "n_head": 4}, "layers = -1 must be of integers"),
-        ({"hidden_size": 64, "n_layer": [2], "vocab_size": 9, "n_head": 4}, "layers = [2] must be one number"),
-        (
-            {"hidden_size": 64, "n_layer": 2, "vocab_size": 9, "n_head": 4, "segment_lengths": 8},
-            "segment_lengths = 8 must be a list",
-        ),
-        (GOOD | {"num_local_experts": 8}, "num_local_experts = 8 is a model of experts"),
-        (GOOD | {"num_experts": 128}, "num_experts = 128 is a model of experts"),
-        (GOOD | {"head_dim": 128}, "head_dim = 128 over 4 heads is not the width of 64"),
-        (GOOD | {"head_dim": "16"}, "head_dim = '16' over 4 heads is not the width of 64"),
-        (GOOD | {"hidden_size": 2**62}, "of 4,611,686,018,427,387,904 (feed-forward"),
-        ([1], "holds no object"),
-    ],
-)
-def test_configs_that_do_not_serve(config, message, tmp_path, capsys):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    argv = [
-        "plan",
-        "model",
-        "--config",
-        str(path),
-        "--seq-len",
-        "512",
-        "--segment-lengths",
-        "64",
-        "--dilation-rates",
-        "1",
-    ]
-    assert cli.main(argv) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_config_gives_the_sizes(tmp_path, capsys):
-    fields = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 1000, "num_attention_heads": 4}
-    fields |= {"num_key_value_heads": 2, "intermediate_size": 100, "head_dim": 16, "num_experts": 1}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    argv = [
-        "plan",
-        "model",
-        "--config",
-        str(tmp_path),
-        "--seq-len",
-        "512",
-        "--segment-lengths",
-        "64",
-        "--dilation-rates",
-        "1",
-    ]
-    assert cli.main([*argv, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_parameters"] == Shape(3, 64, 100, 1000, 4, 2).num_parameters
-    assert cli.main(argv) == 0
-    assert capsys.readouterr().out.startswith("counted as a LongNetLM of these sizes (")
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [

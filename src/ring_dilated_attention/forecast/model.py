@@ -1,10 +1,11 @@
-"""Predicts the memory and the time of training a `LongNetLM` on a mesh of ranks. Numbers only, no torch.
+"""Predicts the memory and the time of training a decoder on a mesh of ranks. Numbers only, no torch.
 
 A mesh is `data` groups of `sequence` ranks. The ranks of one group share a sequence. If `shards` > 1, parameters,
 gradients and optimiser state are sharded over that many ranks (FSDP2).
 
-For each position of a rank, the forward saves the numbers below. E is the width of the model, F that of the
-feed-forward. H and G are the numbers of query and key/value heads, D is the head dim:
+For each position of a rank, the forward of a `LongNetLM` saves the numbers below (`shape.py` has other decoders). E is
+the width of the model, F that of the feed-forward. H and G are the numbers of query and key/value heads, D is the head
+dim:
 
     a block            7 E + (E + 2 G D) + G D + 3 F, and H + 8 in float32 (lse; mean and deviation of four norms)
     checkpointed       2 E, and H in float32: the block's input, and the attention's out and lse (`save_attention`)
@@ -14,7 +15,7 @@ feed-forward. H and G are the numbers of query and key/value heads, D is the hea
 If blocks are checkpointed, feed-forward and attention also hold what the last block saves when it is recomputed:
 
     the loss           12 bytes for each logit of a chunk; or 4 bytes and the head matrix's gradient, if that is more
-    the feed-forward   gradients of F and of E numbers for each position, and the gradient of one matrix
+    the feed-forward   gradients of F and of E numbers for each position, and that of a matrix, or of F more if gated
     the attention      its buffers; the products with weights come before and after it
 
 The gradient of a matrix is first a tensor of its own. It is then added to the gradient that is kept (in DDP's buckets,
@@ -34,11 +35,11 @@ from ..plan.sizes import Sizes, Traits
 from .call import FLOPS_PER_PAIR, Figures, Time, Way, forecast
 from .clock import Hardware
 from .compare import Call
+from .shape import FLOAT, Shape
 
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
 LOSS_CHUNK_LOGITS, LOSS_CHUNK_ROWS = 2**20, 1024  # as in models/recompute.py, and tested to be
 BYTES_PER_LOGIT = 12
-FLOAT = 4
 # The search for what fits: the most ranks of a sequence, the most positions of a rank, and how exact a length is.
 MOST_RANKS, LONGEST, SEARCHED_TO = 65_536, 2**34, 1 / 256
 
@@ -56,50 +57,6 @@ class Mesh(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.data}x{self.sequence}" + (f"x{self.shards}" if self.shards > 1 else "")
-
-
-class Shape(NamedTuple):
-    """A model's sizes. Parameters and their gradients have param_itemsize bytes, activations itemsize."""
-
-    num_layers: int
-    embed_dim: int
-    ffn_dim: int
-    vocab_size: int
-    num_heads: int
-    num_kv_heads: int
-    itemsize: int = 4
-    param_itemsize: int = 4
-
-    @property
-    def head_dim(self) -> int:
-        return self.embed_dim // self.num_heads
-
-    @property
-    def kv_dim(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def block_matrices(self) -> int:
-        """Entries of the matrices of one block."""
-        e, f = self.embed_dim, self.ffn_dim
-        return (e + 2 * self.kv_dim) * e + e * e + 2 * e * f
-
-    @property
-    def block_parameters(self) -> int:
-        biases = 3 * self.embed_dim + 2 * self.kv_dim + self.ffn_dim
-        norms = 2 * (3 * self.embed_dim + self.ffn_dim)
-        return self.block_matrices + biases + norms
-
-    @property
-    def num_parameters(self) -> int:
-        return self.num_layers * self.block_parameters + 2 * (self.vocab_size + 1) * self.embed_dim
-
-    def saved(self) -> tuple[int, int, int]:
-        """Bytes saved for each position: of a block, of a checkpointed block, and at the ends."""
-        row = 2 * self.embed_dim * self.itemsize
-        numbers = 8 * self.embed_dim + 3 * self.kv_dim + 3 * self.ffn_dim
-        block = numbers * self.itemsize + (self.num_heads + 8) * FLOAT
-        return block, row + self.num_heads * FLOAT, row + (2 + self.head_dim) * FLOAT + 16
 
 
 @dataclass(frozen=True)
@@ -182,18 +139,22 @@ def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
     """
     shape = job.shape
     row, wide = shape.embed_dim * shape.itemsize, shape.ffn_dim * shape.itemsize
-    # The gradient of the residual stream is held (+ E), and the 2 E of the ends are free. When the attention's backward
-    # runs, 3 F and 3 E of the block are free, too.
-    feed_forward = job.rows * (wide + row - 2 * row) + again
-    if job.mesh.shards == 1:  # else `model_memory` counts it with the gradients of a block
-        feed_forward += _gradient_of(shape, shape.embed_dim * shape.ffn_dim)
+    # The gradient of the residual stream is held (+ E), and what the last norm saved is free. When the attention's
+    # backward runs, so is what the block saved behind it.
+    stream = row - shape.last_norm
+    # If shards > 1, `model_memory` counts the matrix with the gradients of a block.
+    matrix = _gradient_of(shape, shape.embed_dim * shape.ffn_dim) if job.mesh.shards == 1 else 0
+    # Beside the gradient of F: that of its matrix, and later that of what the activation is multiplied with.
+    beside = 0 if shape.blocks.ffn == "plain" else job.rows * wide
+    hidden = job.rows * wide + max(matrix, beside)
+    feed_forward = job.rows * stream + hidden + again
     in_attention = 0
     if traits is not None:
         attention = attention_of(job, traits).peak
         assert attention is not None
         given = {"query", "key", "value", "out", "lse"}
         beside = sum(item.num_bytes for item in attention.items if item.name not in given)
-        in_attention = beside + job.rows * (row - 5 * row - 3 * wide) + again
+        in_attention = beside + job.rows * (stream - shape.behind_attention) + again
     return max(_working_of_loss(job), feed_forward, in_attention, 0)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.choose import check_backend, choose
-from ..pattern import DilatedPattern
+from ..pattern import why_no_pattern
 from ..plan.job import held_heads
 from ..run.dilated_cache import DilatedCache
 from .call import Call, validate_cu_seqlens
@@ -43,8 +43,8 @@ def autocast(x: Any) -> Any:
 
 
 def check_objects(pattern: Any, parallel: Any, backend: Any) -> None:
-    if not isinstance(pattern, DilatedPattern):
-        raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}.")
+    if failure := why_no_pattern(pattern):
+        raise ValueError(f"{failure}.")
     if parallel is not None and not isinstance(parallel, ContextParallel):
         raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}.")
     check_backend(backend)
@@ -89,16 +89,25 @@ def call_of(
     return Call(pattern, scale, backend, needs_grad, return_lse, heads, num_heads, context)
 
 
+def why_no_rows(name: str, x: Any) -> str | None:
+    """A sentence, or None for a tensor of four dimensions."""
+    if not isinstance(x, Tensor):
+        return (
+            f"{name} must be a tensor (batch, seq, heads, head_dim), got {type(x).__name__}: torch.as_tensor makes one"
+        )
+    if x.dim() == 4:
+        return None
+    remedy = "unsqueeze(0) adds a batch, and unflatten(-1, (heads, head_dim)) makes heads"
+    return f"{name} must be (batch, seq, heads, head_dim), got {x.dim()} dimensions: {tuple(x.shape)}; {remedy}"
+
+
 def _check_tensors(tensors: Mapping[str, Any]) -> None:
     """Raise ValueError unless query, key and value fit each other."""
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a tensor (batch, seq, heads, head_dim), got {type(x).__name__}.")
+        if failure := why_no_rows(name, x):
+            raise ValueError(f"{failure}.")
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}. Convert it with .to_dense().")
-        if x.dim() != 4:
-            got = f"{x.dim()} dimensions: {tuple(x.shape)}"
-            raise ValueError(f"{name} must be (batch, seq, heads, head_dim), got {got}.")
     for name in ("dtype", "device"):
         values = {n: getattr(x, name) for n, x in tensors.items()}
         if len(set(values.values())) > 1:

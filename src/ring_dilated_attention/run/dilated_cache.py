@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_tensor
 
-from ..pattern import DilatedPattern, is_integer
+from ..pattern import DilatedPattern, is_integer, why_no_pattern
 from ..plan.cache_plan import CachePlan, check_append, check_crop, plan_cache
 from ..plan.job import held_heads
 from .append import held, packed, packed_size, place, unpack
@@ -297,8 +297,8 @@ def _plan(
     pattern: DilatedPattern, num_heads: int, num_kv_heads: int, max_len: int | None, keep: int, heads_held: range | None
 ) -> CachePlan:
     """The plan of a cache. Raises ValueError if there can be none."""
-    if not isinstance(pattern, DilatedPattern):
-        raise ValueError(f"pattern must be a DilatedPattern, got {pattern!r}.")
+    if failure := why_no_pattern(pattern):
+        raise ValueError(f"{failure}.")
     if heads_held is not None:
         pattern.check_heads(num_heads, num_kv_heads)
         num_held = len(heads_held) if isinstance(heads_held, range) else num_heads

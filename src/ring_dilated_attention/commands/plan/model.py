@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from ...forecast.advice import BOUND_BY_COMMUNICATION, advice
 from ...forecast.call import MOST_PLANNED, Time, Way
 from ...forecast.clock import Hardware, time_text
+from ...forecast.decoders import SIZES, read_decoder
 from ...forecast.large import ERRORS_TEXT
 from ...forecast.model import (
     ACTIVATIONS,
     SEARCHED_TO,
     Mesh,
     ModelJob,
-    Shape,
     attention_of,
     flops_of_step,
     longest_sequence,
@@ -24,8 +24,10 @@ from ...forecast.model import (
     smallest_mesh,
     step_parts,
 )
+from ...forecast.shape import Shape
 from ...kernels.traits import TRAITS
 from ...models.saved_run import find_checkpoint, read_state
+from ...pattern import DilatedPattern
 from ...plan.sharding import SHARDINGS
 from ...plan.sizes import Traits
 from ...training.options import in_short
@@ -43,24 +45,13 @@ EXAMPLES = f"""examples:
                  --hardware h100-infiniband --tokens 1e11
       memory with activations kept, checkpointed or offloaded; days; what fits
 
-A model is counted as a LongNetLM of its sizes. If more than {MOST_PLANNED} ranks share a sequence, memory and time of
-the attention are estimates (docs/planning.md says how far off they may be).
+A model is counted as a LongNetLM of its sizes, or as its config.json says. If more than {MOST_PLANNED} ranks share a
+sequence, memory and time of the attention are estimates (docs/planning.md says how far off they may be).
 """
 MOST_PARAMETERS = 10**15  # a thousand times those of the largest models: more is a typing mistake
-# For each field, its names in the config.json of Llama, of GPT-2 and of this library.
-_FIELDS = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "embed_dim": ("hidden_size", "n_embd", "embed_dim"),
-    "ffn_dim": ("intermediate_size", "n_inner", "ffn_dim"),
-    "vocab": ("vocab_size",),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "segment_lengths": ("segment_lengths",),
-    "dilation_rates": ("dilation_rates",),
-    "seq_len": ("seq_len",),
-}
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_OPTIONAL = ("ffn_dim", "kv_heads", "segment_lengths", "dilation_rates", "seq_len")
+# The hyperparameters of a run that say what these options say.
+_OF_A_RUN = {"layers": "num_layers", "embed_dim": "embed_dim", "heads": "num_heads", "kv_heads": "num_kv_heads"}
+_OF_A_RUN |= {name: name for name in ("segment_lengths", "dilation_rates", "seq_len")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         columns = {how: _column(asked, how, bar.update) for how in ACTIVATIONS}
     found = {
         "mesh": job.mesh._asdict(),
-        "counted_as": "LongNetLM",
+        "counted_as": "LongNetLM" if arguments.model is None else arguments.model[0],
         "pattern": asdict(job.pattern),
         "num_parameters": job.shape.num_parameters,
         "tokens_per_step": job.tokens,
@@ -123,8 +114,12 @@ class Asked(NamedTuple):
 
 def fill_in(arguments: argparse.Namespace) -> None:
     """Take from the config what no option gives. Raises ValueError if a size is missing in both."""
-    for name, value in (read_config(arguments.config) if arguments.config is not None else {}).items():
-        if getattr(arguments, name) is None or getattr(arguments, name) is False:
+    found: dict[str, Any] = {"model": None}
+    if arguments.config is not None:
+        sizes = {SIZES[name]: getattr(arguments, name) for name in SIZES if getattr(arguments, name) is not None}
+        found |= read_config(arguments.config, sizes)
+    for name, value in found.items():
+        if getattr(arguments, name, None) in (None, False):
             setattr(arguments, name, value)
     for name in ("layers", "embed_dim", "seq_len", "segment_lengths", "dilation_rates"):
         if getattr(arguments, name) is None:
@@ -132,54 +127,34 @@ def fill_in(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is missing{remedy}")
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The fields that a plan needs, by this library's names."""
+def read_config(path: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    """What a run's folder or a config.json says, by the names of the options; of a config.json the `model`, too.
+
+    sizes: fields of a config.json that the options give.
+    """
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         checkpoint = find_checkpoint(path)
         if checkpoint is None:
             raise ValueError(f"--config {path} has neither a config.json nor a checkpoint of rda train")
-        fields = _taken(str(path), read_state(checkpoint)["hyperparameters"] | {"vocab_size": 256})
-        return fields | {"causal": True}  # as every model of rda train
+        fields = read_state(checkpoint)["hyperparameters"]
+        return {option: fields.get(name) for option, name in _OF_A_RUN.items()} | {"causal": True}
     try:
         fields = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--config {file} cannot be read as JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"--config {file} holds no object of fields")
-    return _taken(str(file), fields)
-
-
-def _taken(where: str, fields: dict[str, Any]) -> dict[str, Any]:
-    there = {name: [fields[key] for key in keys if fields.get(key) is not None] for name, keys in _FIELDS.items()}
-    missing = [" or ".join(keys) for name, keys in _FIELDS.items() if not there[name] and name not in _OPTIONAL]
-    if missing:
-        raise ValueError(f"--config {where} lacks {'; '.join(missing)}: add them, or give --layers, --embed-dim, ...")
-    found = {name: values[0] for name, values in there.items() if values}
-    for name, value in found.items():
-        is_branches, said = name in ("segment_lengths", "dilation_rates"), f"--config {where}: {name} = {value!r}"
-        if isinstance(value, list) != is_branches:
-            raise ValueError(f"{said} must be {'a list' if is_branches else 'one number'}")
-        entries = value if is_branches else [value]
-        if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in entries):
-            raise ValueError(f"{said} must be of integers of at least 1")
-    _check_kind(where, fields, found)
+    try:
+        model = read_decoder(fields | sizes)
+        found: dict[str, Any] = {"model": model, "causal": True} | dict(zip(SIZES, model[1], strict=False))
+        if fields.get("dilated_attention") is not None:  # the integration saves it
+            made = DilatedPattern(**fields["dilated_attention"])
+            found |= {"segment_lengths": list(made.segment_lengths), "dilation_rates": list(made.dilation_rates)}
+            found |= {"phase": made.phase, "split_heads": made.heads == "split"}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--config {file}: {error}") from error
     return found
-
-
-def _check_kind(where: str, fields: dict[str, Any], found: dict[str, Any]) -> None:
-    """Refuse a kind of model whose figures would differ much from those of a LongNetLM."""
-    experts = next((key for key in _EXPERTS if isinstance(fields.get(key), int) and fields[key] > 1), None)
-    head_dim, embed_dim, heads = fields.get("head_dim"), found["embed_dim"], found["heads"]
-    if experts is not None:
-        why = f"{experts} = {fields[experts]} is a model of experts"
-    elif head_dim is not None and (not isinstance(head_dim, int) or head_dim * heads != embed_dim):
-        why = f"head_dim = {head_dim!r} over {heads:,} heads is not the width of {embed_dim:,}"
-    else:
-        return
-    raise ValueError(
-        f"--config {where}: {why}, which is not planned: give --layers, --embed-dim, --heads, ... of another model"
-    )
 
 
 def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
@@ -208,7 +183,7 @@ def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
 
 def job_of(arguments: argparse.Namespace) -> ModelJob:
     pattern, heads, embed_dim = pattern_of(arguments), arguments.heads, arguments.embed_dim
-    if embed_dim % heads:
+    if (arguments.model is None or arguments.model[1].own_head_dim is None) and embed_dim % heads:
         raise ValueError(f"--embed-dim {embed_dim:,} over --heads {heads} is a head dim of {embed_dim / heads:g}")
     mesh = mesh_of(arguments.mesh, arguments.ranks)
     if mesh.sequence > arguments.seq_len:
@@ -218,7 +193,8 @@ def job_of(arguments: argparse.Namespace) -> ModelJob:
         )
     itemsize = ITEMSIZE[arguments.dtype]
     sizes = (arguments.layers, embed_dim, arguments.ffn_dim or 4 * embed_dim, arguments.vocab or 256)
-    shape = Shape(*sizes, heads, arguments.kv_heads, itemsize, max(4, itemsize))
+    shape = Shape(*sizes, heads, arguments.kv_heads) if arguments.model is None else arguments.model[1]
+    shape = shape._replace(itemsize=itemsize, param_itemsize=max(4, itemsize))
     if shape.num_parameters > MOST_PARAMETERS:
         raise ValueError(
             f"a model of {shape.num_layers:,} layers of {embed_dim:,} (feed-forward {shape.ffn_dim:,}, vocabulary "
@@ -270,8 +246,7 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
     job, columns = asked.job, [found["memory"][how] for how in ACTIVATIONS]
     branches = "; ".join(map(str, job.pattern.branches))
     lines = [
-        "counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): "
-        f"{scaled(found['num_parameters'], '')} parameters",
+        counted(job.shape, found["counted_as"]),
         f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); each "
         f"{-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
         # Causality is shown because the config may have set it.
@@ -291,6 +266,15 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
         if not any(row["fits"] for row in columns):
             lines.append(wrapped(_remedy(job, asked.traits, asked.memory)))
     return "\n".join(lines)
+
+
+def counted(shape: Shape, counted_as: str) -> str:
+    """Which model was counted, and its parameters."""
+    model = "a LongNetLM of these sizes" if counted_as == "LongNetLM" else f"transformers' {counted_as}"
+    matrices = "three" if shape.blocks.ffn == "gated" else "two"
+    head = "its embedding is the head" if shape.blocks.is_tied else "a head of its own"
+    parameters = scaled(shape.num_parameters, "")
+    return f"counted as {model} (feed-forward of {matrices} matrices, {head}): {parameters} parameters"
 
 
 def _table(title: str, lines: dict[str, list[str]]) -> str:

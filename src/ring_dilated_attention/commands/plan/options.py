@@ -22,7 +22,7 @@ def add_call(parser: argparse.ArgumentParser, *, is_required: bool = True) -> No
     add("--segment-lengths", metavar="W", **branches)
     add("--dilation-rates", metavar="R", **branches)
     add("--causal", action="store_true", help="a query sees no later key")
-    add("--phase", choices=PHASE_RULES, default="modulo", help="which phase a head reads")
+    add("--phase", choices=PHASE_RULES, help="which phase a head reads (default modulo)")
     add("--split-heads", action="store_true", help="each branch has heads of its own")
     add("--batch", type=count, default=1, metavar="B", help="sequences at a time (default 1)")
     add("--heads", type=count, metavar="H", help="query heads (default 12)")
@@ -54,7 +54,9 @@ def complete(arguments: argparse.Namespace) -> None:
 
 def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
     branches, heads = (arguments.segment_lengths, arguments.dilation_rates), "split" if arguments.split_heads else "all"
-    pattern = DilatedPattern(*branches, is_causal=arguments.causal, phase=arguments.phase, heads=heads)
+    pattern = DilatedPattern(
+        *branches, is_causal=arguments.causal, phase=arguments.phase or PHASE_RULES[0], heads=heads
+    )
     pattern.check_heads(arguments.heads, arguments.kv_heads)
     return pattern
 

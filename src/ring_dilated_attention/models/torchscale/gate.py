@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention import dilated_attention
-from ...pattern import Branch, DilatedPattern
+from ...pattern import Branch, DilatedPattern, why_no_pattern
 from ...ranks.context import ContextParallel
 from ...ranks.reduce import SumOverRanks
+from ...ranks.validate import why_no_rows
 from ..documents import Documents, DocumentSpan, agree_on_documents
 from .moves import MoveRows
 from .zero_rows import Move, ZeroQuery, is_misaligned, moves, zero_keys, zero_queries
@@ -89,16 +90,15 @@ def torchscale_attention(
         pattern: with phase="blocked", torchscale's rule, and heads="all".
         counted: what `zero_rows` made for this pattern, sequence and number of heads; by default it is made here.
 
-    The other arguments, the result and the errors are those of `dilated_attention`.
+    The other arguments, the result and the errors are those of `dilated_attention`, which also has heads_held and
+    num_heads (tensor parallelism) and cache and lengths (token by token). Zero rows are counted for all heads of whole
+    sequences.
     """
     split: dict[str, Any] = {"parallel": parallel, "cu_seqlens": cu_seqlens}
     if counted is None:
-        failure = pattern_failure(pattern)
+        failure = pattern_failure(pattern) or why_no_rows("query", query)
         if not isinstance(return_lse, bool):
             failure = f"return_lse must be True or False, got {return_lse!r}"
-        if failure is None and (not isinstance(query, Tensor) or query.dim() != 4):
-            got = tuple(query.shape) if isinstance(query, Tensor) else type(query).__name__
-            failure = f"query must be a tensor (batch, seq, heads, head_dim), got {got}"
         fields: dict[str, object] = {"pattern": pattern}
         documents = agree_on_documents("torchscale_attention", query, **split, fields=fields, failure=failure)
         counted = zero_rows(pattern, query.shape[2], documents, query)
@@ -120,8 +120,8 @@ def torchscale_attention(
 
 def pattern_failure(pattern: DilatedPattern) -> str | None:
     """Why a pattern is not torchscale's, or None."""
-    if not isinstance(pattern, DilatedPattern):
-        return f"pattern must be a DilatedPattern, got {pattern!r}"
+    if failure := why_no_pattern(pattern):
+        return failure
     if pattern.phase == "blocked" and pattern.heads == "all":
         return None
     return (
