@@ -167,7 +167,7 @@ def test_no_ring_is_drawn_where_there_is_none(exchange, said, note, why, tmp_pat
         (["--documents", "4000", "96", "--batch", "2"], "so --batch must be 1, got 2. Leave out"),
         (["--picture", f"{__file__}/new"], "test_plan_command.py/new cannot be written: a file is in the way. Choose"),
         (["--flops", "1e9"], "--bandwidth is missing: a time needs --flops and --bandwidth, or --hardware"),
-        (["--latency", "1"], "--flops is missing"),
+        (["--latency", "1"], "--flops and --bandwidth are missing: a time needs"),
         (["--flops", "0"], "--flops 0 must be from 1e+06 to 1e+18 FLOPs in a second; 500 TFLOP/s are 5e14"),
         (["--flops", "1e9", "--bandwidth", "nan"], "--bandwidth nan must be from 1000 to 1e+15 bytes in a second, one"),
         (["--flops", "1e9", "--latency", "-1"], "--latency -1 must be from 0 to 60 seconds; 5 µs are 5e-6"),

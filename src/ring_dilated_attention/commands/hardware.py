@@ -4,6 +4,9 @@
 flops_per_second = 1.2e11        # the rate that kernels reach in the forward, on one rank
 bytes_per_second = 1.5e9         # the bandwidth of a rank's network, one way (left out if there is one rank)
 latency_seconds = 2.5e-4         # the latency of a message (0 if left out)
+gpus_per_host = 8                # if there is another network inside hosts, which have so many consecutive ranks:
+host_bytes_per_second = 3e10     # its bandwidth and latency; those above are then of the network between hosts
+host_latency_seconds = 2e-5
 backward_flops_per_second, call_seconds, handshake_seconds, memory_bytes: optional
 dtype = "float32"                # the dtype in which kernels reach the rates
 source = "where the numbers are from"
@@ -17,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..forecast.clock import Hardware, time_text
 from ..training.files import MOST_BYTES
-from .numbers import amount, scaled
+from .limits import check_at_least, check_given
+from .numbers import amount, count, counted, scaled
 
 
 class Machine(NamedTuple):
@@ -34,16 +38,29 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _A100 = "225 TFLOP/s in training with FlashAttention-2 (arXiv 2307.08691, section 4.2)"
 _H100 = "400 TFLOP/s in training Llama 3 405B (arXiv 2407.21783, table 4)"
 _SHARE = (
-    "bandwidth and latency not measured here: 4 µs are assumed, and 80 % of a network's rate, the share that "
-    "DeepSeek-V3 reached on an H800's NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
+    "no GPU has run this library; bandwidth and latency not measured here: 4 µs are assumed, and 80 % of a network's "
+    "rate, the share that DeepSeek-V3 reached on an H800's NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
 )
-PRESETS = {
-    "a100-nvlink": Machine(Hardware(225e12, 240e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_SHARE}: of 300 GB/s"),
-    "a100-infiniband": Machine(Hardware(225e12, 20e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_SHARE}: of 200 Gb/s"),
-    "h100-nvlink": Machine(Hardware(400e12, 360e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 450 GB/s"),
-    "h100-infiniband": Machine(Hardware(400e12, 40e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 400 Gb/s"),
+
+
+def _presets(card: str, flops: float, reached: str, nvlink: tuple[float, str], infiniband: tuple[float, str]) -> Any:
+    """A card with each network alone, and with NVLink in hosts of 8 and InfiniBand between them."""
+    (inside, inside_of), (between, between_of) = nvlink, infiniband
+    hosts = Hardware(flops, between, 4e-6, gpus_per_host=8, host_bytes_per_second=inside, host_latency_seconds=4e-6)
+    found = {
+        f"{card}-nvlink": (Hardware(flops, inside, 4e-6), inside_of),
+        f"{card}-infiniband": (Hardware(flops, between, 4e-6), between_of),
+        card: (hosts, f"{inside_of} inside a host, {between_of} between hosts"),
+    }
+    return {name: Machine(x, 2, 80 * 10**9, f"{reached}; {_SHARE}: of {of}") for name, (x, of) in found.items()}
+
+
+PRESETS: dict[str, Machine] = {
+    **_presets("a100", 225e12, _A100, (240e9, "300 GB/s"), (20e9, "200 Gb/s")),
+    **_presets("h100", 400e12, _H100, (360e9, "450 GB/s"), (40e9, "400 Gb/s")),
 }
 LARGEST = 1e30  # a rate far beyond machines, and within floats
+_TWO_NETWORKS = "two networks: take --hardware h100 or a100, or a file with host_bytes_per_second"
 NO_NETWORK = LARGEST  # stands for bytes_per_second in a file that lacks it: one rank sends nothing
 _FLOPS, _BYTES = "FLOPs in a second; 500 TFLOP/s are 5e14", "bytes in a second, one way; 50 GB/s are 5e10"
 _TIME = "seconds; 5 µs are 5e-6"
@@ -53,8 +70,11 @@ _NUMBERS = {
     "flops_per_second": (1e8, 1e17, _FLOPS),
     "backward_flops_per_second": (1e8, 1e17, _FLOPS),
     "bytes_per_second": (1e6, 1e14, _BYTES),
+    "host_bytes_per_second": (1e6, 1e14, _BYTES),
+    "gpus_per_host": (1, 1e6, "GPUs, a whole number"),
     "memory_bytes": (2**20, 1e15, "bytes; 80 GB are 8e10"),
     "latency_seconds": _SHORT,
+    "host_latency_seconds": _SHORT,
     "call_seconds": _SHORT,
     "handshake_seconds": (0.0, math.nextafter(1.0, 0), _TIME),
 }
@@ -72,6 +92,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
     add("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
     add("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
+    hosts_help = "of --hardware with two networks, inside hosts and between them (presets: 8)"
+    add("--gpus-per-host", type=count, metavar="G", help=hosts_help)
 
 
 def machine_of(name: str) -> Machine:
@@ -98,7 +120,9 @@ def machine_of(name: str) -> Machine:
     dtype = fields.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ValueError(f"--hardware {name}: dtype = {dtype!r} is unknown; choose one of {', '.join(ITEMSIZE)}")
-    numbers = {key: float(fields[key]) for key in Hardware._fields if key in fields}
+    numbers: dict[str, Any] = {key: float(fields[key]) for key in Hardware._fields if key in fields}
+    if "gpus_per_host" in fields:
+        numbers["gpus_per_host"] = int(fields["gpus_per_host"])
     hardware = Hardware(**{"bytes_per_second": NO_NETWORK} | numbers)
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
     return Machine(hardware, ITEMSIZE[dtype], memory, str(fields.get("source", name)))
@@ -108,6 +132,8 @@ def _check_number(name: str, key: str, value: object) -> None:
     least, most, unit = _NUMBERS[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
         raise ValueError(f"--hardware {name}: {key} = {value!r} must be a plain number of {unit}")
+    if key == "gpus_per_host" and value != int(value):
+        raise ValueError(f"--hardware {name}: {key} = {value!r} must be a whole number")
     if value < 0 or value == 0 < least:
         raise ValueError(f"--hardware {name}: {key} = {value:g} must be positive, in {unit}")
     if not least <= value <= most:
@@ -125,6 +151,8 @@ def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> No
 def machine_for(arguments: argparse.Namespace) -> Machine | None:
     """The preset or file, with its numbers replaced by those of the options. None if no option asks for a time."""
     given: dict[str, Any] = {}
+    if arguments.gpus_per_host is not None:
+        check_at_least("--gpus-per-host", arguments.gpus_per_host)
     for option, (name, least, most, unit) in _GIVEN.items():
         value = getattr(arguments, option)
         if value is not None and not least <= value <= most:
@@ -132,11 +160,11 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
         if value is not None:
             given[name] = value
     if arguments.hardware is None:
+        if arguments.gpus_per_host is not None:
+            raise ValueError(f"--gpus-per-host {arguments.gpus_per_host} needs {_TWO_NETWORKS}")
         if not given:
             return None
-        for option in ("flops", "bandwidth"):
-            if getattr(arguments, option) is None:
-                raise ValueError(f"--{option} is missing: a time needs --flops and --bandwidth, or --hardware")
+        check_given(arguments, ("flops", "bandwidth"), "a time needs --flops and --bandwidth, or --hardware")
         return Machine(Hardware(**given), ITEMSIZE[arguments.dtype], None, "as given")
     machine = machine_of(arguments.hardware)
     source = f"{machine.source}; {', '.join(given)} as given" if given else machine.source
@@ -144,7 +172,13 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
         check_dtype(machine, arguments.hardware, arguments.dtype, ", or give --flops")
     else:
         given["backward_flops_per_second"] = None
+    if arguments.gpus_per_host is not None:
+        given["gpus_per_host"] = arguments.gpus_per_host
     hardware = machine.hardware._replace(**given)
+    if (hardware.gpus_per_host is None) != (hardware.host_bytes_per_second is None):
+        needs = f"has one network: --gpus-per-host {hardware.gpus_per_host} needs {_TWO_NETWORKS}"
+        unsaid = "has host_bytes_per_second, and no gpus_per_host: give --gpus-per-host"
+        raise ValueError(f"--hardware {arguments.hardware} {unsaid if hardware.gpus_per_host is None else needs}")
     if hardware.bytes_per_second == NO_NETWORK and (arguments.ranks or 1) > 1:
         raise ValueError(
             f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: measure it with "
@@ -156,6 +190,7 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
 def known(hardware: Hardware) -> dict[str, float | None]:
     """The numbers by name, without those of the network if none was measured."""
     left_out = ("bytes_per_second", "latency_seconds") if hardware.bytes_per_second == NO_NETWORK else ()
+    left_out += () if hardware.gpus_per_host else ("gpus_per_host", "host_bytes_per_second", "host_latency_seconds")
     return {name: value for name, value in hardware._asdict().items() if name not in left_out}
 
 
@@ -185,7 +220,11 @@ def described(hardware: Hardware, source: str) -> str:
         numbers[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
     bandwidth, latency = scaled(hardware.bytes_per_second, "B/s"), time_text(hardware.latency_seconds)
     has_network = hardware.bytes_per_second != NO_NETWORK
-    numbers += [f"{bandwidth} one way", f"latency {latency}"] if has_network else ["no network"]
+    between = " between hosts" if hardware.gpus_per_host else ""
+    if hardware.gpus_per_host and hardware.host_bytes_per_second:
+        rate, late = scaled(hardware.host_bytes_per_second, "B/s"), time_text(hardware.host_latency_seconds)
+        numbers += [f"{rate} one way inside hosts of {counted(hardware.gpus_per_host, 'GPU')}", f"latency {late}"]
+    numbers += [f"{bandwidth} one way{between}", f"latency {latency}"] if has_network else ["no network"]
     if hardware.call_seconds:
         numbers.append(f"{time_text(hardware.call_seconds)} a kernel call")
     if hardware.handshake_seconds is not None:

@@ -25,7 +25,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd
+from math import gcd, lcm
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
@@ -215,14 +215,22 @@ def _gradient_of(shape: Shape, num_entries: int) -> int:
 @lru_cache(maxsize=1024)  # called again for each of ACTIVATIONS
 def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware | None = None) -> Figures:
     """One layer's attention, on the ranks of one sequence."""
+    hardware = None if hardware is None else as_cut_by_hosts(job, hardware)
     return forecast(job.call.job(job.sharding), Way(), job.sizes, traits=traits, hardware=hardware)
+
+
+def as_cut_by_hosts(job: ModelJob, hardware: Hardware) -> Hardware:
+    """The hardware on which a sequence is timed. If hosts cut sequences at different places, all messages leave hosts."""
+    size, ranks = hardware.gpus_per_host or 1, job.mesh.sequence
+    is_alike = job.mesh.data == 1 or ranks % size == 0 or size % ranks == 0
+    return hardware if is_alike else hardware._replace(gpus_per_host=None)
 
 
 class StepParts(NamedTuple):
     """Seconds of a step, by part.
 
     matrices: the products with weights. attention: all layers, with their waits. gradients: the all-reduce over ranks,
-    or FSDP2's scatter and gathers, which are assumed to overlap with nothing.
+    or FSDP2's scatter of gradients and gathers of parameters, which are assumed to overlap with nothing.
     """
 
     matrices: float
@@ -241,11 +249,20 @@ def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts
     products = 2 * job.rows * (times * shape.num_layers * shape.block_matrices + 3 * shape.vocab_size * shape.embed_dim)
     attention = attention_of(job, hardware=hardware).time
     assert attention is not None
-    sent = (1 - 1 / job.mesh.num_ranks) * shape.num_parameters * shape.param_itemsize
     passes = 3 if job.mesh.shards > 1 else 2  # scatter and gather; sharded weights are gathered twice
-    sum_seconds = passes * sent / hardware.bytes_per_second
+    sum_seconds = passes * shape.num_parameters * shape.param_itemsize * seconds_a_byte(job.mesh.num_ranks, hardware)
     layers = Time(shape.num_layers * attention.seconds, attention.is_about)
     return StepParts(products / hardware.flops_per_second, layers, sum_seconds)
+
+
+def seconds_a_byte(num_ranks: int, hardware: Hardware) -> float:
+    """Seconds of one pass, a scatter or a gather over all ranks, for each byte that is scattered.
+
+    The ranks of a host sum first. Each then sums its share with the ranks at its place in other hosts.
+    """
+    there = min(hardware.gpus_per_host or 1, num_ranks)
+    inside, between = (hardware.network(0, last)[0] for last in (there - 1, num_ranks - 1))
+    return (1 - 1 / there) / inside + (1 / there - 1 / num_ranks) / between
 
 
 def flops_of_step(job: ModelJob) -> int:
@@ -274,15 +291,18 @@ def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes:
     return 0 if found is None else found.seq_len
 
 
-def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> Mesh | None:
+def smallest_mesh(
+    job: ModelJob, activations: str, traits: Traits, num_bytes: int, gpus_per_host: int = 1
+) -> Mesh | None:
     """The mesh with the fewest sequence-parallel ranks, at most MOST_RANKS, on which the sequence fits, or None.
 
-    If the job's mesh fits, the result has at most as many ranks. `data` and `shards` stay as in the job's mesh; but a
-    job that shards its states over all its ranks gets a mesh that does so, too.
+    It fills whole hosts. If the job's mesh fits and fills hosts, the result has at most as many ranks. `data` and
+    `shards` stay as in the job's mesh; but a job that shards its states over all its ranks gets such a mesh, too.
     """
     mesh = job.mesh
     is_over_all = mesh.shards == mesh.num_ranks > 1
-    unit = 1 if is_over_all else mesh.shards // gcd(mesh.shards, mesh.data)  # shards must divide the ranks
+    # Shards, unless they are over all ranks, and hosts must divide the ranks.
+    unit = lcm(*(x // gcd(x, mesh.data) for x in (1 if is_over_all else mesh.shards, gpus_per_host)))
 
     def of(count: int) -> ModelJob:
         ranks = count * unit
@@ -291,7 +311,7 @@ def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: in
     def smallest(suffices: Callable[[ModelJob], bool]) -> ModelJob | None:
         counts = range(1, min(MOST_RANKS, job.seq_len) // unit + 1)
         own = mesh.sequence // unit
-        if suffices(of(own)):
+        if own and suffices(of(own)):
             counts = range(1, own + 1)
         index = bisect_left(counts, True, key=lambda count: suffices(of(count)))  # more ranks hold less each
         return of(counts[index]) if index < len(counts) else None

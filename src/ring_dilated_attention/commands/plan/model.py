@@ -17,6 +17,7 @@ from ...forecast.model import (
     Mesh,
     ModelJob,
     Shape,
+    as_cut_by_hosts,
     attention_of,
     flops_of_step,
     longest_sequence,
@@ -31,10 +32,10 @@ from ...plan.sizes import Traits
 from ...training.options import in_short
 from ..hardware import ITEMSIZE, Machine, described, machine_for
 from ..hardware import add_options as add_hardware_options
-from ..limits import LARGEST, MOST_RANKS, check_at_least
+from ..limits import LARGEST, MOST_RANKS, check_at_least, check_given
 from ..numbers import amount, count, scaled, size_text
 from ..output import aligned, progress_bar, wrapped
-from .options import add_call, complete, pattern_of
+from .options import SUGGEST, add_call, complete, pattern_of
 
 EXAMPLES = f"""examples:
   rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K \\
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ffn-dim", type=count, metavar="F", help="width of the feed-forward layer (default 4 E)")
     add("--vocab", type=count, metavar="V", help="size of the vocabulary (default 256, bytes)")
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
-    add_call(parser, is_required=False)
+    add_call(parser)
     add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
     mesh_help = "data x sequence parallel, states cut over F ranks (FSDP; default 1x--ranks)"
     add("--mesh", metavar="DxS[xF]", help=mesh_help)
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.ranks = job.mesh.num_ranks  # so that `machine_for` asks for a network if --mesh has several
     machine = machine_for(arguments)
     memory = arguments.memory or (None if machine is None else machine.memory_bytes)
-    asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory)
+    asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory, arguments.dtype)
     with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
         columns = {how: _column(asked, how, bar.update) for how in ACTIVATIONS}
     found = {
@@ -119,6 +120,12 @@ class Asked(NamedTuple):
     machine: Machine | None
     tokens: float | None
     memory: int | None
+    dtype: str  # of activations
+
+    @property
+    def gpus_per_host(self) -> int:
+        """1 if hosts are not told apart."""
+        return 1 if self.machine is None else self.machine.hardware.gpus_per_host or 1
 
 
 def fill_in(arguments: argparse.Namespace) -> None:
@@ -126,10 +133,8 @@ def fill_in(arguments: argparse.Namespace) -> None:
     for name, value in (read_config(arguments.config) if arguments.config is not None else {}).items():
         if getattr(arguments, name) is None or getattr(arguments, name) is False:
             setattr(arguments, name, value)
-    for name in ("layers", "embed_dim", "seq_len", "segment_lengths", "dilation_rates"):
-        if getattr(arguments, name) is None:
-            remedy = ": a model needs --layers and --embed-dim, or --config" if name in ("layers", "embed_dim") else ""
-            raise ValueError(f"--{name.replace('_', '-')} is missing{remedy}")
+    needed = ("layers", "embed_dim", "seq_len", "segment_lengths", "dilation_rates")
+    check_given(arguments, needed, f"a model needs --layers and --embed-dim, or --config; {SUGGEST}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -244,7 +249,7 @@ def _column(asked: Asked, how: str, step: Callable[[], object]) -> dict[str, Any
         row["fits"] = memory.total <= asked.memory
         row["longest_sequence"] = longest_sequence(job, how, traits, asked.memory)
         step()
-        mesh = smallest_mesh(job, how, traits, asked.memory)
+        mesh = smallest_mesh(job, how, traits, asked.memory, asked.gpus_per_host)
         row["smallest_mesh"] = None if mesh is None else mesh._asdict()
         step()
     return row
@@ -255,7 +260,8 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     parts, attention, said = step_parts(job, "kept", hardware), attention_of(job, hardware=hardware), []
     waits = attention.exposed * parts.attention.seconds
     if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * parts.all.seconds:
-        one_layer = advice(job.call.job(job.sharding), Way(), job.sizes, attention, hardware)
+        cut = as_cut_by_hosts(job, hardware)
+        one_layer = advice(job.call.job(job.sharding), Way(), job.sizes, attention, cut)
         said.append(f"attention of one layer: {one_layer}")
     share = parts.gradients / parts.all.seconds
     if share >= BOUND_BY_COMMUNICATION:
@@ -269,11 +275,13 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
 def text(asked: Asked, found: dict[str, Any]) -> str:
     job, columns = asked.job, [found["memory"][how] for how in ACTIVATIONS]
     branches = "; ".join(map(str, job.pattern.branches))
+    states = asked.dtype if asked.dtype == "float64" else "float32"
     lines = [
         "counted as a LongNetLM of these sizes (feed-forward of two matrices, a head of its own): "
         f"{scaled(found['num_parameters'], '')} parameters",
         f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); each "
         f"{-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
+        f"parameters, gradients and optimiser in {states}, activations in {asked.dtype}",
         # Causality is shown because the config may have set it.
         f"pattern: {branches}; {'causal' if job.pattern.is_causal else 'not causal'}",
     ]
@@ -283,13 +291,15 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
     if asked.machine is not None:
         lines += ["", wrapped(described(asked.machine.hardware, asked.machine.source))]
         lines.append(_table("a step takes", _time_rows(columns, asked.tokens)))
+        if job.mesh.shards > 1:
+            lines.append("sum of gradients: with the gathers of parameters (FSDP)")
         lines += map(wrapped, found["advice"])
     if job.mesh.sequence > MOST_PLANNED:
         lines.append(wrapped(ERRORS_TEXT))
     if asked.memory is not None:
         lines += ["", _table(f"in {size_text(asked.memory)} a rank", _rows_of_fits(columns))]
         if not any(row["fits"] for row in columns):
-            lines.append(wrapped(_remedy(job, asked.traits, asked.memory)))
+            lines.append(wrapped(_remedy(asked)))
     return "\n".join(lines)
 
 
@@ -322,12 +332,14 @@ def _rows_of_fits(columns: list[dict[str, Any]]) -> dict[str, list[str]]:
     }
 
 
-def _remedy(job: ModelJob, traits: Traits, memory: int) -> str:
+def _remedy(asked: Asked) -> str:
     """The smallest mesh on which the model fits: with `shards` as it is, or else with states sharded over all ranks."""
-    ranks = job.mesh.num_ranks
+    job, memory = asked.job, asked.memory
+    assert memory is not None
+    ranks, hosts = job.mesh.num_ranks, asked.gpus_per_host
     over_all = job.mesh._replace(shards=ranks) if ranks > 1 else Mesh(1, 2, 2)  # one rank cannot shard
     for mesh in (job.mesh, over_all):
-        meshes = [smallest_mesh(replace(job, mesh=mesh), how, traits, memory) for how in ACTIVATIONS]
+        meshes = [smallest_mesh(replace(job, mesh=mesh), how, asked.traits, memory, hosts) for how in ACTIVATIONS]
         fitting = [(mesh.num_ranks, i, mesh) for i, mesh in enumerate(meshes) if mesh is not None]
         if fitting:
             _, index, smallest = min(fitting)
