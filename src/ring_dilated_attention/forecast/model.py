@@ -220,7 +220,7 @@ def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware
 
 
 def as_cut_by_hosts(job: ModelJob, hardware: Hardware) -> Hardware:
-    """The hardware on which a sequence is timed. If hosts cut sequences at different places, all messages leave hosts."""
+    """The hardware on which a sequence is timed. If hosts cut sequences at different places, none stays inside."""
     size, ranks = hardware.gpus_per_host or 1, job.mesh.sequence
     is_alike = job.mesh.data == 1 or ranks % size == 0 or size % ranks == 0
     return hardware if is_alike else hardware._replace(gpus_per_host=None)
