@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..forecast.clock import Hardware, time_text
 from ..training.files import MOST_BYTES
-from .limits import check_at_least, check_given
+from .limits import check_given
 from .numbers import amount, count, counted, scaled
 
 
@@ -60,10 +60,9 @@ PRESETS: dict[str, Machine] = {
     **_presets("h100", 400e12, _H100, (360e9, "450 GB/s"), (40e9, "400 Gb/s")),
 }
 LARGEST = 1e30  # a rate far beyond machines, and within floats
-_TWO_NETWORKS = "two networks: take --hardware h100 or a100, or a file with host_bytes_per_second"
 NO_NETWORK = LARGEST  # stands for bytes_per_second in a file that lacks it: one rank sends nothing
 _FLOPS, _BYTES = "FLOPs in a second; 500 TFLOP/s are 5e14", "bytes in a second, one way; 50 GB/s are 5e10"
-_TIME = "seconds; 5 µs are 5e-6"
+_TIME, _HOST = "seconds; 5 µs are 5e-6", "GPUs on a host, all of them"
 _SHORT = (0.0, math.nextafter(0.1, 0), _TIME)  # below 0.1
 # The least number, the largest and the unit. No machine has a number outside: the user meant another unit.
 _NUMBERS = {
@@ -71,7 +70,7 @@ _NUMBERS = {
     "backward_flops_per_second": (1e8, 1e17, _FLOPS),
     "bytes_per_second": (1e6, 1e14, _BYTES),
     "host_bytes_per_second": (1e6, 1e14, _BYTES),
-    "gpus_per_host": (1, 1e6, "GPUs, a whole number"),
+    "gpus_per_host": (1, 1e6, _HOST),
     "memory_bytes": (2**20, 1e15, "bytes; 80 GB are 8e10"),
     "latency_seconds": _SHORT,
     "host_latency_seconds": _SHORT,
@@ -83,6 +82,7 @@ _GIVEN = {
     "flops": ("flops_per_second", 1e6, 1e18, _FLOPS),
     "bandwidth": ("bytes_per_second", 1e3, 1e15, _BYTES),
     "latency": ("latency_seconds", 0.0, 60.0, _TIME),
+    "gpus_per_host": ("gpus_per_host", 1, 1e6, _HOST),
 }
 
 
@@ -120,20 +120,16 @@ def machine_of(name: str) -> Machine:
     dtype = fields.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ValueError(f"--hardware {name}: dtype = {dtype!r} is unknown; choose one of {', '.join(ITEMSIZE)}")
-    numbers: dict[str, Any] = {key: float(fields[key]) for key in Hardware._fields if key in fields}
-    if "gpus_per_host" in fields:
-        numbers["gpus_per_host"] = int(fields["gpus_per_host"])
+    numbers = {key: fields[key] for key in Hardware._fields if key in fields}
     hardware = Hardware(**{"bytes_per_second": NO_NETWORK} | numbers)
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
     return Machine(hardware, ITEMSIZE[dtype], memory, str(fields.get("source", name)))
 
 
 def _check_number(name: str, key: str, value: object) -> None:
-    least, most, unit = _NUMBERS[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
+    (least, most, unit), kinds = _NUMBERS[key], int if key == "gpus_per_host" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not abs(value) < LARGEST:
         raise ValueError(f"--hardware {name}: {key} = {value!r} must be a plain number of {unit}")
-    if key == "gpus_per_host" and value != int(value):
-        raise ValueError(f"--hardware {name}: {key} = {value!r} must be a whole number")
     if value < 0 or value == 0 < least:
         raise ValueError(f"--hardware {name}: {key} = {value:g} must be positive, in {unit}")
     if not least <= value <= most:
@@ -151,40 +147,36 @@ def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> No
 def machine_for(arguments: argparse.Namespace) -> Machine | None:
     """The preset or file, with its numbers replaced by those of the options. None if no option asks for a time."""
     given: dict[str, Any] = {}
-    if arguments.gpus_per_host is not None:
-        check_at_least("--gpus-per-host", arguments.gpus_per_host)
-    for option, (name, least, most, unit) in _GIVEN.items():
-        value = getattr(arguments, option)
+    for name, (key, least, most, unit) in _GIVEN.items():
+        option, value = f"--{name.replace('_', '-')}", getattr(arguments, name)
         if value is not None and not least <= value <= most:
-            raise ValueError(f"--{option} {value:g} must be from {least:g} to {most:g} {unit}")
+            raise ValueError(f"{option} {value:g} must be from {least:g} to {most:g} {unit}")
         if value is not None:
-            given[name] = value
+            given[key] = value
+    if arguments.hardware is None and not given:
+        return None
     if arguments.hardware is None:
-        if arguments.gpus_per_host is not None:
-            raise ValueError(f"--gpus-per-host {arguments.gpus_per_host} needs {_TWO_NETWORKS}")
-        if not given:
-            return None
         check_given(arguments, ("flops", "bandwidth"), "a time needs --flops and --bandwidth, or --hardware")
-        return Machine(Hardware(**given), ITEMSIZE[arguments.dtype], None, "as given")
-    machine = machine_of(arguments.hardware)
-    source = f"{machine.source}; {', '.join(given)} as given" if given else machine.source
-    if arguments.flops is None:
-        check_dtype(machine, arguments.hardware, arguments.dtype, ", or give --flops")
+        machine = Machine(Hardware(**given), ITEMSIZE[arguments.dtype], None, "as given")
     else:
-        given["backward_flops_per_second"] = None
-    if arguments.gpus_per_host is not None:
-        given["gpus_per_host"] = arguments.gpus_per_host
-    hardware = machine.hardware._replace(**given)
+        machine = machine_of(arguments.hardware)
+        source = f"{machine.source}; {', '.join(given)} as given" if given else machine.source
+        if arguments.flops is None:
+            check_dtype(machine, arguments.hardware, arguments.dtype, ", or give --flops")
+        else:
+            given["backward_flops_per_second"] = None
+        machine = machine._replace(hardware=machine.hardware._replace(**given), source=source)
+    hardware = machine.hardware
     if (hardware.gpus_per_host is None) != (hardware.host_bytes_per_second is None):
-        needs = f"has one network: --gpus-per-host {hardware.gpus_per_host} needs {_TWO_NETWORKS}"
-        unsaid = "has host_bytes_per_second, and no gpus_per_host: give --gpus-per-host"
-        raise ValueError(f"--hardware {arguments.hardware} {unsaid if hardware.gpus_per_host is None else needs}")
+        found = f"gpus_per_host {hardware.gpus_per_host}, host_bytes_per_second {hardware.host_bytes_per_second}"
+        remedy = "take --hardware h100 or a100, or a file with host_bytes_per_second, and --gpus-per-host"
+        raise ValueError(f"networks inside hosts and between them need both of {found}: {remedy}")
     if hardware.bytes_per_second == NO_NETWORK and (arguments.ranks or 1) > 1:
         raise ValueError(
             f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: measure it with "
             "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
         )
-    return machine._replace(hardware=hardware, source=source)
+    return machine
 
 
 def known(hardware: Hardware) -> dict[str, float | None]:
@@ -218,13 +210,13 @@ def described(hardware: Hardware, source: str) -> str:
     numbers = [scaled(hardware.flops_per_second, "FLOP/s")]
     if hardware.backward_flops_per_second is not None:
         numbers[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
-    bandwidth, latency = scaled(hardware.bytes_per_second, "B/s"), time_text(hardware.latency_seconds)
-    has_network = hardware.bytes_per_second != NO_NETWORK
-    between = " between hosts" if hardware.gpus_per_host else ""
-    if hardware.gpus_per_host and hardware.host_bytes_per_second:
-        rate, late = scaled(hardware.host_bytes_per_second, "B/s"), time_text(hardware.host_latency_seconds)
-        numbers += [f"{rate} one way inside hosts of {counted(hardware.gpus_per_host, 'GPU')}", f"latency {late}"]
-    numbers += [f"{bandwidth} one way{between}", f"latency {latency}"] if has_network else ["no network"]
+    networks = [(hardware.bytes_per_second, hardware.latency_seconds, " between hosts" * bool(hardware.gpus_per_host))]
+    if hardware.gpus_per_host:
+        where = f" inside hosts of {counted(hardware.gpus_per_host, 'GPU')}"
+        networks.insert(0, (*hardware.network(0, 0), where))
+    for rate, latency, where in networks if hardware.bytes_per_second != NO_NETWORK else ():
+        numbers.append(f"{scaled(rate, 'B/s')} one way{where}, latency {time_text(latency)}")
+    numbers += ["no network"] * (hardware.bytes_per_second == NO_NETWORK)
     if hardware.call_seconds:
         numbers.append(f"{time_text(hardware.call_seconds)} a kernel call")
     if hardware.handshake_seconds is not None:

@@ -14,11 +14,8 @@ MOST_RANKS, MOST_HEADS = 2**20, 2**16
 
 def check_given(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
     """Raise ValueError with all the options that are missing, if any is."""
-    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is None]
-    if missing:
-        *others, last = missing
-        listed = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-        raise ValueError(f"{listed} missing: {remedy}")
+    if missing := [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is None]:
+        raise ValueError(f"missing {', '.join(missing)}: {remedy}")
 
 
 def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST) -> None:

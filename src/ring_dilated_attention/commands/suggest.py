@@ -5,7 +5,6 @@ import json
 import math
 import shlex
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 from ..forecast.call import FLOPS_PER_PAIR, Way
@@ -19,7 +18,7 @@ from ..plan.sizes import Sizes
 from ..training.options import MOST_LAYERS
 from .hardware import ITEMSIZE, check_dtype, described, machine_of
 from .limits import LARGEST, MOST_HEADS, check_at_least, check_given, check_ranks_fit
-from .numbers import amount, count, counted, scaled, size_text
+from .numbers import amount, count, counted, size_text
 from .output import aligned, progress_bar, wrapped
 
 EXAMPLES = """examples:
@@ -30,10 +29,14 @@ EXAMPLES = """examples:
 A dilated pattern lets each query see every key nearby, and fewer keys the further away they are. A branch (w, r) cuts
 the sequence into segments of w positions, in which a head reads one position in r; different heads read different ones
 (phases). What one layer cannot connect, a stack of layers can, from one branch into another. docs/planning.md has the
-rule and its limits. The rule counts work and follows connections, and knows nothing of what your data needs: train the
-candidates and compare their losses.
+rule and its limits.
 """
 MOST_RANKS = 2**16
+# What decides between candidates, in this order.
+BETTER = (
+    *("it needs fewer layers to hear of 99 %", "a query sees more neighbours"),
+    *("it leaves less unheard", "its ranks receive less"),
+)
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 
 
@@ -59,9 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     check(arguments)
     most_pairs, assumed = budget_of(arguments)
-    found = describe(arguments, most_pairs)
-    best, why = pick(found)
-    found = [best, *(row for row in found if row is not best)]
+    found, why = ranked(describe(arguments, most_pairs))
     if arguments.json:
         print(json.dumps({"most_pairs": most_pairs, "assumed": assumed, "why": why, "suggestions": found}, indent=1))
     else:
@@ -151,40 +152,30 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     return rows
 
 
-def pick(found: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """The suggestion to take, and why: the criteria that decided, in their order."""
-    criteria: dict[str, Callable[[dict[str, Any]], float]] = {
-        "it needs the fewest layers to hear of 99 %": lambda row: row["layers_for_most"] or math.inf,
-        "a query sees the most neighbours": lambda row: -row["segment_lengths"][0],
-        "it leaves the least unheard": lambda row: -row["reach_by_layer"][-1],
-        "its ranks receive the least": lambda row: row["largest_received_bytes"],
-    }
-    left, why = found, []
-    for reason, cost in criteria.items():
-        best = [row for row in left if cost(row) == min(map(cost, left))]
-        why += [reason] * (len(best) < len(left))
-        left = best
-    return left[0], "; among equals ".join(why)
+def ranked(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The suggestions, the best first; and why that one is better than the second."""
+
+    def costs(row: dict[str, Any]) -> tuple[float, ...]:
+        layers, most_seen = row["layers_for_most"] or math.inf, row["segment_lengths"][0]
+        return layers, -most_seen, -row["reach_by_layer"][-1], row["largest_received_bytes"]
+
+    found = sorted(found, key=costs)
+    both = zip(BETTER, *map(costs, found[:2]), strict=True) if len(found) > 1 else ()
+    return found, next((f": {reason} than the next candidate" for reason, a, b in both if a < b), "")
 
 
 def text(arguments: argparse.Namespace, found: list[dict[str, Any]], why: str, assumed: str | None) -> str:
-    best = found[0]
-    causal = "causal" if arguments.is_causal else "not causal"
-    sequence = f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, {causal}"
-    lines = [f"{sequence}, {counted(arguments.layers, 'layer')}, {counted(arguments.ranks, 'rank')}"]
-    lines += [assumed] * (assumed is not None) + [f"take this: {best['rule']}{': ' * bool(why)}{why}", ""]
-    lines = [*map(wrapped, lines), python_of(arguments, best), "", *map(wrapped, words(arguments, best))]
+    best, causal = found[0], "causal" if arguments.is_causal else "not causal"
+    pattern = DilatedPattern(best["segment_lengths"], best["dilation_rates"], is_causal=arguments.is_causal)
+    lines = [
+        f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, {causal}, "
+        f"{counted(arguments.layers, 'layer')}, {counted(arguments.ranks, 'rank')}",
+        *[assumed] * (assumed is not None),
+        f"take this ({best['rule']}){why}",
+    ]
+    lines = [*map(wrapped, lines), "", indented(repr(pattern)), "", *map(wrapped, words(arguments, best))]
     lines += [f"\n{command}" for command in commands(arguments, best)]
-    if len(found) > 1:
-        lines += ["", table(arguments, found)]
-    return "\n".join(lines)
-
-
-def python_of(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
-    lengths, rates = tuple(row["segment_lengths"]), tuple(row["dilation_rates"])
-    is_dense = lengths == (WHOLE_DOCUMENT,)
-    code = f"{'.dense(' * is_dense or f'({lengths}, {rates}, '}is_causal={arguments.is_causal})"
-    return textwrap.fill(f"DilatedPattern{code}", 80, initial_indent="    ", subsequent_indent=" " * 8)
+    return "\n".join([*lines, "", table(arguments, found)])
 
 
 def commands(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
@@ -192,18 +183,18 @@ def commands(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
     a, width, branches = arguments, arguments.heads * arguments.head_dim, options_of(arguments, row)
     shared = f"--seq-len {a.seq_len}{f' --ranks {a.ranks}' * (a.ranks > 1)} {branches}"
     plan = f"rda plan {shared} --heads {a.heads} --kv-heads {a.kv_heads} --head-dim {a.head_dim} --dtype {a.dtype}"
-    plan += " --causal" * a.is_causal + (f" --hardware {shlex.quote(a.hardware)}" if a.hardware else "")
+    file = shlex.quote(a.hardware or "").replace(" ", "\0")  # so that no line ends in a name
+    plan += " --causal" * a.is_causal + f" --hardware {file}" * (a.hardware is not None)
     train = f"rda train {shared} --num-layers {a.layers} --embed-dim {width} --num-heads {a.heads} --num-kv-heads "
-    trained = _pasted(f"{train}{a.kv_heads}")
-    if not a.is_causal or a.head_dim % 2 or a.seq_len < 2:
-        trained = "no line for rda train: it trains causal models with an even head dim, on at least 2 positions"
-    return [_pasted(plan), trained]
+    if a.is_causal and a.head_dim % 2 == 0 and a.seq_len > 1:
+        return [indented(plan, " \\"), indented(f"{train}{a.kv_heads}", " \\")]
+    return [indented(plan, " \\"), "rda train cannot: it takes causal patterns, even head dims, 2 positions or more"]
 
 
-def _pasted(command: str) -> str:
-    """A command over several lines, as a shell reads it."""
-    lines = textwrap.wrap(command, 78, initial_indent=" " * 4, subsequent_indent=" " * 8, break_long_words=False)
-    return " \\\n".join(lines)
+def indented(text: str, end: str = "") -> str:
+    """A long line as several, each but the last with an end."""
+    wrapper = textwrap.TextWrapper(78, " " * 4, " " * 8, break_long_words=False, break_on_hyphens=False)
+    return f"{end}\n".join(wrapper.wrap(text)).replace("\0", " ")
 
 
 def options_of(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
@@ -221,25 +212,20 @@ def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
         note = f", and all heads together {percent(1 - unread / there)} of the keys" if unread else ""
         lines.append(f"Within {min(w, arguments.seq_len):,} positions a head sees {seen}{note}.")
     shares, most, layers = row["reach_by_layer"], row["layers_for_most"], counted(arguments.layers, "layer")
-    before, rest = "what came before" if arguments.is_causal else "the whole sequence", percent(1 - shares[-1])
+    before, rest = "what came before" if arguments.is_causal else "the sequence", percent(1 - shares[-1])
     if most is None:
         is_final = shares[-2:-1] == shares[-1:]
         remedy = "more layers add nothing: add heads, or lower rates" if is_final else "add layers, or a wider branch"
         lines.append(f"Query {row['worst_query']:,} hears nothing of {rest} of {before} in {layers}; {remedy}.")
     else:
-        lines.append(f"After {counted(most, 'layer')} a query can have heard of 99 % of {before}.")
+        share = "all" if row["layers_for_all"] == most else "99 %"
+        lines.append(f"After {counted(most, 'layer')} a query can have heard of {share} of {before}.")
         if shares[-1] < 1:
             lines.append(f"After {layers} it can have heard of all but {rest}, which lies at ends of segments.")
     if (followed := row["queries_followed"]) < arguments.seq_len:
-        lines.append(f"This is the least of {followed:,} queries, at starts of segments; the others were not followed.")
-    lines += [
-        "What can be heard of is not yet learnt: train the candidates on your data, and compare their losses.",
-        f"The work is {scaled(row['flops'], 'FLOP')} a layer and sequence, forward and backward.",
-    ]
-    if arguments.is_causal:
-        dense, cache = size_text(row["dense_cache_bytes"]), size_text(row["cache_bytes"])
-        lines.append(f"Decoding keeps {cache} a layer; dense attention would keep {dense}.")
-    return lines
+        lines.append(f"This holds of the {followed:,} queries followed, at starts of segments, where least is heard.")
+    learnt = "Within reach is not yet learnt: train the candidates on your data, and compare their losses."
+    return [*lines, learnt]
 
 
 def table(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> str:
@@ -252,11 +238,9 @@ def table(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> str:
         share, layers = f"1/{1 / row['of_dense']:,.1f}", str(row["layers_for_most"] or f"over {arguments.layers:,}")
         cells = share, layers, percent(1 - row["reach_by_layer"][-1]), *(size_text(row[name]) for name in sizes)
         rows.append((f"{i + 1}. {row['rule']}", *cells))
-    lines = [aligned(("candidates", "pairs of\ndense's", "layers to\nhear 99 %", unheard, *sizes.values()), rows)]
-    if arguments.ranks > 1:
-        lines.append("received: keys, values and gradients in a layer's forward and backward")
+    headers = ("candidates", "pairs of\ndense's", "layers to\nhear 99 %", unheard, *sizes.values())
     options = (f"{i + 1}. {options_of(arguments, row)}" for i, row in enumerate(found) if i)
-    return "\n".join([*lines, *map(wrapped, options)])
+    return "\n".join([aligned(headers, rows), *map(wrapped, options)])
 
 
 def percent(share: float) -> str:

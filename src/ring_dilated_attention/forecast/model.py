@@ -215,15 +215,16 @@ def _gradient_of(shape: Shape, num_entries: int) -> int:
 @lru_cache(maxsize=1024)  # called again for each of ACTIVATIONS
 def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware | None = None) -> Figures:
     """One layer's attention, on the ranks of one sequence."""
-    hardware = None if hardware is None else as_cut_by_hosts(job, hardware)
+    hardware = None if hardware is None else of_a_sequence(job, hardware)
     return forecast(job.call.job(job.sharding), Way(), job.sizes, traits=traits, hardware=hardware)
 
 
-def as_cut_by_hosts(job: ModelJob, hardware: Hardware) -> Hardware:
-    """The hardware on which a sequence is timed. If hosts cut sequences at different places, none stays inside."""
-    size, ranks = hardware.gpus_per_host or 1, job.mesh.sequence
-    is_alike = job.mesh.data == 1 or ranks % size == 0 or size % ranks == 0
-    return hardware if is_alike else hardware._replace(gpus_per_host=None)
+def of_a_sequence(job: ModelJob, hardware: Hardware) -> Hardware:
+    """The hardware of a sequence's ranks. If sequences begin at several places of hosts, hosts count as smaller."""
+    size = hardware.gpus_per_host
+    if size is None or job.mesh.data == 1 or job.mesh.num_ranks <= size:
+        return hardware
+    return hardware._replace(gpus_per_host=gcd(size, job.mesh.sequence))
 
 
 class StepParts(NamedTuple):
@@ -291,18 +292,16 @@ def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes:
     return 0 if found is None else found.seq_len
 
 
-def smallest_mesh(
-    job: ModelJob, activations: str, traits: Traits, num_bytes: int, gpus_per_host: int = 1
-) -> Mesh | None:
+def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: int, host: int = 1) -> Mesh | None:
     """The mesh with the fewest sequence-parallel ranks, at most MOST_RANKS, on which the sequence fits, or None.
 
-    It fills whole hosts. If the job's mesh fits and fills hosts, the result has at most as many ranks. `data` and
-    `shards` stay as in the job's mesh; but a job that shards its states over all its ranks gets such a mesh, too.
+    It fills whole hosts of `host` ranks. If the job's mesh fits and does so, the result has at most as many ranks.
+    `data` and `shards` stay as they are; but a job that shards its states over all its ranks gets such a mesh, too.
     """
     mesh = job.mesh
     is_over_all = mesh.shards == mesh.num_ranks > 1
-    # Shards, unless they are over all ranks, and hosts must divide the ranks.
-    unit = lcm(*(x // gcd(x, mesh.data) for x in (1 if is_over_all else mesh.shards, gpus_per_host)))
+    # The ranks must be whole hosts, and divide into shards unless these are over all ranks.
+    unit = lcm(*(x // gcd(x, mesh.data) for x in (1 if is_over_all else mesh.shards, host)))
 
     def of(count: int) -> ModelJob:
         ranks = count * unit

@@ -17,11 +17,11 @@ from ...forecast.model import (
     Mesh,
     ModelJob,
     Shape,
-    as_cut_by_hosts,
     attention_of,
     flops_of_step,
     longest_sequence,
     model_memory,
+    of_a_sequence,
     smallest_mesh,
     step_parts,
 )
@@ -94,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.ranks = job.mesh.num_ranks  # so that `machine_for` asks for a network if --mesh has several
     machine = machine_for(arguments)
     memory = arguments.memory or (None if machine is None else machine.memory_bytes)
-    asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory, arguments.dtype)
+    hosts = 1 if machine is None else machine.hardware.gpus_per_host or 1
+    asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory, arguments.dtype, hosts)
     with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
         columns = {how: _column(asked, how, bar.update) for how in ACTIVATIONS}
     found = {
@@ -121,11 +122,7 @@ class Asked(NamedTuple):
     tokens: float | None
     memory: int | None
     dtype: str  # of activations
-
-    @property
-    def gpus_per_host(self) -> int:
-        """1 if hosts are not told apart."""
-        return 1 if self.machine is None else self.machine.hardware.gpus_per_host or 1
+    gpus_per_host: int  # 1 if hosts are not told apart
 
 
 def fill_in(arguments: argparse.Namespace) -> None:
@@ -260,8 +257,8 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     parts, attention, said = step_parts(job, "kept", hardware), attention_of(job, hardware=hardware), []
     waits = attention.exposed * parts.attention.seconds
     if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * parts.all.seconds:
-        cut = as_cut_by_hosts(job, hardware)
-        one_layer = advice(job.call.job(job.sharding), Way(), job.sizes, attention, cut)
+        cut, hardware = job.call.job(job.sharding), of_a_sequence(job, hardware)
+        one_layer = advice(cut, Way(), job.sizes, attention, hardware)
         said.append(f"attention of one layer: {one_layer}")
     share = parts.gradients / parts.all.seconds
     if share >= BOUND_BY_COMMUNICATION:
@@ -299,7 +296,7 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
     if asked.memory is not None:
         lines += ["", _table(f"in {size_text(asked.memory)} a rank", _rows_of_fits(columns))]
         if not any(row["fits"] for row in columns):
-            lines.append(wrapped(_remedy(asked)))
+            lines.append(wrapped(_remedy(job, asked.traits, asked.memory, asked.gpus_per_host)))
     return "\n".join(lines)
 
 
@@ -332,14 +329,12 @@ def _rows_of_fits(columns: list[dict[str, Any]]) -> dict[str, list[str]]:
     }
 
 
-def _remedy(asked: Asked) -> str:
+def _remedy(job: ModelJob, traits: Traits, memory: int, hosts: int) -> str:
     """The smallest mesh on which the model fits: with `shards` as it is, or else with states sharded over all ranks."""
-    job, memory = asked.job, asked.memory
-    assert memory is not None
-    ranks, hosts = job.mesh.num_ranks, asked.gpus_per_host
+    ranks = job.mesh.num_ranks
     over_all = job.mesh._replace(shards=ranks) if ranks > 1 else Mesh(1, 2, 2)  # one rank cannot shard
     for mesh in (job.mesh, over_all):
-        meshes = [smallest_mesh(replace(job, mesh=mesh), how, asked.traits, memory, hosts) for how in ACTIVATIONS]
+        meshes = [smallest_mesh(replace(job, mesh=mesh), how, traits, memory, hosts) for how in ACTIVATIONS]
         fitting = [(mesh.num_ranks, i, mesh) for i, mesh in enumerate(meshes) if mesh is not None]
         if fitting:
             _, index, smallest = min(fitting)
