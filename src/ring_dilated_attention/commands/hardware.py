@@ -43,21 +43,20 @@ _SHARE = (
 )
 
 
-def _presets(card: str, flops: float, reached: str, nvlink: tuple[float, str], infiniband: tuple[float, str]) -> Any:
+def _presets(card: str, flops: float, reached: str, inside: float, between: float, of: str) -> dict[str, Machine]:
     """A card with each network alone, and with NVLink in hosts of 8 and InfiniBand between them."""
-    (inside, inside_of), (between, between_of) = nvlink, infiniband
     hosts = Hardware(flops, between, 4e-6, gpus_per_host=8, host_bytes_per_second=inside, host_latency_seconds=4e-6)
     found = {
-        f"{card}-nvlink": (Hardware(flops, inside, 4e-6), inside_of),
-        f"{card}-infiniband": (Hardware(flops, between, 4e-6), between_of),
-        card: (hosts, f"{inside_of} inside a host, {between_of} between hosts"),
+        f"{card}-nvlink": Hardware(flops, inside, 4e-6),
+        f"{card}-infiniband": Hardware(flops, between, 4e-6),
+        card: hosts,
     }
-    return {name: Machine(x, 2, 80 * 10**9, f"{reached}; {_SHARE}: of {of}") for name, (x, of) in found.items()}
+    return {name: Machine(x, 2, 80 * 10**9, f"{reached}; {_SHARE}: of {of}") for name, x in found.items()}
 
 
 PRESETS: dict[str, Machine] = {
-    **_presets("a100", 225e12, _A100, (240e9, "300 GB/s"), (20e9, "200 Gb/s")),
-    **_presets("h100", 400e12, _H100, (360e9, "450 GB/s"), (40e9, "400 Gb/s")),
+    **_presets("a100", 225e12, _A100, 240e9, 20e9, "NVLink's 300 GB/s, InfiniBand's 200 Gb/s"),
+    **_presets("h100", 400e12, _H100, 360e9, 40e9, "NVLink's 450 GB/s, InfiniBand's 400 Gb/s"),
 }
 LARGEST = 1e30  # a rate far beyond machines, and within floats
 NO_NETWORK = LARGEST  # stands for bytes_per_second in a file that lacks it: one rank sends nothing
@@ -92,8 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
     add("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
     add("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
-    hosts_help = "of --hardware with two networks, inside hosts and between them (presets: 8)"
-    add("--gpus-per-host", type=count, metavar="G", help=hosts_help)
+    add("--gpus-per-host", type=count, metavar="G", help="if --hardware has two networks (h100 and a100: 8)")
 
 
 def machine_of(name: str) -> Machine:
@@ -168,9 +166,8 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
         machine = machine._replace(hardware=machine.hardware._replace(**given), source=source)
     hardware = machine.hardware
     if (hardware.gpus_per_host is None) != (hardware.host_bytes_per_second is None):
-        found = f"gpus_per_host {hardware.gpus_per_host}, host_bytes_per_second {hardware.host_bytes_per_second}"
-        remedy = "take --hardware h100 or a100, or a file with host_bytes_per_second, and --gpus-per-host"
-        raise ValueError(f"networks inside hosts and between them need both of {found}: {remedy}")
+        both = f"gpus_per_host {hardware.gpus_per_host} and host_bytes_per_second {hardware.host_bytes_per_second}"
+        raise ValueError(f"{both}: give both, as --hardware h100 does, or neither (one network)")
     if hardware.bytes_per_second == NO_NETWORK and (arguments.ranks or 1) > 1:
         raise ValueError(
             f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: measure it with "

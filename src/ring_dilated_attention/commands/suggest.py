@@ -24,7 +24,6 @@ from .output import aligned, progress_bar, wrapped
 EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50   1/50 of dense's work
   rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink
-  rda suggest --seq-len 1Mi --heads 16 --speedup 50 --ranks 8 --kv-heads 4
 
 A dilated pattern lets each query see every key nearby, and fewer keys the further away they are. A branch (w, r) cuts
 the sequence into segments of w positions, in which a head reads one position in r; different heads read different ones
@@ -33,10 +32,7 @@ rule and its limits.
 """
 MOST_RANKS = 2**16
 # What decides between candidates, in this order.
-BETTER = (
-    *("it needs fewer layers to hear of 99 %", "a query sees more neighbours"),
-    *("it leaves less unheard", "its ranks receive less"),
-)
+BETTER = ("needs fewer layers to hear of 99 %", "shows more neighbours", "leaves less unheard", "sends less")
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 
 
@@ -73,9 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 def check(arguments: argparse.Namespace) -> None:
     """Check the numbers, and fill in --kv-heads."""
     needed = ("seq_len", "heads", *(() if arguments.seconds is not None else ("speedup",)))
-    check_given(
-        arguments, needed, "--speedup 50 allows 1/50 of dense attention's work; --seconds allows a time instead"
-    )
+    check_given(arguments, needed, "--speedup 50 allows 1/50 of dense attention's work; --seconds is another budget")
     most = {"heads": MOST_HEADS, "layers": MOST_LAYERS, "ranks": MOST_RANKS}
     for name in ("seq_len", "heads", "head_dim", "layers", "ranks"):
         check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name), most=most.get(name, LARGEST))
@@ -161,7 +155,7 @@ def ranked(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
 
     found = sorted(found, key=costs)
     both = zip(BETTER, *map(costs, found[:2]), strict=True) if len(found) > 1 else ()
-    return found, next((f": {reason} than the next candidate" for reason, a, b in both if a < b), "")
+    return found, next((f": it {reason} than the next candidate" for reason, a, b in both if a < b), "")
 
 
 def text(arguments: argparse.Namespace, found: list[dict[str, Any]], why: str, assumed: str | None) -> str:

@@ -136,10 +136,7 @@ def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardwar
 
 
 class _Load(NamedTuple):
-    """Pairs, kernel calls, and the seconds in which the received rows pass if a unit of them were one byte.
-
-    A ring takes the slowest network among its ranks.
-    """
+    """Pairs, kernel calls, and the seconds of received rows for each byte of a unit, by a ring's slowest network."""
 
     pairs: float = 0.0
     calls: int = 0

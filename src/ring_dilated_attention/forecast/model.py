@@ -257,10 +257,7 @@ def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts
 
 
 def seconds_a_byte(num_ranks: int, hardware: Hardware) -> float:
-    """Seconds of one pass, a scatter or a gather over all ranks, for each byte that is scattered.
-
-    The ranks of a host sum first. Each then sums its share with the ranks at its place in other hosts.
-    """
+    """Seconds of a scatter or gather over all ranks, for each byte: within hosts, then of each rank's share between."""
     there = min(hardware.gpus_per_host or 1, num_ranks)
     inside, between = (hardware.network(0, last)[0] for last in (there - 1, num_ranks - 1))
     return (1 - 1 / there) / inside + (1 / there - 1 / num_ranks) / between

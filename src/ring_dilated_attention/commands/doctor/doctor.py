@@ -300,9 +300,8 @@ def text(everyone: list[dict[str, Any]]) -> str:
     ]
     if pairs := pairs_of(everyone):
         hardware, (a, b, rate) = hardware_of(everyone), pairs[0]
-        times = (
-            f"latency {time_text(hardware.latency_seconds)}, handshake {time_text(hardware.handshake(len(everyone)))}"
-        )
+        late, handshake = map(time_text, (hardware.latency_seconds, hardware.handshake(len(everyone))))
+        times = f"latency {late}, handshake {handshake}"
         lines.append(f"neighbours in the ring: {scaled(hardware.bytes_per_second, 'B/s')} one way, {times}")
         lines.append(f"slowest pair: ranks {a} and {b}, {scaled(rate, 'B/s')}")
     return "\n".join(lines)

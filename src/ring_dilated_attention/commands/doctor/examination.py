@@ -81,11 +81,8 @@ def examine(folder: Path, seconds: float, environment: Mapping[str, str], dtype:
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     own = facts(parallel.rank, device, folder, environment)
     meet(parallel)
-    own |= {
-        "clock": time.time(),
-        "agreement": agreement(parallel, device),
-        **speeds(parallel, device, own["gpu"], dtype),
-    }
+    own |= {"clock": time.time(), "agreement": agreement(parallel, device)}
+    own |= speeds(parallel, device, own["gpu"], dtype)
     everyone = gathered(parallel, own)
     parallel.close()
     return everyone
@@ -136,8 +133,8 @@ def processors() -> dict[str, float]:
     ticks = [0] * 8
     with suppress(OSError, ValueError):  # where the system does not say
         ticks = list(map(int, Path("/proc/stat").read_text().split()[1:9]))
-    idle, tick = sum(ticks[3:5]), os.sysconf("SC_CLK_TCK")
-    return {"all": sum(ticks) / tick, "busy": (sum(ticks) - idle) / tick, "own": time.process_time()}
+    whole, idle = (sum(x) / os.sysconf("SC_CLK_TCK") for x in (ticks, ticks[3:5]))
+    return {"all": whole, "busy": whole - idle, "own": time.process_time()}
 
 
 def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:

@@ -38,9 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison. Raises ValueError if the call is impossible, or if no option gives a machine's rates."""
-    has_rates = any(x is not None for x in (arguments.flops, arguments.bandwidth, arguments.latency))
-    remedy = f"{SUGGEST}; to compare times, give --hardware, or --flops and --bandwidth"
-    call = call_of(arguments, *(() if has_rates else ("hardware",)), remedy=remedy)
+    rates = ("hardware",) if arguments.flops is arguments.bandwidth is None else ()
+    call = call_of(arguments, *rates, remedy=f"{SUGGEST}; times need --hardware, or --flops and --bandwidth")
     machine = machine_for(arguments)
     assert machine is not None
     hardware, said = machine.hardware, None

@@ -288,8 +288,7 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
     if asked.machine is not None:
         lines += ["", wrapped(described(asked.machine.hardware, asked.machine.source))]
         lines.append(_table("a step takes", _time_rows(columns, asked.tokens)))
-        if job.mesh.shards > 1:
-            lines.append("sum of gradients: with the gathers of parameters (FSDP)")
+        lines += ["sum of gradients: with the gathers of parameters (FSDP)"] * (job.mesh.shards > 1)
         lines += map(wrapped, found["advice"])
     if job.mesh.sequence > MOST_PLANNED:
         lines.append(wrapped(ERRORS_TEXT))
