@@ -41,7 +41,7 @@ EXAMPLES = f"""examples:
   rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K \\
                  --seq-len 1Mi --mesh 8x8 --segment-lengths 2Ki 128Ki \\
                  --dilation-rates 1 16 --causal --dtype bfloat16 \\
-                 --hardware h100-infiniband --tokens 1e11
+                 --hardware h100 --gpus-per-host 8 --tokens 1e11
       memory with activations kept, checkpointed or offloaded; days; what fits
 
 A model is counted as a LongNetLM of its sizes. If more than {MOST_PLANNED} ranks share a sequence, memory and time of
