@@ -178,8 +178,8 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
 
 def known(hardware: Hardware) -> dict[str, float | None]:
     """The numbers by name, without those of the network if none was measured."""
-    left_out = ("bytes_per_second", "latency_seconds") if hardware.bytes_per_second == NO_NETWORK else ()
-    left_out += () if hardware.gpus_per_host else ("gpus_per_host", "host_bytes_per_second", "host_latency_seconds")
+    left_out = {"bytes_per_second", "latency_seconds"} if hardware.bytes_per_second == NO_NETWORK else set()
+    left_out |= set() if hardware.gpus_per_host else {"gpus_per_host", "host_bytes_per_second", "host_latency_seconds"}
     return {name: value for name, value in hardware._asdict().items() if name not in left_out}
 
 

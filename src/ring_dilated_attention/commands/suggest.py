@@ -164,7 +164,7 @@ def text(arguments: argparse.Namespace, found: list[dict[str, Any]], why: str, a
     lines = [
         f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, {causal}, "
         f"{counted(arguments.layers, 'layer')}, {counted(arguments.ranks, 'rank')}",
-        *[assumed] * (assumed is not None),
+        *([assumed] if assumed else []),
         f"take this ({best['rule']}){why}",
     ]
     lines = [*map(wrapped, lines), "", indented(repr(pattern)), "", *map(wrapped, words(arguments, best))]
