@@ -91,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
     add("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
     add("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
-    add("--gpus-per-host", type=count, metavar="G", help="if --hardware has two networks (h100 and a100: 8)")
+    add("--gpus-per-host", type=count, metavar="G", help="ranks of a host (--hardware h100 and a100: 8)")
 
 
 def machine_of(name: str) -> Machine:

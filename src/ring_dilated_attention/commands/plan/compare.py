@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison. Raises ValueError if the call is impossible, or if no option gives a machine's rates."""
     rates = ("hardware",) if arguments.flops is arguments.bandwidth is None else ()
-    call = call_of(arguments, *rates, remedy=f"{SUGGEST}; times need --hardware, or --flops and --bandwidth")
+    call = call_of(arguments, *rates, remedy=f"times need --hardware, or --flops and --bandwidth; {SUGGEST}")
     machine = machine_for(arguments)
     assert machine is not None
     hardware, said = machine.hardware, None
