@@ -78,7 +78,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 
 
 def _measure(worker: Worker, jobs: tuple[tuple[Sizes, DilatedPattern], ...], seconds: float) -> tuple[Any, Any]:
-    found = examine(Path("."), seconds, os.environ)
+    found = examine(Path("."), seconds, os.environ, "float32")
     parallel = ContextParallel(exchange="ring")
     return found, [
         (_times(sizes, pattern, parallel), gate_squares(sizes, pattern, parallel)) for sizes, pattern in jobs

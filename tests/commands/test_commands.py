@@ -14,7 +14,7 @@ import pytest
 from full_disk import on_a_full_disk
 
 from benchmarks.slice import command as slices
-from ring_dilated_attention.commands import cli, interrupts, limits, output
+from ring_dilated_attention.commands import cli, interrupts, limits, output, terminal
 
 PLAN = ["plan", "--seq-len", "4096", "--ranks", "17", "--segment-lengths", "4096", "--dilation-rates", "1"]
 EXTRA = ("tqdm", "numpy", "matplotlib", "safetensors")
@@ -108,6 +108,17 @@ def test_output_that_cannot_be_written(stream, more, code):
         "rda plan: --ranks must be at least 1, got 0\n" if more == ["0"] else "rda plan: No space left on device\n"
     )
     assert error == (expected if code == 2 else "")
+
+
+def test_a_sentence_for_a_full_stderr_does_not_hide_an_unread_stdout(monkeypatch):
+    """Catches an exit code of 0 for output that nobody read: the sentence came after it, and both were dropped."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as unread, open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", unread)
+        monkeypatch.setattr(sys, "stderr", full)
+        code = terminal.guarded("rda", lambda: print("found") or terminal.say("a sentence") or 0, is_process=False)
+    assert code == terminal.UNREAD_EXIT_CODE
 
 
 def test_a_sentence_that_stderr_does_not_take():

@@ -29,7 +29,9 @@ def test_two_ranks_are_examined_and_a_plan_reads_it(tmp_path, capsys):
     assert found["ranks"][0]["agreement"]["passed"]
     assert machine_of(str(file)).hardware.flops_per_second == pytest.approx(found["hardware"]["flops_per_second"])
     argv = ["plan", "--seq-len", "4Ki", "--ranks", "2", "--segment-lengths", "4Ki", "--dilation-rates", "1"]
-    assert cli.main([*argv, "--hardware", str(file)]) == 0
+    dtype = found["ranks"][0]["dtype"]
+    assert doctor.text(found["ranks"]).partition("\ndtype: ")[2].startswith(f"{dtype}: ")
+    assert cli.main([*argv, "--hardware", str(file), "--dtype", dtype]) == 0
     assert "rda doctor on 2 ranks" in " ".join(capsys.readouterr().out.split())
 
 
@@ -85,7 +87,8 @@ def one(rank, **more):
         "rank": rank, "host": f"h{rank}", "versions": {"torch": "2.13.0"}, "harmful": {}, "matter": {},
         "interfaces": ["eth0", "lo"], "backends": {"cpu": None}, "folder": {"path": "/x", "free_bytes": 10**12},
         "clock": 0.0, "gpu": None, "agreement": {"passed": True, "quantity": "dq", "error": 1.0, "tolerance": 1e-6},
-        "messages": {"large": {"1": 1.0, "2": 1.0, "3": 1.0}},
+        "messages": {"large": {"1": 1.0, "2": 1.0, "3": 1.0}}, "dtype": "float32",
+        "processors": {"all": 20.0, "busy": 10.0, "own": 9.5},
     }  # fmt: skip
     return fine | more
 

@@ -103,3 +103,26 @@ def test_what_reads_a_run_takes_them(command, argv):
     command.add_arguments(parser)
     found = parser.parse_args(["runs/one", *argv, "4Ki"])
     assert vars(found)[argv[-1][2:]] == 4096
+
+
+def test_what_is_missing_is_said_at_once(capsys):
+    """And where to get a pattern."""
+    branches = "--seq-len, --segment-lengths, --dilation-rates"
+    suggest = "rda suggest --seq-len N --heads H --speedup 50 picks segment lengths and rates"
+    for argv, message in (
+        (["plan", "--ranks", "4"], f"rda plan: missing {branches}: {suggest}"),
+        (["plan", "--seq-len", "4Ki", "--dilation-rates", "1"], "rda plan: missing --segment-lengths: rda suggest"),
+        (["plan", "compare"], f"rda plan compare: missing {branches}, --hardware: times need --hardware, or"),
+        (["plan", "compare", "--flops", "1e12"], f"rda plan compare: missing {branches}: times need --hardware, or"),
+        (
+            ["plan", "model", "--heads", "4"],
+            f"rda plan model: missing --layers, --embed-dim, {branches}: a",
+        ),
+        (
+            ["suggest"],
+            "rda suggest: missing --seq-len, --heads, --speedup: --speedup 50 allows 1/50 of",
+        ),
+        (["suggest", "--seconds", "1"], "rda suggest: missing --seq-len, --heads: "),
+    ):
+        assert cli.main(argv) == 2
+        assert capsys.readouterr().err.startswith(message)

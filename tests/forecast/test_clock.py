@@ -6,6 +6,7 @@ from threading import Condition
 
 import pytest
 import torch
+from drawn import patterns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import Late, TimedKernel
@@ -55,6 +56,49 @@ def test_latency_is_paid_by_handshakes_and_messages():
     """A quarter of a second more for each handshake, for the forward's chunk (as long as the local work before), and
     for the gradient; the backward's chunk hides its own."""
     assert two_ranks(Hardware(64, 32, 0.25)).ranks[0] == RankTime(2.5, 6.5, 7, 2)
+
+
+def test_a_ring_over_hosts_waits_for_the_network_between_them():
+    """4 ranks of 2 positions: 3 hops of 16 bytes, 1 s inside a host and 16 s between. By hand: rank 1 may send at 0, 16
+    and 32 s what goes to the other host, so the forward takes 48 s, or 3 s in one host. Catches a mean of the two."""
+    plans, sizes = plans_of(DENSE, 8, 4), Sizes(1, 1, 4)
+    between = Hardware(1e18, 1, 0, host_bytes_per_second=16)
+    for gpus_per_host, seconds in ((1, 48), (2, 48), (3, 48), (4, 3), (8, 3)):
+        step = model_step(plans, sizes, between._replace(gpus_per_host=gpus_per_host))
+        assert step.forward_seconds == pytest.approx(seconds, abs=1e-9)
+    # Handshakes too: with latencies of 1 and 0.25 s a stage has one handshake and three hops.
+    late = Hardware(1e18, 1e18, 1, gpus_per_host=4, host_bytes_per_second=1e18, host_latency_seconds=0.25)
+    assert model_step(plans, sizes, late).forward_seconds == pytest.approx(4 * 0.25)
+    assert model_step(plans, sizes, late._replace(gpus_per_host=1)).forward_seconds == pytest.approx(4)
+
+
+def test_a_messages_network_is_that_of_its_ranks():
+    """By hand: hosts of 3 consecutive ranks."""
+    hosts = Hardware(1, 10, 0.5, gpus_per_host=3, host_bytes_per_second=70, host_latency_seconds=0.125)
+    for first, last in ((0, 0), (0, 2), (2, 1), (3, 5), (6, 8)):
+        assert hosts.network(first, last) == (70, 0.125)
+    for first, last in ((2, 3), (0, 5), (5, 0), (7, 2)):
+        assert hosts.network(first, last) == (10, 0.5)
+    assert Hardware(1, 10, 0.5, host_bytes_per_second=70).network(0, 0) == (10, 0.5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_one_host_is_one_network(data):
+    """And so are hosts of one rank each: to the bit, whatever the job. Slowness between hosts speeds nothing up."""
+    num_ranks, length = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([2, 5]))
+    pattern = data.draw(patterns(2, longest=num_ranks * length))
+    plans = plans_of(pattern, num_ranks * length, num_ranks, data.draw(st.sampled_from(SHARDINGS)), (2, 1))
+    fast, slow = Hardware(50.0, 16.0, 0.5), Hardware(50.0, 3.0, 7.0)
+    both = slow._replace(host_bytes_per_second=16.0, host_latency_seconds=0.5)
+    inside, between, mixed = (
+        model_step(plans, Sizes(1, 4, 2), both._replace(gpus_per_host=size))
+        for size in (num_ranks, 1, data.draw(st.integers(1, num_ranks)))
+    )
+    assert inside == model_step(plans, Sizes(1, 4, 2), fast)
+    if num_ranks > 1:
+        assert between == model_step(plans, Sizes(1, 4, 2), slow)
+    assert inside.step_seconds <= mixed.step_seconds <= between.step_seconds
 
 
 def test_one_rank_waits_for_nobody():

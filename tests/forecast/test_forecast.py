@@ -10,7 +10,7 @@ import pytest
 from ring_dilated_attention.forecast import call
 from ring_dilated_attention.forecast.call import Way, all_plans, forecast
 from ring_dilated_attention.forecast.clock import Hardware, model_step
-from ring_dilated_attention.forecast.large import MEMORY_ERRORS, TIME_ERRORS
+from ring_dilated_attention.forecast.large import MEMORY_ERRORS, TIME_ERRORS, TIME_ERRORS_OF_HOSTS
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
@@ -178,6 +178,28 @@ def test_the_time_of_many_ranks_is_about_the_clocks(monkeypatch):
     for way in (Way("all_gather"), Way("ring", 2), Way("all_to_all")):
         job = Job(pattern, Cut("contiguous", 18, inner=way.inner).shards_of((50,) * 18), 18, 18)
         assert forecast(job, way, sizes, hardware=Hardware(1e12, 1e10)).time is None
+
+
+def test_hosts_of_many_ranks_are_estimated(monkeypatch):
+    """One host is one network, and so are hosts of one rank. With several, most estimates are within what is said."""
+    rng, ratios = random.Random(3), []
+    monkeypatch.setattr(call, "MOST_PLANNED", 1)
+    for _ in range(8):
+        job, way, sizes = random_job(rng, Way())
+        slow = random_hardware(rng, job, sizes)
+        fast = slow._replace(bytes_per_second=8 * slow.bytes_per_second, latency_seconds=slow.latency_seconds / 2)
+        both = slow._replace(host_bytes_per_second=fast.bytes_per_second, host_latency_seconds=fast.latency_seconds)
+        for one, size in ((slow, 1), (fast, job.num_ranks)):
+            [found, expected] = (
+                forecast(job, way, sizes, hardware=x).time for x in (both._replace(gpus_per_host=size), one)
+            )
+            assert found == expected
+        both = both._replace(gpus_per_host=rng.choice([2, 3, 4, 8]))
+        found = forecast(job, way, sizes, hardware=both).time.seconds
+        with monkeypatch.context() as few:
+            few.setattr(call, "MOST_PLANNED", 64)
+            ratios.append(found / forecast(job, way, sizes, hardware=both).time.seconds)
+    assert sum(TIME_ERRORS_OF_HOSTS[0] <= ratio <= TIME_ERRORS_OF_HOSTS[1] for ratio in ratios) >= 6
 
 
 def test_steps_and_kernel_calls_cost_what_they_cost(monkeypatch):

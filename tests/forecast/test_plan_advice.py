@@ -215,7 +215,7 @@ def test_the_command_compares(capsys):
     assert "left out: all-to-all: " in out
     assert "recommended: " in out
     assert cli.main([*argv[:-4], "--ranks", "3"]) == 2
-    assert "give --hardware" in capsys.readouterr().err
+    assert "missing --hardware: times need --hardware, or --flops and --bandwidth" in capsys.readouterr().err
     assert cli.main([*argv, "--ranks", "128"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"dilated +ring +contiguous +[\d.]+ .s", out)

@@ -374,6 +374,7 @@ def test_hardware_files_that_cannot_be(content, message, tmp_path):
 def test_presets_name_their_source_and_what_has_none():
     assert all("arXiv" in machine.source for machine in PRESETS.values())
     assert all("latency not measured here" in machine.source for machine in PRESETS.values())
+    assert all("no GPU has run this library" in machine.source for machine in PRESETS.values())
 
 
 def test_options_that_nobody_would_read_are_refused(capsys):

@@ -4,6 +4,9 @@
 flops_per_second = 1.2e11        # the rate that kernels reach in the forward, on one rank
 bytes_per_second = 1.5e9         # the bandwidth of a rank's network, one way (left out if there is one rank)
 latency_seconds = 2.5e-4         # the latency of a message (0 if left out)
+gpus_per_host = 8                # if there is another network inside hosts, which have so many consecutive ranks:
+host_bytes_per_second = 3e10     # its bandwidth and latency; those above are then of the network between hosts
+host_latency_seconds = 2e-5
 backward_flops_per_second, call_seconds, handshake_seconds, memory_bytes: optional
 dtype = "float32"                # the dtype in which kernels reach the rates
 source = "where the numbers are from"
@@ -17,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..forecast.clock import Hardware, time_text
 from ..training.files import MOST_BYTES
-from .numbers import amount, scaled
+from .limits import check_given
+from .numbers import amount, count, counted, scaled
 
 
 class Machine(NamedTuple):
@@ -34,27 +38,41 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _A100 = "225 TFLOP/s in training with FlashAttention-2 (arXiv 2307.08691, section 4.2)"
 _H100 = "400 TFLOP/s in training Llama 3 405B (arXiv 2407.21783, table 4)"
 _SHARE = (
-    "bandwidth and latency not measured here: 4 µs are assumed, and 80 % of a network's rate, the share that "
-    "DeepSeek-V3 reached on an H800's NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
+    "no GPU has run this library; bandwidth and latency not measured here: 4 µs are assumed, and 80 % of a network's "
+    "rate, the share that DeepSeek-V3 reached on an H800's NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
 )
-PRESETS = {
-    "a100-nvlink": Machine(Hardware(225e12, 240e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_SHARE}: of 300 GB/s"),
-    "a100-infiniband": Machine(Hardware(225e12, 20e9, 4e-6), 2, 80 * 10**9, f"{_A100}; {_SHARE}: of 200 Gb/s"),
-    "h100-nvlink": Machine(Hardware(400e12, 360e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 450 GB/s"),
-    "h100-infiniband": Machine(Hardware(400e12, 40e9, 4e-6), 2, 80 * 10**9, f"{_H100}; {_SHARE}: of 400 Gb/s"),
+
+
+def _presets(card: str, flops: float, reached: str, inside: float, between: float, of: str) -> dict[str, Machine]:
+    """A card with each network alone, and with NVLink in hosts of 8 and InfiniBand between them."""
+    hosts = Hardware(flops, between, 4e-6, gpus_per_host=8, host_bytes_per_second=inside, host_latency_seconds=4e-6)
+    found = {
+        f"{card}-nvlink": Hardware(flops, inside, 4e-6),
+        f"{card}-infiniband": Hardware(flops, between, 4e-6),
+        card: hosts,
+    }
+    return {name: Machine(x, 2, 80 * 10**9, f"{reached}; {_SHARE}: of {of}") for name, x in found.items()}
+
+
+PRESETS: dict[str, Machine] = {
+    **_presets("a100", 225e12, _A100, 240e9, 20e9, "NVLink's 300 GB/s, InfiniBand's 200 Gb/s"),
+    **_presets("h100", 400e12, _H100, 360e9, 40e9, "NVLink's 450 GB/s, InfiniBand's 400 Gb/s"),
 }
 LARGEST = 1e30  # a rate far beyond machines, and within floats
 NO_NETWORK = LARGEST  # stands for bytes_per_second in a file that lacks it: one rank sends nothing
 _FLOPS, _BYTES = "FLOPs in a second; 500 TFLOP/s are 5e14", "bytes in a second, one way; 50 GB/s are 5e10"
-_TIME = "seconds; 5 µs are 5e-6"
+_TIME, _HOST = "seconds; 5 µs are 5e-6", "GPUs on a host, all of them"
 _SHORT = (0.0, math.nextafter(0.1, 0), _TIME)  # below 0.1
 # The least number, the largest and the unit. No machine has a number outside: the user meant another unit.
 _NUMBERS = {
     "flops_per_second": (1e8, 1e17, _FLOPS),
     "backward_flops_per_second": (1e8, 1e17, _FLOPS),
     "bytes_per_second": (1e6, 1e14, _BYTES),
+    "host_bytes_per_second": (1e6, 1e14, _BYTES),
+    "gpus_per_host": (1, 1e6, _HOST),
     "memory_bytes": (2**20, 1e15, "bytes; 80 GB are 8e10"),
     "latency_seconds": _SHORT,
+    "host_latency_seconds": _SHORT,
     "call_seconds": _SHORT,
     "handshake_seconds": (0.0, math.nextafter(1.0, 0), _TIME),
 }
@@ -63,6 +81,7 @@ _GIVEN = {
     "flops": ("flops_per_second", 1e6, 1e18, _FLOPS),
     "bandwidth": ("bytes_per_second", 1e3, 1e15, _BYTES),
     "latency": ("latency_seconds", 0.0, 60.0, _TIME),
+    "gpus_per_host": ("gpus_per_host", 1, 1e6, _HOST),
 }
 
 
@@ -72,6 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
     add("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
     add("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
+    add("--gpus-per-host", type=count, metavar="G", help="ranks of a host (--hardware h100 and a100: 8)")
 
 
 def machine_of(name: str) -> Machine:
@@ -98,15 +118,15 @@ def machine_of(name: str) -> Machine:
     dtype = fields.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ValueError(f"--hardware {name}: dtype = {dtype!r} is unknown; choose one of {', '.join(ITEMSIZE)}")
-    numbers = {key: float(fields[key]) for key in Hardware._fields if key in fields}
+    numbers = {key: fields[key] for key in Hardware._fields if key in fields}
     hardware = Hardware(**{"bytes_per_second": NO_NETWORK} | numbers)
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
     return Machine(hardware, ITEMSIZE[dtype], memory, str(fields.get("source", name)))
 
 
 def _check_number(name: str, key: str, value: object) -> None:
-    least, most, unit = _NUMBERS[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
+    (least, most, unit), kinds = _NUMBERS[key], int if key == "gpus_per_host" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not abs(value) < LARGEST:
         raise ValueError(f"--hardware {name}: {key} = {value!r} must be a plain number of {unit}")
     if value < 0 or value == 0 < least:
         raise ValueError(f"--hardware {name}: {key} = {value:g} must be positive, in {unit}")
@@ -125,37 +145,41 @@ def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> No
 def machine_for(arguments: argparse.Namespace) -> Machine | None:
     """The preset or file, with its numbers replaced by those of the options. None if no option asks for a time."""
     given: dict[str, Any] = {}
-    for option, (name, least, most, unit) in _GIVEN.items():
-        value = getattr(arguments, option)
+    for name, (key, least, most, unit) in _GIVEN.items():
+        option, value = f"--{name.replace('_', '-')}", getattr(arguments, name)
         if value is not None and not least <= value <= most:
-            raise ValueError(f"--{option} {value:g} must be from {least:g} to {most:g} {unit}")
+            raise ValueError(f"{option} {value:g} must be from {least:g} to {most:g} {unit}")
         if value is not None:
-            given[name] = value
+            given[key] = value
+    if arguments.hardware is None and not given:
+        return None
     if arguments.hardware is None:
-        if not given:
-            return None
-        for option in ("flops", "bandwidth"):
-            if getattr(arguments, option) is None:
-                raise ValueError(f"--{option} is missing: a time needs --flops and --bandwidth, or --hardware")
-        return Machine(Hardware(**given), ITEMSIZE[arguments.dtype], None, "as given")
-    machine = machine_of(arguments.hardware)
-    source = f"{machine.source}; {', '.join(given)} as given" if given else machine.source
-    if arguments.flops is None:
-        check_dtype(machine, arguments.hardware, arguments.dtype, ", or give --flops")
+        check_given(arguments, ("flops", "bandwidth"), "a time needs --flops and --bandwidth, or --hardware")
+        machine = Machine(Hardware(**given), ITEMSIZE[arguments.dtype], None, "as given")
     else:
-        given["backward_flops_per_second"] = None
-    hardware = machine.hardware._replace(**given)
+        machine = machine_of(arguments.hardware)
+        source = f"{machine.source}; {', '.join(given)} as given" if given else machine.source
+        if arguments.flops is None:
+            check_dtype(machine, arguments.hardware, arguments.dtype, ", or give --flops")
+        else:
+            given["backward_flops_per_second"] = None
+        machine = machine._replace(hardware=machine.hardware._replace(**given), source=source)
+    hardware = machine.hardware
+    if (hardware.gpus_per_host is None) != (hardware.host_bytes_per_second is None):
+        both = f"gpus_per_host {hardware.gpus_per_host} and host_bytes_per_second {hardware.host_bytes_per_second}"
+        raise ValueError(f"{both}: give both, as --hardware h100 does, or neither (one network)")
     if hardware.bytes_per_second == NO_NETWORK and (arguments.ranks or 1) > 1:
         raise ValueError(
             f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: measure it with "
             "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
         )
-    return machine._replace(hardware=hardware, source=source)
+    return machine
 
 
 def known(hardware: Hardware) -> dict[str, float | None]:
     """The numbers by name, without those of the network if none was measured."""
-    left_out = ("bytes_per_second", "latency_seconds") if hardware.bytes_per_second == NO_NETWORK else ()
+    left_out = {"bytes_per_second", "latency_seconds"} if hardware.bytes_per_second == NO_NETWORK else set()
+    left_out |= set() if hardware.gpus_per_host else {"gpus_per_host", "host_bytes_per_second", "host_latency_seconds"}
     return {name: value for name, value in hardware._asdict().items() if name not in left_out}
 
 
@@ -183,9 +207,13 @@ def described(hardware: Hardware, source: str) -> str:
     numbers = [scaled(hardware.flops_per_second, "FLOP/s")]
     if hardware.backward_flops_per_second is not None:
         numbers[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
-    bandwidth, latency = scaled(hardware.bytes_per_second, "B/s"), time_text(hardware.latency_seconds)
-    has_network = hardware.bytes_per_second != NO_NETWORK
-    numbers += [f"{bandwidth} one way", f"latency {latency}"] if has_network else ["no network"]
+    networks = [(hardware.bytes_per_second, hardware.latency_seconds, " between hosts" * bool(hardware.gpus_per_host))]
+    if hardware.gpus_per_host:
+        where = f" inside hosts of {counted(hardware.gpus_per_host, 'GPU')}"
+        networks.insert(0, (*hardware.network(0, 0), where))
+    for rate, latency, where in networks if hardware.bytes_per_second != NO_NETWORK else ():
+        numbers.append(f"{scaled(rate, 'B/s')} one way{where}, latency {time_text(latency)}")
+    numbers += ["no network"] * (hardware.bytes_per_second == NO_NETWORK)
     if hardware.call_seconds:
         numbers.append(f"{time_text(hardware.call_seconds)} a kernel call")
     if hardware.handshake_seconds is not None:

@@ -1,5 +1,6 @@
 """Refuses an option whose number does not fit 64 bits, or whose data this machine cannot hold. No torch."""
 
+import argparse
 import math
 import os
 from collections.abc import Iterable
@@ -9,6 +10,12 @@ from ..training.options import in_short
 LARGEST = 2**63 - 1
 # More ranks, heads or sequences would take minutes and gigabytes before the command prints anything.
 MOST_RANKS, MOST_HEADS, MOST_BATCH = 2**20, 2**16, 2**12
+
+
+def check_given(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
+    """Raise ValueError with all the options that are missing, if any is."""
+    if missing := [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is None]:
+        raise ValueError(f"missing {', '.join(missing)}: {remedy}")
 
 
 def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST) -> None:

@@ -3,6 +3,8 @@
 import argparse
 import json
 import math
+import shlex
+import textwrap
 from typing import Any
 
 from ..forecast.call import FLOPS_PER_PAIR, Way
@@ -15,33 +17,33 @@ from ..plan.counts import pairs
 from ..plan.sizes import Sizes
 from ..training.options import MOST_LAYERS
 from .hardware import ITEMSIZE, check_dtype, described, machine_of
-from .limits import LARGEST, MOST_HEADS, check_at_least, check_ranks_fit
-from .numbers import amount, count, counted, scaled, size_text
+from .limits import LARGEST, MOST_HEADS, check_at_least, check_given, check_ranks_fit
+from .numbers import amount, count, counted, size_text
 from .output import aligned, progress_bar, wrapped
 
 EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50   1/50 of dense's work
   rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink
-  rda suggest --seq-len 1Mi --heads 16 --speedup 50 --ranks 8 --kv-heads 4
 
 A dilated pattern lets each query see every key nearby, and fewer keys the further away they are. A branch (w, r) cuts
 the sequence into segments of w positions, in which a head reads one position in r; different heads read different ones
 (phases). What one layer cannot connect, a stack of layers can, from one branch into another. docs/planning.md has the
-rule and its limits. The rule counts work and follows connections, and knows nothing of what your data needs: train the
-candidates and compare their losses.
+rule and its limits.
 """
 MOST_RANKS = 2**16
+# What decides between candidates, in this order.
+BETTER = ("needs fewer layers to hear of 99 %", "shows more neighbours", "leaves less unheard", "sends less")
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("--seq-len", type=count, required=True, metavar="N", help="positions of a sequence")
-    add("--heads", type=count, required=True, metavar="H", help="query heads")
+    add("--seq-len", type=count, metavar="N", help="positions of a sequence")
+    add("--heads", type=count, metavar="H", help="query heads")
     add("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
     add("--head-dim", type=count, default=64, metavar="D", help="default 64")
-    budget = parser.add_mutually_exclusive_group(required=True)
+    budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--speedup", type=amount, metavar="X", help="budget: 1/X of dense attention's work")
     seconds = "budget: seconds of a rank for one layer's attention, forward and backward"
     budget.add_argument("--seconds", type=amount, metavar="S", help=seconds)
@@ -50,22 +52,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=count, default=12, metavar="L", help="layers of the model (default 12)")
     add("--ranks", type=count, default=1, metavar="P", help="ranks that share a sequence (default 1)")
     add("--not-causal", dest="is_causal", action="store_false", help="a query sees later keys too")
-    add("--json", action="store_true", help="print the suggestions as JSON")
+    add("--json", action="store_true", help="print the suggestions as JSON, the one to take first")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check(arguments)
     most_pairs, assumed = budget_of(arguments)
-    found = describe(arguments, most_pairs)
+    found, why = ranked(describe(arguments, most_pairs))
     if arguments.json:
-        print(json.dumps({"most_pairs": most_pairs, "assumed": assumed, "suggestions": found}, indent=1))
+        print(json.dumps({"most_pairs": most_pairs, "assumed": assumed, "why": why, "suggestions": found}, indent=1))
     else:
-        print(text(arguments, found, assumed))
+        print(text(arguments, found, why, assumed))
     return 0
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Check the numbers, and fill in --kv-heads."""
+    needed = ("seq_len", "heads", *(() if arguments.seconds is not None else ("speedup",)))
+    check_given(arguments, needed, "--speedup 50 allows 1/50 of dense attention's work; --seconds is another budget")
     most = {"heads": MOST_HEADS, "layers": MOST_LAYERS, "ranks": MOST_RANKS}
     for name in ("seq_len", "heads", "head_dim", "layers", "ranks"):
         check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name), most=most.get(name, LARGEST))
@@ -142,80 +146,95 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     return rows
 
 
-def text(arguments: argparse.Namespace, found: list[dict[str, Any]], assumed: str | None) -> str:
-    unheard = f"unheard\nafter {arguments.layers:,}\nlayer{'s' * (arguments.layers > 1)}"
-    headers = ("", "pairs of\ndense's", "layers to\nhear 99 %", unheard, "received\nby a rank,\nat most")
-    rows = []
-    for i, row in enumerate(found):
-        share, layers = f"1/{1 / row['of_dense']:,.1f}", str(row["layers_for_most"] or f"over {arguments.layers:,}")
-        sizes = [size_text(row[x]) for x in ("largest_received_bytes", *["cache_bytes"] * arguments.is_causal)]
-        rows.append((f"{i + 1}. {row['rule']}", share, layers, percent(1 - row["reach_by_layer"][-1]), *sizes))
-    sequence = f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}"
-    lines = [f"{sequence}, {counted(arguments.ranks, 'rank')}", *([wrapped(assumed)] if assumed else [])]
-    headers += ("decoding\ncache a\nlayer",) * arguments.is_causal
-    lines += [aligned(headers, rows), f"heard: by the worst of the queries that were followed, of {heard(arguments)}"]
-    if arguments.ranks > 1:
-        received = "keys and values around the ring, in a layer's forward and backward, by the rank that receives most"
-        lines.append(wrapped(f"received: {received}; with the gradients that it sends for them"))
-    for i, row in enumerate(found):
-        # The options of other commands have no word for a whole document, so its length is shown.
-        lengths = (str(arguments.seq_len if w == WHOLE_DOCUMENT else w) for w in row["segment_lengths"])
-        options = f"--segment-lengths {' '.join(lengths)} --dilation-rates {' '.join(map(str, row['dilation_rates']))}"
-        lines += ["", wrapped(f"{i + 1}. {row['rule']}: {options}")]
-        lines += [wrapped(f"   {line}") for line in words(arguments, row)]
-    return "\n".join(lines)
+def ranked(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The suggestions, the best first; and why that one is better than the second."""
+
+    def costs(row: dict[str, Any]) -> tuple[float, ...]:
+        layers, most_seen = row["layers_for_most"] or math.inf, row["segment_lengths"][0]
+        return layers, -most_seen, -row["reach_by_layer"][-1], row["largest_received_bytes"]
+
+    found = sorted(found, key=costs)
+    both = zip(BETTER, *map(costs, found[:2]), strict=True) if len(found) > 1 else ()
+    return found, next((f": it {reason} than the next candidate" for reason, a, b in both if a < b), "")
+
+
+def text(arguments: argparse.Namespace, found: list[dict[str, Any]], why: str, assumed: str | None) -> str:
+    best, causal = found[0], "causal" if arguments.is_causal else "not causal"
+    pattern = DilatedPattern(best["segment_lengths"], best["dilation_rates"], is_causal=arguments.is_causal)
+    lines = [
+        f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, {causal}, "
+        f"{counted(arguments.layers, 'layer')}, {counted(arguments.ranks, 'rank')}",
+        *([assumed] if assumed else []),
+        f"take this ({best['rule']}){why}",
+    ]
+    lines = [*map(wrapped, lines), "", indented(repr(pattern)), "", *map(wrapped, words(arguments, best))]
+    lines += [f"\n{command}" for command in commands(arguments, best)]
+    return "\n".join([*lines, "", table(arguments, found)])
+
+
+def commands(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
+    """The command that plans the pattern, and the one that trains it, or a sentence in its place."""
+    a, width, branches = arguments, arguments.heads * arguments.head_dim, options_of(arguments, row)
+    shared = f"--seq-len {a.seq_len}{f' --ranks {a.ranks}' * (a.ranks > 1)} {branches}"
+    plan = f"rda plan {shared} --heads {a.heads} --kv-heads {a.kv_heads} --head-dim {a.head_dim} --dtype {a.dtype}"
+    file = shlex.quote(a.hardware or "").replace(" ", "\0")  # so that no line ends in a name
+    plan += " --causal" * a.is_causal + f" --hardware {file}" * (a.hardware is not None)
+    train = f"rda train {shared} --num-layers {a.layers} --embed-dim {width} --num-heads {a.heads} --num-kv-heads "
+    if a.is_causal and a.head_dim % 2 == 0 and a.seq_len > 1:
+        return [indented(plan, " \\"), indented(f"{train}{a.kv_heads}", " \\")]
+    return [indented(plan, " \\"), "rda train cannot: it takes causal patterns, even head dims, 2 positions or more"]
+
+
+def indented(text: str, end: str = "") -> str:
+    """A long line as several, each but the last with an end."""
+    wrapper = textwrap.TextWrapper(78, " " * 4, " " * 8, break_long_words=False, break_on_hyphens=False)
+    return f"{end}\n".join(wrapper.wrap(text)).replace("\0", " ")
+
+
+def options_of(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
+    # The options of other commands have no word for a whole document, so its length is shown.
+    lengths = (str(arguments.seq_len if w == WHOLE_DOCUMENT else w) for w in row["segment_lengths"])
+    return f"--segment-lengths {' '.join(lengths)} --dilation-rates {' '.join(map(str, row['dilation_rates']))}"
 
 
 def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
-    """What a newcomer should know of one pattern, as lines of text."""
+    """What a newcomer should know of the pattern, as sentences."""
     lines = []
     columns = (row[name] for name in ("segment_lengths", "dilation_rates", "unread_phases"))
-    for w, r, (unread, num_phases) in zip(*columns, strict=True):
-        shown = min(w, arguments.seq_len)
-        seen = "every key" if r == 1 else f"one key in {r:,}, {-(-shown // r):,} of them"
-        note = f"; {unread:,} of {num_phases:,} phases are read by no head" if unread else ""
-        lines.append(f"within {shown:,} positions a head sees {seen}{note}")
-    shares = (f"{share:.1%}" if share < 0.9995 or share == 1 else "over 99.9%" for share in row["reach_by_layer"][:4])
-    who = f"all {row['queries_followed']:,} queries"
-    if row["queries_followed"] < arguments.seq_len:
-        who = f"the {row['queries_followed']:,} queries followed (at starts of segments, of {arguments.seq_len:,})"
-    lines += [
-        f"work: {scaled(row['flops'], 'FLOP')} a layer and sequence, forward and backward, {row['of_dense']:.2%} of "
-        "dense attention's",
-        f"the worst of {who} has heard of {', '.join(shares)} of {heard(arguments)} after 1, 2, ... layers",
-        _loss(arguments, row, who),
-    ]
-    if arguments.is_causal:
-        dense, cache = row["dense_cache_bytes"], row["cache_bytes"]
-        less = f"{dense / cache:,.1f} times less than dense attention's {size_text(dense)}"
-        less = less if cache < dense else "no less than dense attention would"
-        lines.append(f"decoding keeps {size_text(cache)} a layer, {less}")
-    return lines
-
-
-def heard(arguments: argparse.Namespace) -> str:
-    """In words, the positions that the pattern permits a query to see."""
-    return "the positions up to it" if arguments.is_causal else "all positions"
-
-
-def _loss(arguments: argparse.Namespace, row: dict[str, Any], who: str) -> str:
-    """A sentence: how much stays out of reach, and what would help. who: the queries that were followed."""
-    shares, most, everything = row["reach_by_layer"], row["layers_for_most"], row["layers_for_all"]
-    has_unread = any(unread for unread, _ in row["unread_phases"])
-    rest = percent(1 - shares[-1])
+    for w, r, (unread, there) in zip(*columns, strict=True):
+        seen = "every key" if r == 1 else f"one key in {r:,}"
+        note = f", and all heads together {percent(1 - unread / there)} of the keys" if unread else ""
+        lines.append(f"Within {min(w, arguments.seq_len):,} positions a head sees {seen}{note}.")
+    shares, most, layers = row["reach_by_layer"], row["layers_for_most"], counted(arguments.layers, "layer")
+    before, rest = "what came before" if arguments.is_causal else "the sequence", percent(1 - shares[-1])
     if most is None:
         is_final = shares[-2:-1] == shares[-1:]
-        remedy = "more of them add nothing: add heads, or lower rates" if is_final else "add layers, or a wider branch"
-        far = f"out of reach of {counted(arguments.layers, 'layer')}: {remedy}"
-        return f"{rest} of what query {row['worst_query']:,} might hear of is {far}"
-    if everything is None:
-        why = "unread phases matter little: " * has_unread
-        return (
-            f"{why}after {most} layers {who} have heard of 99 %, and after {arguments.layers:,} of all but {rest}. The "
-            "rest lies at ends of segments, behind the last row of a wider branch: more heads or lower rates help"
-        )
-    why = "unread phases do not matter to who can hear of whom, since neighbours pass on what they hold: "
-    return f"{why * has_unread}after {counted(everything, 'layer')} nothing is out of reach of {who}"
+        remedy = "more layers add nothing: add heads, or lower rates" if is_final else "add layers, or a wider branch"
+        lines.append(f"Query {row['worst_query']:,} hears nothing of {rest} of {before} in {layers}; {remedy}.")
+    else:
+        share = "all" if row["layers_for_all"] == most else "99 %"
+        lines.append(f"After {counted(most, 'layer')} a query can have heard of {share} of {before}.")
+        if shares[-1] < 1:
+            lines.append(f"After {layers} it can have heard of all but {rest}, which lies at ends of segments.")
+    if (followed := row["queries_followed"]) < arguments.seq_len:
+        lines.append(f"This holds of the {followed:,} queries followed, at starts of segments, where least is heard.")
+    learnt = "Within reach is not yet learnt: train the candidates on your data, and compare their losses."
+    return [*lines, learnt]
+
+
+def table(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> str:
+    """All candidates with their figures, and the options of those that were not picked."""
+    unheard = f"unheard\nafter {arguments.layers:,}\nlayer{'s' * (arguments.layers > 1)}"
+    sizes = {"largest_received_bytes": "received\nby a rank,\nat most"} if arguments.ranks > 1 else {}
+    sizes |= {"cache_bytes": "decoding\ncache a\nlayer"} if arguments.is_causal else {}
+    rows = []
+    for i, row in enumerate(found):
+        share, layers = f"1/{1 / row['of_dense']:,.1f}", str(row["layers_for_most"] or f"over {arguments.layers:,}")
+        cells = share, layers, percent(1 - row["reach_by_layer"][-1]), *(size_text(row[name]) for name in sizes)
+        rows.append((f"{i + 1}. {row['rule']}", *cells))
+    headers = ("candidates", "pairs of\ndense's", "layers to\nhear 99 %", unheard, *sizes.values())
+    options = (f"{i + 1}. {options_of(arguments, row)}" for i, row in enumerate(found) if i)
+    return "\n".join([aligned(headers, rows), *map(wrapped, options)])
 
 
 def percent(share: float) -> str:

@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 from ..training.files import in_words
 from .interrupts import INTERRUPTED_EXIT_CODE, ignore_from_now_on
@@ -68,12 +69,12 @@ def say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        drop_unwritten()
+        drop_unwritten(sys.stderr)  # stdout, if nobody reads it, still ends the command
 
 
-def drop_unwritten() -> None:
+def drop_unwritten(*streams: TextIO) -> None:
     """Drop text that cannot be written. Otherwise Python writes it at exit, fails, and prints a traceback."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in streams or (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:

@@ -10,6 +10,8 @@ Assumptions:
 - Network: a rank has one way out and one way in, each with `bytes_per_second`. On each way messages go one after the
   other, in the order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its
   receiver have posted it and both ways are free. For both sides it ends one latency after its last byte has left.
+- Hosts: consecutive ranks share a host. A message has the rates of the network inside its host, or between hosts. A hop
+  of a ring over several hosts thus takes as long as the slower message. All-gathers and dealt heads are such messages.
 - Handshake: before each stage every rank waits for the slowest rank, and for one handshake.
 
 Every moment is therefore a maximum of sums of durations. So faster hardware never makes a step slower.
@@ -29,11 +31,13 @@ from .ledger import row_bytes
 
 
 class Hardware(NamedTuple):
-    """The rates of one device and of one way of its network.
+    """The rates of one device and of one way of its network; with hosts, of the networks between and inside hosts.
 
     backward_flops_per_second: None means the rate of the forward.
     call_seconds: the time that every kernel call takes in addition, whatever its size.
     handshake_seconds: None means one latency.
+    gpus_per_host: the ranks of a host. None: there is one network, and host_... are not read.
+    host_bytes_per_second, host_latency_seconds: of messages inside a host.
     """
 
     flops_per_second: float
@@ -42,6 +46,16 @@ class Hardware(NamedTuple):
     backward_flops_per_second: float | None = None
     call_seconds: float = 0.0
     handshake_seconds: float | None = None
+    gpus_per_host: int | None = None
+    host_bytes_per_second: float | None = None
+    host_latency_seconds: float = 0.0
+
+    def network(self, first: int, last: int) -> tuple[float, float]:
+        """Bytes per second and latency of the slowest network among the ranks from `first` to `last`."""
+        size, inside = self.gpus_per_host, self.host_bytes_per_second
+        if size is not None and inside is not None and first // size == last // size:
+            return inside, self.host_latency_seconds
+        return self.bytes_per_second, self.latency_seconds
 
     def compute_seconds(self, flops: float, *, backward: bool, calls: int = 1) -> float:
         rate = (self.backward_flops_per_second if backward else None) or self.flops_per_second
@@ -52,9 +66,9 @@ class Hardware(NamedTuple):
         flops = 2 * sizes.unit * num_pairs  # of one product
         return self.compute_seconds(2 * flops, backward=False) + self.compute_seconds(5 * flops, backward=True)
 
-    @property
-    def handshake(self) -> float:
-        return self.latency_seconds if self.handshake_seconds is None else self.handshake_seconds
+    def handshake(self, num_ranks: int) -> float:
+        """Seconds in which the first `num_ranks` ranks hear of each other."""
+        return self.network(0, num_ranks - 1)[1] if self.handshake_seconds is None else self.handshake_seconds
 
 
 class RankTime(NamedTuple):
@@ -113,7 +127,7 @@ def model_step(
     """
     network = Network(len(plans), hardware)
     ranks = [_Rank(i, plan, network, sizes, None if dealings is None else dealings[i]) for i, plan in enumerate(plans)]
-    handshake = hardware.handshake if len(plans) > 1 else 0.0
+    handshake = hardware.handshake(len(plans)) if len(plans) > 1 else 0.0
     start, seconds = 0.0, []
     for stage in STAGES:
         for rank in ranks:
@@ -242,9 +256,10 @@ class Network:
         sent, received = self.leaving[sender].popleft(), self.coming[receiver].popleft()
         assert sent.num_bytes == received.num_bytes, (sender, sent, receiver, received)
         start = max(sent.posted, received.posted, self.out_free[sender], self.in_free[receiver])
-        passed = start + sent.num_bytes / self.hardware.bytes_per_second
+        bytes_per_second, latency = self.hardware.network(sender, receiver)
+        passed = start + sent.num_bytes / bytes_per_second
         self.out_free[sender] = self.in_free[receiver] = passed
-        sent.done = received.done = passed + self.hardware.latency_seconds
+        sent.done = received.done = passed + latency
         self.num_carried += 1
 
 

@@ -52,10 +52,11 @@ class Alternative(NamedTuple):
         return self.figures
 
 
-def ways_of(call: Call) -> list[Alternative]:
+def ways_of(call: Call, hardware: Hardware) -> list[Alternative]:
     """Every exchange with every sharding, for the call's pattern and for dense attention; without figures."""
     ways = [Way("ring"), Way("all_gather"), Way("all_to_all")]
     sizes = [d for d in range(2, call.num_ranks) if call.num_ranks % d == 0 and call.num_kv_heads % d == 0]
+    sizes = [d for d in sizes if (hardware.gpus_per_host or d) % d == 0]  # heads are dealt within a host
     ways += [Way("ring", d) for d in sizes[-1:]]
     return [
         Alternative(function, way, sharding)
@@ -71,7 +72,7 @@ def alternatives(
     """All ways with their figures. step: called once for each rank that is counted."""
     dense = call._replace(pattern=DilatedPattern.dense(is_causal=call.pattern.is_causal))
     counts, found = cache(partial(count, step=step)), []
-    for one in ways_of(call):
+    for one in ways_of(call, hardware):
         if one.way.exchange == "all_to_all":
             try:
                 check_dealing(call.num_kv_heads, call.num_ranks)

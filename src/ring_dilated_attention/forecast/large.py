@@ -24,12 +24,12 @@ from .ledger import Peak, attention_memory
 FEW = 8
 # Estimate divided by exact figure, in hundreds of random jobs. Memory (65 to 128 ranks, uneven shards): the least ratio
 # and the 95th percentile. Time (9 to 40 ranks): the 5th and the 95th percentile.
-MEMORY_ERRORS, TIME_ERRORS = (0.95, 1.17), (0.69, 1.1)
+MEMORY_ERRORS, TIME_ERRORS, TIME_ERRORS_OF_HOSTS = (0.95, 1.17), (0.69, 1.1), (0.69, 1.35)
 
 ERRORS_TEXT = (
     "about: an estimate. In random jobs the memory was never below {:g} times that of the plans of all ranks, and in "
-    "19 of 20 at most {:g} times; the time was {:g} to {:g} times the clock's in nine of ten"
-).format(*MEMORY_ERRORS, *TIME_ERRORS)
+    "19 of 20 at most {:g} times; the time was {:g} to {:g} times the clock's in nine of ten ({:g} to {:g} with hosts)"
+).format(*MEMORY_ERRORS, *TIME_ERRORS, *TIME_ERRORS_OF_HOSTS)
 
 
 def peak_memory(
@@ -104,45 +104,48 @@ def _few(job: Job, counted: JobCount) -> Job:
 
 
 def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Hardware) -> float:
-    """Seconds of a forward and its backward on the rank that computes most, or receives most: the longer."""
+    """Seconds of a forward and its backward on the rank that computes or receives most, or at its host's ends."""
     ranks = {column.index(max(column)) for column in (counted.pairs, counted.received)}
-    return max(_rank_seconds(*_work_of(counter, counted, rank), sizes, hardware) for rank in ranks)
+    if size := hardware.gpus_per_host:
+        ranks |= {min(rank // size * size + x, counter.job.num_ranks - 1) for rank in ranks for x in (0, size - 1)}
+    loads = [_work_of(counter, counted, rank, hardware) for rank in ranks]
+    return max(_rank_seconds(*load, sizes, hardware, counter.job.num_ranks) for load in loads)
 
 
-def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardware: Hardware) -> float:
+def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardware: Hardware, num_ranks: int) -> float:
     """Seconds of a rank's forward and backward, if it has equal work in all hops of a ring.
 
     A hop takes as long as its tiles or its messages, whichever is longer. Messages of the backward include gradients.
     Before the first hop, the rank computes its own tiles while the first chunks arrive. The longer of the two counts.
     """
-    seconds = 0.0
+    seconds, latency = 0.0, hardware.network(0, num_ranks - 1)[1]
     for products, is_backward in ((2, False), (5, True)):
-        passing = sizes.unit * (sizes.itemsize + is_backward * sizes.sum_itemsize) / hardware.bytes_per_second
+        passing = sizes.unit * (sizes.itemsize + is_backward * sizes.sum_itemsize)
 
         def work(load: _Load, products: int = products, is_backward: bool = is_backward) -> float:
             flops = products * 2 * sizes.unit * load.pairs
             return hardware.compute_seconds(flops, backward=is_backward, calls=load.calls)
 
-        first = sum(load.rows for load in rings.values()) * sizes.unit * sizes.itemsize / hardware.bytes_per_second
-        arrives = first + hardware.latency_seconds if rings else 0.0
-        total, before = hardware.handshake + max(work(own), arrives), 0
+        first = sum(load.seconds_a_byte for load in rings.values()) * sizes.unit * sizes.itemsize
+        arrives = first + latency if rings else 0.0
+        total, before = hardware.handshake(num_ranks) + max(work(own), arrives), 0
         for last in sorted(rings):
             load = _Load(*map(sum, zip(*(load for hops, load in rings.items() if hops >= last), strict=True)))
-            total += (last - before) * max(work(load), load.rows * passing + hardware.latency_seconds)
+            total += (last - before) * max(work(load), load.seconds_a_byte * passing + latency)
             before = last
         seconds += total
     return seconds
 
 
 class _Load(NamedTuple):
-    """Pairs, kernel calls and received rows."""
+    """Pairs, kernel calls, and the seconds of received rows for each byte of a unit, by a ring's slowest network."""
 
     pairs: float = 0.0
     calls: int = 0
-    rows: float = 0.0
+    seconds_a_byte: float = 0.0
 
 
-def _work_of(counter: Counter, counted: JobCount, rank: int) -> tuple[_Load, dict[int, _Load]]:
+def _work_of(counter: Counter, counted: JobCount, rank: int, hardware: Hardware) -> tuple[_Load, dict[int, _Load]]:
     """A rank's load with its own keys; and, for each number of hops, its load in one hop of the rings with so many."""
     job, count = counter.job, counter.of(rank)
     heads = job.num_heads, job.num_kv_heads, job.held
@@ -157,6 +160,6 @@ def _work_of(counter: Counter, counted: JobCount, rank: int) -> tuple[_Load, dic
         home = counter.queries[branch].num * each * ((each + 1) / 2 if job.pattern.is_causal else each)
         hops, remote = segment.sharers - 1, max(0.0, num_pairs - home)
         own = own._replace(pairs=own.pairs - remote)
-        hop = rings.get(hops, _Load())
-        rings[hops] = _Load(hop.pairs + remote / hops, hop.calls + calls[branch], hop.rows + received / hops)
+        hop, passed = rings.get(hops, _Load()), received / hops / hardware.network(segment.first, segment.last)[0]
+        rings[hops] = _Load(hop.pairs + remote / hops, hop.calls + calls[branch], hop.seconds_a_byte + passed)
     return own, rings

@@ -26,7 +26,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd
+from math import gcd, lcm
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
@@ -176,14 +176,23 @@ def _gradient_of(shape: Shape, num_entries: int) -> int:
 @lru_cache(maxsize=1024)  # called again for each of ACTIVATIONS
 def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware | None = None) -> Figures:
     """One layer's attention, on the ranks of one sequence."""
+    hardware = None if hardware is None else of_a_sequence(job, hardware)
     return forecast(job.call.job(job.sharding), Way(), job.sizes, traits=traits, hardware=hardware)
+
+
+def of_a_sequence(job: ModelJob, hardware: Hardware) -> Hardware:
+    """The hardware of a sequence's ranks. If sequences begin at several places of hosts, hosts count as smaller."""
+    size = hardware.gpus_per_host
+    if size is None or job.mesh.data == 1 or job.mesh.num_ranks <= size:
+        return hardware
+    return hardware._replace(gpus_per_host=gcd(size, job.mesh.sequence))
 
 
 class StepParts(NamedTuple):
     """Seconds of a step, by part.
 
     matrices: the products with weights. attention: all layers, with their waits. gradients: the all-reduce over ranks,
-    or FSDP2's scatter and gathers, which are assumed to overlap with nothing.
+    or FSDP2's scatter of gradients and gathers of parameters, which are assumed to overlap with nothing.
     """
 
     matrices: float
@@ -202,11 +211,17 @@ def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts
     products = 2 * job.rows * (times * shape.num_layers * shape.block_matrices + 3 * shape.vocab_size * shape.embed_dim)
     attention = attention_of(job, hardware=hardware).time
     assert attention is not None
-    sent = (1 - 1 / job.mesh.num_ranks) * shape.num_parameters * shape.param_itemsize
     passes = 3 if job.mesh.shards > 1 else 2  # scatter and gather; sharded weights are gathered twice
-    sum_seconds = passes * sent / hardware.bytes_per_second
+    sum_seconds = passes * shape.num_parameters * shape.param_itemsize * seconds_a_byte(job.mesh.num_ranks, hardware)
     layers = Time(shape.num_layers * attention.seconds, attention.is_about)
     return StepParts(products / hardware.flops_per_second, layers, sum_seconds)
+
+
+def seconds_a_byte(num_ranks: int, hardware: Hardware) -> float:
+    """Seconds of a scatter or gather over all ranks, for each byte: within hosts, then of each rank's share between."""
+    there = min(hardware.gpus_per_host or 1, num_ranks)
+    inside, between = (hardware.network(0, last)[0] for last in (there - 1, num_ranks - 1))
+    return (1 - 1 / there) / inside + (1 / there - 1 / num_ranks) / between
 
 
 def flops_of_step(job: ModelJob) -> int:
@@ -235,15 +250,16 @@ def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes:
     return 0 if found is None else found.seq_len
 
 
-def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: int) -> Mesh | None:
+def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: int, host: int = 1) -> Mesh | None:
     """The mesh with the fewest sequence-parallel ranks, at most MOST_RANKS, on which the sequence fits, or None.
 
-    If the job's mesh fits, the result has at most as many ranks. `data` and `shards` stay as in the job's mesh; but a
-    job that shards its states over all its ranks gets a mesh that does so, too.
+    It fills whole hosts of `host` ranks. If the job's mesh fits and does so, the result has at most as many ranks.
+    `data` and `shards` stay as they are; but a job that shards its states over all its ranks gets such a mesh, too.
     """
     mesh = job.mesh
     is_over_all = mesh.shards == mesh.num_ranks > 1
-    unit = 1 if is_over_all else mesh.shards // gcd(mesh.shards, mesh.data)  # shards must divide the ranks
+    # The ranks must be whole hosts, and divide into shards unless these are over all ranks.
+    unit = lcm(*(x // gcd(x, mesh.data) for x in (1 if is_over_all else mesh.shards, host)))
 
     def of(count: int) -> ModelJob:
         ranks = count * unit
@@ -252,7 +268,7 @@ def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: in
     def smallest(suffices: Callable[[ModelJob], bool]) -> ModelJob | None:
         counts = range(1, min(MOST_RANKS, job.seq_len) // unit + 1)
         own = mesh.sequence // unit
-        if suffices(of(own)):
+        if own and suffices(of(own)):
             counts = range(1, own + 1)
         index = bisect_left(counts, True, key=lambda count: suffices(of(count)))  # more ranks hold less each
         return of(counts[index]) if index < len(counts) else None

@@ -142,13 +142,15 @@ class Counter:
 class Segment(NamedTuple):
     """A segment that ranks share.
 
-    sharers: the number of ranks with rows of it. received: what they receive together, in units.
+    sharers: the number of ranks with rows of it, from rank `first` to `last`. received: what they receive together.
     largest: the size of the largest first chunk of any rank, and of the largest second chunk if ranks have two.
     """
 
     sharers: int
     largest: tuple[int, ...]
     received: int
+    first: int
+    last: int
 
 
 class JobCount(NamedTuple):
@@ -175,9 +177,9 @@ def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> 
     for rank in range(counter.job.num_ranks):
         ranks.append(counter.of(rank))
         for place, _, _, rows, received in ranks[-1].shares:
-            sharers, largest, total = segments.get(place, Segment(0, (), 0))
+            sharers, largest, total, first, _ = segments.get(place, Segment(0, (), 0, rank, rank))
             largest = tuple(map(max, zip_longest(largest, rows, fillvalue=0)))
-            segments[place] = Segment(sharers + any(rows), largest, total + received)
+            segments[place] = Segment(sharers + any(rows), largest, total + received, first, rank)
         step()
     chunks = {place: sum(x.largest) for place, x in segments.items() if x.received}
     buffers = [sum(chunks.get(share.place, 0) for share in rank.shares if any(share.rows)) for rank in ranks]

@@ -15,7 +15,7 @@ from typing import Any
 from ...forecast.clock import Hardware, time_text
 from ...training.files import check_mine, in_words, write_whole
 from ...training.rank_launcher import check_meeting, share_of_cores, started
-from ..hardware import MAKER, Machine, as_toml, is_saved, known
+from ..hardware import ITEMSIZE, MAKER, Machine, as_toml, is_saved, known
 from ..interrupts import leaving_at_once
 from ..limits import check_at_least, check_memory, check_seconds
 from ..numbers import amount, count, scaled, size_text
@@ -26,6 +26,7 @@ LEAST_FREE = 10**9  # free bytes on a disk
 BYTES_OF_A_RANK = 10**8  # the least memory that a rank takes
 SLOW_PAIR = 0.5  # a pair with less than this share of the median pair's bandwidth is reported
 MOST_SECONDS_APART = 1.0
+MOST_TAKEN = 0.1  # share of the processors' time: with more, other processes are reported
 MEASURING_SECONDS = 120.0  # at most, once all ranks have joined
 MOST_NAMED = 8  # ranks in one line
 UNSET = "not set"
@@ -233,6 +234,8 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
     else:
         listed = (f"  {i + 1}. {problem}" for i, problem in enumerate(problems))
         print(text(everyone), "not ready; mend, in this order:" if problems else "ready", *listed, sep="\n")
+    if busy := taken_by_others(everyone):
+        say(f"rda doctor: {busy} while it measured: rates may be too low; measure again when the machine is quiet")
     if arguments.save is not None:
         save(arguments.save, everyone, hardware)
     return 1 if problems else 0
@@ -242,13 +245,23 @@ def save(path: Path, everyone: list[dict[str, Any]], hardware: Hardware) -> None
     """Write the TOML file that `rda plan --hardware` reads."""
     first, memory = everyone[0], memory_of_each(everyone)
     source = f"{MAKER} on {len(everyone)} rank{'s' * (len(everyone) > 1)}, {first['hardware']['processor']}"
-    itemsize = 4 if first["gpu"] is None else 2
-    machine = Machine(hardware, itemsize, int(memory) if memory < math.inf else None, source)
+    source += f", while {busy}" if (busy := taken_by_others(everyone)) else ""
+    machine = Machine(hardware, ITEMSIZE[first["dtype"]], int(memory) if memory < math.inf else None, source)
     notes = [time.strftime("measured %Y-%m-%d"), f"torch {first['versions']['torch']}"]
     if len(everyone) == 1:
         notes.append("one rank: no bytes_per_second and no latency_seconds; --ranks 2 measures them")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, as_toml(machine, notes).encode(), is_saved, MAKER)
+
+
+def taken_by_others(everyone: list[dict[str, Any]]) -> str:
+    """On the busiest host, the share of processor time that was taken from the ranks; "" if it is small."""
+    share = 0.0
+    for host in {one["host"] for one in everyone}:
+        there = [one["processors"] for one in everyone if one["host"] == host]
+        others = max(x["busy"] for x in there) - sum(x["own"] for x in there)
+        share = max(share, others / (there[0]["all"] or 1))
+    return f"other processes took {share:.0%} of the processors" if share > MOST_TAKEN else ""
 
 
 def memory_of_each(everyone: list[dict[str, Any]]) -> float:
@@ -287,7 +300,8 @@ def text(everyone: list[dict[str, Any]]) -> str:
     ]
     if pairs := pairs_of(everyone):
         hardware, (a, b, rate) = hardware_of(everyone), pairs[0]
-        times = f"latency {time_text(hardware.latency_seconds)}, handshake {time_text(hardware.handshake)}"
+        late, handshake = map(time_text, (hardware.latency_seconds, hardware.handshake(len(everyone))))
+        times = f"latency {late}, handshake {handshake}"
         lines.append(f"neighbours in the ring: {scaled(hardware.bytes_per_second, 'B/s')} one way, {times}")
         lines.append(f"slowest pair: ranks {a} and {b}, {scaled(rate, 'B/s')}")
     return "\n".join(lines)

@@ -73,14 +73,16 @@ def examine_on(worker: Worker, folder: Path, seconds: float, environment: Mappin
     return examine(folder, seconds, environment)
 
 
-def examine(folder: Path, seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+def examine(folder: Path, seconds: float, environment: Mapping[str, str], dtype: str = "") -> list[dict[str, Any]]:
     """The findings of all ranks, in the order of the ring; every rank gets them. folder: where runs will be written.
-    seconds: the timeout of a message. environment: the environment variables as the user set them."""
+    seconds: the timeout of a message. environment: the environment variables as the user set them. dtype: of the rates;
+    that which is advised if it is empty."""
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     own = facts(parallel.rank, device, folder, environment)
     meet(parallel)
-    own |= {"clock": time.time(), "agreement": agreement(parallel, device), **speeds(parallel, device)}
+    own |= {"clock": time.time(), "agreement": agreement(parallel, device)}
+    own |= speeds(parallel, device, own["gpu"], dtype)
     everyone = gathered(parallel, own)
     parallel.close()
     return everyone
@@ -124,6 +126,15 @@ def gpu_versions() -> dict[str, str]:
         first = NVIDIA_DRIVER.read_text().splitlines()[0]
         found["GPU driver"] = " ".join(first.removeprefix("NVRM version:").split())
     return found
+
+
+def processors() -> dict[str, float]:
+    """Seconds of all processors of this machine: so far, those in which they were busy, and those of this process."""
+    ticks = [0] * 8
+    with suppress(OSError, ValueError):  # where the system does not say
+        ticks = list(map(int, Path("/proc/stat").read_text().split()[1:9]))
+    whole, idle = (sum(x) / os.sysconf("SC_CLK_TCK") for x in (ticks, ticks[3:5]))
+    return {"all": whole, "busy": whole - idle, "own": time.process_time()}
 
 
 def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
@@ -182,16 +193,19 @@ def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
     return {"quantity": quantity, "error": found.error, "tolerance": found.tolerance, "passed": found.passed}
 
 
-def speeds(parallel: ContextParallel, device: str) -> dict[str, Any]:
-    """The findings of `speedup`, and those of `rates` and `messages` as medians of all rounds."""
-    rounds = []
+def speeds(parallel: ContextParallel, device: str, card: dict[str, Any] | None, dtype: str) -> dict[str, Any]:
+    """The findings of `speedup`, and those of `rates` and `messages` as medians of all rounds; and of `processors`."""
+    rounds, before, gain = [], processors(), speedup(parallel, device)
+    least = min(one["gain"] for one in gathered(parallel, {"gain": gain}))
+    dtype = dtype or dtype_advice(card, least).replace(":", " ").split()[0]
     for i in range(ROUNDS):
         time.sleep(SECONDS_APART * (i > 0))
-        found: dict[str, Any] = {"rates": rates(parallel, device)}
+        found: dict[str, Any] = {"rates": rates(parallel, device, getattr(torch, dtype))}
         if parallel.world_size > 1:
             found["messages"] = messages(parallel, device)
         rounds.append(found)
-    return typical(rounds) | {"bfloat16_speedup": speedup(parallel, device)}
+    found = typical(rounds) | {"bfloat16_speedup": gain, "dtype": dtype}
+    return found | {"processors": {name: seconds - before[name] for name, seconds in processors().items()}}
 
 
 def typical(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -200,9 +214,8 @@ def typical(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: (typical if isinstance(x[0], dict) else statistics.median)(x) for name, x in columns.items()}
 
 
-def rates(parallel: ContextParallel, device: str) -> dict[str, float]:
+def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[str, float]:
     """This rank's FLOPs per second, forward and backward, and the seconds of a call, while all ranks compute."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     many = ROWS if device == "cpu" else 8 * ROWS
     large = _times(parallel, device, dtype, many, DilatedPattern.dense())
     one = _times(parallel, device, dtype, FEW_ROWS, DilatedPattern.dense())

@@ -43,8 +43,8 @@ EXAMPLES = f"""examples:
 One attention call, forward and backward; a whole model is planned by rda plan model, and exchanges are compared by
 rda plan compare. FLOPs count the pairs of the pattern (2 products forward, 5 backward). Memory counts the rank's query,
 key, value and out, their gradients, the buffers of the ring and the kernel's partials. The time is a model: a rank
-computes at --flops, and sends and receives at --bandwidth each. Presets are rates that kernels and links were seen to
-reach, printed with their source; rda doctor --save FILE.toml measures those of your machines.
+computes at --flops, and sends and receives at --bandwidth each. The rates of presets are presumed, and printed with
+their source; rda doctor --save FILE.toml measures those of your machines.
 
 Up to {MOST_PLANNED} ranks are planned one by one. With more ranks the work and the received bytes are counted exactly,
 and memory and time are estimates, marked "about" (docs/planning.md says how far off they may be).

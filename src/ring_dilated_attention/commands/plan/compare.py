@@ -14,7 +14,7 @@ from ..hardware import add_options as add_hardware_options
 from ..hardware import described, machine_for
 from ..numbers import count
 from ..output import aligned, progress_bar, wrapped
-from .options import add_call, add_head_dim, call_of
+from .options import SUGGEST, add_call, add_head_dim, call_of
 
 EXAMPLES = f"""examples:
   rda plan compare --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 128Ki 1Mi \\
@@ -38,11 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison. Raises ValueError if the call is impossible, or if no option gives a machine's rates."""
-    call, machine = call_of(arguments), machine_for(arguments)
-    if machine is None:
-        raise ValueError("a comparison of times needs rates: give --hardware, or --flops and --bandwidth")
+    rates = ("hardware",) if arguments.flops is arguments.bandwidth is None else ()
+    call = call_of(arguments, *rates, remedy=f"times need --hardware, or --flops and --bandwidth; {SUGGEST}")
+    machine = machine_for(arguments)
+    assert machine is not None
     hardware, said = machine.hardware, None
-    with progress_bar(len(ways_of(call)) * call.num_ranks, "rank", delay=2) as bar:
+    with progress_bar(len(ways_of(call, hardware)) * call.num_ranks, "rank", delay=2) as bar:
         rows = alternatives(call, hardware, TRAITS[arguments.kernel], bar.update)
         best, reason = recommended(rows, arguments.memory or machine.memory_bytes)
         if best is not None:

@@ -21,6 +21,7 @@ from ...forecast.model import (
     flops_of_step,
     longest_sequence,
     model_memory,
+    of_a_sequence,
     smallest_mesh,
     step_parts,
 )
@@ -33,16 +34,16 @@ from ...plan.sizes import Traits
 from ...training.options import in_short
 from ..hardware import ITEMSIZE, Machine, described, machine_for
 from ..hardware import add_options as add_hardware_options
-from ..limits import LARGEST, MOST_RANKS, check_at_least
+from ..limits import LARGEST, MOST_RANKS, check_at_least, check_given
 from ..numbers import amount, count, scaled, size_text
 from ..output import aligned, progress_bar, wrapped
-from .options import add_call, complete, pattern_of
+from .options import SUGGEST, add_call, complete, pattern_of
 
 EXAMPLES = f"""examples:
   rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K \\
                  --seq-len 1Mi --mesh 8x8 --segment-lengths 2Ki 128Ki \\
                  --dilation-rates 1 16 --causal --dtype bfloat16 \\
-                 --hardware h100-infiniband --tokens 1e11
+                 --hardware h100 --gpus-per-host 8 --tokens 1e11
       memory with activations kept, checkpointed or offloaded; days; what fits
 
 A model is counted as a LongNetLM of its sizes, or as its config.json says. If more than {MOST_PLANNED} ranks share a
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ffn-dim", type=count, metavar="F", help="width of the feed-forward layer (default 4 E)")
     add("--vocab", type=count, metavar="V", help="size of the vocabulary (default 256, bytes)")
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
-    add_call(parser, is_required=False)
+    add_call(parser)
     add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
     mesh_help = "data x sequence parallel, states cut over F ranks (FSDP; default 1x--ranks)"
     add("--mesh", metavar="DxS[xF]", help=mesh_help)
@@ -84,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.ranks = job.mesh.num_ranks  # so that `machine_for` asks for a network if --mesh has several
     machine = machine_for(arguments)
     memory = arguments.memory or (None if machine is None else machine.memory_bytes)
-    asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory)
+    hosts = 1 if machine is None else machine.hardware.gpus_per_host or 1
+    asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory, arguments.dtype, hosts)
     with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
         columns = {how: _column(asked, how, bar.update) for how in ACTIVATIONS}
     found = {
@@ -110,6 +112,8 @@ class Asked(NamedTuple):
     machine: Machine | None
     tokens: float | None
     memory: int | None
+    dtype: str  # of activations
+    gpus_per_host: int  # 1 if hosts are not told apart
 
 
 def fill_in(arguments: argparse.Namespace) -> None:
@@ -121,10 +125,8 @@ def fill_in(arguments: argparse.Namespace) -> None:
     for name, value in found.items():
         if getattr(arguments, name, None) in (None, False):
             setattr(arguments, name, value)
-    for name in ("layers", "embed_dim", "seq_len", "segment_lengths", "dilation_rates"):
-        if getattr(arguments, name) is None:
-            remedy = ": a model needs --layers and --embed-dim, or --config" if name in ("layers", "embed_dim") else ""
-            raise ValueError(f"--{name.replace('_', '-')} is missing{remedy}")
+    needed = ("layers", "embed_dim", "seq_len", "segment_lengths", "dilation_rates")
+    check_given(arguments, needed, f"a model needs --layers and --embed-dim, or --config; {SUGGEST}")
 
 
 def read_config(path: Path, sizes: dict[str, int]) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def _column(asked: Asked, how: str, step: Callable[[], object]) -> dict[str, Any
         row["fits"] = memory.total <= asked.memory
         row["longest_sequence"] = longest_sequence(job, how, traits, asked.memory)
         step()
-        mesh = smallest_mesh(job, how, traits, asked.memory)
+        mesh = smallest_mesh(job, how, traits, asked.memory, asked.gpus_per_host)
         row["smallest_mesh"] = None if mesh is None else mesh._asdict()
         step()
     return row
@@ -231,7 +233,8 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     parts, attention, said = step_parts(job, "kept", hardware), attention_of(job, hardware=hardware), []
     waits = attention.exposed * parts.attention.seconds
     if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * parts.all.seconds:
-        one_layer = advice(job.call.job(job.sharding), Way(), job.sizes, attention, hardware)
+        cut, hardware = job.call.job(job.sharding), of_a_sequence(job, hardware)
+        one_layer = advice(cut, Way(), job.sizes, attention, hardware)
         said.append(f"attention of one layer: {one_layer}")
     share = parts.gradients / parts.all.seconds
     if share >= BOUND_BY_COMMUNICATION:
@@ -245,10 +248,12 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
 def text(asked: Asked, found: dict[str, Any]) -> str:
     job, columns = asked.job, [found["memory"][how] for how in ACTIVATIONS]
     branches = "; ".join(map(str, job.pattern.branches))
+    states = asked.dtype if asked.dtype == "float64" else "float32"
     lines = [
         counted(job.shape, found["counted_as"]),
         f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); each "
         f"{-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
+        f"parameters, gradients and optimiser in {states}, activations in {asked.dtype}",
         # Causality is shown because the config may have set it.
         f"pattern: {branches}; {'causal' if job.pattern.is_causal else 'not causal'}",
     ]
@@ -258,13 +263,14 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
     if asked.machine is not None:
         lines += ["", wrapped(described(asked.machine.hardware, asked.machine.source))]
         lines.append(_table("a step takes", _time_rows(columns, asked.tokens)))
+        lines += ["sum of gradients: with the gathers of parameters (FSDP)"] * (job.mesh.shards > 1)
         lines += map(wrapped, found["advice"])
     if job.mesh.sequence > MOST_PLANNED:
         lines.append(wrapped(ERRORS_TEXT))
     if asked.memory is not None:
         lines += ["", _table(f"in {size_text(asked.memory)} a rank", _rows_of_fits(columns))]
         if not any(row["fits"] for row in columns):
-            lines.append(wrapped(_remedy(job, asked.traits, asked.memory)))
+            lines.append(wrapped(_remedy(job, asked.traits, asked.memory, asked.gpus_per_host)))
     return "\n".join(lines)
 
 
@@ -306,12 +312,12 @@ def _rows_of_fits(columns: list[dict[str, Any]]) -> dict[str, list[str]]:
     }
 
 
-def _remedy(job: ModelJob, traits: Traits, memory: int) -> str:
+def _remedy(job: ModelJob, traits: Traits, memory: int, hosts: int) -> str:
     """The smallest mesh on which the model fits: with `shards` as it is, or else with states sharded over all ranks."""
     ranks = job.mesh.num_ranks
     over_all = job.mesh._replace(shards=ranks) if ranks > 1 else Mesh(1, 2, 2)  # one rank cannot shard
     for mesh in (job.mesh, over_all):
-        meshes = [smallest_mesh(replace(job, mesh=mesh), how, traits, memory) for how in ACTIVATIONS]
+        meshes = [smallest_mesh(replace(job, mesh=mesh), how, traits, memory, hosts) for how in ACTIVATIONS]
         fitting = [(mesh.num_ranks, i, mesh) for i, mesh in enumerate(meshes) if mesh is not None]
         if fitting:
             _, index, smallest = min(fitting)

@@ -9,16 +9,18 @@ from ...kernels.traits import TRAITS
 from ...pattern import PHASE_RULES, DilatedPattern
 from ...plan.sizes import Sizes
 from ..hardware import ITEMSIZE
-from ..limits import MOST_BATCH, MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_ranks_fit
+from ..limits import MOST_BATCH, MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_given, check_ranks_fit
 from ..numbers import count
 
+SUGGEST = "rda suggest --seq-len N --heads H --speedup 50 picks segment lengths and rates"
 
-def add_call(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
-    """Add options of pattern and sizes. is_required: False if a config may give them instead."""
+
+def add_call(parser: argparse.ArgumentParser) -> None:
+    """Add options of pattern and sizes."""
     add = parser.add_argument
-    add("--seq-len", type=count, required=is_required, metavar="N", help="positions of the whole sequence")
+    add("--seq-len", type=count, metavar="N", help="positions of the whole sequence")
     add("--ranks", type=count, metavar="P", help="ranks that share a sequence (default 1)")
-    branches: dict[str, Any] = {"type": count, "nargs": "+", "required": is_required, "help": "one per branch"}
+    branches: dict[str, Any] = {"type": count, "nargs": "+", "help": "one per branch"}
     add("--segment-lengths", metavar="W", **branches)
     add("--dilation-rates", metavar="R", **branches)
     add("--causal", action="store_true", help="a query sees no later key")
@@ -61,8 +63,9 @@ def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
     return pattern
 
 
-def call_of(arguments: argparse.Namespace) -> Call:
-    """The attention call that the options of `add_call` and --head-dim describe, checked."""
+def call_of(arguments: argparse.Namespace, *needed: str, remedy: str = SUGGEST) -> Call:
+    """The attention call that the options of `add_call` and --head-dim describe, checked. needed: further options."""
+    check_given(arguments, ("seq_len", "segment_lengths", "dilation_rates", *needed), remedy)
     complete(arguments)
     pattern, num_ranks = pattern_of(arguments), arguments.ranks or 1
     check_ranks_fit(num_ranks, arguments.seq_len)
