@@ -49,7 +49,8 @@ EXAMPLES = """examples:
   rda train                                  one process; the document is
                                              Python's standard library
   rda train --ranks 2                        two processes share every sequence
-  rda train --data genome.fa --seq-len 64Ki  any files; strips FASTA headers
+  rda train --data genome.fa.gz --seq-len 64Ki   any files; unpacks gzip, bzip2
+                                             and xz; strips FASTA headers
   rda train --segment-lengths 32768 --dilation-rates 1           dense attention
   rda train --resume runs/20250131-120000    go on after Ctrl-C
   torchrun --nproc-per-node 2 -m ring_dilated_attention.commands.cli train
@@ -175,6 +176,7 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
         from ..ranks.context import ContextParallel
         from ..training.loop import train
 
+    say(run.document.read)
     try:
         with StopRequest(second_aborts=True) as stop:
             record = train(run, ContextParallel(exchange=arguments.exchange), stop)
@@ -210,6 +212,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
             run = together(parallel, partial(claim_folder, arguments, run, parallel.rank, stack))
             # If the user named no folder, each rank has made up a name: take that of the first rank.
             folder = Path(values_of_all(parallel, str(run.folder))[0])
+            if parallel.rank == 0:
+                say(run.document.read)
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
             if parallel.rank == 0:
