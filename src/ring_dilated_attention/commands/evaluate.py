@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..models.saved_run import read_state
 from ..training.files import check_mine, folder_made, is_our_picture, write_whole
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..ranks.context import ContextParallel
     from ..training.bits_per_byte import Part
 
-    Told = tuple[Part, Text]
 
 EXAMPLES = """examples:
   rda evaluate runs/a book.txt                  contexts as long as in training
@@ -47,6 +46,14 @@ MAKER = "rda evaluate --picture"
 DEFAULT_CHUNK = 4096
 BYTES_PER_NUMBER = 64  # of memory in a forward, for each position and number of the model's width: 16 rows in float32
 SECONDS, JOIN_SECONDS = 20 * 86_400, 120  # the longest evaluation on several ranks, and how long they take to meet
+
+
+class Measured(NamedTuple):
+    """By one rank, of one part; or by all, in all."""
+
+    part: "Part"
+    text: Text  # with what was read until then
+    peak: int  # resident bytes of the rank that takes most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +83,8 @@ def evaluate(arguments: argparse.Namespace) -> dict:
         check_writable("--picture", arguments.picture.parent, arguments.picture.name)
         check_mine(arguments.picture, is_our_picture, MAKER)
     text = Text(arguments.file, hyperparameters, arguments.max_bytes)
-    total, text, is_whole = measure(partial(parts, arguments.run_folder, text, context, chunk), text, arguments.ranks)
+    parts_of = partial(parts, arguments.run_folder, text, context, chunk)
+    (total, text, peak), is_whole = measure(parts_of, text, arguments.ranks)
     if not (buckets := total.buckets()):
         if not is_whole:
             raise KeyboardInterrupt
@@ -93,7 +101,7 @@ def evaluate(arguments: argparse.Namespace) -> dict:
         "bits_per_byte": total.mean(),
         "num_bytes": sum(total.counts),
         "by_bytes_before": [bucket._asdict() for bucket in buckets],
-        "peak_resident_bytes": peak_resident_bytes(),
+        "peak_resident_bytes": peak,
     }
 
 
@@ -119,39 +127,37 @@ def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dic
     return context, chunk, saved
 
 
-def measure(parts_of: "Callable[..., Iterator[Told]]", text: Text, num_ranks: int) -> "tuple[Part, Text, bool]":
-    """What was measured, what was read, and whether that is all: Ctrl-C may have ended it."""
+def measure(parts_of: Callable[..., Iterator[Measured]], text: Text, num_ranks: int) -> tuple[Measured, bool]:
+    """What was measured, and whether that is all: Ctrl-C may have ended it."""
     with leaving_at_once("rda evaluate"):
         from ..training.bits_per_byte import Part
 
-    total, path = Part(), Path(text.name)
+    total, peak, path, is_whole = Part(), 0, Path(text.name), False
     is_plain = path.is_file() and not PACKED.search(text.name.lower())
     size = min(path.stat().st_size if is_plain else LARGEST, text.most)
     with progress_bar(None if size == LARGEST else size, "B", delay=1) as bar, suppress(KeyboardInterrupt):
 
-        def add(rank: int, told: "Told") -> None:
-            nonlocal total, text
-            total, text = total.plus(told[0]), told[1]
-            bar.update(told[0].num_read * (rank == 0))
+        def add(rank: int, told: Measured) -> None:
+            nonlocal total, text, peak
+            total, text, peak = total.plus(told.part), told.text, max(peak, told.peak)
+            bar.update(told.part.num_read * (rank == 0))
 
-        if num_ranks == 1:
+        if num_ranks > 1:
+            launch = Launch(num_ranks, share_of_cores(num_ranks), seconds=SECONDS, join_seconds=JOIN_SECONDS)
+            try:
+                run_ranks(launch, _on_rank, parts_of, on_report=add)
+            except RankFailedError as error:  # the last line is the error: most often a refusal of the text
+                raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
+        else:
             for told in parts_of(None):
                 add(0, told)
-            return total, text, True
-        launch = Launch(num_ranks, share_of_cores(num_ranks), seconds=SECONDS, join_seconds=JOIN_SECONDS)
-        try:
-            refusals = run_ranks(launch, _on_rank, parts_of, on_report=add)
-        except RankFailedError as error:
-            raise ValueError(str(error).strip().splitlines()[-1]) from error
-        if any(refusals):
-            raise ValueError(next(filter(None, refusals)))
-        return total, text, True
-    return total, text, False
+        is_whole = True
+    return Measured(total, text, peak), is_whole
 
 
 def parts(
     run_folder: Path, text: Text, context: int | None, chunk: int | None, parallel: "ContextParallel | None"
-) -> "Iterator[Told]":
+) -> Iterator[Measured]:
     """What is measured, part by part, and what has been read until then."""
     with leaving_at_once("rda evaluate"):
         from ..models.longnet import LongNetLM
@@ -159,19 +165,14 @@ def parts(
 
     with opened(text.name) as file:
         for part in score(LongNetLM.from_run(run_folder, parallel=parallel), text.blocks(file), context, chunk):
-            yield part, text
+            yield Measured(part, text, peak_resident_bytes())
 
 
-def _on_rank(worker: Worker, parts_of: "Callable[..., Iterator[Told]]") -> str:
-    """Why the text is refused, or ""."""
+def _on_rank(worker: Worker, parts_of: Callable[..., Iterator[Measured]]) -> None:
     from ..ranks.context import ContextParallel
 
-    try:
-        for told in parts_of(ContextParallel()):
-            worker.report(told)
-    except ValueError as error:
-        return str(error)
-    return ""
+    for told in parts_of(ContextParallel()):
+        worker.report(told)
 
 
 def shown(context: int | None) -> str:
