@@ -32,7 +32,7 @@ EXAMPLES = """examples:
   rda evaluate runs/a book.txt --context 0      the text is one context
   rda evaluate runs/a book.txt --ranks 2        two processes share each context
   xz -dc corpus.xz | rda evaluate runs/a -      from a pipe
-  rda evaluate runs/a genome.fa.gz --picture bits.png   draw; strip FASTA headers
+  rda evaluate runs/a genome.fa.gz --picture bits.png           draw a picture
 
 The text is cut into contexts. The first byte of a context is not predicted. If more context helps, bits per byte fall
 from row to row. FASTA is read as the run read it.

@@ -61,7 +61,7 @@ class Text:
                 raise
             raise ValueError(f"{self.name} is damaged or cut short ({error}): fetch it again") from error
         if self.num_records and not self.num_letters:
-            raise ValueError(f"{self.name} is FASTA of {self.num_records:,} headers without a letter")
+            raise ValueError(f"{self.name} is FASTA with headers alone: there is nothing to read")
 
     def _opened(self, file: Any) -> Any:
         """The file, or what is packed in it."""
@@ -89,12 +89,11 @@ class Text:
                 elif not in_header and (letters := b"".join(line.split())):
                     found.append(letters)
                     self.num_letters += len(letters)
-                    is_open = True
+                    self.num_records, is_open = self.num_records or 1, True  # a file may begin without a header
                 at_start = line.endswith(b"\n")
                 in_header = in_header and not at_start
             joined = b"".join(found).upper() if self.is_upper else b"".join(found)
             self.letters = bytes(sorted({*self.letters, *joined.translate(None, self.letters + self.border)}))
-            self.num_records = self.num_records or int(is_open)  # letters before the first header
             yield joined
         yield self.border * is_open
 
