@@ -29,7 +29,7 @@ class Settings(NamedTuple):
     contexts: tuple[int, ...] = (2, 64, 4096, 65_536)
     num_gated: int = 512  # bytes at least whose bits are compared with those of caches
     repeats: int = 5
-    target: float = 1.0
+    target: float = 0.97  # long contexts are the same forward: equal, within the noise of a clock
 
 
 FULL = Settings()
