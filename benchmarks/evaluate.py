@@ -66,7 +66,12 @@ def _row(
     if abs(bits[0] - bits[1]) > ROUNDING * bits[1]:
         raise GateError(f"contexts of {context}: {bits[0]} bits per byte whole, {bits[1]} by caches")
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
-    calls = (torch.no_grad()(partial(model.loss, tokens)), partial(_bits, model, text, context, None))
+
+    def forward() -> None:
+        with torch.no_grad():
+            model.loss(tokens)
+
+    calls: tuple[Callable[[], object], ...] = (forward, partial(_bits, model, text, context, None))
     times: list[list[float]] = [[], []]
     for repeat in range(1 + settings.repeats):
         step(f"contexts of {context:,}")

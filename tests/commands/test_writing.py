@@ -351,6 +351,7 @@ def test_ctrl_c_shows_what_is_known(num_parts, folder, tmp_path, capsys, monkeyp
     out, err = capsys.readouterr()
     assert picture.exists() == (num_parts > 0)
     if num_parts:
+        assert out.startswith("text.txt: 960 bytes\n")
         assert re.search(r"^interrupted: \d\.\d{3} bits per byte over 190 bytes, in contexts of 96", out, re.MULTILINE)
     else:
         assert (out, err.splitlines()[-1]) == ("", "rda evaluate: interrupted")

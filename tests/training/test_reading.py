@@ -67,7 +67,7 @@ def test_fasta_is_known_by_its_name(suffix):
 
 
 def test_letters_outside_are_shown():
-    assert text_of("a.fa", b">1\nAC-*1\xff\x00")[1] == "a.fa: FASTA, 1 record, 7 letters (\x00*-1AC\\xff)"
+    assert text_of("a.fa", b">1\nAC-*1\xff\x00")[1] == "a.fa: FASTA, 1 record, 7 letters (\\x00*-1AC\\xff)"
     assert text_of("a.fa", b"ACGT")[1] == "a.fa: FASTA, 1 record, 4 letters (ACGT)"
     assert text_of("a.fa", b"")[1] == "a.fa: FASTA, 0 records, 0 letters ()"
 

@@ -52,8 +52,9 @@ class Text:
         try:
             blocks = iter(partial(self._opened(file).read, BLOCK), b"")
             for block in self._of_sequences(blocks) if self.is_fasta else blocks:
-                yield (given := block[: self.most - self.num_bytes])
+                given = block[: self.most - self.num_bytes]
                 self.num_bytes += len(given)
+                yield given
                 if self.num_bytes == self.most:
                     return
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
@@ -101,7 +102,7 @@ class Text:
         said = f"{Path(self.name).name}: {self.packing}{', ' * bool(self.packing)}"
         if not self.is_fasta:
             return f"{said}{self.num_bytes:,} bytes"
-        letters = self.letters.decode("ascii", "backslashreplace")
+        letters = ascii(self.letters.decode("latin-1"))[1:-1]
         shown = letters if len(letters) <= 80 else f"{letters[:77]}..."
         records = f"{self.num_records:,} record{'s' * (self.num_records != 1)}"
         return f"{said}FASTA, {records}, {self.num_letters:,} letters ({shown})"
