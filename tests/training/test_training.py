@@ -393,7 +393,7 @@ class TestCommand:
         out, error = capsys.readouterr()
         assert json.loads(out)["status"] == "complete"
         assert json.loads(out)["document"]["read"] == f"text.txt: {len(TEXT):,} bytes"
-        assert error.startswith(f"text.txt: {len(TEXT):,} bytes\n")
+        assert f"text.txt: {len(TEXT):,} bytes\n" in error
         assert "held out:" in error
         assert main(["train", *arguments, "--run-folder", "run"]) == 2
         assert "--run-folder run holds a run already" in capsys.readouterr().err

@@ -176,7 +176,6 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
         from ..ranks.context import ContextParallel
         from ..training.loop import train
 
-    say(run.document.read)
     try:
         with StopRequest(second_aborts=True) as stop:
             record = train(run, ContextParallel(exchange=arguments.exchange), stop)
@@ -212,8 +211,6 @@ def run_rank(arguments: argparse.Namespace) -> int:
             run = together(parallel, partial(claim_folder, arguments, run, parallel.rank, stack))
             # If the user named no folder, each rank has made up a name: take that of the first rank.
             folder = Path(values_of_all(parallel, str(run.folder))[0])
-            if parallel.rank == 0:
-                say(run.document.read)
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
             if parallel.rank == 0:
