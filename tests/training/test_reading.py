@@ -146,6 +146,6 @@ def test_files_make_one_document(tmp_path):
 def test_a_file_that_unpacks_to_more_than_fits_is_refused(tmp_path, monkeypatch):
     """A few kilobytes may hold a terabyte: no more than one block beyond what fits is unpacked."""
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(10**7)))
-    monkeypatch.setattr(reading, "hardware", lambda: {"memory_bytes": 10**6})
+    monkeypatch.setattr(reading, "physical_bytes", lambda: 10**6)
     with pytest.raises(ValueError, match=r"bomb\.gz does not fit: files may have 500,000 bytes in all, half of the"):
         read_files([tmp_path / "bomb.gz"], {})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..models.saved_run import read_state
 from ..training.files import check_mine, folder_made, is_our_picture, write_whole
-from ..training.machine import hardware, peak_resident_bytes
+from ..training.machine import peak_resident_bytes, physical_bytes
 from ..training.pictures import draw_buckets
 from ..training.rank_launcher import share_of_cores
 from ..training.reading import PACKED, Text, opened
@@ -116,7 +116,7 @@ def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dic
         raise ValueError(f"--context {context} must be {rule}")
     saved = read_state(checkpoint)["hyperparameters"]
     context = (saved["seq_len"] if context is None else context) or None
-    if context is None or BYTES_PER_NUMBER * context * saved["embed_dim"] > hardware()["memory_bytes"] / 4:
+    if context is None or BYTES_PER_NUMBER * context * saved["embed_dim"] > physical_bytes() / 4:
         chunk = DEFAULT_CHUNK if chunk is None else chunk
     if p > 1 and chunk is not None:
         why = f"contexts of {shown(context)} are read through caches, by one process"

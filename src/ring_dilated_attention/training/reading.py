@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .machine import hardware
+from .machine import physical_bytes
 
 STDIN, BLOCK, MOST_SAID = "-", 2**16, 4  # bytes of a file at a time; files that get a line each
 FASTA = re.compile(r"\.(fa|fasta|fna|ffn|faa|fas|frn)$")
@@ -115,7 +115,7 @@ def opened(name: str) -> AbstractContextManager[BinaryIO]:
 def read_files(paths: Sequence[Path], how: Mapping[str, Any]) -> tuple[bytes, str]:
     """The bytes of files, one after the other, and a text that says what was read. Bad files are a ValueError."""
     content, read = bytearray(), [Text(str(path), how) for path in paths]
-    most = hardware()["memory_bytes"] // 2  # the bytes are copied at the end
+    most = physical_bytes() / 2  # the bytes are copied at the end
     for path, text in zip(paths, read, strict=True):
         try:
             if text.name != STDIN and stat.S_ISCHR(path.stat().st_mode):
@@ -125,7 +125,7 @@ def read_files(paths: Sequence[Path], how: Mapping[str, Any]) -> tuple[bytes, st
                     content += block
                     if len(content) > most:
                         raise ValueError(
-                            f"{path} does not fit: files may have {most:,} bytes in all, half of the memory"
+                            f"{path} does not fit: files may have {most:,.0f} bytes in all, half of the memory"
                         )
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}") from error
