@@ -223,8 +223,8 @@ def room(name: str) -> str:
 
 
 def modules_in_no_room(modules):
-    """Files and folders at the top that are not among the rooms; and too many rooms."""
-    found = {room(name) for name in modules if name} - set(ROOMS)
+    """Files and folders at the top that are not among the rooms, but for what `python -m` runs; and too many rooms."""
+    found = {room(name) for name in modules if name} - {*ROOMS, "__main__"}
     return found | ({"too many rooms"} if len(ROOMS) > MOST_ROOMS else set())
 
 

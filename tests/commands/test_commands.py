@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from full_disk import on_a_full_disk
 
+import ring_dilated_attention
 from benchmarks.slice import command as slices
 from ring_dilated_attention.commands import cli, interrupts, limits, output, terminal
 
@@ -25,6 +26,17 @@ def without_extra(monkeypatch):
     importlib.import_module("torch")  # which looks for numpy itself, once
     for name in EXTRA:
         monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_the_version(capsys):
+    """As a module too; and without torch, which takes seconds."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"rda {ring_dilated_attention.__version__}\n"
+    words = [sys.executable, "-X", "importtime", "-m", "ring_dilated_attention", "--version"]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert process.stdout == f"rda {ring_dilated_attention.__version__}\n"
+    assert not re.search(r"\| +torch$", process.stderr, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize(

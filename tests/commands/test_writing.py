@@ -1,5 +1,7 @@
 """What a trained model writes and how well it predicts: rda generate, rda evaluate, and a run as a model in Python."""
 
+import functools
+import gzip
 import io
 import json
 import math
@@ -8,7 +10,9 @@ import re
 import shlex
 import shutil
 import sys
+import traceback
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +20,14 @@ import torch.nn.functional as F
 from helpers import ROOT
 
 from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.commands import evaluate
 from ring_dilated_attention.commands import generate as command
 from ring_dilated_attention.commands.cli import main
+from ring_dilated_attention.commands.local_ranks import RankFailedError
 from ring_dilated_attention.models import LongNetLM
-from ring_dilated_attention.training.bits_per_byte import bits_by_position, mean
-from ring_dilated_attention.training.data import Document, cut_into_contexts, without_headers
+from ring_dilated_attention.training import bits_per_byte, checkpoint, pictures
+from ring_dilated_attention.training.bits_per_byte import Bucket, Part, score
+from ring_dilated_attention.training.data import Document, cut_into_contexts
 from ring_dilated_attention.training.loop import train
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.run import Run
@@ -205,9 +212,18 @@ def bits_one_call(model, text):
     return F.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none") / math.log(2)
 
 
-@pytest.mark.parametrize(("chunk", "context"), [(1, 50), (7, 50), (64, None), (1000, None), (50, 50), (3, 2)])
-def test_bits_by_position_are_those_of_one_call(folder, chunk, context):
-    """Catches a byte that is predicted from the wrong one where a chunk ends, or from another context."""
+def total(parts):
+    return functools.reduce(Part.plus, parts, Part())
+
+
+WHOLE = [(None, 50), (None, 2), (None, 187), (None, 186), (None, 1000)]
+
+
+@pytest.mark.parametrize(("chunk", "context"), [(1, 50), (7, 50), (64, None), (1000, None), (50, 50), (3, 2), *WHOLE])
+def test_bits_by_position_are_those_of_one_call(folder, chunk, context, monkeypatch):
+    """Catches a byte that is predicted from the wrong one where a chunk ends, or from another context; and a context
+    that is lost at the end of a batch."""
+    monkeypatch.setattr(bits_per_byte, "POSITIONS_AT_ONCE", 100)
     model, text = LongNetLM.from_run(folder), TEXT[:187]
     length = context or len(text)
     contexts = [text[i : i + length] for i in range(0, len(text), length)]
@@ -215,14 +231,16 @@ def test_bits_by_position_are_those_of_one_call(folder, chunk, context):
     for part in contexts:
         for i, bits in enumerate(bits_one_call(model, part).tolist() if len(part) > 1 else [], start=1):
             expected.setdefault(i.bit_length(), []).append(bits)
-    found = bits_by_position(model, cut_into_contexts([text[:100], text[100:]], chunk, context), context)
+    measured = total(score(model, [text[:100], text[100:]], context, chunk))
+    found = measured.buckets()
+    assert measured.num_read == len(text)
     assert [b.first for b in found] == [2 ** (k - 1) for k in sorted(expected)]
     for bucket, (_, bits) in zip(found, sorted(expected.items()), strict=True):
         assert bucket.last == 2 * bucket.first - 1
         assert bucket.num_bytes == len(bits)
         assert bucket.bits_per_byte == pytest.approx(sum(bits) / len(bits), rel=1e-5)
     everything = [bits for part in expected.values() for bits in part]
-    assert mean(found) == pytest.approx(sum(everything) / len(everything), rel=1e-5)
+    assert measured.mean() == pytest.approx(sum(everything) / len(everything), rel=1e-5)
 
 
 def test_evaluate(folder, tmp_path, capsys):
@@ -250,28 +268,146 @@ def test_evaluate(folder, tmp_path, capsys):
 
 
 def test_evaluate_reads_a_pipe_and_fasta(folder, tmp_path, capsys, monkeypatch):
-    (tmp_path / "some.fa").write_bytes(b">chr1\n" + TEXT[:500] + b">chr2\n" + TEXT[500:600])
+    (tmp_path / "some.fa").write_bytes(b">chr1\n" + TEXT[:500] + b"\n>chr2\n" + TEXT[500:600])
     assert main(["evaluate", str(folder), str(tmp_path / "some.fa"), "--context", "0", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     letters = strip_fasta((tmp_path / "some.fa").read_bytes())
     assert record["num_bytes"] == len(letters) - 1
-    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(letters)))
+    assert record["read"] == f"some.fa: FASTA, 2 records, {len(letters)} letters (,0123456789cdefhilmnorstuw)"
+    pipe_in(monkeypatch, letters)
     assert main(["evaluate", str(folder), "-", "--context", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["by_bytes_before"] == record["by_bytes_before"]
 
 
-def test_evaluating_holds_no_more_of_a_longer_text(folder):
+def pipe_in(monkeypatch, content):
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content))))
+
+
+@pytest.fixture
+def upper_folder(folder, tmp_path):
+    """A run that reads FASTA in upper case, each record with its newline."""
+    [whole] = folder.glob("checkpoint-*")
+    copy = shutil.copytree(whole, tmp_path / "upper" / whole.name)
+    state = json.loads((copy / "state.json").read_text())["state"]
+    state["hyperparameters"] |= {"fasta_case": "upper", "fasta_records": "newline"}
+    (copy / "state.json").write_text(checkpoint._signed(copy, state))
+    return copy.parent
+
+
+def test_a_text_is_read_as_its_run_read_it(upper_folder, tmp_path, capsys, monkeypatch):
+    """Catches choices about FASTA that stay with training: of a text to evaluate, and of a prompt."""
+    with gzip.open(tmp_path / "some.fna.gz", "wb") as file:
+        file.write(b">chr1\nline\n>chr2\nLINE 7\n")
+    arguments = [str(upper_folder), str(tmp_path / "some.fna.gz"), "--context", "6", "--json"]
+    assert main(["evaluate", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["read"] == "some.fna.gz: gzip, FASTA, 2 records, 9 letters (7EILN)"
+    pipe_in(monkeypatch, b"LINE\nLINE7\n")
+    assert main(["evaluate", str(upper_folder), "-", "--context", "6", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["by_bytes_before"] == found["by_bytes_before"]
+    options = ["--tokens", "5", "--seed", "1", "--json"]
+    assert main(["generate", str(upper_folder), "--prompt-file", str(tmp_path / "some.fna.gz"), *options]) == 0
+    tokens = json.loads(capsys.readouterr().out)["tokens"]
+    assert main(["generate", str(upper_folder), "--prompt", "LINE\nLINE7\n", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == tokens
+
+
+def test_a_prompt_from_a_pipe(folder, capsys, monkeypatch):
+    options = ["--tokens", "5", "--seed", "1", "--json"]
+    assert main(["generate", str(folder), "--prompt", "line 7", *options]) == 0
+    expected = json.loads(capsys.readouterr().out)["tokens"]
+    pipe_in(monkeypatch, b"line 7")
+    assert main(["generate", str(folder), "--prompt-file", "-", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected
+    pipe_in(monkeypatch, b"")
+    assert main(["generate", str(folder), "--prompt-file", "-", *options]) == 2
+    assert "--prompt-file - is empty: the model goes on from one byte" in capsys.readouterr().err
+
+
+def test_evaluate_ends_after_so_many_bytes(folder, tmp_path, capsys):
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    arguments = ["evaluate", str(folder), str(tmp_path / "text.txt"), "--json"]
+    assert main([*arguments, "--max-bytes", "200"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["num_bytes"], record["read"], record["interrupted"]) == (200 - 3, "text.txt: 200 bytes", False)
+
+
+@pytest.mark.parametrize("num_parts", [0, 2])
+def test_ctrl_c_shows_what_is_known(num_parts, folder, tmp_path, capsys, monkeypatch):
+    """Catches figures that are lost, a picture that is not drawn, and an exit code of success."""
+    (tmp_path / "text.txt").write_bytes(TEXT[:960])
+    monkeypatch.setattr(bits_per_byte, "POSITIONS_AT_ONCE", 96)
+    token_losses, calls = LongNetLM.token_losses, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) > num_parts:
+            raise KeyboardInterrupt
+        return token_losses(*args)
+
+    monkeypatch.setattr(LongNetLM, "token_losses", interrupted)
+    picture = tmp_path / "bits.png"
+    assert main(["evaluate", str(folder), str(tmp_path / "text.txt"), "--picture", str(picture)]) == 130
+    out, err = capsys.readouterr()
+    assert picture.exists() == (num_parts > 0)
+    if num_parts:
+        assert out.startswith("text.txt: 960 bytes\n")
+        assert re.search(r"^interrupted: \d\.\d{3} bits per byte over 190 bytes, in contexts of 96", out, re.MULTILINE)
+    else:
+        assert (out, err.splitlines()[-1]) == ("", "rda evaluate: interrupted")
+
+
+def test_two_ranks_share_each_context(folder, tmp_path, capsys):
+    """Catches a byte that both ranks or neither scores."""
+    (tmp_path / "text.txt").write_bytes(TEXT[:1000])
+    arguments = ["evaluate", str(folder), str(tmp_path / "text.txt"), "--json"]
+    assert main(arguments) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--ranks", "2"]) == 0
+    shared = json.loads(capsys.readouterr().out)
+    for one, other in zip(alone["by_bytes_before"], shared["by_bytes_before"], strict=True):
+        assert other["num_bytes"] == one["num_bytes"]
+        assert other["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
+
+
+def test_a_refusal_of_ranks_is_said_once(folder, tmp_path, capsys, monkeypatch):
+    """Catches a traceback of a rank for a text that is refused."""
+    cut = tmp_path / "cut.gz"
+    cut.write_bytes(gzip.compress(TEXT)[:-9])
+
+    def run_here(launch, function, *args, on_report):
+        try:
+            function(types.SimpleNamespace(report=lambda measured: on_report(0, measured)), *args)
+        except ValueError:
+            raise RankFailedError(f"rank 0: {traceback.format_exc()}") from None
+
+    monkeypatch.setattr(evaluate, "run_ranks", run_here)
+    assert main(["evaluate", str(folder), str(cut), "--ranks", "2"]) == 2
+    said = f"rda evaluate: {cut} is damaged or cut short (Compressed file ended before the end-of-stream marker was "
+    assert capsys.readouterr().err == f"{said}reached): fetch it again\n"
+
+
+def test_the_picture_shows_the_differences():
+    """Catches an axis from 0, on which all bits per byte look alike."""
+    with mock.patch.object(pictures, "_as_png") as made:
+        pictures.draw_buckets([Bucket(1, 1, 5, 4.2), Bucket(2, 3, 10, 4.1), Bucket(4, 7, 20, 4.0)], 4.05, "title")
+    low, high = made.call_args.args[1].get_ylim()
+    assert 3.9 < low < 4.0
+    assert 4.2 < high < 4.3
+    assert [text.get_text() for text in made.call_args.args[1].texts] == ["4.200", "4.100", "4.000"]
+
+
+def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
     """Catches a cache, a list or a graph that grows with the text."""
     from benchmarks.measure import allocated
 
     model = LongNetLM.from_run(folder)
     # What only the first call makes is not the text's.
-    bits_by_position(model, cut_into_contexts([TEXT[:500]], 50, None), None)
-    peaks = [
-        allocated(lambda n=n: bits_by_position(model, cut_into_contexts([TEXT[:n]], 50, None), None)).peak_bytes
-        for n in (500, 2000)
-    ]
-    assert peaks[0] == peaks[1]
+    monkeypatch.setattr(bits_per_byte, "POSITIONS_AT_ONCE", 96)
+    for way in ((None, 50), (96, None)):
+        total(score(model, [TEXT[:480]], *way))
+        peaks = [allocated(lambda n=n, way=way: total(score(model, [TEXT[:n]], *way))).peak_bytes for n in (480, 1920)]
+        assert peaks[0] == peaks[1]
 
 
 @pytest.mark.parametrize(
@@ -282,6 +418,15 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder):
         (["RUN", "/dev/null", "--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["RUN", "/dev/null", "--context", "-1"], "--context -1 must be 2 or more"),
         (["RUN", "/dev/null", "--context", "1"], "--context 1 must be 2 or more, or 0 for one that never ends"),
+        (["RUN", "/dev/null", "--max-bytes", "1"], "--max-bytes must be at least 2, got 1"),
+        (["RUN", "/dev/null", "--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["RUN", "-", "--ranks", "2"], "--ranks 2: each rank reads -, which must be a file, and no pipe"),
+        (
+            ["RUN", "x", "--ranks", "2", "--context", "0"],
+            "--ranks 2, but contexts of any length are read through caches",
+        ),
+        (["RUN", "x", "--ranks", "2", "--chunk", "9"], "--ranks 2, but contexts of 96 bytes are read through caches"),
+        (["RUN", __file__, "--ranks", "99"], "--ranks 99 share the 96 positions of --context"),
         (["RUN", "/dev/null", "--picture", "/dev/null/x.png"], "--picture /dev/null/x.png cannot be written"),
         (["nowhere", "/dev/null"], "nowhere: there is no checkpoint in this folder"),
     ],
@@ -296,8 +441,8 @@ def strip_fasta(content):
     return re.sub(rb"\s+", b"", re.sub(rb"^[>;].*$", b"", content, flags=re.MULTILINE))
 
 
-def test_streamed_fasta_is_its_letters():
-    """However the file comes in blocks; and what is cut is all of it, in order, none over the end of a context."""
+def test_contexts_are_cut_from_blocks():
+    """However they come: what is cut is all of it, in order, none over the end of a context."""
     for seed in range(300):
         draw = random.Random(seed)
         content = bytes(draw.choice(b">;ACGT\n\r\n \x0b\x0c\x85") for _ in range(draw.randint(0, 60)))
@@ -306,7 +451,6 @@ def test_streamed_fasta_is_its_letters():
             stop = start + draw.randint(1, 9)
             blocks.append(content[start:stop])
             start = stop
-        assert b"".join(without_headers(blocks)) == strip_fasta(content)
         chunk, context = draw.randint(1, 9), draw.choice([None, 5, 9, 12])
         position = 0
         for at, some in cut_into_contexts(blocks, chunk, context):

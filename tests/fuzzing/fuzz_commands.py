@@ -104,6 +104,8 @@ MORE_TRAIN = [
     ["--activation-checkpointing"],
     ["--ranks", "1"],
     ["--data", "genome.fa", "text.txt"],
+    ["--fasta-case", "upper"],
+    ["--fasta-records", "newline"],
 ]
 PLAN = [["--seq-len", "64"], ["--ranks", "4"], ["--segment-lengths", "16", "64"], ["--dilation-rates", "1", "5"]]
 OF_A_PLAN = [
@@ -186,6 +188,7 @@ MORE_GENERATE = [
 ]
 EVALUATE = [["run"], ["text.txt"]]
 MORE_EVALUATE = [
+    ["--max-bytes", "50"],
     ["--context", "8"],
     ["--context", "0"],
     ["--chunk", "64"],

@@ -61,7 +61,7 @@ def prepare(folder: Path) -> None:
         dilation_rates=(1, 3),
         held_out_windows=1,
     )
-    document = load_document(options.data, options.seq_len, options.held_out_windows)
+    document = load_document(options.data, options.seq_len, options.held_out_windows, {})
     whole = run.Run(options, document, Path("run"), save_every=2)
     output = captured(lambda: loop.train(whole, ContextParallel(), StopAfter(4)) and 0)
     assert (output.code, find_checkpoint(Path("run"))) == (0, Path(NEWEST)), output

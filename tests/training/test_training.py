@@ -20,7 +20,7 @@ from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import causes
 from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.training import checkpoint
-from ring_dilated_attention.training.data import Document, load_document, source_files, without_headers
+from ring_dilated_attention.training.data import Document, load_document, source_files
 from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, train
 from ring_dilated_attention.training.machine import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
@@ -104,21 +104,14 @@ class TestDocument:
         with pytest.raises(ValueError, match="text is empty"):
             Document(b"", "text", 4, 1)
 
-    def test_fasta_keeps_the_letters(self, tmp_path):
-        content = b">chr1 some > header\nACGT\r\nAC\n;comment\n>chr2\nGG>T\n\nTT"
-        assert b"".join(without_headers([content])) == b"ACGTACGG>TTT"
-        for name in ("a.fa", "b.FASTA", "c.txt"):
-            (tmp_path / name).write_bytes(content)
-        document = load_document([str(tmp_path / name) for name in ("c.txt", "a.fa", "b.FASTA")], 4, 1)
-        assert document.content == content + 2 * b"ACGTACGG>TTT"
-
     def test_source_files_are_sorted_and_skip_what_is_not_source(self):
         names = ["b.py", "a/z.py", "a-b.py", "site-packages/x.py", "json/tests/y.py", "test/x.py", "a/__pycache__/q.py"]
         assert source_files(map(PurePosixPath, names)) == [PurePosixPath(x) for x in ("a-b.py", "a/z.py", "b.py")]
 
     def test_default_is_megabytes_of_the_standard_library(self):
-        document = load_document([], 32_768, 4)
+        document = load_document([], 32_768, 4, {})
         assert len(document.content) > 3e6
+        assert re.fullmatch(r"[\d,]+ files: [\d,]+ bytes", document.read)
         assert Path(json.__file__).read_bytes() in document.content
 
 
@@ -263,6 +256,7 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         Path("text.txt").write_bytes(TEXT)
         Path("empty.txt").touch()
+        Path("headers.fa").write_bytes(b">chr1\n")
         Path("short.txt").write_bytes(b"x" * 100)
 
     @pytest.mark.parametrize("form", [(), ("--ranks", "2"), "torchrun"])
@@ -312,6 +306,7 @@ class TestCommand:
             ({"steps": 10**30}, "--steps 1000000000000000000000000000000 must be from"),
             ({"num_layers": 10**6}, "--num-layers 1000000 must be from 1 to 10,000"),
             ({"embed_dim": 10**9}, "AdamW's moments, on every rank, take 3.8e+11 GB, and this machine has"),
+            ({"data": "headers.fa"}, "headers.fa is FASTA with headers alone: there is nothing to read"),
             ({"held_out_windows": 10**6}, "pass more --data, or fewer --held-out-windows"),
             ({"data": "/dev/zero"}, "cannot read /dev/zero: it is a device, which may have no end"),
         ],
@@ -397,6 +392,8 @@ class TestCommand:
         assert main(["train", *arguments, "--run-folder", "run", "--json"]) == 0
         out, error = capsys.readouterr()
         assert json.loads(out)["status"] == "complete"
+        assert json.loads(out)["document"]["read"] == f"text.txt: {len(TEXT):,} bytes"
+        assert f"text.txt: {len(TEXT):,} bytes\n" in error
         assert "held out:" in error
         assert main(["train", *arguments, "--run-folder", "run"]) == 2
         assert "--run-folder run holds a run already" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple
 
+from .. import __version__
 from ..training.rank_launcher import unjoined
 from .interrupts import leaving_at_once
 from .terminal import guarded, say
@@ -59,6 +60,7 @@ def run(arguments: list[str], asked: str, command: str) -> int:
         description="Exact dilated attention on one device or many.",
         epilog="Each command explains itself: rda train --help",
     )
+    parser.add_argument("--version", action="version", version=f"rda {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen, chosen_parser = None, parser
     for name, (module, summary, _) in SUBCOMMANDS.items():

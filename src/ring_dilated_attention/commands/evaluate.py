@@ -2,42 +2,69 @@
 
 import argparse
 import json
-import sys
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..models.saved_run import read_state
-from ..training.data import cut_into_contexts, letters
 from ..training.files import check_mine, folder_made, is_our_picture, write_whole
-from ..training.machine import peak_resident_bytes
+from ..training.machine import peak_resident_bytes, physical_bytes
 from ..training.pictures import draw_buckets
+from ..training.rank_launcher import share_of_cores
+from ..training.reading import PACKED, Text, opened
 from .generate import check_run
-from .interrupts import leaving_at_once
-from .limits import check_at_least
+from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
+from .limits import LARGEST, check_at_least, check_ranks_fit
+from .local_ranks import Launch, RankFailedError, Worker, run_ranks
 from .numbers import count
-from .output import aligned, check_writable
+from .output import aligned, check_writable, progress_bar
+
+if TYPE_CHECKING:
+    from ..ranks.context import ContextParallel
+    from ..training.bits_per_byte import Part
+
 
 EXAMPLES = """examples:
   rda evaluate runs/a book.txt                  contexts as long as in training
   rda evaluate runs/a book.txt --context 0      the text is one context
+  rda evaluate runs/a book.txt --ranks 2        two processes share each context
   xz -dc corpus.xz | rda evaluate runs/a -      from a pipe
-  rda evaluate runs/a genome.fa --picture bits.png   draw; strip FASTA headers
+  rda evaluate runs/a genome.fa.gz --picture bits.png           draw a picture
 
-The text is cut into contexts and read through caches, a chunk at a time: memory grows neither with the text nor with
-the length of a context. The first byte of a context is not predicted. If more context helps, bits per byte fall from
-row to row.
+The text is cut into contexts. The first byte of a context is not predicted. If more context helps, bits per byte fall
+from row to row. FASTA is read as the run read it.
+
+A whole context goes through one forward, and short contexts in batches, if a forward takes at most a quarter of this
+machine's memory: 64 bytes times the context times --embed-dim. Otherwise, and with --chunk, the model reads through
+caches: that memory grows neither with the text nor with the context. After Ctrl-C what is known is shown, and the exit
+code is 130.
 """
 MAKER = "rda evaluate --picture"
+DEFAULT_CHUNK = 4096
+BYTES_PER_NUMBER = 64  # of memory in a forward, for each position and number of the model's width: 16 rows in float32
+SECONDS, JOIN_SECONDS = 20 * 86_400, 120  # the longest evaluation on several ranks, and how long they take to meet
+
+
+class Measured(NamedTuple):
+    """By one rank, of one part; or by all, in all."""
+
+    part: "Part"
+    text: Text  # with what was read until then
+    peak: int  # resident bytes of the rank that takes most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
-    add("file", metavar="FILE", help="of any size; - is stdin")
+    add("file", metavar="FILE", help="of any size, also packed by gzip, bzip2 or xz; - is stdin")
     add("--context", type=count, metavar="N", help="bytes of a context, 0: without end (default: as in training)")
-    add("--chunk", type=count, default=4096, metavar="N", help="bytes at a time (default 4096)")
+    add("--max-bytes", type=count, default=LARGEST, metavar="N", help="stop after so many bytes (default: at the end)")
+    add("--ranks", type=count, default=1, metavar="P", help="processes that share each context (default 1)")
+    add("--chunk", type=count, metavar="N", help="read through caches, N bytes at a time (default 4096, where needed)")
     add("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
     add("--json", action="store_true", help="print the figures as JSON")
 
@@ -45,43 +72,107 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     record = evaluate(arguments)
     print(json.dumps(record) if arguments.json else report(record))
-    return 0
+    return INTERRUPTED_EXIT_CODE if record["interrupted"] else 0
 
 
 def evaluate(arguments: argparse.Namespace) -> dict:
-    checkpoint, context = check_run(arguments.run_folder), arguments.context
-    check_at_least("--chunk", arguments.chunk)
-    if context is not None and context != 0 and context < 2:
-        rule = "2 or more, or 0 for one that never ends: the first byte of a context is not predicted"
-        raise ValueError(f"--context {context} must be {rule}")
+    context, chunk, hyperparameters = resolved(arguments)
     if arguments.picture is not None:
         if find_spec("matplotlib") is None:
             raise ValueError("--picture needs matplotlib: pip install matplotlib")
         check_writable("--picture", arguments.picture.parent, arguments.picture.name)
         check_mine(arguments.picture, is_our_picture, MAKER)
-    context = (read_state(checkpoint)["hyperparameters"]["seq_len"] if context is None else context) or None
-    with nullcontext(sys.stdin.buffer) if arguments.file == "-" else open(arguments.file, "rb") as file:
-        with leaving_at_once("rda evaluate"):
-            from ..models.longnet import LongNetLM
-            from ..training.bits_per_byte import bits_by_position, mean
-
-        model = LongNetLM.from_run(arguments.run_folder)
-        text = cut_into_contexts(letters(arguments.file, file), arguments.chunk, context)
-        buckets = bits_by_position(model, text, context)
-    if not buckets:
+    text = Text(arguments.file, hyperparameters, arguments.max_bytes)
+    parts_of = partial(parts, arguments.run_folder, text, context, chunk)
+    (total, text, peak), is_whole = measure(parts_of, text, arguments.ranks)
+    if not (buckets := total.buckets()):
+        if not is_whole:
+            raise KeyboardInterrupt
         raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
     if arguments.picture is not None:
-        picture = draw_buckets(buckets, mean(buckets), f"{arguments.file}, contexts of {shown(context)}")
+        picture = draw_buckets(buckets, total.mean(), f"{arguments.file}, contexts of {shown(context)}")
         with folder_made(arguments.picture.parent):
             write_whole(arguments.picture, picture, is_our_picture, MAKER)
     return {
         "file": arguments.file,
+        "read": str(text),
         "context": context,
-        "bits_per_byte": mean(buckets),
-        "num_bytes": sum(bucket.num_bytes for bucket in buckets),
+        "interrupted": not is_whole,
+        "bits_per_byte": total.mean(),
+        "num_bytes": sum(total.counts),
         "by_bytes_before": [bucket._asdict() for bucket in buckets],
-        "peak_resident_bytes": peak_resident_bytes(),
+        "peak_resident_bytes": peak,
     }
+
+
+def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dict]:
+    """The context, the chunk if caches are needed, and the run's hyperparameters. A ValueError refuses bad options."""
+    checkpoint, context, chunk, p = check_run(arguments.run_folder), arguments.context, arguments.chunk, arguments.ranks
+    check_at_least("--chunk", DEFAULT_CHUNK if chunk is None else chunk)
+    check_at_least("--max-bytes", arguments.max_bytes, least=2)
+    check_at_least("--ranks", p)
+    if context is not None and context != 0 and context < 2:
+        rule = "2 or more, or 0 for one that never ends: the first byte of a context is not predicted"
+        raise ValueError(f"--context {context} must be {rule}")
+    saved = read_state(checkpoint)["hyperparameters"]
+    context = (saved["seq_len"] if context is None else context) or None
+    if context is None or BYTES_PER_NUMBER * context * saved["embed_dim"] > physical_bytes() / 4:
+        chunk = DEFAULT_CHUNK if chunk is None else chunk
+    if p > 1 and chunk is not None:
+        why = f"contexts of {shown(context)} are read through caches, by one process"
+        raise ValueError(f"--ranks {p}, but {why}: leave it out, or give a shorter --context and no --chunk")
+    if p > 1 and not Path(arguments.file).is_file():
+        raise ValueError(f"--ranks {p}: each rank reads {arguments.file}, which must be a file, and no pipe")
+    check_ranks_fit(p, context or p, "--context")
+    return context, chunk, saved
+
+
+def measure(parts_of: Callable[..., Iterator[Measured]], text: Text, num_ranks: int) -> tuple[Measured, bool]:
+    """What was measured, and whether that is all: Ctrl-C may have ended it."""
+    with leaving_at_once("rda evaluate"):
+        from ..training.bits_per_byte import Part
+
+    total, peak, path, is_whole = Part(), 0, Path(text.name), False
+    is_plain = path.is_file() and not PACKED.search(text.name.lower())
+    size = min(path.stat().st_size if is_plain else LARGEST, text.most)
+    with progress_bar(None if size == LARGEST else size, "B", delay=1) as bar, suppress(KeyboardInterrupt):
+
+        def add(rank: int, told: Measured) -> None:
+            nonlocal total, text, peak
+            total, text, peak = total.plus(told.part), told.text, max(peak, told.peak)
+            bar.update(told.part.num_read * (rank == 0))
+
+        if num_ranks > 1:
+            launch = Launch(num_ranks, share_of_cores(num_ranks), seconds=SECONDS, join_seconds=JOIN_SECONDS)
+            try:
+                run_ranks(launch, _on_rank, parts_of, on_report=add)
+            except RankFailedError as error:  # the last line is the error: most often a refusal of the text
+                raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
+        else:
+            for told in parts_of(None):
+                add(0, told)
+        is_whole = True
+    return Measured(total, text, peak), is_whole
+
+
+def parts(
+    run_folder: Path, text: Text, context: int | None, chunk: int | None, parallel: "ContextParallel | None"
+) -> Iterator[Measured]:
+    """What is measured, part by part, and what has been read until then."""
+    with leaving_at_once("rda evaluate"):
+        from ..models.longnet import LongNetLM
+        from ..training.bits_per_byte import score
+
+    with opened(text.name) as file:
+        for part in score(LongNetLM.from_run(run_folder, parallel=parallel), text.blocks(file), context, chunk):
+            yield Measured(part, text, peak_resident_bytes())
+
+
+def _on_rank(worker: Worker, parts_of: Callable[..., Iterator[Measured]]) -> None:
+    from ..ranks.context import ContextParallel
+
+    for told in parts_of(ContextParallel()):
+        worker.report(told)
 
 
 def shown(context: int | None) -> str:
@@ -89,15 +180,18 @@ def shown(context: int | None) -> str:
 
 
 def report(record: dict) -> str:
-    headers = ("bytes before", "bytes", "bits per byte", "")
     buckets = record["by_bytes_before"]
-    most = max(bucket["bits_per_byte"] for bucket in buckets)
+    bits = [bucket["bits_per_byte"] for bucket in buckets]
+    least, height = min(bits), max(bits) - min(bits) or 1
     rows = []
     for bucket in buckets:
         before = " to ".join(f"{edge:,}" for edge in sorted({bucket["first"], bucket["last"]}))
-        bits = bucket["bits_per_byte"]
-        rows.append((before, f"{bucket['num_bytes']:,}", f"{bits:.3f}", ("#" * round(30 * bits / most)).ljust(30)))
+        bar = "#" * round(30 * (bucket["bits_per_byte"] - least) / height)
+        rows.append((before, f"{bucket['num_bytes']:,}", f"{bucket['bits_per_byte']:.3f}", bar.ljust(30)))
+    headers = ("bytes before", "bytes", "bits per byte", f"above {least:.3f}".ljust(30))
+    stopped = "interrupted: " if record["interrupted"] else ""
     return (
-        f"{aligned(headers, rows)}\n{record['bits_per_byte']:.3f} bits per byte over {record['num_bytes']:,} bytes, in "
-        f"contexts of {shown(record['context'])}; peak resident {record['peak_resident_bytes'] / 1e6:,.0f} MB"
+        f"{record['read']}\n{aligned(headers, rows)}\n{stopped}{record['bits_per_byte']:.3f} bits per byte over "
+        f"{record['num_bytes']:,} bytes, in contexts of {shown(record['context'])}; peak resident "
+        f"{record['peak_resident_bytes'] / 1e6:,.0f} MB"
     )

@@ -9,13 +9,15 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from ..models.saved_run import find_checkpoint
-from ..training.data import Document, load_document
+from ..models.saved_run import find_checkpoint, read_state
+from ..training.data import Document
+from ..training.reading import read_files
 from .interrupts import leaving_at_once
 from .limits import check_at_least
 from .numbers import count
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what comes before")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file of any length")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file of any length; - is stdin")
     parser.add_argument("--tokens", type=count, default=400, metavar="N", help="bytes to write (default 400)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: the likeliest byte (default 1)")
     parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest bytes alone")
@@ -53,11 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_run(arguments.run_folder)
+    checkpoint = check_run(arguments.run_folder)
     check_at_least("--tokens", arguments.tokens)
     if arguments.seed is not None:
         check_at_least("--seed", arguments.seed, least=0)
-    prompt = prompt_of(arguments)
+    prompt = prompt_of(arguments, read_state(checkpoint)["hyperparameters"])
     with leaving_at_once("rda generate"):
         from ..models.longnet import LongNetLM
         from ..models.sampling import Sampling
@@ -81,13 +83,14 @@ def check_run(folder: Path) -> Path:
     return checkpoint
 
 
-def prompt_of(arguments: argparse.Namespace) -> bytes:
-    """The bytes of --prompt, or of a file as training reads it (FASTA without headers)."""
+def prompt_of(arguments: argparse.Namespace, how: Mapping[str, Any]) -> bytes:
+    """The bytes of --prompt, or of a file as the run reads it (FASTA without headers)."""
+    option, prompt = "--prompt", os.fsencode(arguments.prompt or "")
     if arguments.prompt_file is not None:
-        return load_document([arguments.prompt_file], 1, 0).content
-    if not arguments.prompt:
-        raise ValueError("--prompt is empty: the model goes on from one byte or more, so give it some text")
-    return os.fsencode(arguments.prompt)
+        option, prompt = f"--prompt-file {arguments.prompt_file}", read_files([Path(arguments.prompt_file)], how)[0]
+    if not prompt:
+        raise ValueError(f"{option} is empty: the model goes on from one byte or more, so give it some text")
+    return prompt
 
 
 def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> dict:

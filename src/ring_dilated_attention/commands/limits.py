@@ -1,10 +1,9 @@
 """Refuses an option whose number does not fit 64 bits, or whose data this machine cannot hold. No torch."""
 
 import argparse
-import math
-import os
 from collections.abc import Iterable
 
+from ..training.machine import physical_bytes
 from ..training.options import in_short
 
 LARGEST = 2**63 - 1
@@ -50,14 +49,6 @@ def check_memory(what: str, num_bytes: float, remedy: str) -> None:
     if num_bytes > (there := physical_bytes()):
         machine = f"this machine has {in_gigabytes(there)} of memory"
         raise ValueError(f"{what} {in_gigabytes(num_bytes)}, and {machine}: {remedy}")
-
-
-def physical_bytes() -> float:
-    """The memory of this machine; infinite where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return math.inf
 
 
 def in_gigabytes(num_bytes: float) -> str:

@@ -50,11 +50,12 @@ def wrapped(text: str, width: int = 80) -> str:
     return "\n".join(found)
 
 
-def progress_bar(total: int, unit: str, *, delay: float = 0.0) -> Any:
+def progress_bar(total: int | None, unit: str, *, delay: float = 0.0) -> Any:
     """A context with a progress bar on stderr; without a bar if tqdm is not installed. The bar appears with the first
-    update after `delay` seconds."""
+    update after `delay` seconds. Bytes ("B") are shown in thousands and so on."""
     if find_spec("tqdm") is None:
-        return nullcontext(SimpleNamespace(update=lambda: None, set_postfix_str=lambda text: None))
+        return nullcontext(SimpleNamespace(update=lambda number=1: None, set_postfix_str=lambda text: None))
     from tqdm import tqdm
 
-    return tqdm(total=total, unit=unit, file=LossyStream(sys.stderr), dynamic_ncols=True, delay=delay)
+    file, is_scaled = LossyStream(sys.stderr), unit == "B"
+    return tqdm(total=total, unit=unit, file=file, dynamic_ncols=True, delay=delay, unit_scale=is_scaled)

@@ -49,7 +49,8 @@ EXAMPLES = """examples:
   rda train                                  one process; the document is
                                              Python's standard library
   rda train --ranks 2                        two processes share every sequence
-  rda train --data genome.fa --seq-len 64Ki  any files; strips FASTA headers
+  rda train --data genome.fa.gz --seq-len 64Ki   any files; unpacks gzip, bzip2
+                                             and xz; strips FASTA headers
   rda train --segment-lengths 32768 --dilation-rates 1           dense attention
   rda train --resume runs/20250131-120000    go on after Ctrl-C
   torchrun --nproc-per-node 2 -m ring_dilated_attention.commands.cli train

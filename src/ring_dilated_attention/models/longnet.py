@@ -5,6 +5,7 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -187,7 +188,9 @@ class LongNetLM(nn.Module):
         return generate(self, tokens, max_new_tokens, options, caches)
 
     @staticmethod
-    def from_run(folder: str | Path, *, device: torch.device | str | None = None) -> "LongNetLM":
+    def from_run(
+        folder: str | Path, *, device: torch.device | str | None = None, parallel: ContextParallel | None = None
+    ) -> "LongNetLM":
         """The model of a run of `rda train`, with the parameters of its newest checkpoint.
 
         Raises:
@@ -201,7 +204,7 @@ class LongNetLM(nn.Module):
             raise ValueError(f"{folder}: there is no checkpoint in this folder; pass the folder of a run of rda train")
         try:
             state = check_whole(checkpoint)
-            model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]))
+            model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]), parallel=parallel)
             model.load_state_dict(load_file(checkpoint / MODEL_FILE), strict=True)
         except (KeyError, OSError, SafetensorError, RuntimeError) as error:
             raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
@@ -227,6 +230,18 @@ class LongNetLM(nn.Module):
             return local_sum / num_labels
         return self.parallel.mean_loss(local_sum, (labels_BN != IGNORED_LABEL).sum())
 
+    @torch.no_grad()
+    def token_losses(self, tokens_BN: Tensor) -> Tensor:
+        """The terms of `loss`, without gradients: (B, N) float32 or float64, in nats, of the token after each of these;
+        0 after the last one of a sequence."""
+        documents = self._agree(tokens_BN, None)
+        labels_T = self._labels(tokens_BN, documents).flatten()
+        hidden_TE = self._hidden(tokens_BN, documents, None).flatten(0, 1)
+        rows = loss_chunk_rows(self.config.vocab_size)
+        chunks = zip(hidden_TE.split(rows), labels_T.split(rows), strict=True)
+        terms = [self._chunk_cross_entropy(hidden, labels, "none") for hidden, labels in chunks]
+        return torch.cat(terms).view(tokens_BN.shape)
+
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
         table = self._rotary_table(documents.positions().to(tokens_BN.device))
         x_BNE = self.embedding(tokens_BN.long())
@@ -237,12 +252,12 @@ class LongNetLM(nn.Module):
     def _cross_entropy_sum(self, hidden_BNE: Tensor, labels_BN: Tensor) -> Tensor:
         """The sum over this rank's positions. A rank without positions returns 0, connected to every parameter."""
         rows = loss_chunk_rows(self.config.vocab_size)
-        return sum_in_chunks(self._chunk_cross_entropy_sum, hidden_BNE, labels_BN, rows)
+        return sum_in_chunks(partial(self._chunk_cross_entropy, reduction="sum"), hidden_BNE, labels_BN, rows)
 
-    def _chunk_cross_entropy_sum(self, hidden_TE: Tensor, labels_T: Tensor) -> Tensor:
+    def _chunk_cross_entropy(self, hidden_TE: Tensor, labels_T: Tensor, reduction: str) -> Tensor:
         logits_TV = self.head(hidden_TE)
         logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-        return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
+        return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction=reduction)
 
     def _agree(self, tokens_BN: Tensor, cu_seqlens: Tensor | None) -> Documents:
         """The documents of all ranks. A ValueError on every rank if the tokens or borders of one rank do not fit."""

@@ -1,15 +1,19 @@
-"""Measures bits per byte by the number of preceding bytes. The model reads with caches, so memory does not grow."""
+"""Measures bits per byte by the number of preceding bytes: whole contexts in one forward, or by caches, in chunks."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from operator import add
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..models.longnet import LongNetLM
+from .data import cut_into_contexts
 
 NUM_BUCKETS = 63
+POSITIONS_AT_ONCE = 16_384  # of short contexts, in one forward: fewer or more are slower on a CPU
 
 
 class Bucket(NamedTuple):
@@ -21,39 +25,77 @@ class Bucket(NamedTuple):
     bits_per_byte: float
 
 
+class Part(NamedTuple):
+    """What was measured, by the power of two of the number of bytes before: the bits, and the number of bytes."""
+
+    num_read: int = 0  # also those that are not predicted
+    bits: Sequence[float] = (0.0,) * NUM_BUCKETS
+    counts: Sequence[int] = (0,) * NUM_BUCKETS
+
+    def plus(self, other: "Part") -> "Part":
+        bits, counts = map(add, self.bits, other.bits), map(add, self.counts, other.counts)
+        return Part(self.num_read + other.num_read, tuple(bits), tuple(counts))
+
+    def mean(self) -> float:
+        return sum(self.bits) / sum(self.counts)
+
+    def buckets(self) -> list[Bucket]:
+        sums = enumerate(zip(self.bits, self.counts, strict=True))
+        return [Bucket(2**k, 2 ** (k + 1) - 1, count, bits / count) for k, (bits, count) in sums if count]
+
+
 @torch.no_grad()
-def bits_by_position(model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int | None) -> list[Bucket]:
-    """Mean cross-entropy by powers of two of the number of bytes before. A context's first byte is not predicted.
+def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None, chunk: int | None = None) -> Iterator[Part]:
+    """Measure the cross-entropy of a text, a part at a time. A context's first byte is not predicted.
 
     Args:
-        text: blocks of bytes in order, each with its position in its context (`data.cut_into_contexts`).
-        context: the length of the longest context; None if there is no limit.
+        model: with `parallel`, every rank gives the same text, and scores its shard of each context.
+        context: the length of a context; None if the whole text is one, which takes a chunk.
+        chunk: the bytes at a time that are read through caches, whose memory grows with neither text nor context.
     """
-    caches = model.make_caches(1, max_len=context)
-    sums, counts = torch.zeros(NUM_BUCKETS, dtype=torch.float64), torch.zeros(NUM_BUCKETS, dtype=torch.int64)
-    powers, device = 2 ** torch.arange(1, NUM_BUCKETS), model.head.weight.device
-    last_1E = torch.empty(1, 0)
+    if chunk is not None:
+        yield from _by_caches(model, cut_into_contexts(blocks, chunk, context), context)
+        return
+    assert context is not None
+    joined = max(1, POSITIONS_AT_ONCE // context) * context
+    for _, some in cut_into_contexts(blocks, joined, joined):
+        tokens_T, stop = _tokens(model, some), len(some) // context * context
+        for tokens_BN in (tokens_T[:stop].view(-1 if stop else 0, context), tokens_T[None, stop:]):
+            if tokens_BN.numel():
+                yield _of_contexts(model, tokens_BN)
+
+
+def _of_contexts(model: LongNetLM, tokens_BN: Tensor) -> Part:
+    length, parallel = tokens_BN.shape[1], model.parallel
+    num_before_N = 1 + (torch.arange(length) if parallel is None else parallel.positions(length))
+    nats_BN = model.token_losses(tokens_BN if parallel is None else parallel.shard(tokens_BN))
+    is_text = num_before_N < length  # nothing comes after the last byte
+    return _part(tokens_BN.numel(), num_before_N[is_text], nats_BN[:, is_text])
+
+
+def _by_caches(model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int | None) -> Iterator[Part]:
+    caches, last_1E = model.make_caches(1, max_len=context), torch.empty(1, 0)
     for position, some in text:
         if position == 0:
             for cache in caches:
                 cache.reset()
-        tokens_N = torch.frombuffer(bytearray(some), dtype=torch.uint8).to(device).long()
+        tokens_N = _tokens(model, some)
         hidden_NE = model.append(tokens_N[None], caches)[0]
         before_NE, labels_N = hidden_NE[:-1], tokens_N[1:]
         if position:  # the first of these bytes is predicted by the last one before them
             before_NE, labels_N = torch.cat([last_1E, before_NE]), tokens_N
         nats_N = F.cross_entropy(model.head(before_NE).float(), labels_N, reduction="none")
-        num_before_N = torch.arange(max(position, 1), position + len(some))
-        bucket_N = torch.bucketize(num_before_N, powers, right=True)
-        sums.index_add_(0, bucket_N, nats_N.double().cpu() / math.log(2))
-        counts += torch.bincount(bucket_N, minlength=NUM_BUCKETS)
+        yield _part(len(some), torch.arange(max(position, 1), position + len(some)), nats_N[None])
         last_1E = hidden_NE[-1:]
-    return [
-        Bucket(2**k, 2 ** (k + 1) - 1, count, total / count)
-        for k, (count, total) in enumerate(zip(counts.tolist(), sums.tolist(), strict=True))
-        if count
-    ]
 
 
-def mean(buckets: list[Bucket]) -> float:
-    return sum(b.num_bytes * b.bits_per_byte for b in buckets) / sum(b.num_bytes for b in buckets)
+def _tokens(model: LongNetLM, some: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(some), dtype=torch.uint8).to(model.head.weight.device).long()
+
+
+def _part(num_read: int, num_before_N: Tensor, nats_BN: Tensor) -> Part:
+    bucket_N = torch.bucketize(num_before_N, 2 ** torch.arange(1, NUM_BUCKETS), right=True)
+    bits_N = nats_BN.sum(0, dtype=torch.float64).cpu() / math.log(2)
+    bits = torch.zeros(NUM_BUCKETS, dtype=torch.float64).index_add_(0, bucket_N, bits_N)
+    counts = torch.bincount(bucket_N, minlength=NUM_BUCKETS) * len(nats_BN)
+    return Part(num_read, bits.tolist(), counts.tolist())

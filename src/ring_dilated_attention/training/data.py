@@ -3,17 +3,15 @@
 import gzip
 import hashlib
 import math
-import stat
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-FASTA_SUFFIXES = (".fa", ".fasta")
-BLOCK = 2**16  # bytes of a file at a time
+from .reading import read_files
+
 # Installed packages, tests (many are data) and caches are not the language's own source.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -26,6 +24,7 @@ class Document:
     name: str
     seq_len: int
     num_held_out: int
+    read: str = ""  # says which files were read, and how
 
     def __post_init__(self) -> None:
         needed = self.seq_len * (1 + self.num_held_out)
@@ -46,7 +45,7 @@ class Document:
     def identity(self) -> dict[str, Any]:
         """What must be the same in the document of a resumed run."""
         digest = hashlib.sha256(self.content).hexdigest()
-        return {"name": self.name, "num_bytes": len(self.content), "sha256": digest}
+        return {"name": self.name, "num_bytes": len(self.content), "sha256": digest, "read": self.read}
 
     def train_window(self, seed: int, step: int) -> bytearray:
         """The sequence of a step. It depends on (seed, step) alone, so that a resumed run reads the same sequences."""
@@ -61,50 +60,21 @@ class Document:
         return bytearray(memoryview(self.content)[start : start + self.seq_len])
 
 
-def load_document(data: Sequence[str], seq_len: int, num_held_out: int) -> Document:
-    """Concatenate the files, or the standard library's source if no file is given. Bad files are a ValueError."""
-    if data:
-        return Document(b"".join(_read(Path(name)) for name in data), ", ".join(data), seq_len, num_held_out)
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = source_files(path.relative_to(root) for path in root.rglob("*.py"))
-    content = b"".join(_read(root / path) for path in paths)
-    return Document(content, f"Python's standard library ({root})", seq_len, num_held_out)
+def load_document(data: Sequence[str], seq_len: int, num_held_out: int, how: Mapping[str, Any]) -> Document:
+    """Concatenate the files, or the standard library's source if no file is given. `how`: as for `reading.Text`. Bad
+    files are a ValueError."""
+    name, paths, root = ", ".join(data), [Path(name) for name in data], Path(sysconfig.get_path("stdlib"))
+    if not data:
+        name = f"Python's standard library ({root})"
+        paths = [root / path for path in source_files(path.relative_to(root) for path in root.rglob("*.py"))]
+    content, read = read_files(paths, how)
+    return Document(content, name, seq_len, num_held_out, read)
 
 
 def source_files(paths: Iterable[Path]) -> list[Path]:
     """The paths outside the skipped folders, in an order that does not depend on the file system."""
     kept = [path for path in paths if not SKIPPED_FOLDERS & set(path.parts)]
     return sorted(kept, key=lambda path: path.as_posix())
-
-
-def _read(path: Path) -> bytes:
-    try:
-        if stat.S_ISCHR(path.stat().st_mode):
-            raise ValueError(f"cannot read {path}: it is a device, which may have no end")
-        with path.open("rb") as file:
-            return b"".join(letters(path.name, file))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-
-
-def letters(name: str, file: BinaryIO) -> Iterator[bytes]:
-    """The bytes of a file, a block at a time. From a FASTA file, known by its name, these are the sequence letters."""
-    blocks = iter(partial(file.read, BLOCK), b"")
-    return without_headers(blocks) if name.lower().endswith(FASTA_SUFFIXES) else blocks
-
-
-def without_headers(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The blocks of a FASTA file without its header lines and line ends."""
-    at_start, in_header = True, False
-    for block in blocks:
-        found = []
-        for line in block.splitlines(keepends=True):
-            in_header = in_header or (at_start and line[:1] in (b">", b";"))
-            at_start = line.endswith(b"\n")
-            if not in_header:
-                found.append(b"".join(line.split()))
-            in_header = in_header and not at_start
-        yield b"".join(found)
 
 
 def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -> Iterator[tuple[int, bytes]]:

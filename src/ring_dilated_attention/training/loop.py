@@ -51,6 +51,8 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
         recorded_waits(parallel.ranks) as waits,
         progress_bar(options.steps, state["step"], parallel.rank) as bar,
     ):
+        if parallel.rank == 0:  # not before: whatever is refused until here is one sentence
+            bar.write(run.document.read, file=bar.fp)
         while state["step"] < options.steps and not stopping:
             began = time.perf_counter()
             for group in optimizer.param_groups:

@@ -1,5 +1,6 @@
 """The machine, the versions of packages and the memory of this process, for records. The file imports no torch."""
 
+import math
 import os
 import platform
 import resource
@@ -31,6 +32,14 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+def physical_bytes() -> float:
+    """The memory of this machine; infinite where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return math.inf
 
 
 def resident_bytes() -> int:

@@ -18,9 +18,10 @@ LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
 LARGEST_FLOAT, SMALLEST_FLOAT = 1e30, 1e-30  # AdamW computes in float32, and divides by 0.1
 
 
-def _option(default: Any, text: str, least: float = 1, most: float = LARGEST, kind: type = int) -> Any:
-    """A field with its --help. Its numbers are from `least` to `most`."""
-    return field(default=default, metadata={"help": text, "least": least, "most": most, "kind": kind})
+def _option(default: Any, text: str, least: float = 1, most: float = LARGEST, kind: type = int, **more: Any) -> Any:
+    """A field with its --help. Its numbers are from `least` to `most`. `more` goes to argparse."""
+    metadata = {"help": text, "least": least, "most": most, "kind": kind, "more": more}
+    return field(default=default, metadata=metadata)
 
 
 def _real(default: float, text: str, least: float = SMALLEST_FLOAT) -> Any:
@@ -32,6 +33,12 @@ class Hyperparameters:
     """On the same machine with the same number of ranks, equal hyperparameters give the same result to the bit."""
 
     data: tuple[str, ...] = _option((), "files that make one document; default: Python's standard library", kind=str)
+    fasta_case: str = _option(
+        "keep", "letters of FASTA: as they are, or in upper case", kind=str, choices=("keep", "upper")
+    )
+    fasta_records: str = _option(
+        "join", "records of FASTA: end to end, or each with a newline at its end", kind=str, choices=("join", "newline")
+    )
     seq_len: int = _option(32_768, "bytes of one sequence, over all ranks; each is predicted from those before it", 2)
     steps: int = _option(90, "optimiser steps, one sequence each")
     num_layers: int = _option(2, "transformer blocks", most=MOST_LAYERS)
@@ -59,6 +66,8 @@ class Hyperparameters:
                         raise ValueError(f"{flag(item.name)} {in_short(entry)!r} has a NUL, which no path can have")
                 elif entry is not None and not least <= entry <= most:
                     raise ValueError(f"{flag(item.name)} {in_short(entry)} must be from {least:,} to {most:,}")
+            if (choices := item.metadata["more"].get("choices")) and entries[0] not in choices:
+                raise ValueError(f"{flag(item.name)} {in_short(entries[0])!r} must be {' or '.join(choices)}")
         if self.learning_rate * self.weight_decay > LARGEST_FLOAT:
             product = f"--learning-rate {self.learning_rate} times --weight-decay {self.weight_decay}"
             raise ValueError(f"{product} must be at most {LARGEST_FLOAT:,}")
@@ -114,14 +123,15 @@ def flag(name: str) -> str:
 def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], int]) -> None:
     """Add an option for each field. Integers are read by `whole`. An option that is not given leaves no attribute."""
     for item in fields(Hyperparameters):
-        kind = item.metadata["kind"]
+        kind, more = item.metadata["kind"], item.metadata["more"]
+        metavar = {} if "choices" in more else {"metavar": {str: "FILE", int: "N", float: "X"}[kind]}
         parser.add_argument(
             flag(item.name),
             default=argparse.SUPPRESS,
             type=whole if kind is int else kind,
             nargs="+" if isinstance(item.default, tuple) else None,
-            metavar={str: "FILE", int: "N", float: "X"}[kind],
             help=item.metadata["help"] + ("" if item.default in ((), None) else f" (default {_shown(item.default)})"),
+            **metavar | more,
         )
 
 

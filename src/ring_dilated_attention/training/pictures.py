@@ -1,5 +1,6 @@
 """The pictures of `rda train` and `rda evaluate`: bits per byte, as PNGs that `files.is_our_picture` recognises."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from io import BytesIO
@@ -25,6 +26,7 @@ def draw_losses(record: dict[str, Any]) -> bytes:
     held_out, p = record["held_out_bits_per_byte"], record["num_ranks"]
     if held_out is not None:
         axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held out: {held_out:.3f}")
+    axes.set_ylim(bottom=0)
     title = f"{record['hyperparameters']['seq_len']:,} tokens over {p} rank{'s' * (p > 1)}"
     return _as_png(figure, axes, title, {"Source": f"run {record['run']}"})
 
@@ -42,7 +44,11 @@ def draw_buckets(buckets: "Sequence[Bucket]", mean: float, title: str) -> bytes:
     edges = [b.first for b in buckets] + [buckets[-1].last + 1]
     axes.stairs([b.bits_per_byte for b in buckets], edges, baseline=None, linewidth=2)
     axes.axhline(mean, color="tab:orange", linestyle="--", label=f"all bytes: {mean:.3f}")
+    for b in buckets:
+        at = (math.sqrt(b.first * (b.last + 1)), b.bits_per_byte)
+        axes.annotate(f"{b.bits_per_byte:.3f}", at, (0, 4), textcoords="offset points", ha="center", fontsize=7)
     axes.set_xscale("log", base=2)
+    axes.margins(y=0.15)
     return _as_png(figure, axes, title, {})
 
 
@@ -58,7 +64,6 @@ def _axes(x_label: str) -> "tuple[Figure, Axes]":
 
 def _as_png(figure: "Figure", axes: "Axes", title: str, texts: dict[str, str]) -> bytes:
     axes.set_title(title)
-    axes.set_ylim(bottom=0)
     axes.legend()
     content = BytesIO()
     figure.savefig(content, format="png", dpi=120, metadata={"Software": MADE_BY} | texts)

@@ -48,7 +48,8 @@ def prepare(arguments: argparse.Namespace) -> Run:
         hyperparameters = resolve(arguments, Hyperparameters.from_dict(state["hyperparameters"]))
         check_mine(folder / RECORD_FILE, partial(is_record_of, state["run"]), "this run")
         check_mine(folder / PICTURE_FILE, partial(is_our_picture, source=f"run {state['run']}"), "this run")
-    document = load_document(hyperparameters.data, hyperparameters.seq_len, hyperparameters.held_out_windows)
+    options = hyperparameters
+    document = load_document(options.data, options.seq_len, options.held_out_windows, vars(options))
     if state is not None:
         _check_same_document(document, state["document"])
     choices = {name: getattr(arguments, name) for name in ("save_every", "activation_checkpointing", "tensorboard")}

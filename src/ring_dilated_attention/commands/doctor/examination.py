@@ -24,10 +24,9 @@ from ...kernels.choose import BACKENDS, reasons
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel
 from ...ranks.link import GroupLink
-from ...training.machine import hardware, versions
+from ...training.machine import hardware, physical_bytes, versions
 from ..compare import Case, measure, worst
 from ..hardware import NO_NETWORK
-from ..limits import physical_bytes
 from ..local_ranks import Worker
 
 # Environment variables that make runs slow or hang, and variables that no library reads any more.

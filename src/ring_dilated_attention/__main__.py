@@ -1,0 +1,8 @@
+"""`python -m ring_dilated_attention` is `rda`."""
+
+import sys
+
+from .commands.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Reads files a block at a time: unpacks them, takes the letters of FASTA, and says what it read. Imports no torch."""
+
+import bz2
+import gzip
+import lzma
+import re
+import stat
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .machine import physical_bytes
+
+STDIN, BLOCK, MOST_SAID = "-", 2**16, 4  # bytes of a file at a time; files that get a line each
+FASTA = re.compile(r"\.(fa|fasta|fna|ffn|faa|fas|frn)$")
+PACKED = re.compile(r"\.(gz|bgz|bz2|xz)$")
+# How files begin whose bytes are no text.
+CONTAINER = re.compile(
+    rb"(?P<gzip>\x1f\x8b\x08)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\0)|(?P<zip>PK\x03\x04)|(?P<zstd>\x28\xb5\x2f\xfd)"
+    rb"|(?P<lz4>\x04\x22\x4d\x18)|(?P<rar>Rar!\x1a\x07)|(?P<sevenzip>7z\xbc\xaf)|(?P<tar>.{257}ustar)|(?P<PDF>%PDF-)"
+    rb"|(?P<BAM>BAM\x01)|(?P<CRAM>CRAM[\x02\x03])|(?P<twobit>\x43\x27\x41\x1a)|(?P<Parquet>PAR1\x15)|(?P<HDF5>\x89HDF)",
+    re.DOTALL,
+)
+OPEN: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+
+
+class Text:
+    """A file, and what was read of it so far: its str().
+
+    Args:
+        how: "fasta_case" and "fasta_records", the hyperparameters. A run that was saved before them kept and joined.
+        most: the most bytes to give out.
+    """
+
+    def __init__(self, name: str, how: Mapping[str, Any], most: int = sys.maxsize) -> None:
+        self.name, self.most, self.num_bytes, self.packing = name, most, 0, ""
+        self.num_records, self.num_letters, self.letters = 0, 0, b""
+        self.border = b"\n" if how.get("fasta_records") == "newline" else b""
+        self.is_upper = how.get("fasta_case") == "upper"
+        inner = PACKED.sub("", name.lower())
+        self.is_fasta = FASTA.search(inner) is not None
+        if inner.endswith((".fastq", ".fq")):
+            raise ValueError(f"{name} is FASTQ, reads with qualities: make FASTA of it with seqtk seq -A")
+
+    def blocks(self, file: BinaryIO) -> Iterator[bytes]:
+        """The bytes of a buffered file, unpacked. Of FASTA, known by its name, they are the letters of its sequences.
+        A ValueError refuses damaged files, other containers, and FASTA without letters."""
+        try:
+            blocks = iter(partial(self._opened(file).read, BLOCK), b"")
+            for block in self._of_sequences(blocks) if self.is_fasta else blocks:
+                given = block[: self.most - self.num_bytes]
+                self.num_bytes += len(given)
+                yield given
+                if self.num_bytes == self.most:
+                    return
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise ValueError(f"{self.name} is damaged or cut short ({error}): fetch it again") from error
+        if self.num_records and not self.num_letters:
+            raise ValueError(f"{self.name} is FASTA with headers alone: there is nothing to read")
+
+    def _opened(self, file: Any) -> Any:
+        """The file, or what is packed in it."""
+        if (found := CONTAINER.match(file.peek(BLOCK))) is None:
+            return file
+        kind = str(found.lastgroup)
+        if kind not in OPEN or self.packing:
+            inside = f" inside {self.packing}" if self.packing else ""
+            raise ValueError(f"{self.name} is {kind}{inside}, whose bytes are no text: give the text that is in it")
+        self.packing = kind
+        return self._opened(OPEN[kind](file))
+
+    def _of_sequences(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
+        """The blocks of a FASTA file without its header lines and line ends. A border ends each record with letters."""
+        at_start, in_header, is_open = True, False, False
+        for block in blocks:
+            found = []
+            for line in block.splitlines(keepends=True):
+                if at_start and line[:1] in (b">", b";"):
+                    in_header = True
+                    if line[:1] == b">":
+                        self.num_records += 1
+                        found.append(self.border * is_open)
+                        is_open = False
+                elif not in_header and (letters := b"".join(line.split())):
+                    found.append(letters)
+                    self.num_letters += len(letters)
+                    self.num_records, is_open = self.num_records or 1, True  # a file may begin without a header
+                at_start = line.endswith(b"\n")
+                in_header = in_header and not at_start
+            joined = b"".join(found).upper() if self.is_upper else b"".join(found)
+            self.letters = bytes(sorted({*self.letters, *joined.translate(None, self.letters + self.border)}))
+            yield joined
+        yield self.border * is_open
+
+    def __str__(self) -> str:
+        said = f"{Path(self.name).name}: {self.packing}{', ' * bool(self.packing)}"
+        if not self.is_fasta:
+            return f"{said}{self.num_bytes:,} bytes"
+        letters = ascii(self.letters.decode("latin-1"))[1:-1]
+        shown = letters if len(letters) <= 80 else f"{letters[:77]}..."
+        records = f"{self.num_records:,} record{'s' * (self.num_records != 1)}"
+        return f"{said}FASTA, {records}, {self.num_letters:,} letters ({shown})"
+
+
+def opened(name: str) -> AbstractContextManager[BinaryIO]:
+    return nullcontext(sys.stdin.buffer) if name == STDIN else open(name, "rb")
+
+
+def read_files(paths: Sequence[Path], how: Mapping[str, Any]) -> tuple[bytes, str]:
+    """The bytes of files, one after the other, and a text that says what was read. Bad files are a ValueError."""
+    content, read = bytearray(), [Text(str(path), how) for path in paths]
+    most = physical_bytes() / 2  # the bytes are copied at the end
+    for path, text in zip(paths, read, strict=True):
+        try:
+            if text.name != STDIN and stat.S_ISCHR(path.stat().st_mode):
+                raise ValueError(f"cannot read {path}: it is a device, which may have no end")
+            with opened(text.name) as file:
+                for block in text.blocks(file):
+                    content += block
+                    if len(content) > most:
+                        raise ValueError(
+                            f"{path} does not fit: files may have {most:,.0f} bytes in all, half of the memory"
+                        )
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    if len(read) <= MOST_SAID:
+        return bytes(content), "\n".join(map(str, read))
+    fasta = [text.num_records for text in read if text.is_fasta]
+    of_these = f"; {len(fasta):,} of them are FASTA, with {sum(fasta):,} records" if fasta else ""
+    return bytes(content), f"{len(read):,} files: {len(content):,} bytes{of_these}"

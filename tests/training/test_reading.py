@@ -1,0 +1,151 @@
+"""What is read of files: unpacked, without the headers of FASTA, refused if it is no text, and said."""
+
+import bz2
+import gzip
+import io
+import lzma
+import random
+import re
+
+import pytest
+
+from ring_dilated_attention.training import reading
+from ring_dilated_attention.training.data import load_document
+from ring_dilated_attention.training.reading import Text, read_files
+
+FASTA = b">chr1 some > header\nACGT\r\nAC\n;comment\n>chr2\nGG>T\n\nTT"
+COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+def text_of(name, content, how=None, most=10**9):
+    """The bytes that are read, and what is said of them."""
+    text = Text(name, how or {}, most)
+    return b"".join(text.blocks(io.BufferedReader(io.BytesIO(content)))), str(text)
+
+
+def refusal(name, content):
+    with pytest.raises(ValueError) as caught:
+        text_of(name, content)
+    return str(caught.value)
+
+
+def strip_fasta(content):
+    """The definition: no header lines, no line ends."""
+    return re.sub(rb"\s+", b"", re.sub(rb"^[>;].*$", b"", content, flags=re.MULTILINE))
+
+
+def test_fasta_is_its_letters_however_it_comes_in_blocks(monkeypatch):
+    """Catches a header or an end of line that lies across the border of two blocks; and records that are lost."""
+    for seed in range(300):
+        draw = random.Random(seed)
+        content = b"A\n" + bytes(draw.choice(b">;ACGT\n\r\n \x0b\x0c\x85") for _ in range(draw.randint(0, 60)))
+        monkeypatch.setattr(reading, "BLOCK", draw.randint(1, 9))
+        found, said = text_of("x.fa", content)
+        assert found == strip_fasta(content)
+        num_records = 1 + len(re.findall(rb"^>", content, flags=re.MULTILINE))
+        assert f" {num_records} record{'s' * (num_records > 1)}, {len(found)} letters" in said
+        records = [strip_fasta(part) for part in re.split(rb"^>.*$", content, flags=re.MULTILINE)]
+        found, _ = text_of("x.fa", content, {"fasta_records": "newline"})
+        assert found == b"".join(part + b"\n" for part in records if part)
+
+
+def test_choices_about_fasta():
+    kept = (b"acGTNN", "a.fa: FASTA, 2 records, 6 letters (GNTac)")
+    assert text_of("a.fa", b">1\nac\nGT\n>2\nNN\n") == kept
+    assert text_of("a.fa", b">1\nac\nGT\n>2\nNN\n", {"fasta_case": "keep", "fasta_records": "join"}) == kept
+    found = text_of("a.fa", b">1\r\nac\r\nGT\r\n>2\r\nNN", {"fasta_case": "upper", "fasta_records": "newline"})
+    assert found == (b"ACGT\nNN\n", "a.fa: FASTA, 2 records, 6 letters (ACGNT)")
+    assert text_of("a.txt", b">1\nac\n", {"fasta_case": "upper"}) == (b">1\nac\n", "a.txt: 6 bytes")
+
+
+@pytest.mark.parametrize("suffix", ["fa", "FASTA", "fna", "ffn", "faa", "fas", "frn"])
+def test_fasta_is_known_by_its_name(suffix):
+    assert text_of(f"some/x.{suffix}", FASTA) == (
+        b"ACGTACGG>TTT",
+        f"x.{suffix}: FASTA, 2 records, 12 letters (>ACGT)",
+    )
+
+
+def test_letters_outside_are_shown():
+    assert text_of("a.fa", b">1\nAC-*1\xff\x00")[1] == "a.fa: FASTA, 1 record, 7 letters (\\x00*-1AC\\xff)"
+    assert text_of("a.fa", b"ACGT")[1] == "a.fa: FASTA, 1 record, 4 letters (ACGT)"
+    assert text_of("a.fa", b"")[1] == "a.fa: FASTA, 0 records, 0 letters ()"
+
+
+@pytest.mark.parametrize(("suffix", "kind"), [("gz", "gzip"), ("bz2", "bzip2"), ("xz", "xz")])
+def test_compressed_files_are_unpacked(suffix, kind, monkeypatch):
+    """By how they begin, in several streams too. The name inside says whether it is FASTA."""
+    monkeypatch.setattr(reading, "BLOCK", 100)
+    content = bytes(random.Random(0).choices(b"some letters\n", k=1000))
+    compress = COMPRESS[suffix]
+    assert text_of(f"book.txt.{suffix}", compress(content)) == (content, f"book.txt.{suffix}: {kind}, 1,000 bytes")
+    assert text_of("download", compress(content[:300]) + compress(content[300:]))[0] == content
+    assert text_of(f"x.fna.{suffix}", compress(FASTA)) == (
+        b"ACGTACGG>TTT",
+        f"x.fna.{suffix}: {kind}, FASTA, 2 records, 12 letters (>ACGT)",
+    )
+    assert text_of("x.fa.gz", FASTA)[0] == b"ACGTACGG>TTT"  # something has unpacked it, and left the name
+    packed = bytearray(compress(content))
+    assert re.match(r"x is damaged or cut short \(.+\): fetch it again", refusal("x", bytes(packed[:-9])))
+    packed[len(packed) // 2] ^= 255
+    assert "x is damaged or cut short" in refusal("x", bytes(packed))
+    assert f"x is gzip inside {kind}, whose bytes are no text" in refusal("x", compress(gzip.compress(content)))
+
+
+@pytest.mark.parametrize(
+    ("begins", "kind"),
+    [
+        (b"PK\x03\x04", "zip"),
+        (b"\x28\xb5\x2f\xfd", "zstd"),
+        (gzip.compress(b"BAM\x01..."), "BAM inside gzip"),
+        (b"PAR1\x15\x04", "Parquet"),
+        (b"\x89HDF\r\n\x1a\n", "HDF5"),
+        (gzip.compress(bytes(257) + b"ustar\x0000"), "tar inside gzip"),
+        (b"%PDF-1.7", "PDF"),
+    ],
+)
+def test_containers_are_refused(begins, kind):
+    assert refusal("some/x.fa", begins) == (
+        f"some/x.fa is {kind}, whose bytes are no text: give the text that is in it"
+    )
+
+
+def test_what_only_looks_like_a_container_is_read():
+    for content in (b"BZh is no name", b"PARIS", b"CRAMPED", b"7z", b"", b"\x1f"):
+        assert text_of("x", content)[0] == content
+
+
+def test_fastq_and_headers_alone_are_refused():
+    assert refusal("reads.fq.gz", b"@read") == (
+        "reads.fq.gz is FASTQ, reads with qualities: make FASTA of it with seqtk seq -A"
+    )
+    assert refusal("x.fa", b">1\n>2\n") == "x.fa is FASTA with headers alone: there is nothing to read"
+
+
+def test_no_more_is_given_than_asked_for(monkeypatch):
+    monkeypatch.setattr(reading, "BLOCK", 7)
+    assert text_of("x", bytes(100), most=20) == (bytes(20), "x: 20 bytes")
+
+
+def test_files_make_one_document(tmp_path):
+    """And it says what was read: a line for each of a few, one line for many."""
+    names = ["c.txt", "a.fa", "b.FASTA", "d.txt", "e.txt"]
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.write_bytes(FASTA)
+    document = load_document([str(path) for path in paths[:3]], 4, 1, {"fasta_case": "upper"})
+    assert document.content == FASTA + 2 * b"ACGTACGG>TTT"
+    said = "a.fa: FASTA, 2 records, 12 letters (>ACGT)"
+    assert document.read == f"c.txt: {len(FASTA)} bytes\n{said}\n{said.replace('a.fa', 'b.FASTA')}"
+    assert document.identity()["read"] == document.read
+    content, said = read_files(paths, {})
+    assert said == f"5 files: {len(content)} bytes; 2 of them are FASTA, with 4 records"
+    assert read_files(paths[:1] * 5, {})[1] == f"5 files: {5 * len(FASTA)} bytes"
+
+
+def test_a_file_that_unpacks_to_more_than_fits_is_refused(tmp_path, monkeypatch):
+    """A few kilobytes may hold a terabyte: no more than one block beyond what fits is unpacked."""
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(10**7)))
+    monkeypatch.setattr(reading, "physical_bytes", lambda: 10**6)
+    with pytest.raises(ValueError, match=r"bomb\.gz does not fit: files may have 500,000 bytes in all, half of the"):
+        read_files([tmp_path / "bomb.gz"], {})
