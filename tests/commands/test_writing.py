@@ -40,11 +40,11 @@ def folder(tmp_path_factory):
         segment_lengths=(8, 48),
         dilation_rates=(1, 3),
         warmup_steps=2,
-        held_out_windows=2,
+        held_out_bytes=192,
         learning_rate=0.02,
     )
     path = tmp_path_factory.mktemp("runs") / "run"
-    train(Run(options, Document(TEXT, "text", 96, 2), path), ContextParallel(), NEVER)
+    train(Run(options, Document(TEXT, "text", 96, 192), path), ContextParallel(), NEVER)
     return path
 
 
@@ -176,7 +176,7 @@ def test_generate_refuses(arguments, message, folder, capsys):
 
 def test_training_ends_with_a_sample(folder, capsys):
     """Catches a line that a shell reads otherwise, or that the command refuses."""
-    text = command.sample(folder, Document(TEXT, "text", 96, 2))
+    text = command.sample(folder, Document(TEXT, "text", 96, 192))
     *shown, more = text.splitlines()
     prompt = re.fullmatch(r"what it writes after '(.*)':", shown[0])[1]
     assert prompt.encode() in TEXT[-192:]

@@ -1,8 +1,6 @@
-"""The document: its bytes, the part that is held out, and the window that a step reads. The file imports no torch."""
+"""The document: its bytes, the part that is held out, and the windows that a step reads. The file imports no torch."""
 
-import gzip
 import hashlib
-import math
 import stat
 import sys
 import sysconfig
@@ -20,7 +18,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 @dataclass(frozen=True)
 class Document:
-    """One long document. Its last `num_held_out` windows of `seq_len` bytes are never trained on."""
+    """One long document. Its last `num_held_out` bytes are never trained on."""
 
     content: bytes
     name: str
@@ -28,47 +26,54 @@ class Document:
     num_held_out: int
 
     def __post_init__(self) -> None:
-        needed = self.seq_len * (1 + self.num_held_out)
         if not self.content:
             raise ValueError(f"{self.name} is empty: there is nothing to read")
-        if len(self.content) < needed:
-            longest = len(self.content) // (1 + self.num_held_out)
-            remedy = f"or a --seq-len of at most {longest:,}" if longest > 1 else "or fewer --held-out-windows"
+        if len(self.content) < (needed := self.seq_len + self.num_held_out):
             raise ValueError(
-                f"{self.name} has {len(self.content):,} bytes, but one sequence to train on and {self.num_held_out} "
-                f"held out take {1 + self.num_held_out} * {self.seq_len:,} = {needed:,}: pass more --data, {remedy}"
+                f"{self.name} has {len(self.content):,} bytes, but one sequence to train on and the held-out bytes "
+                f"take {self.seq_len:,} + {self.num_held_out:,} = {needed:,}: pass more --data, or a smaller "
+                "--held-out-bytes or --seq-len"
             )
 
     @property
     def num_train(self) -> int:
-        return len(self.content) - self.num_held_out * self.seq_len
+        return len(self.content) - self.num_held_out
 
     def identity(self) -> dict[str, Any]:
         """What must be the same in the document of a resumed run."""
         digest = hashlib.sha256(self.content).hexdigest()
-        return {"name": self.name, "num_bytes": len(self.content), "sha256": digest}
+        sizes = {"num_bytes": len(self.content), "num_held_out": self.num_held_out}
+        return {"name": self.name, **sizes, "sha256": digest}
 
-    def train_window(self, seed: int, step: int) -> bytearray:
-        """The sequence of a step. It depends on (seed, step) alone, so that a resumed run reads the same sequences."""
-        digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=16).digest()
-        start = int.from_bytes(digest, "big") % (self.num_train - self.seq_len + 1)
-        return self._window(start)
-
-    def held_out_window(self, index: int) -> bytearray:
-        return self._window(self.num_train + index * self.seq_len)
-
-    def _window(self, start: int) -> bytearray:
-        return bytearray(memoryview(self.content)[start : start + self.seq_len])
+    def train_windows(self, seed: int, step: int, length: int, number: int) -> bytearray:
+        """The windows of a step, joined. They depend on the arguments alone: a resumed run reads the same windows."""
+        windows, view = bytearray(), memoryview(self.content)
+        for i in range(number):
+            digest = hashlib.blake2b(f"{seed} {step} {i}".encode(), digest_size=16).digest()
+            start = int.from_bytes(digest, "big") % (self.num_train - length + 1)
+            windows += view[start : start + length]
+        return windows
 
 
-def load_document(data: Sequence[str], seq_len: int, num_held_out: int) -> Document:
-    """Concatenate the files, or the standard library's source if no file is given. Bad files are a ValueError."""
+def load_document(data: Sequence[str], seq_len: int, num_held_out: int, held_out: Sequence[str] = ()) -> Document:
+    """Concatenate the files, or the standard library's source if no file is given. Bad files are a ValueError.
+
+    Args:
+        num_held_out: how many bytes at the end are held out.
+        held_out: files that are held out instead, behind `data`, all of which is then trained on.
+    """
     if data:
-        return Document(b"".join(_read(Path(name)) for name in data), ", ".join(data), seq_len, num_held_out)
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = source_files(path.relative_to(root) for path in root.rglob("*.py"))
-    content = b"".join(_read(root / path) for path in paths)
-    return Document(content, f"Python's standard library ({root})", seq_len, num_held_out)
+        name, parts = ", ".join(data), [_read(Path(file)) for file in data]
+    else:
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = source_files(path.relative_to(root) for path in root.rglob("*.py"))
+        name, parts = f"Python's standard library ({root})", [_read(root / path) for path in paths]
+    if held_out:
+        parts += (others := [_read(Path(file)) for file in held_out])
+        name, num_held_out = f"{name}; held out: {', '.join(held_out)}", sum(map(len, others))
+        if not num_held_out:
+            raise ValueError(f"--held-out {', '.join(held_out)} is empty: there is nothing to score")
+    return Document(b"".join(parts), name, seq_len, num_held_out)
 
 
 def source_files(paths: Iterable[Path]) -> list[Path]:
@@ -122,21 +127,3 @@ def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -
             position = (position + wanted) % length
     if held:
         yield position, bytes(held)
-
-
-def baselines(document: Document) -> dict[str, float]:
-    """Bits per byte of two simple models on the held-out bytes, by name, to compare a loss with.
-
-    gzip sees one window at a time, as the model does, and looks back at most 32 KiB. The unigram model knows only how
-    often each byte stands in the training part, plus one.
-    """
-    import numpy
-
-    windows = [bytes(document.held_out_window(i)) for i in range(document.num_held_out)]
-    num_bytes, num_train = document.num_held_out * document.seq_len, document.num_train
-    counts = numpy.bincount(numpy.frombuffer(document.content, numpy.uint8, num_train), minlength=256) + 1
-    bits = [math.log2(num_train + 256) - math.log2(int(x)) for x in counts]
-    return {
-        "gzip": 8 * sum(len(gzip.compress(window, 9, mtime=0)) for window in windows) / num_bytes,
-        "unigram": sum(bits[byte] for window in windows for byte in window) / num_bytes,
-    }
