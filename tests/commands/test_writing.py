@@ -176,13 +176,13 @@ def test_generate_refuses(arguments, message, folder, capsys):
 
 def test_training_ends_with_a_sample(folder, capsys):
     """Catches a line that a shell reads otherwise, or that the command refuses."""
-    text = command.sample(folder, Document(TEXT, "text", 96, 192))
-    *shown, more = text.splitlines()
+    text, more = command.sample(folder, Document(TEXT, "text", 96, 192))
+    shown = text.splitlines()
     prompt = re.fullmatch(r"what it writes after '(.*)':", shown[0])[1]
     assert prompt.encode() in TEXT[-192:]
     assert shown[1].startswith(f"  | {prompt}")
     assert "\x1b" not in text
-    words = shlex.split(more.removeprefix("more of it: "))
+    words = shlex.split(more)
     assert words[0] == "rda"
     assert main([*words[1:], "--seed", "0", "--tokens", "5"]) == 0
     capsys.readouterr()

@@ -77,7 +77,9 @@ def test_restores_every_tensor(trained, tmp_path):
     assert (muon, adamw) == ({"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"})
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-        ours, theirs = ({**x[0].state.get(p, {}), **x[1].state.get(p, {})} for x, p in zip((optimizers, other_optimizers), (a, b)))
+        ours, theirs = (
+            {**x[0].state.get(p, {}), **x[1].state.get(p, {})} for x, p in ((optimizers, a), (other_optimizers, b))
+        )
         assert ours.keys() == theirs.keys() != set()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 

@@ -73,7 +73,7 @@ class Hyperparameters:
     optimizer: str = _option(
         "muon", "muon: Muon for matrices of blocks, AdamW for the rest", kind=str, choices=OPTIMIZERS
     )
-    learning_rate: float = _real(4e-3, "peak learning rate of AdamW; cosine down to 5 % of it")
+    learning_rate: float = _real(4e-3, "peak learning rate of AdamW; cosine down to 5 %% of it")
     muon_learning_rate: float = _real(0.015, "the same of Muon")
     warmup_steps: int = _option(10, "steps of linear warm-up", 0)
     weight_decay: float = _real(0.1, "of both, on matrices only", 0)

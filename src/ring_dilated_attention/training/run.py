@@ -44,7 +44,7 @@ class Run:
     @property
     def evaluations_every(self) -> int:
         """The steps between evaluations on the held-out bytes."""
-        return self.eval_every or max(1, self.hyperparameters.total_steps // NUM_EVALUATIONS)
+        return self.eval_every or -(-self.hyperparameters.total_steps // NUM_EVALUATIONS)
 
 
 def prepare(arguments: argparse.Namespace) -> Run:

@@ -78,10 +78,10 @@ def write_report(record: dict[str, Any], sample: str | None = None) -> None:
 
 
 README = """
-checkpoint-*   parameters and the optimisers' state (safetensors), and the state of
+checkpoint-*   parameters, the optimisers' state (safetensors), and the state of
                the run with its hyperparameters (JSON); the newest two
-metrics.jsonl  a line for each step: pandas.read_json("metrics.jsonl", lines=True)
-record.json    hyperparameters, document, machine, losses, memory and final figures
+metrics.jsonl  a line for each step; pandas.read_json(..., lines=True) reads it
+record.json    hyperparameters, document, machine, losses, memory, final figures
 loss.png       the losses
 sample.txt     a text that the model wrote when it was trained
 
@@ -90,7 +90,7 @@ rda train --from {folder} --steps 100    a new run from its parameters
 rda generate {folder} --prompt 'def '    let it write
 rda evaluate {folder} FILE               bits per byte of a text
 
-In Python: ring_dilated_attention.models.LongNetLM.from_run("...") is the model.
+In Python: ring_dilated_attention.models.LongNetLM.from_run(...) is the model.
 """
 
 
