@@ -267,8 +267,14 @@ DAMAGES = {
     "a list that is a number": (change(hyperparameters__segment_lengths=8), "segment_lengths is 8, not a list"),
     "no phase": (change(hyperparameters__phases=["8:2"]), "--phases '8:2' must be LENGTH:BATCH:STEPS"),
     "no optimiser": (change(hyperparameters__optimizer="sgd"), "--optimizer 'sgd' must be muon or adamw"),
-    "no held-out losses": (change(held_out=[[2, "1"]]), "held_out has [2, '1'], and should have a step and its bits"),
-    "an origin that is none": (change(**{"from": {"step": 1}}), "from is {'step': 1}, and should name a folder, a run"),
+    "no held-out losses": (
+        change(held_out=[{"step": 7, "bits_per_byte": 2.0}]),
+        "held_out has {'bits_per_byte': 2.0, 'step': 7}",
+    ),
+    "an origin that is none": (
+        change(**{"from": [{"step": 1}]}),
+        "from has {'step': 1}, and should have objects of folder, run, step",
+    ),
     "a bad hyperparameter": (change(hyperparameters__clip_norm=0), "--clip-norm 0 must be from 1e-30 to 1e+30"),
     "a path that cannot be": (change(hyperparameters__data=["a\0b"]), "has a NUL, which no path can have"),
     "a document without digest": (change(document__sha256=None), "document.sha256 is missing, and should be a text"),

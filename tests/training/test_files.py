@@ -111,7 +111,12 @@ KNOWN = {  # how: ours, and those that only name us
     "metrics": (
         partial(is_of, run=RUN),
         f'{{"run": "{RUN}", "step": 1, "bits_per_byte": 8.0}}\n',
-        [f'{{"run": "{RUN}", "notes": "mine"}}\n', f'\n{{"run": "{RUN}", "bits_per_byte": 8.0}}\n', '{"run": "another"}\n', "mine"],
+        [
+            f'{{"run": "{RUN}", "notes": "mine"}}\n',
+            f'\n{{"run": "{RUN}", "bits_per_byte": 8.0}}\n',
+            '{"run": "another"}\n',
+            "mine",
+        ],
     ),
 }
 

@@ -147,8 +147,8 @@ class TestLoop:
         assert first["held_out_bits_per_byte"] is None
         second = train(tiny_run(tmp_path / "parts", resume=True, **PHASES), ContextParallel(), NEVER)
         assert second["status"] == "complete"
-        assert [step for step, _ in whole["held_out"]] == [1, 2, 3, 4]
-        assert second["held_out"] == [entry for entry in whole["held_out"] if entry[0] != stop_after]
+        assert [entry["step"] for entry in whole["held_out"]] == [1, 2, 3, 4]
+        assert second["held_out"] == [entry for entry in whole["held_out"] if entry["step"] != stop_after]
         assert second["bits_per_byte"] == whole["bits_per_byte"]
         assert second["held_out_bits_per_byte"] == whole["held_out_bits_per_byte"]
         assert saved_bytes(tmp_path / "parts") == saved_bytes(tmp_path / "whole")
@@ -457,7 +457,10 @@ class TestCommand:
         onward = "A new run from its parameters: rda train --from run --steps 6 --segment-lengths 8 16\n"
         assert f"but --steps 6 was 5; --segment-lengths 8 16 was 8 48. {onward}" in capsys.readouterr().err
         assert main(["train", "--resume", "run", "--embed-dim", "32"]) == 2
-        assert "but --embed-dim 32 was 16. Leave these options out, or start" in capsys.readouterr().err
+        assert (
+            "but --embed-dim 32 was 16. Leave these options out, or start a new run from random"
+            in capsys.readouterr().err
+        )
         assert main(["train", "--resume", "run"]) == 0
         assert "the run in run is complete, all 5 steps of it; only its report" in capsys.readouterr().err
         Path("text.txt").write_bytes(TEXT[1:])

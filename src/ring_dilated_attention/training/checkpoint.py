@@ -15,13 +15,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import Muon, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from ..models import saved_run
 from .files import flush, replaced
 
 MARK_FILE = "made-by-rda-train"  # is in a folder that is not finished yet, and holds the name of the run
 _UNFINISHED = "unfinished-"
+_FIELDS = {Muon: ("momentum_buffer",), AdamW: ("step", "exp_avg", "exp_avg_sq")}  # of an optimiser's state
 
 
 def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> Path:
@@ -74,13 +75,14 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Opt
     by_name: dict[str, Tensor] = dict(model.named_parameters())
     parameters = _load(checkpoint / saved_run.MODEL_FILE, by_name)
     name_of = {x: name for name, x in by_name.items()}
-    owners, expected = {}, dict[str, Tensor]()
-    for optimizer, x in ((y, x) for y in optimizers for group in y.param_groups for x in group["params"]):
-        owners[name := name_of[x]] = optimizer
-        moments = ["momentum_buffer"] if isinstance(optimizer, Muon) else ["exp_avg", "exp_avg_sq"]
-        expected |= {f"{field}/{name}": x for field in moments}
-        if not isinstance(optimizer, Muon):
-            expected[f"step/{name}"] = torch.zeros((), dtype=torch.float32)
+    places = {
+        f"{field}/{name_of[x]}": (optimizer, x)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for x in group["params"]
+        for field in _FIELDS[type(optimizer)]
+    }
+    expected = {key: torch.zeros(()) if key.startswith("step/") else x for key, (_, x) in places.items()}
     found = _load(file := checkpoint / saved_run.OPTIMIZER_FILE, expected) if optimizers else {}
     for key, x in found.items():
         if key.startswith("step/") and x.item() != saved_run.step_of(checkpoint):
@@ -91,8 +93,8 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Opt
         for name, x in parameters.items():
             by_name[name].copy_(x)
         for key, x in found.items():
-            field, _, name = key.partition("/")
-            owners[name].state[by_name[name]][field] = x
+            optimizer, parameter = places[key]
+            optimizer.state[parameter][key.partition("/")[0]] = x
 
 
 def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:

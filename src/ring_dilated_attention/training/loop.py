@@ -19,11 +19,12 @@ from .checkpoint import load_checkpoint, save_checkpoint
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step, beside_the_bar, progress_bar
 from .options import Hyperparameters
-from .run import Run, initial_state, offering_older, steps_before
+from .run import Run, initial_state, offering_older
 from .run_report import make_record, planned_attention_bytes
 from .scoring import bits_by_context, held_out_bits_per_byte
 
 NATS_PER_BIT = math.log(2)
+NUM_EVALUATIONS = 5  # in a run, unless the user says how often
 INTERIM_BYTES = 131_072  # held-out bytes that are scored while the model trains
 
 
@@ -46,6 +47,7 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     state = together(parallel, partial(initial_state, run))
     together(parallel, partial(load, run, model, optimizers))
     planned = planned_attention_bytes(options, parallel)
+    eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
     measured, stopping = partial(trained_on, options, parallel, planned, resident_bytes()), False
     state = measured() | state
     writes = partial(Metrics, run.folder, state["run"], state["step"], parallel.rank, tensorboard=run.tensorboard)
@@ -67,9 +69,9 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
             state["bits_per_byte"].append(nats / NATS_PER_BIT)
             state["step_seconds"].append(seconds)
             held_out, is_last = None, state["step"] == options.total_steps
-            if state["step"] % run.evaluations_every == 0 and not is_last and not stopping:
+            if state["step"] % eval_every == 0 and not is_last and not stopping:
                 held_out = held_out_bits_per_byte(model, run.document, parallel, INTERIM_BYTES)
-                state["held_out"].append([state["step"], held_out])
+                state["held_out"].append({"step": state["step"], "bits_per_byte": held_out})
             waits.clear()
             numbers = (state["step"], nats, nats / NATS_PER_BIT, held_out, seconds, speed, all_waited, all_resident)
             step = Step(state["run"], *numbers)
@@ -100,7 +102,8 @@ def take_step(
     phase = options.phase_of(step)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["peak"] * share_of_peak(options, step)
-    windows = run.document.train_windows(options.seed, steps_before(state) + step, phase.length, phase.batch_size)
+    number = step + sum(origin["step"] for origin in state["from"])  # so that it reads other windows than those did
+    windows = run.document.train_windows(options.seed, number, phase.length, phase.batch_size)
     borders = torch.arange(0, phase.num_positions + 1, phase.length, dtype=torch.int32)
     loss = loss_of(shard(windows, parallel), borders)
     nats = loss.item()

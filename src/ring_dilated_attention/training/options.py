@@ -194,50 +194,39 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
         )
 
 
-def resolve(
-    arguments: argparse.Namespace, saved: Hyperparameters | None, origin: Hyperparameters | None = None
-) -> Hyperparameters:
-    """The hyperparameters of a run. A ValueError refuses bad values, and changes to a saved run.
+def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None) -> Hyperparameters:
+    """The hyperparameters of a run. A ValueError refuses bad values, and changes that cannot be.
 
     Args:
-        saved: those of the run that is resumed.
-        origin: those of the run from whose parameters a new run begins: the defaults of the new run.
+        before: those of the run that --resume or --from names. A resumed run keeps them. They are the defaults of a run
+            from another's parameters, which keeps SHAPE and has no phases by default.
     """
     given = {item.name: getattr(arguments, item.name) for item in fields(Hyperparameters) if item.name in arguments}
-    for name in FILES:
-        if name in given:
-            given[name] = [str(Path(file).resolve()) for file in given[name]]
+    given |= {name: [str(Path(file).resolve()) for file in given[name]] for name in FILES if name in given}
     if given.get("phases") == ["none"]:
         given["phases"] = ()
     if given.keys() >= {"held_out", "held_out_bytes"}:
         raise ValueError("--held-out names the files to score, all bytes of them: leave --held-out-bytes out")
-    if saved is None and origin is None:
+    if before is None:
         if not given.keys() & {"steps", "phases"}:
             longest = given.get("seq_len", Hyperparameters.seq_len)
             given["phases"] = tuple(text for text in DEFAULT_PHASES if _phase(text).length < longest)
         return Hyperparameters(**given)
-    wanted = replace(saved or origin, **({} if saved else {"phases": ()}) | given)
-    changed = _changes(saved or origin, wanted)
-    if saved is None:
-        if shapes := {name: text for name, text in changed.items() if name in SHAPE}:
-            raise ValueError(
-                f"--from takes the parameters of {arguments.origin}, which have other shapes: "
-                f"{'; '.join(shapes.values())}. Leave these options out, or start a run without --from"
-            )
-        return wanted
-    if changed:
-        remedy = "Leave these options out, or start a new run without --resume"
-        if not changed.keys() & set(SHAPE):
-            words = [word for name in changed for word in (flag(name), *map(str, entries_of(getattr(wanted, name))))]
-            remedy = f"A new run from its parameters: rda train --from {shlex.join([str(arguments.resume), *words])}"
-        raise ValueError(f"a resumed run keeps its hyperparameters, but {'; '.join(changed.values())}. {remedy}")
-    return saved
-
-
-def _changes(old: Hyperparameters, new: Hyperparameters) -> dict[str, str]:
-    """The hyperparameters that differ, by name, in words."""
-    pairs = [(name, value, getattr(old, name)) for name, value in vars(new).items()]
-    return {name: f"{flag(name)} {_shown(value)} was {_shown(was)}" for name, value, was in pairs if value != was}
+    resumed = arguments.resume
+    wanted = replace(before, **given if resumed else {"phases": ()} | given)
+    changed = [name for name, value in vars(wanted).items() if value != getattr(before, name)]
+    refused = changed if resumed else [name for name in changed if name in SHAPE]
+    if refused:
+        words = [
+            f"{flag(name)} {_shown(getattr(wanted, name))} was {_shown(getattr(before, name))}" for name in refused
+        ]
+        rule = "a resumed run keeps its hyperparameters" if resumed else "the parameters of --from have other shapes"
+        remedy = "Leave these options out, or start a new run from random parameters"
+        if resumed and not set(refused) & set(SHAPE):
+            command = [x for name in refused for x in (flag(name), *map(str, entries_of(getattr(wanted, name))))]
+            remedy = f"A new run from its parameters: rda train --from {shlex.join([str(resumed), *command])}"
+        raise ValueError(f"{rule}, but {'; '.join(words)}. {remedy}")
+    return wanted
 
 
 def _shown(value: Any) -> str:

@@ -33,7 +33,7 @@ def draw_losses(record: dict[str, Any]) -> bytes:
     for (name, value), colour in zip((record.get("baselines") or {}).items(), colours, strict=False):
         axes.axhline(value, color=colour, linestyle=":", label=f"{name} on the held-out bytes: {value:.3f}")
     held_out, p = record["held_out_bits_per_byte"], record["num_ranks"]
-    points = [(seconds[step], bits) for step, bits in record["held_out"]]
+    points = [(seconds[entry["step"]], entry["bits_per_byte"]) for entry in record["held_out"]]
     points += [(seconds[-1], held_out)] if held_out is not None else []
     if points:
         label = "held out" if held_out is None else f"held out: {held_out:.3f} at the end"

@@ -23,7 +23,6 @@ from .options import FILES, Hyperparameters, flag, resolve
 RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 README_FILE, README_TITLE = "README.txt", "Run {} of rda train"
 SAMPLE_FILE, SAMPLE_TITLE = "sample.txt", "Text that the model of run {} wrote"
-NUM_EVALUATIONS = 5  # about as many in a run, unless the user says how often
 
 
 @dataclass(frozen=True)
@@ -41,21 +40,15 @@ class Run:
     activation_checkpointing: bool = False
     tensorboard: bool = False
 
-    @property
-    def evaluations_every(self) -> int:
-        """The steps between evaluations on the held-out bytes."""
-        return self.eval_every or -(-self.hyperparameters.total_steps // NUM_EVALUATIONS)
-
 
 def prepare(arguments: argparse.Namespace) -> Run:
     """The run that the command line asks for. A ValueError holds the message for the user."""
     checkpoint = state = origin = None
     if arguments.resume is None:
-        folder, saved = _new_folder(arguments.run_folder), None
+        folder, before = _new_folder(arguments.run_folder), None
         if arguments.origin is not None:
-            origin, of_origin = _newest_checkpoint("--from", arguments.origin)
-            saved = Hyperparameters.from_dict(of_origin["hyperparameters"])
-        hyperparameters = resolve(arguments, None, saved)
+            origin, before = _newest_checkpoint("--from", arguments.origin)
+        hyperparameters = resolve(arguments, before and Hyperparameters.from_dict(before["hyperparameters"]))
     else:
         for name, other in (("--run-folder", arguments.run_folder), ("--from", arguments.origin)):
             if other is not None:
@@ -64,29 +57,26 @@ def prepare(arguments: argparse.Namespace) -> Run:
         hyperparameters = resolve(arguments, Hyperparameters.from_dict(state["hyperparameters"]))
         for file, is_ours in files_of(state["run"]).items():
             check_mine(folder / file, is_ours, "this run")
-    sizes = hyperparameters.seq_len, hyperparameters.held_out_bytes
-    document = load_document(hyperparameters.data, *sizes, hyperparameters.held_out)
+    options = hyperparameters
+    document = load_document(options.data, options.seq_len, options.held_out_bytes, options.held_out)
     if state is not None:
         _check_same_document(document, state["document"])
     names = ("save_every", "eval_every", "activation_checkpointing", "tensorboard")
     choices = {name: getattr(arguments, name) for name in names}
-    return Run(hyperparameters, document, folder, checkpoint, origin, **choices)
+    return Run(options, document, folder, checkpoint, origin, **choices)
 
 
 def initial_state(run: Run) -> dict[str, Any]:
     """What a checkpoint holds beside tensors."""
     if run.checkpoint is not None:
         return read_state(run.checkpoint)
-    origin = None
+    origins = []
     if run.origin is not None:
-        before = read_state(run.origin)
-        origin = {
-            "folder": str(run.origin.parent.resolve()),
-            **{name: before[name] for name in ("run", "step", "from")},
-        }
+        before, folder = read_state(run.origin), str(run.origin.parent.resolve())
+        origins = [{"folder": folder, "run": before["run"], "step": before["step"]}, *before["from"]]
     return {
         "run": secrets.token_hex(16),
-        "from": origin,
+        "from": origins,
         "step": 0,
         "hyperparameters": run.hyperparameters.to_dict(),
         "document": run.document.identity(),
@@ -94,12 +84,6 @@ def initial_state(run: Run) -> dict[str, Any]:
         "step_seconds": [],
         "held_out": [],
     }
-
-
-def steps_before(state: dict[str, Any]) -> int:
-    """The steps of the runs that a run comes from: windows are drawn by the number of a step, and it draws others."""
-    origin = state["from"]
-    return int(origin["step"]) + steps_before(origin) if origin else 0
 
 
 def fingerprint(run: Run) -> dict[str, str]:
@@ -114,7 +98,7 @@ def fingerprint(run: Run) -> dict[str, str]:
         "the checkpoint": f"step {state['step']} of run {state['run']}" if state else "none",
         **options,
         "--save-every": str(run.save_every),
-        "--eval-every": str(run.evaluations_every),
+        "--eval-every": str(run.eval_every),
         "--activation-checkpointing": str(run.activation_checkpointing),
     }
 
@@ -210,41 +194,28 @@ def _check_state(state: dict[str, Any], step: int) -> None:
     for name, least in (("bits_per_byte", 0.0), ("step_seconds", math.ulp(0.0))):
         if len(state[name]) != step or not all(isinstance(x, float) and least <= x < MOST for x in state[name]):
             raise ValueError(f"{name} should be {step} numbers from {least:g} to {MOST:g}, one for each step")
-    for entry in state["held_out"]:
-        if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in range(step + 1) or not _is_loss(entry[1]):
-            raise ValueError(f"held_out has {reprlib.repr(entry)}, and should have a step and its bits per byte")
-    _check_origin(state.get("from"))
-
-
-def _is_loss(x: object) -> bool:
-    return isinstance(x, float) and 0 <= x < MOST
-
-
-def _check_origin(origin: Any) -> None:
-    """Raise ValueError unless this is None, or says from which run and step a run began, and that run likewise."""
-    while origin is not None:
-        kinds = {"folder": str, "run": str, "step": int}
-        if not isinstance(origin, dict) or any(type(origin.get(name)) is not kind for name, kind in kinds.items()):
-            raise ValueError(f"from is {reprlib.repr(origin)}, and should name a folder, a run and a step, or be null")
-        origin = origin.get("from")
+    for name, kinds in _ENTRIES.items():
+        for entry in state[name]:
+            is_right = isinstance(entry, dict) and all(type(entry.get(key)) is kind for key, kind in kinds.items())
+            if not is_right or not 1 <= entry["step"] <= (step if name == "held_out" else MOST):
+                raise ValueError(f"{name} has {reprlib.repr(entry)}, and should have objects of {', '.join(kinds)}")
 
 
 MOST = 1e9  # bits per byte, or seconds of a step
 # The fields of every state, and their types in JSON.
 _STATE = {"run": str, "step": int, "hyperparameters": dict, "bits_per_byte": list, "step_seconds": list}
-_STATE |= {"held_out": list, "document": dict, "document.name": str, "document.num_bytes": int}
+_STATE |= {"from": list, "held_out": list, "document": dict, "document.name": str, "document.num_bytes": int}
 _STATE |= {"document.num_held_out": int, "document.sha256": str}
+# The objects in two of these lists: the held-out losses, and the checkpoints that a run comes from, the last one first.
+_ENTRIES = {"held_out": {"step": int, "bits_per_byte": float}, "from": {"folder": str, "run": str, "step": int}}
 _KINDS = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
 
 
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:
     found = document.identity()
     if (found["sha256"], found["num_held_out"]) != (saved["sha256"], saved["num_held_out"]):
-        now, then = (
-            f"{x['num_bytes']:,} bytes with sha256 {x['sha256'][:12]}..., {x['num_held_out']:,} of them held out"
-            for x in (found, saved)
-        )
+        words = "{num_bytes:,} bytes with sha256 {sha256:.12}..., {num_held_out:,} of them held out"
         raise ValueError(
-            f"the document changed since the run began: {found['name']} has {now}; the run was trained on {then}. "
-            "Bring it back, or start a new run"
+            f"the document changed since the run began: {found['name']} has {words.format(**found)}; the run had "
+            f"{words.format(**saved)}. Bring it back, or start a new run"
         )
