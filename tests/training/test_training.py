@@ -30,7 +30,7 @@ from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.pictures import draw_losses
 from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended, started, unjoined, wait_for_ranks
 from ring_dilated_attention.training.run import Run
-from ring_dilated_attention.training.run_report import summary, write_report
+from ring_dilated_attention.training.run_report import summary, write_report, write_sample
 from ring_dilated_attention.training.stop_request import StopRequest
 
 TINY = {
@@ -164,7 +164,7 @@ class TestLoop:
         assert record["held_out_bits_per_byte"] < 2
 
     def test_diverged_loss_stops_the_run(self, tmp_path):
-        with pytest.raises(TrainingDiverged, match=r"the loss is nan at step \d: start again with a smaller"):
+        with pytest.raises(TrainingDiverged, match=r"the loss is nan at step \d: start again with smaller"):
             train(tiny_run(tmp_path, learning_rate=1e30, warmup_steps=0), ContextParallel(), NEVER)
 
     def test_learning_rate(self):
@@ -190,8 +190,9 @@ class TestLoop:
 
     def test_report(self, tmp_path):
         record = train(tiny_run(tmp_path), ContextParallel(), NEVER)
-        write_report(record, "def text")
-        write_report(record, "def other")  # over its own files
+        for text in ("def text", "def other"):  # the second time over its own files
+            write_report(record)
+            write_sample(record, text)
         assert (
             tmp_path / "sample.txt"
         ).read_text() == f"Text that the model of run {record['run']} wrote\n\ndef other\n"

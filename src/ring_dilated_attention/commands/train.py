@@ -294,22 +294,22 @@ def claim_folder(arguments: argparse.Namespace, run: Run, rank: int, stack: Exit
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
     """Write the results of a run to its folder and the terminal."""
-    from ..training.run_report import summary, write_report
+    from ..training.run_report import summary, write_report, write_sample
 
+    write_report(record)
     folder, steps, is_complete = record["run_folder"], record["steps_done"], record["status"] == "complete"
     if run.checkpoint is not None and step_of(run.checkpoint) == run.hyperparameters.total_steps:
         say(f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again")
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)
-    text, more = sample(folder, run.document) if is_complete else (None, "")
-    write_report(record, text)
-    if text is not None:
-        onward = ["--from", folder, "--steps", str(run.hyperparameters.steps)]
-        print(text, f"more of it: {more}", sep="\n", file=for_people)
-        print(f"more steps: {train_command(arguments, onward)}", file=for_people)
-        print("(a new run from these parameters; --seq-len, --segment-lengths, --data may be others)", file=for_people)
+    if is_complete:
+        text, more = sample(folder, run.document)
+        write_sample(record, text)
+        onward = train_command(arguments, ["--from", folder, "--steps", str(run.hyperparameters.steps)])
+        print(text, f"more of it: {more}", f"more steps: {onward}", sep="\n", file=for_people)
+        print("(a new run; --seq-len, --segment-lengths and --data may be others)", file=for_people)
         print(f'in Python: LongNetLM.from_run("{folder}"); another pattern: docs/generation.md', file=for_people)
-    print(f"in {folder}: record, picture, text, and a README.txt about them", file=for_people)
+    print(f"README.txt says what is in {folder}", file=for_people)
     if arguments.json:
         print(json.dumps(record))
     if not is_complete:

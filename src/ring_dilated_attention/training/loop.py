@@ -169,7 +169,7 @@ def shard(window: bytearray, parallel: ContextParallel) -> Tensor:
 
 def check_finite(is_finite: bool, what: str, step: int) -> None:
     if not is_finite:
-        raise TrainingDiverged(f"{what} at step {step}: start again with a smaller --learning-rate")
+        raise TrainingDiverged(f"{what} at step {step}: start again with smaller learning rates")
 
 
 def trained_on(options: Hyperparameters, parallel: ContextParallel, planned: int, before: int) -> dict[str, Any]:

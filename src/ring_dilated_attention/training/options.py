@@ -213,7 +213,9 @@ def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None
             given["phases"] = tuple(text for text in DEFAULT_PHASES if _phase(text).length < longest)
         return Hyperparameters(**given)
     resumed = arguments.resume
-    wanted = replace(before, **given if resumed else {"phases": ()} | given)
+    if not resumed:
+        given = {"phases": ()} | ({"held_out": ()} if "held_out_bytes" in given else {}) | given
+    wanted = replace(before, **given)
     changed = [name for name, value in vars(wanted).items() if value != getattr(before, name)]
     refused = changed if resumed else [name for name in changed if name in SHAPE]
     if refused:

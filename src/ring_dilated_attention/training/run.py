@@ -47,17 +47,17 @@ def prepare(arguments: argparse.Namespace) -> Run:
     if arguments.resume is None:
         folder, before = _new_folder(arguments.run_folder), None
         if arguments.origin is not None:
-            origin, before = _newest_checkpoint("--from", arguments.origin)
-        hyperparameters = resolve(arguments, before and Hyperparameters.from_dict(before["hyperparameters"]))
+            origin, its_state = _newest_checkpoint("--from", arguments.origin)
+            before = Hyperparameters.from_dict(its_state["hyperparameters"])
+        options = resolve(arguments, before)
     else:
         for name, other in (("--run-folder", arguments.run_folder), ("--from", arguments.origin)):
             if other is not None:
                 raise ValueError(f"--resume goes on with the run in its own folder: leave {name} out")
         folder, (checkpoint, state) = arguments.resume, _newest_checkpoint("--resume", arguments.resume)
-        hyperparameters = resolve(arguments, Hyperparameters.from_dict(state["hyperparameters"]))
+        options = resolve(arguments, Hyperparameters.from_dict(state["hyperparameters"]))
         for file, is_ours in files_of(state["run"]).items():
             check_mine(folder / file, is_ours, "this run")
-    options = hyperparameters
     document = load_document(options.data, options.seq_len, options.held_out_bytes, options.held_out)
     if state is not None:
         _check_same_document(document, state["document"])

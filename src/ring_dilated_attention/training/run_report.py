@@ -56,25 +56,26 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
     }
 
 
-def write_report(record: dict[str, Any], sample: str | None = None) -> None:
-    """Write the files of `files_of`. A ValueError refuses to write over a file that this run did not make.
-
-    Args:
-        sample: a text that the model wrote, if it is trained.
-    """
+def write_report(record: dict[str, Any]) -> None:
+    """Write record.json, loss.png and README.txt. A ValueError refuses to write over what this run did not make."""
     folder, run = Path(record["run_folder"]), record["run"]
     contents = {
         RECORD_FILE: (json.dumps(record, indent=1) + "\n").encode(),
         PICTURE_FILE: draw_losses(record),
         README_FILE: f"{README_TITLE.format(run)}\n{README.format(folder=shlex.quote(str(folder)))}".encode(),
     }
-    if sample is not None:
-        contents[SAMPLE_FILE] = f"{SAMPLE_TITLE.format(run)}\n\n{sample}\n".encode()
     is_ours = files_of(run)
     for name in contents:
         check_mine(folder / name, is_ours[name], "this run")
     for name, content in contents.items():
         write_whole(folder / name, content, is_ours[name], "this run")
+
+
+def write_sample(record: dict[str, Any], text: str) -> None:
+    """Write sample.txt, with a text that the trained model wrote."""
+    run = record["run"]
+    content = f"{SAMPLE_TITLE.format(run)}\n\n{text}\n".encode()
+    write_whole(Path(record["run_folder"]) / SAMPLE_FILE, content, files_of(run)[SAMPLE_FILE], "this run")
 
 
 README = """
@@ -125,6 +126,6 @@ def by_context(record: dict[str, Any]) -> list[str]:
         lines.append(f"  {f'{c:,} to {2 * c - 1:,} bytes before':>32}  {value:.3f}")
     enough = next(c for c, value in zip(cuts, bits, strict=True) if value - bits[-1] < HELPS)
     if enough < cuts[-1]:
-        lines.append(f"Context beyond {2 * enough:,} bytes did not help this model: it gains less than {HELPS} bits.")
+        lines.append(f"Context beyond {2 * enough:,} bytes did not help this model (less than {HELPS} bits).")
         lines.append(f"Another text may tell more: rda evaluate {shlex.quote(record['run_folder'])} FILE")
     return lines
