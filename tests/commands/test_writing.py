@@ -65,6 +65,15 @@ def test_the_readmes_example(folder, capsys):
     assert len(capsys.readouterr().out) == 3 * 200
 
 
+def test_the_pages_example_of_another_pattern(folder):
+    page = (ROOT / "docs" / "generation.md").read_text()
+    [example] = [text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "from_run" in text]
+    exec(example.replace("runs/20250131-120000", str(folder)), names := {})
+    model, other = names["model"], names["other"]
+    assert other.config.segment_lengths == (128, 4096)
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), other.parameters(), strict=True))
+
+
 def test_what_is_no_run_is_refused(folder, tmp_path):
     """Catches a checkpoint that is damaged and yet a model, and a folder of somebody else's."""
     with pytest.raises(ValueError, match=r"there is no checkpoint in this folder; pass the folder of a run"):

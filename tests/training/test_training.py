@@ -116,6 +116,7 @@ class TestDocument:
         document = load_document([a], 4, 131_072, [b, c])
         assert (document.content, document.num_train) == (b"abcdef", 4)
         assert document.name == f"{a}; held out: {b}, {c}"
+        assert load_document([a], 4, 1, [b]).content == b"abcde"
         with pytest.raises(ValueError, match=r"--held-out .*c is empty: there is nothing to score"):
             load_document([a], 4, 131_072, [c])
 
@@ -358,7 +359,6 @@ class TestCommand:
             ({"num_layers": 10**6}, "--num-layers 1000000 must be from 1 to 10,000"),
             ({"embed_dim": 10**9}, "optimiser state, on every rank, take 2.9e+11 GB, and this machine has"),
             ({"held_out_bytes": 10**6}, "pass more --data, or a smaller --held-out-bytes or --seq-len"),
-            ({"held_out": "text.txt"}, "leave --held-out-bytes out"),
             ({"phases": "48:1:1"}, "--phases 48:... is not shorter than --seq-len 48: leave it out, or raise --steps"),
             ({"phases": ("8:2", "8:2:1")}, "--phases '8:2' must be LENGTH:BATCH:STEPS, such as 512:2:1000"),
             ({"phases": "8:0:1"}, "--phases '8:0:1' must be LENGTH:BATCH:STEPS"),
@@ -457,6 +457,8 @@ class TestCommand:
         assert main(["train", "--resume", "run", "--steps", "6", "--seed", "0", "--segment-lengths", "8", "16"]) == 2
         onward = "A new run from its parameters: rda train --from run --steps 6 --segment-lengths 8 16\n"
         assert f"but --steps 6 was 5; --segment-lengths 8 16 was 8 48. {onward}" in capsys.readouterr().err
+        assert main(["train", "--resume", "run", "--phases", "8:2:1"]) == 2
+        assert "but --phases 8:2:1 was none. A new run from its parameters: rda train --from" in capsys.readouterr().err
         assert main(["train", "--resume", "run", "--embed-dim", "32"]) == 2
         assert (
             "but --embed-dim 32 was 16. Leave these options out, or start a new run from random"

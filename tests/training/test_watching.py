@@ -23,7 +23,8 @@ from ring_dilated_attention.training.pictures import smoothed
 
 
 def step(number):
-    return Step("a", number, 2 * math.log(2), 2.0, None, 0.5, 200.0, [0.1, 0.2], [10_000_000, 20_000_000])
+    held_out = 2.5 if number == 2 else None
+    return Step("a", number, 2 * math.log(2), 2.0, held_out, 0.5, 200.0, [0.1, 0.2], [10_000_000, 20_000_000])
 
 
 def written(folder):
@@ -82,6 +83,7 @@ def test_tensorboard_gets_what_the_file_gets(tmp_path):
     assert [(event.step, event.value) for event in found.Scalars("tokens_per_second")] == [(k, 200) for k in (1, 2, 3)]
     assert found.Scalars("waited_seconds/most")[0].value == pytest.approx(0.2)
     assert found.Scalars("resident_bytes/most")[0].value == 2e7
+    assert [(event.step, event.value) for event in found.Scalars("held_out_bits_per_byte")] == [(2, 2.5)]
 
 
 def test_baselines_by_hand():

@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="origin", type=Path, metavar="DIR", help=new)
     steps = "steps between checkpoints; older ones are deleted (default 30)"
     parser.add_argument("--save-every", type=count, metavar="N", help=steps)
-    steps = "steps between scores on the held-out bytes (default: a fifth of all); the first 131,072 are scored"
+    steps = "steps between scores on the held-out bytes (default: a fifth of all)"
     parser.add_argument("--eval-every", type=count, metavar="N", help=steps)
     parser.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
     parser.add_argument("--json", action="store_true", help="print the record on stdout, all else on stderr")

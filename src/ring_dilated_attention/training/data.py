@@ -59,8 +59,8 @@ def load_document(data: Sequence[str], seq_len: int, num_held_out: int, held_out
     """Concatenate the files, or the standard library's source if no file is given. Bad files are a ValueError.
 
     Args:
-        num_held_out: how many bytes at the end are held out.
-        held_out: files that are held out instead, behind `data`, all of which is then trained on.
+        num_held_out: how many bytes are held out, the document's last.
+        held_out: files whose first bytes are held out instead. All of `data` is trained on, and they come behind it.
     """
     if data:
         name, parts = ", ".join(data), [_read(Path(file)) for file in data]
@@ -69,10 +69,11 @@ def load_document(data: Sequence[str], seq_len: int, num_held_out: int, held_out
         paths = source_files(path.relative_to(root) for path in root.rglob("*.py"))
         name, parts = f"Python's standard library ({root})", [_read(root / path) for path in paths]
     if held_out:
-        parts += (others := [_read(Path(file)) for file in held_out])
-        name, num_held_out = f"{name}; held out: {', '.join(held_out)}", sum(map(len, others))
-        if not num_held_out:
+        scored = b"".join(_read(Path(file)) for file in held_out)[:num_held_out]
+        if not scored:
             raise ValueError(f"--held-out {', '.join(held_out)} is empty: there is nothing to score")
+        parts.append(scored)
+        name, num_held_out = f"{name}; held out: {', '.join(held_out)}", len(scored)
     return Document(b"".join(parts), name, seq_len, num_held_out)
 
 

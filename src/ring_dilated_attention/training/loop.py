@@ -25,7 +25,6 @@ from .scoring import bits_by_context, held_out_bits_per_byte
 
 NATS_PER_BIT = math.log(2)
 NUM_EVALUATIONS = 5  # in a run, unless the user says how often
-INTERIM_BYTES = 131_072  # held-out bytes that are scored while the model trains
 
 
 class Stop(Protocol):
@@ -70,7 +69,7 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
             state["step_seconds"].append(seconds)
             held_out, is_last = None, state["step"] == options.total_steps
             if state["step"] % eval_every == 0 and not is_last and not stopping:
-                held_out = held_out_bits_per_byte(model, run.document, parallel, INTERIM_BYTES)
+                held_out = held_out_bits_per_byte(model, run.document, parallel)
                 state["held_out"].append({"step": state["step"], "bits_per_byte": held_out})
             waits.clear()
             numbers = (state["step"], nats, nats / NATS_PER_BIT, held_out, seconds, speed, all_waited, all_resident)

@@ -78,8 +78,10 @@ class Hyperparameters:
     warmup_steps: int = _option(10, "steps of linear warm-up", 0)
     weight_decay: float = _real(0.1, "of both, on matrices only", 0)
     clip_norm: float = _real(1.0, "largest norm of the gradient")
-    held_out: tuple[str, ...] = _option((), "files to score the model on, instead of the document's end", kind=str)
-    held_out_bytes: int = _option(131_072, "bytes at the document's end that are only for scoring the model")
+    held_out: tuple[str, ...] = _option(
+        (), "files whose first bytes are held out, instead of the document's last", kind=str
+    )
+    held_out_bytes: int = _option(131_072, "bytes, the document's last, that only score the model")
     seed: int = _option(0, "seed of the initial weights and of the order of the data", -LARGEST)
 
     def __post_init__(self) -> None:
@@ -205,17 +207,13 @@ def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None
     given |= {name: [str(Path(file).resolve()) for file in given[name]] for name in FILES if name in given}
     if given.get("phases") == ["none"]:
         given["phases"] = ()
-    if given.keys() >= {"held_out", "held_out_bytes"}:
-        raise ValueError("--held-out names the files to score, all bytes of them: leave --held-out-bytes out")
     if before is None:
         if not given.keys() & {"steps", "phases"}:
             longest = given.get("seq_len", Hyperparameters.seq_len)
             given["phases"] = tuple(text for text in DEFAULT_PHASES if _phase(text).length < longest)
         return Hyperparameters(**given)
     resumed = arguments.resume
-    if not resumed:
-        given = {"phases": ()} | ({"held_out": ()} if "held_out_bytes" in given else {}) | given
-    wanted = replace(before, **given)
+    wanted = replace(before, **given if resumed else {"phases": ()} | given)
     changed = [name for name, value in vars(wanted).items() if value != getattr(before, name)]
     refused = changed if resumed else [name for name in changed if name in SHAPE]
     if refused:
@@ -225,7 +223,8 @@ def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None
         rule = "a resumed run keeps its hyperparameters" if resumed else "the parameters of --from have other shapes"
         remedy = "Leave these options out, or start a new run from random parameters"
         if resumed and not set(refused) & set(SHAPE):
-            command = [x for name in refused for x in (flag(name), *map(str, entries_of(getattr(wanted, name))))]
+            given_anew = {name: entries_of(getattr(wanted, name)) or ("none",) for name in refused}
+            command = [str(word) for name, entries in given_anew.items() for word in (flag(name), *entries)]
             remedy = f"A new run from its parameters: rda train --from {shlex.join([str(resumed), *command])}"
         raise ValueError(f"{rule}, but {'; '.join(words)}. {remedy}")
     return wanted

@@ -27,19 +27,14 @@ class Context(NamedTuple):
     stop: int
 
 
-def held_out_bits_per_byte(
-    model: LongNetLM, document: Document, parallel: ContextParallel, most: int | None = None
-) -> float:
+def held_out_bits_per_byte(model: LongNetLM, document: Document, parallel: ContextParallel) -> float:
     """The mean over the held-out bytes, each of which is predicted once, whatever the length of a sequence.
 
     A context is one byte and the next seq_len bytes, which are predicted.
-
-    Args:
-        most: how many bytes to score, from the first; None for all.
     """
-    start, end, length = document.num_train, len(document.content), document.seq_len
-    end = end if most is None else min(end, start + most)
-    contexts = [Context(first - 1, first, min(first + length, end)) for first in range(start, end, length)]
+    end, length = len(document.content), document.seq_len
+    firsts = range(document.num_train, end, length)
+    contexts = [Context(first - 1, first, min(first + length, end)) for first in firsts]
     return bits_per_byte(model, document, contexts, parallel)
 
 
