@@ -174,6 +174,8 @@ class TestLoop:
         assert rates[:3] == [0.5, 1.0, 1.0]
         assert rates[2:] == sorted(rates[2:], reverse=True)
         assert 0.05 < rates[-1] < 0.1
+        positions = [options.positions_before(step) for step in (0, 4, 5, 12, 13)]
+        assert positions == [0, 32, 80, 416, 416]
         assert [options.phase_of(step).length for step in (0, 3, 4, 11, 12)] == [8, 8, 48, 48, 48]
         muon, adamw = make_optimizers(LongNetLM(options.model_config()), options)
         assert [group["peak"] for group in (*muon.param_groups, *adamw.param_groups)] == [0.015, 4e-3, 4e-3]

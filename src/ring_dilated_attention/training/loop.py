@@ -141,10 +141,11 @@ def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimize
 
 
 def share_of_peak(options: Hyperparameters, step: int) -> float:
-    """The learning rate as a share of its peak: linear warm-up, then a cosine down to 5 %."""
+    """The learning rate as a share of its peak: linear warm-up, then a cosine down to 5 %, by the positions read."""
     if step < options.warmup_steps:
         return (step + 1) / options.warmup_steps
-    progress = (step - options.warmup_steps) / max(1, options.total_steps - options.warmup_steps)
+    first, now, last = map(options.positions_before, (options.warmup_steps, step, options.total_steps))
+    progress = (now - first) / max(1, last - first)
     return 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
 
 

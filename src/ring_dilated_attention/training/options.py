@@ -8,6 +8,7 @@ import argparse
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,6 +117,14 @@ class Hyperparameters:
     @property
     def total_steps(self) -> int:
         return sum(phase.steps for phase in self.schedule)
+
+    def positions_before(self, step: int) -> int:
+        """The positions that all steps before this one read."""
+        firsts = accumulate((phase.steps for phase in self.schedule), initial=0)
+        return sum(
+            x.num_positions * max(0, min(step - first, x.steps))
+            for x, first in zip(self.schedule, firsts, strict=False)
+        )
 
     def phase_of(self, step: int) -> Phase:
         """The phase of a step, counted from 0. Behind the last step, the last phase."""
