@@ -17,7 +17,7 @@ from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.models.longnet import LongNetLM, NextTokenLoss
 from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.ranks.context import ContextParallel
-from ring_dilated_attention.training.loop import average_gradients, make_optimizer, shard
+from ring_dilated_attention.training.loop import average_gradients, make_optimizers, shard
 from ring_dilated_attention.training.options import Hyperparameters
 
 from .gate import gate
@@ -35,9 +35,14 @@ class Settings(NamedTuple):
     seconds: float = 300
 
 
-FULL = Settings(Hyperparameters(num_layers=4, embed_dim=256, num_heads=4))
+# The plan counts the two moments of AdamW for every parameter.
+FULL = Settings(
+    Hyperparameters(
+        segment_lengths=(512, 4096, 32_768), dilation_rates=(1, 4, 16), embed_dim=256, num_layers=4, optimizer="adamw"
+    )
+)
 QUICK = Settings(
-    Hyperparameters(seq_len=4096, segment_lengths=(512, 4096), dilation_rates=(1, 4), embed_dim=64, num_layers=2),
+    Hyperparameters(seq_len=4096, segment_lengths=(512, 4096), dilation_rates=(1, 4), embed_dim=64, optimizer="adamw"),
     ranks=(1, 2),
 )
 
@@ -92,7 +97,7 @@ def _job(options: Hyperparameters, num_ranks: int) -> ModelJob:
 def _measure(worker: Worker, options: Hyperparameters, checkpointing: bool) -> dict[str, int]:
     parallel = ContextParallel()
     model = LongNetLM(options.model_config(), parallel=parallel, activation_checkpointing=checkpointing)
-    optimizer = make_optimizer(model, options)
+    [optimizer] = make_optimizers(model, options)
     loss_of = average_gradients(NextTokenLoss(model), parallel)
     window = bytearray(os.urandom(options.seq_len))
     tokens = shard(window, parallel)

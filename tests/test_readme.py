@@ -14,7 +14,7 @@ from ring_dilated_attention.commands.cli import SUBCOMMANDS
 
 README = (ROOT / "README.md").read_text()
 ONE_DEVICE, MANY, LOOP, PACKED, SIMULATED, RUN = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-(CACHED,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "generation.md").read_text(), flags=re.DOTALL)
+CACHED, _OF_A_RUN = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "generation.md").read_text(), flags=re.DOTALL)
 
 
 def test_the_example_for_one_device():

@@ -261,8 +261,9 @@ def test_a_disk_that_is_full_after_the_first_step_leaves_nothing(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     Path("text").write_bytes(b"some text. " * 100)
     sizes = ["--seq-len", "16", "--steps", "3", "--num-layers", "1", "--embed-dim", "8", "--num-heads", "2"]
+    sizes += ["--held-out-bytes", "16"]
     branches = ["--segment-lengths", "16", "--dilation-rates", "1"]
-    code, error = on_a_full_disk(200, cli.main, ["train", "--data", "text", *sizes, *branches])
+    code, error = on_a_full_disk(500, cli.main, ["train", "--data", "text", *sizes, *branches])
     assert code == 2
     assert error.rstrip().endswith("File too large")
     assert "Traceback" not in error

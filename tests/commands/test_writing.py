@@ -47,11 +47,11 @@ def folder(tmp_path_factory):
         segment_lengths=(8, 48),
         dilation_rates=(1, 3),
         warmup_steps=2,
-        held_out_windows=2,
+        held_out_bytes=192,
         learning_rate=0.02,
     )
     path = tmp_path_factory.mktemp("runs") / "run"
-    train(Run(options, Document(TEXT, "text", 96, 2), path), ContextParallel(), NEVER)
+    train(Run(options, Document(TEXT, "text", 96, 192), path), ContextParallel(), NEVER)
     return path
 
 
@@ -70,6 +70,15 @@ def test_the_readmes_example(folder, capsys):
     [example] = [text for text in re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL) if "from_run" in text]
     exec(example.replace("runs/20250131-120000", str(folder)), {})
     assert len(capsys.readouterr().out) == 3 * 200
+
+
+def test_the_pages_example_of_another_pattern(folder):
+    page = (ROOT / "docs" / "generation.md").read_text()
+    [example] = [text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "from_run" in text]
+    exec(example.replace("runs/20250131-120000", str(folder)), names := {})
+    model, other = names["model"], names["other"]
+    assert other.config.segment_lengths == (128, 4096)
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_what_is_no_run_is_refused(folder, tmp_path):
@@ -183,13 +192,13 @@ def test_generate_refuses(arguments, message, folder, capsys):
 
 def test_training_ends_with_a_sample(folder, capsys):
     """Catches a line that a shell reads otherwise, or that the command refuses."""
-    text = command.sample(folder, Document(TEXT, "text", 96, 2))
-    *shown, more = text.splitlines()
+    text, more = command.sample(folder, Document(TEXT, "text", 96, 192))
+    shown = text.splitlines()
     prompt = re.fullmatch(r"what it writes after '(.*)':", shown[0])[1]
     assert prompt.encode() in TEXT[-192:]
     assert shown[1].startswith(f"  | {prompt}")
     assert "\x1b" not in text
-    words = shlex.split(more.removeprefix("more of it: "))
+    words = shlex.split(more)
     assert words[0] == "rda"
     assert main([*words[1:], "--seed", "0", "--tokens", "5"]) == 0
     capsys.readouterr()

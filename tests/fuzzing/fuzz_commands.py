@@ -86,7 +86,7 @@ TRAIN = [
     ["--num-heads", "2"],
     ["--segment-lengths", "4", "16"],
     ["--dilation-rates", "1", "3"],
-    ["--held-out-windows", "1"],
+    ["--held-out-bytes", "16"],
 ]
 MORE_TRAIN = [
     ["--run-folder", "new"],
@@ -95,6 +95,13 @@ MORE_TRAIN = [
     ["--resume", "run"],
     ["--save-every", "1"],
     ["--learning-rate", "0.01"],
+    ["--muon-learning-rate", "0.01"],
+    ["--optimizer", "adamw"],
+    ["--phases", "8:2:1"],
+    ["--batch-size", "2"],
+    ["--held-out", "text.txt"],
+    ["--eval-every", "1"],
+    ["--from", "run"],
     ["--warmup-steps", "1"],
     ["--weight-decay", "0"],
     ["--clip-norm", "2"],

@@ -59,9 +59,9 @@ def prepare(folder: Path) -> None:
         num_heads=2,
         segment_lengths=(4, 16),
         dilation_rates=(1, 3),
-        held_out_windows=1,
+        held_out_bytes=16,
     )
-    document = load_document(options.data, options.seq_len, options.held_out_windows, {})
+    document = load_document(options.data, options.seq_len, options.held_out_bytes, {})
     whole = run.Run(options, document, Path("run"), save_every=2)
     output = captured(lambda: loop.train(whole, ContextParallel(), StopAfter(4)) and 0)
     assert (output.code, find_checkpoint(Path("run"))) == (0, Path(NEWEST)), output
@@ -95,7 +95,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
 
 
 NEW_RUN = ["--seq-len", "16", "--steps", "1", "--num-layers", "1", "--embed-dim", "8", "--num-heads", "2"]
-NEW_RUN += ["--segment-lengths", "16", "--dilation-rates", "1", "--held-out-windows", "1", "--run-folder", "new"]
+NEW_RUN += ["--segment-lengths", "16", "--dilation-rates", "1", "--held-out-bytes", "16", "--run-folder", "new"]
 # That a resumed run has no use for, or writes anew if it is its own; `None` where only its own judgement tells.
 HARMLESS = {"run/record.json": None, "run/loss.png": False, OLDER: True, "run/unfinished-x": True}
 

@@ -25,7 +25,7 @@ from ring_dilated_attention.training.agreement import (
 )
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
-TINY = ["--seq-len", "48", "--steps", "4", "--embed-dim", "16", "--num-heads", "2", "--held-out-windows", "2"]
+TINY = ["--seq-len", "48", "--steps", "4", "--embed-dim", "16", "--num-heads", "2", "--held-out-bytes", "96"]
 TRAIN = ["train", "--data", "text.txt", *TINY, "--segment-lengths", "8", "48", "--dilation-rates", "1", "3"]
 
 

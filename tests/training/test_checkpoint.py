@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -24,29 +25,31 @@ from ring_dilated_attention.models.saved_run import (
 from ring_dilated_attention.training import checkpoint as checkpoints
 from ring_dilated_attention.training.checkpoint import MARK_FILE, load_checkpoint, save_checkpoint
 from ring_dilated_attention.training.files import write_whole
-from ring_dilated_attention.training.loop import make_optimizer
+from ring_dilated_attention.training.loop import make_optimizers
 from ring_dilated_attention.training.options import Hyperparameters
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 TINY = {"--seq-len": "48", "--steps": "6", "--embed-dim": "16", "--num-heads": "2", "--warmup-steps": "2"}
 PATTERN = ["--segment-lengths", "8", "48", "--dilation-rates", "1", "3"]
-FILES = ["--data", "text.txt", "--held-out-windows", "2", "--save-every", "2", "--run-folder", "run"]
+FILES = ["--data", "text.txt", "--held-out-bytes", "96", "--save-every", "2", "--run-folder", "run"]
 ARGUMENTS = ["train", *(word for pair in TINY.items() for word in pair), *PATTERN, *FILES]
 
 
 def make_model():
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    """With a block, whose matrix is Muon's."""
+    return nn.Sequential(OrderedDict(blocks=nn.Sequential(nn.Linear(3, 4)), norm=nn.LayerNorm(4), head=nn.Linear(4, 2)))
 
 
 @pytest.fixture
 def trained():
     torch.manual_seed(0)
     model = make_model()
-    optimizer = make_optimizer(model, Hyperparameters())
+    optimizers = make_optimizers(model, Hyperparameters())
     for _ in range(3):
         model(torch.randn(5, 3)).square().sum().backward()
-        optimizer.step()
-    return model, optimizer
+        for optimizer in optimizers:
+            optimizer.step()
+    return model, optimizers
 
 
 def state_at(step, run="one run"):
@@ -64,16 +67,21 @@ def sign(checkpoint, state=None):
 
 
 def test_restores_every_tensor(trained, tmp_path):
-    model, optimizer = trained
-    checkpoint = save_checkpoint(tmp_path, state_at(3), model, optimizer)
+    model, optimizers = trained
+    checkpoint = save_checkpoint(tmp_path, state_at(3), model, optimizers)
     assert read_state(checkpoint) == check_whole(checkpoint) == state_at(3)
     other = make_model()
-    other_optimizer = make_optimizer(other, Hyperparameters())
-    load_checkpoint(checkpoint, other, other_optimizer)
+    other_optimizers = make_optimizers(other, Hyperparameters())
+    load_checkpoint(checkpoint, other, other_optimizers)
+    muon, adamw = ({key for state in x.state.values() for key in state} for x in optimizers)
+    assert (muon, adamw) == ({"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"})
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-        assert optimizer.state[a].keys() == other_optimizer.state[b].keys() == {"step", "exp_avg", "exp_avg_sq"}
-        assert all(torch.equal(optimizer.state[a][key], other_optimizer.state[b][key]) for key in optimizer.state[a])
+        ours, theirs = (
+            {**x[0].state.get(p, {}), **x[1].state.get(p, {})} for x, p in ((optimizers, a), (other_optimizers, b))
+        )
+        assert ours.keys() == theirs.keys() != set()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def test_holds_no_pickle_and_the_newest_two_stay(trained, tmp_path):
@@ -154,7 +162,7 @@ def test_failure_while_writing_leaves_what_was_there(trained, tmp_path, monkeypa
 def fill_the_disk(folder):
     model = nn.Linear(100, 100)
     with pytest.raises(ValueError, match=r"checkpoint-000006 cannot be written: .*File too large"):
-        save_checkpoint(folder, state_at(6), model, make_optimizer(model, Hyperparameters()))
+        save_checkpoint(folder, state_at(6), model, make_optimizers(model, Hyperparameters()))
     with pytest.raises(OSError, match="File too large") as caught:
         write_whole(folder / "record.json", bytes(3000), lambda content: True, "nobody")
     assert caught.value.filename == str(folder / "record.json")
@@ -257,6 +265,16 @@ DAMAGES = {
     "a foreign hyperparameter": (change(hyperparameters__wd=1), "and have ['wd'] besides"),
     "a mistyped hyperparameter": (change(hyperparameters__seq_len=48.0), "hyperparameter seq_len is 48.0, not int"),
     "a list that is a number": (change(hyperparameters__segment_lengths=8), "segment_lengths is 8, not a list"),
+    "no phase": (change(hyperparameters__phases=["8:2"]), "--phases '8:2' must be LENGTH:BATCH:STEPS"),
+    "no optimiser": (change(hyperparameters__optimizer="sgd"), "--optimizer 'sgd' must be muon or adamw"),
+    "no held-out losses": (
+        change(held_out=[{"step": 7, "bits_per_byte": 2.0}]),
+        "held_out has {'bits_per_byte': 2.0, 'step': 7}",
+    ),
+    "an origin that is none": (
+        change(**{"from": [{"step": 1}]}),
+        "from has {'step': 1}, and should have objects of folder, run, step",
+    ),
     "a bad hyperparameter": (change(hyperparameters__clip_norm=0), "--clip-norm 0 must be from 1e-30 to 1e+30"),
     "a path that cannot be": (change(hyperparameters__data=["a\0b"]), "has a NUL, which no path can have"),
     "a document without digest": (change(document__sha256=None), "document.sha256 is missing, and should be a text"),
@@ -271,6 +289,10 @@ DEEPER_DAMAGES = {
     "a mistyped moment": (
         edit(OPTIMIZER_FILE, lambda t: t.update({first(t): t[first(t)].double()})),
         "is torch.float64 (",
+    ),
+    "no momentum": (
+        edit(OPTIMIZER_FILE, lambda t: t.pop(min(x for x in t if x.startswith("momentum_buffer/")))),
+        "it lacks 1 tensors, 'momentum_buffer/",
     ),
     "a foreign moment": (
         edit(OPTIMIZER_FILE, lambda t: t.update({"momentum/x": torch.zeros(1)})),

@@ -18,7 +18,7 @@ from ring_dilated_attention.commands import hardware
 from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, Entry
 from ring_dilated_attention.training.checkpoint import save_checkpoint
 from ring_dilated_attention.training.files import MADE_BY, is_our_picture, write_whole
-from ring_dilated_attention.training.loop import make_optimizer
+from ring_dilated_attention.training.loop import make_optimizers
 from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics, is_of
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.run import is_record_of
@@ -110,8 +110,13 @@ KNOWN = {  # how: ours, and those that only name us
     ),
     "metrics": (
         partial(is_of, run=RUN),
-        f'{{"run": "{RUN}"}}\n{{"step": 1}}\n',
-        [f'{{"run": "{RUN}", "notes": "mine"}}\n', f'\n{{"run": "{RUN}"}}\n', '{"run": "another"}\n', "mine"],
+        f'{{"run": "{RUN}", "step": 1, "bits_per_byte": 8.0}}\n',
+        [
+            f'{{"run": "{RUN}", "notes": "mine"}}\n',
+            f'\n{{"run": "{RUN}", "bits_per_byte": 8.0}}\n',
+            '{"run": "another"}\n',
+            "mine",
+        ],
     ),
 }
 
@@ -150,7 +155,7 @@ def embeddings(path):
 def test_others_may_read_what_the_umask_lets_them(umask, tmp_path):
     """Catches files that only their owner reads: of safetensors, and of temporary ones that are renamed."""
     model = nn.Linear(2, 2)
-    save_checkpoint(tmp_path / "run", {"run": RUN, "step": 3}, model, make_optimizer(model, Hyperparameters()))
+    save_checkpoint(tmp_path / "run", {"run": RUN, "step": 3}, model, make_optimizers(model, Hyperparameters()))
     with Metrics(tmp_path / "run", RUN, 0, 0):
         pass
     write_whole(tmp_path / "record.json", b"{}", lambda file: True, "a test")

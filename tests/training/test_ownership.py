@@ -20,7 +20,7 @@ from ring_dilated_attention.training.ownership import LOCK_FILE, own_folder
 from ring_dilated_attention.training.run import RECORD_FILE
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
-OPTIONS = ["--seq-len", "48", "--embed-dim", "16", "--num-heads", "2", "--held-out-windows", "2", "--save-every", "5"]
+OPTIONS = ["--seq-len", "48", "--embed-dim", "16", "--num-heads", "2", "--held-out-bytes", "96", "--save-every", "5"]
 RUN = ["train", "--data", "text.txt", *OPTIONS, "--segment-lengths", "8", "48", "--dilation-rates", "1", "3"]
 IN_USE = r"run is in use by process {} on host {} since 20\d\d-.*: let it end, or choose another --run-folder\. If"
 

@@ -1,12 +1,14 @@
 """The main job: which bytes a step reads, that a resumed run is the same run, and how the command ends."""
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from unittest import mock
 
@@ -18,16 +20,17 @@ from helpers import free_port
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import causes
+from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.training import checkpoint
 from ring_dilated_attention.training.data import Document, load_document, source_files
-from ring_dilated_attention.training.loop import TrainingDiverged, learning_rate, train
+from ring_dilated_attention.training.loop import TrainingDiverged, make_optimizers, share_of_peak, train
 from ring_dilated_attention.training.machine import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.pictures import draw_losses
 from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended, started, unjoined, wait_for_ranks
 from ring_dilated_attention.training.run import Run
-from ring_dilated_attention.training.run_report import summary, write_report
+from ring_dilated_attention.training.run_report import summary, write_report, write_sample
 from ring_dilated_attention.training.stop_request import StopRequest
 
 TINY = {
@@ -38,9 +41,11 @@ TINY = {
     "segment_lengths": (8, 48),
     "dilation_rates": (1, 3),
     "warmup_steps": 2,
-    "held_out_windows": 2,
+    "held_out_bytes": 96,
 }
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
+PHASES = {"phases": ("8:3:1", "16:2:2"), "steps": 2}
+WINDOWS = (8999, 8003)  # where those of step 0 of seed 0 begin
 
 
 def tiny_arguments(**changes):
@@ -67,7 +72,7 @@ NEVER = StopAfter(10**9)
 
 def tiny_run(folder, text=TEXT, resume=False, **changes):
     options = Hyperparameters(**{**TINY, **changes})
-    document = Document(text, "text", options.seq_len, options.held_out_windows)
+    document = Document(text, "text", options.seq_len, options.held_out_bytes)
     return Run(options, document, folder, find_checkpoint(folder) if resume else None, save_every=2)
 
 
@@ -79,37 +84,48 @@ def saved_bytes(folder):
 
 class TestDocument:
     def test_window_is_a_function_of_seed_and_step(self):
-        document, again = (Document(TEXT, "text", 48, 2) for _ in range(2))
-        windows = [bytes(document.train_window(0, step)) for step in range(50)]
-        assert windows == [bytes(again.train_window(0, step)) for step in reversed(range(50))][::-1]
-        assert len(set(windows)) > 40
-        assert windows[:5] != [bytes(document.train_window(1, step)) for step in range(5)]
+        document, again = (Document(TEXT, "text", 48, 96) for _ in range(2))
+        windows = [bytes(document.train_windows(0, step, 48, 2)) for step in range(50)]
+        assert windows == [bytes(again.train_windows(0, step, 48, 2)) for step in reversed(range(50))][::-1]
+        assert len({window[i : i + 48] for window in windows for i in (0, 48)}) > 80
+        assert windows[:5] != [bytes(document.train_windows(1, step, 48, 2)) for step in range(5)]
         # The bytes themselves: another order of the data would break every resumed run.
-        assert windows[0] == TEXT[96:144]
+        assert windows[0] == TEXT[WINDOWS[0] :][:48] + TEXT[WINDOWS[1] :][:48]
 
-    def test_held_out_windows_are_the_end_and_never_trained_on(self):
+    def test_held_out_bytes_are_the_end_and_never_trained_on(self):
         content = bytes(range(200))
-        document = Document(content, "text", 32, 3)
-        held_out = b"".join(bytes(document.held_out_window(i)) for i in range(3))
-        assert held_out == content[-96:]
-        trained = {byte for step in range(500) for byte in document.train_window(0, step)}
-        assert trained == set(content[:-96])
+        document = Document(content, "text", 32, 95)
+        trained = {byte for step in range(300) for byte in document.train_windows(0, step, 32, 2)}
+        assert trained == set(content[:-95])
 
     def test_shortest_document(self):
-        document = Document(bytes(8), "text", 4, 1)
+        document = Document(bytes(8), "text", 4, 4)
         assert document.num_train == 4
-        assert len(document.train_window(0, 3)) == 4
-        with pytest.raises(ValueError, match=r"text has 7 bytes.* 2 \* 4 = 8: pass more --data.* at most 3"):
-            Document(bytes(7), "text", 4, 1)
+        assert len(document.train_windows(0, 3, 4, 1)) == 4
+        with pytest.raises(
+            ValueError, match=r"text has 7 bytes.* 4 \+ 4 = 8: pass more --data, or a smaller --held-out-b"
+        ):
+            Document(bytes(7), "text", 4, 4)
         with pytest.raises(ValueError, match="text is empty"):
             Document(b"", "text", 4, 1)
+
+    def test_files_are_held_out_and_the_whole_of_data_is_trained_on(self, tmp_path):
+        for name, content in (("a", b"abcd"), ("b", b"ef"), ("c", b"")):
+            (tmp_path / name).write_bytes(content)
+        a, b, c = (str(tmp_path / name) for name in "abc")
+        document = load_document([a], 4, 131_072, {}, [b, c])
+        assert (document.content, document.num_train) == (b"abcdef", 4)
+        assert document.name == f"{a}; held out: {b}, {c}"
+        assert load_document([a], 4, 1, {}, [b]).content == b"abcde"
+        with pytest.raises(ValueError, match=r"--held-out .*c is empty: there is nothing to score"):
+            load_document([a], 4, 131_072, {}, [c])
 
     def test_source_files_are_sorted_and_skip_what_is_not_source(self):
         names = ["b.py", "a/z.py", "a-b.py", "site-packages/x.py", "json/tests/y.py", "test/x.py", "a/__pycache__/q.py"]
         assert source_files(map(PurePosixPath, names)) == [PurePosixPath(x) for x in ("a-b.py", "a/z.py", "b.py")]
 
     def test_default_is_megabytes_of_the_standard_library(self):
-        document = load_document([], 32_768, 4, {})
+        document = load_document([], 32_768, 131_072, {})
         assert len(document.content) > 3e6
         assert re.fullmatch(r"[\d,]+ files: [\d,]+ bytes", document.read)
         assert Path(json.__file__).read_bytes() in document.content
@@ -118,12 +134,15 @@ class TestDocument:
 class TestLoop:
     @pytest.mark.parametrize("stop_after", [1, 2, 4])
     def test_resumed_run_equals_uninterrupted_to_the_bit(self, tmp_path, stop_after):
-        whole = train(tiny_run(tmp_path / "whole"), ContextParallel(), NEVER)
-        first = train(tiny_run(tmp_path / "parts"), ContextParallel(), StopAfter(stop_after))
+        """Within a phase, and at the borders of phases."""
+        whole = train(tiny_run(tmp_path / "whole", **PHASES), ContextParallel(), NEVER)
+        first = train(tiny_run(tmp_path / "parts", **PHASES), ContextParallel(), StopAfter(stop_after))
         assert (first["status"], first["steps_done"]) == ("interrupted", stop_after)
         assert first["held_out_bits_per_byte"] is None
-        second = train(tiny_run(tmp_path / "parts", resume=True), ContextParallel(), NEVER)
+        second = train(tiny_run(tmp_path / "parts", resume=True, **PHASES), ContextParallel(), NEVER)
         assert second["status"] == "complete"
+        assert [entry["step"] for entry in whole["held_out"]] == [1, 2, 3, 4]
+        assert second["held_out"] == [entry for entry in whole["held_out"] if entry["step"] != stop_after]
         assert second["bits_per_byte"] == whole["bits_per_byte"]
         assert second["held_out_bits_per_byte"] == whole["held_out_bits_per_byte"]
         assert saved_bytes(tmp_path / "parts") == saved_bytes(tmp_path / "whole")
@@ -139,26 +158,55 @@ class TestLoop:
         assert record["held_out_bits_per_byte"] < 2
 
     def test_diverged_loss_stops_the_run(self, tmp_path):
-        with pytest.raises(TrainingDiverged, match=r"the loss is nan at step \d: start again with a smaller"):
+        with pytest.raises(TrainingDiverged, match=r"the loss is nan at step \d: start again with smaller"):
             train(tiny_run(tmp_path, learning_rate=1e30, warmup_steps=0), ContextParallel(), NEVER)
 
     def test_learning_rate(self):
-        options = Hyperparameters(**{**TINY, "steps": 12, "warmup_steps": 2, "learning_rate": 1.0})
-        rates = [learning_rate(options, step) for step in range(12)]
+        options = Hyperparameters(**{**TINY, "phases": ("8:1:4",), "steps": 8, "warmup_steps": 2})
+        rates = [share_of_peak(options, step) for step in range(12)]
         assert rates[:3] == [0.5, 1.0, 1.0]
         assert rates[2:] == sorted(rates[2:], reverse=True)
-        assert 0.1 < rates[-1] < 0.15
+        assert 0.05 < rates[-1] < 0.1
+        positions = [options.positions_before(step) for step in (0, 4, 5, 12, 13)]
+        assert positions == [0, 32, 80, 416, 416]
+        assert [options.phase_of(step).length for step in (0, 3, 4, 11, 12)] == [8, 8, 48, 48, 48]
+        muon, adamw = make_optimizers(LongNetLM(options.model_config()), options)
+        assert [group["peak"] for group in (*muon.param_groups, *adamw.param_groups)] == [0.015, 4e-3, 4e-3]
+        assert {x.dim() for x in muon.param_groups[0]["params"]} == {2}
+        assert len(make_optimizers(LongNetLM(options.model_config()), replace(options, optimizer="adamw"))) == 1
+
+    def test_a_step_is_that_of_its_sequences_one_by_one(self, tmp_path):
+        """Catches packed sequences that see each other, and a loss that is no mean over them."""
+        packed = tiny_run(tmp_path / "packed", batch_size=3, steps=1, clip_norm=1e9, optimizer="adamw")
+        record = train(packed, ContextParallel(), NEVER)
+        torch.manual_seed(0)
+        model = LongNetLM(packed.hyperparameters.model_config())
+        windows = torch.frombuffer(packed.document.train_windows(0, 0, 48, 3), dtype=torch.uint8).view(3, 48)
+        assert record["bits_per_byte"][0] == pytest.approx(model.loss(windows).item() / math.log(2), rel=1e-6)
 
     def test_report(self, tmp_path):
         record = train(tiny_run(tmp_path), ContextParallel(), NEVER)
-        write_report(record)
+        for text in ("def text", "def other"):  # the second time over its own files
+            write_report(record)
+            write_sample(record, text)
+        assert (
+            tmp_path / "sample.txt"
+        ).read_text() == f"Text that the model of run {record['run']} wrote\n\ndef other\n"
+        readme = (tmp_path / "README.txt").read_text()
+        assert all(
+            f"\n{path.name.partition('-')[0]}" in readme for path in tmp_path.iterdir() if path.name != "README.txt"
+        )
+        said = (readme + summary(record)).replace(str(tmp_path), "runs/a")
+        assert [line for line in said.splitlines() if len(line) > 80] == []
         assert json.loads((tmp_path / "record.json").read_text()) == record
         assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
         assert len(record["bits_per_byte"]) == len(record["step_seconds"]) == 5
         assert record["ranks"][0]["resident_peak"] >= record["ranks"][0]["resident_before"] > 0
         text = summary(record)
         assert re.search(r"rank +positions.*\n +0 +48 ", text)
-        assert f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte" in text
+        assert (
+            f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte on 96 bytes\non the same bytes: gz" in text
+        )
 
     def test_a_report_that_is_made_again(self, tmp_path):
         """It tells of the machine, versions and memory that trained. An older checkpoint tells none of them."""
@@ -183,13 +231,13 @@ class TestLoop:
 
 
 def train_twice(rank, world_size, folder):
-    """One run in one go, one interrupted on the last rank's request and resumed."""
-    whole = train(tiny_run(folder / "whole"), ContextParallel(), NEVER)
+    """One run in one go, one interrupted on the last rank's request, at a phase's end, and resumed."""
+    whole = train(tiny_run(folder / "whole", **PHASES), ContextParallel(), NEVER)
     stop = StopAfter(3) if rank == world_size - 1 else NEVER
-    first = train(tiny_run(folder / "parts"), ContextParallel(), stop)
+    first = train(tiny_run(folder / "parts", **PHASES), ContextParallel(), stop)
     assert first["steps_done"] == 3
     torch.distributed.barrier()
-    second = train(tiny_run(folder / "parts", resume=True), ContextParallel(), NEVER)
+    second = train(tiny_run(folder / "parts", resume=True, **PHASES), ContextParallel(), NEVER)
     assert second["bits_per_byte"] == whole["bits_per_byte"]
     torch.distributed.barrier()
     assert saved_bytes(folder / "parts") == saved_bytes(folder / "whole")
@@ -203,9 +251,9 @@ def test_three_ranks_resume_to_the_bit_and_agree_with_one(tmp_path):
     losses, positions = results[0]
     assert all(result == results[0] for result in results)
     assert positions == [16, 16, 16]
-    alone = train(tiny_run(tmp_path / "alone"), ContextParallel(), NEVER)
+    alone = train(tiny_run(tmp_path / "alone", **PHASES), ContextParallel(), NEVER)
     assert losses == pytest.approx(alone["bits_per_byte"], abs=1e-4)
-    again = train(tiny_run(tmp_path / "whole", resume=True), ContextParallel(), NEVER)
+    again = train(tiny_run(tmp_path / "whole", resume=True, **PHASES), ContextParallel(), NEVER)
     assert again["bits_per_byte"] == losses
     assert again["num_ranks"] == 3
     assert [row["positions"] for row in again["ranks"]] == positions
@@ -266,7 +314,7 @@ class TestCommand:
             ("missing.txt", r"cannot read .*missing\.txt: No such file or directory"),
             (".", "cannot read .*: Is a directory"),
             ("empty.txt", r".*empty\.txt is empty"),
-            ("short.txt", r".*short\.txt has 100 bytes.*3 \* 48 = 144"),
+            ("short.txt", r".*short\.txt has 100 bytes.*48 \+ 96 = 144"),
         ],
     )
     def test_bad_data_is_exit_code_2(self, form, data, message, capsys, monkeypatch):
@@ -305,9 +353,15 @@ class TestCommand:
             ({"segment_lengths": (8, 2**63)}, "--segment-lengths 9223372036854775808 must be from"),
             ({"steps": 10**30}, "--steps 1000000000000000000000000000000 must be from"),
             ({"num_layers": 10**6}, "--num-layers 1000000 must be from 1 to 10,000"),
-            ({"embed_dim": 10**9}, "AdamW's moments, on every rank, take 3.8e+11 GB, and this machine has"),
+            ({"embed_dim": 10**9}, "optimiser state, on every rank, take 2.9e+11 GB, and this machine has"),
             ({"data": "headers.fa"}, "headers.fa is FASTA with headers alone: there is nothing to read"),
-            ({"held_out_windows": 10**6}, "pass more --data, or fewer --held-out-windows"),
+            ({"held_out_bytes": 10**6}, "pass more --data, or a smaller --held-out-bytes or --seq-len"),
+            ({"phases": "48:1:1"}, "--phases 48:... is not shorter than --seq-len 48: leave it out, or raise --steps"),
+            ({"phases": ("8:2", "8:2:1")}, "--phases '8:2' must be LENGTH:BATCH:STEPS, such as 512:2:1000"),
+            ({"phases": "8:0:1"}, "--phases '8:0:1' must be LENGTH:BATCH:STEPS"),
+            ({"phases": "2:1:5", "ranks": 3}, "--ranks 3 share the 2 positions of --phases"),
+            ({"batch_size": 10**15}, "the inputs of the blocks in one step take"),
+            ({"eval_every": 0}, "--eval-every must be at least 1, got 0"),
             ({"data": "/dev/zero"}, "cannot read /dev/zero: it is a device, which may have no end"),
         ],
     )
@@ -400,7 +454,15 @@ class TestCommand:
         assert main(["train", *arguments, "--run-folder", "r\udcff"]) == 2
         assert "--run-folder 'r\\udcff' is not UTF-8, and safetensors opens no such file" in capsys.readouterr().err
         assert main(["train", "--resume", "run", "--steps", "6", "--seed", "0", "--segment-lengths", "8", "16"]) == 2
-        assert "but --steps 6 was 5; --segment-lengths 8 16 was 8 48. Leave" in capsys.readouterr().err
+        onward = "A new run from its parameters: rda train --from run --steps 6 --segment-lengths 8 16\n"
+        assert f"but --steps 6 was 5; --segment-lengths 8 16 was 8 48. {onward}" in capsys.readouterr().err
+        assert main(["train", "--resume", "run", "--phases", "8:2:1"]) == 2
+        assert "but --phases 8:2:1 was none. A new run from its parameters: rda train --from" in capsys.readouterr().err
+        assert main(["train", "--resume", "run", "--embed-dim", "32"]) == 2
+        assert (
+            "but --embed-dim 32 was 16. Leave these options out, or start a new run from random"
+            in capsys.readouterr().err
+        )
         assert main(["train", "--resume", "run"]) == 0
         assert "the run in run is complete, all 5 steps of it; only its report" in capsys.readouterr().err
         Path("text.txt").write_bytes(TEXT[1:])
@@ -467,9 +529,9 @@ class TestCommand:
         def without_memory(options, step):
             if step == 3:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return learning_rate(options, step)
+            return share_of_peak(options, step)
 
-        monkeypatch.setattr("ring_dilated_attention.training.loop.learning_rate", without_memory)
+        monkeypatch.setattr("ring_dilated_attention.training.loop.share_of_peak", without_memory)
         words = [*tiny_arguments(data="text.txt"), "--run-folder", "run", "--save-every"]
         assert main(["train", *words, "2"]) == 1
         said = "\nrda train: there is not enough memory; newest checkpoint: run/checkpoint-000002; "
@@ -525,12 +587,12 @@ def failing_on_rank_1(error, monkeypatch):
         f"""import os
 if os.environ.get("RANK") == "1":
     from ring_dilated_attention.training import loop
-    rate = loop.learning_rate
+    rate = loop.share_of_peak
     def failing(options, step):
         if step == 7:
             raise {error}
         return rate(options, step)
-    loop.learning_rate = failing
+    loop.share_of_peak = failing
 """
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["start", *filter(None, [os.environ.get("PYTHONPATH")])]))

@@ -8,7 +8,8 @@ import pytest
 
 from ring_dilated_attention.commands import train
 from ring_dilated_attention.commands.cli import main
-from ring_dilated_attention.training.data import Document, baselines
+from ring_dilated_attention.training.baselines import SMOOTHING, baselines
+from ring_dilated_attention.training.data import Document
 from ring_dilated_attention.training.metrics import (
     BAR_COLUMNS,
     METRICS_FILE,
@@ -22,7 +23,8 @@ from ring_dilated_attention.training.pictures import smoothed
 
 
 def step(number):
-    return Step(number, 2 * math.log(2), 2.0, 0.5, 200.0, [0.1, 0.2], [10_000_000, 20_000_000])
+    held_out = 2.5 if number == 2 else None
+    return Step("a", number, 2 * math.log(2), 2.0, held_out, 0.5, 200.0, [0.1, 0.2], [10_000_000, 20_000_000])
 
 
 def written(folder):
@@ -32,8 +34,8 @@ def written(folder):
 def test_each_step_is_there_at_once(tmp_path):
     with Metrics(tmp_path / "new", "a", 0, 0) as metrics:
         metrics.add(step(1))
-        first, row = written(tmp_path / "new")
-        assert first == {"run": "a"}
+        [row] = written(tmp_path / "new")
+        assert row["run"] == "a"
         assert row["tokens_per_second"] == 200
         assert row["waited_seconds"] == [0.1, 0.2]
         assert tuple(row) == Step._fields
@@ -48,14 +50,15 @@ def test_a_resumed_run_goes_on_where_it_was_saved(tmp_path):
         file.write('{"step": "2"}\n{"step": 6, "lo')
     with Metrics(tmp_path, "a", 3, 0) as metrics:
         metrics.add(step(4))
-    assert [row.get("step") for row in written(tmp_path)] == [None, 1, 2, 3, 4]
+    assert [row.get("step") for row in written(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_other_files_are_left_alone(tmp_path):
-    (tmp_path / METRICS_FILE).write_text("mine\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl was not made by this run"):
-        Metrics(tmp_path, "a", 0, 0)
-    assert (tmp_path / METRICS_FILE).read_text() == "mine\n"
+    for theirs in ("mine\n", "", '{"run": "a"}\n', '{"run": "b", "bits_per_byte": 2.0}\n'):
+        (tmp_path / METRICS_FILE).write_text(theirs)
+        with pytest.raises(ValueError, match=r"metrics.jsonl was not made by this run"):
+            Metrics(tmp_path, "a", 0, 0)
+        assert (tmp_path / METRICS_FILE).read_text() == theirs
 
 
 def test_only_the_first_rank_writes(tmp_path):
@@ -80,15 +83,20 @@ def test_tensorboard_gets_what_the_file_gets(tmp_path):
     assert [(event.step, event.value) for event in found.Scalars("tokens_per_second")] == [(k, 200) for k in (1, 2, 3)]
     assert found.Scalars("waited_seconds/most")[0].value == pytest.approx(0.2)
     assert found.Scalars("resident_bytes/most")[0].value == 2e7
+    assert [(event.step, event.value) for event in found.Scalars("held_out_bits_per_byte")] == [(2, 2.5)]
 
 
 def test_baselines_by_hand():
     content = b"ab" * 512 + b"aaab" * 16  # trained on as many a as b; held out three of four are a
-    document = Document(content, "test", 64, 1)
-    found = baselines(document)
-    share = (512 + 1) / (1024 + 256)
-    assert found["unigram"] == pytest.approx(-math.log2(share))
+    document = Document(content, "test", 64, 64)
+    found, s = baselines(document), SMOOTHING
     assert found["gzip"] == 8 * len(gzip.compress(b"aaab" * 16, 9, mtime=0)) / 64
+    single = (512 + s / 256) / (1024 + s)
+    after_a = {"a": s * single / (511 + 1 + s), "b": (512 + s * single) / (512 + s)}
+    after_b = (511 + s * single) / (511 + s)  # the last b of the training part has nothing after it
+    bits = [-math.log2(x) for x in (after_b, after_a["a"], after_a["a"], after_a["b"])]
+    assert found["bigrams"] == pytest.approx(sum(bits) / 4)
+    assert found["trigrams"] != found["bigrams"]
 
 
 def test_smoothing_keeps_length_and_lines():

@@ -36,7 +36,7 @@ not grow with the text. Exit codes: 0 done, 2 refused, 130 interrupted.
 """
 # Characters that move the cursor or change the colours of a terminal. A byte-level model may write any of them.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 300, 0.7
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE, OPENING_BYTES = 300, 0.7, 2**16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,19 +154,20 @@ def summary(record: dict) -> str:
     )
 
 
-def sample(folder: Path, document: Document) -> str:
-    """A text that the model writes, and the command that writes more. Shown at the end of training."""
+def sample(folder: Path, document: Document) -> tuple[str, str]:
+    """A text that the model writes at the end of training, and the command that writes more."""
     from ..models.longnet import LongNetLM
 
-    prompt = opening(bytes(document.held_out_window(0)))
+    start = document.num_train
+    prompt = opening(document.content[start : start + OPENING_BYTES])
     model = LongNetLM.from_run(folder)
     steps = model.generate([list(prompt)], SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0)
     drawn = bytes(int(tokens[0]) for tokens in steps)
     text = CONTROL.sub("\ufffd", (prompt + drawn).decode(errors="replace"))
     more = ["--prompt", os.fsdecode(prompt), "--temperature", str(SAMPLE_TEMPERATURE), "--tokens", "1000"]
-    command = shlex.join(["rda", "generate", str(folder), *more])
     indented = "\n".join(f"  | {line}" for line in text.split("\n"))
-    return f"what it writes after {prompt.decode()!r}:\n{indented}\nmore of it: {command}"
+    command = shlex.join(["rda", "generate", str(folder), *more])
+    return f"what it writes after {prompt.decode()!r}:\n{indented}", command
 
 
 def opening(content: bytes) -> bytes:

@@ -41,6 +41,7 @@ DEFAULTS = {
     "tensorboard": False,
     "exchange": "auto",
     "save_every": 30,
+    "eval_every": None,
 }
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
 # The error of gloo in DDP's all-reduce of gradients, when another rank has ended.
@@ -53,13 +54,18 @@ EXAMPLES = """examples:
                                              and xz; strips FASTA headers
   rda train --segment-lengths 32768 --dilation-rates 1           dense attention
   rda train --resume runs/20250131-120000    go on after Ctrl-C
+  rda train --from runs/a --steps 100        a new run from trained parameters;
+                                             --data, --seq-len and
+                                             --segment-lengths may be others
+  rda train --steps 5                        a quick look: 5 steps of --seq-len
   torchrun --nproc-per-node 2 -m ring_dilated_attention.commands.cli train
                                              your own launcher, any hosts
   srun python -m ring_dilated_attention.commands.cli train
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
-(safetensors and JSON), metrics.jsonl during the run, record.json and loss.png. Only one run at a time can use it.
+(safetensors and JSON), metrics.jsonl during the run, and at its end record.json, loss.png, sample.txt and a README.txt
+that says what each file is. Only one run at a time can use it.
 Exit codes: 0 done, 1 a rank was lost or memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
 Under a torchrun of your own they are the codes of the ranks.
 
@@ -77,8 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
     parser.add_argument("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
+    new = "begin a new run from the newest parameters of another; its hyperparameters are the defaults, without phases"
+    parser.add_argument("--from", dest="origin", type=Path, metavar="DIR", help=new)
     steps = "steps between checkpoints; older ones are deleted (default 30)"
     parser.add_argument("--save-every", type=count, metavar="N", help=steps)
+    steps = "steps between scores on the held-out bytes (default: a fifth of all)"
+    parser.add_argument("--eval-every", type=count, metavar="N", help=steps)
     parser.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
     parser.add_argument("--json", action="store_true", help="print the record on stdout, all else on stderr")
     parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)  # set by `launch`: where the ranks meet
@@ -109,16 +119,20 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     num_started, num_asked = started().num_ranks, 1 if arguments.ranks is None else arguments.ranks
     check_at_least("--ranks", num_asked)
     check_at_least("--save-every", arguments.save_every)
+    check_at_least("--eval-every", 1 if arguments.eval_every is None else arguments.eval_every)
     if num_started > 1 and arguments.ranks not in (None, num_started):
         raise ValueError(f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out")
     run, num_ranks = prepare(arguments), max(num_started, num_asked)
     options = run.hyperparameters
-    check_ranks_fit(num_ranks, options.seq_len)
+    positions = [phase.num_positions for phase in options.schedule]
+    check_ranks_fit(num_ranks, min(positions), "--seq-len" if len(positions) == 1 else "--phases")
     if arguments.exchange == "all_to_all":  # otherwise every rank refuses it only in its first attention
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
     num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1)
     remedy = "use a smaller --embed-dim or fewer --num-layers"
-    check_memory("parameters, gradients and AdamW's moments, on every rank, take", num_bytes, remedy)
+    check_memory("parameters, gradients and optimiser state, on every rank, take", num_bytes, remedy)
+    activations = 4 * options.embed_dim * options.num_layers * max(positions) // (num_ranks if num_started > 1 else 1)
+    check_memory("the inputs of the blocks in one step take", activations, "use a smaller batch or shorter sequences")
     return run
 
 
@@ -150,7 +164,11 @@ def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
-    words = ["--resume", str(folder)]
+    return train_command(arguments, ["--resume", str(folder)])
+
+
+def train_command(arguments: argparse.Namespace, words: list[str]) -> str:
+    """A command with these words, and with the options of this one that a checkpoint does not hold."""
     for name, default in DEFAULTS.items():
         value = getattr(arguments, name)
         if value != default:
@@ -278,17 +296,23 @@ def claim_folder(arguments: argparse.Namespace, run: Run, rank: int, stack: Exit
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
     """Write the results of a run to its folder and the terminal."""
-    from ..training.run_report import summary, write_report
+    from ..training.run_report import summary, write_report, write_sample
 
     write_report(record)
-    folder, steps = record["run_folder"], record["steps_done"]
-    if run.checkpoint is not None and step_of(run.checkpoint) == run.hyperparameters.steps:
+    folder, steps, is_complete = record["run_folder"], record["steps_done"], record["status"] == "complete"
+    if run.checkpoint is not None and step_of(run.checkpoint) == run.hyperparameters.total_steps:
         say(f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again")
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)
-    if record["status"] == "complete":
-        print(sample(folder, run.document), file=for_people)
+    if is_complete:
+        text, more = sample(folder, run.document)
+        write_sample(record, text)
+        onward = train_command(arguments, ["--from", folder, "--steps", str(run.hyperparameters.steps)])
+        print(text, f"more of it: {more}", f"more steps: {onward}", sep="\n", file=for_people)
+        print("(a new run; --seq-len, --segment-lengths and --data may be others)", file=for_people)
+        print(f'in Python: LongNetLM.from_run("{folder}"); another pattern: docs/generation.md', file=for_people)
+    print(f"README.txt says what is in {folder}", file=for_people)
     if arguments.json:
         print(json.dumps(record))
-    if record["status"] == "interrupted":
+    if not is_complete:
         say(f"saved at step {steps}; go on with: {resume_command(arguments, Path(folder))}")

@@ -1,7 +1,7 @@
 """Reads the files of `rda train`: safetensors and JSON, never a pickle, verified before anything is used.
 
     RUN/checkpoint-000060/model.safetensors       the parameters, by name
-                          optimizer.safetensors   AdamW's state, as "<field>/<parameter>"
+                          optimizer.safetensors   the optimisers' state, as "<field>/<parameter>"
                           state.json              everything else, and the digests of all three
 
 The file imports no torch.

@@ -6,6 +6,7 @@ damaged, there is another. Older checkpoints are removed, file by file, if their
 
 import json
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from ..models import saved_run
 from .files import flush, replaced
 
 MARK_FILE = "made-by-rda-train"  # is in a folder that is not finished yet, and holds the name of the run
 _UNFINISHED = "unfinished-"
+_FIELDS = {Muon: ("momentum_buffer",), AdamW: ("step", "exp_avg", "exp_avg_sq")}  # of an optimiser's state
 
 
-def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> Path:
+def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> Path:
     """Write RUN/checkpoint-<state["step"]> of the run state["run"], then remove older ones.
 
     If the checkpoint cannot be written, a ValueError is raised, and nothing is removed.
@@ -41,6 +43,7 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, o
         moments = {
             f"{field}/{name}": x
             for name, parameter in model.named_parameters()
+            for optimizer in optimizers
             for field, x in optimizer.state.get(parameter, {}).items()
         }
         for name, tensors in ((saved_run.MODEL_FILE, parameters), (saved_run.OPTIMIZER_FILE, moments)):
@@ -62,15 +65,26 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, o
     return target
 
 
-def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load parameters and optimiser state. A file that is damaged or unfit raises ValueError; nothing changes."""
+def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Load parameters and optimisers' state. A file that is damaged or unfit raises ValueError; nothing changes.
+
+    Args:
+        optimizers: none, to load the parameters alone.
+    """
     saved_run.check_whole(checkpoint)
     by_name: dict[str, Tensor] = dict(model.named_parameters())
     parameters = _load(checkpoint / saved_run.MODEL_FILE, by_name)
-    expected = {f"{field}/{name}": x for name, x in by_name.items() for field in ("exp_avg", "exp_avg_sq")}
-    expected |= {f"step/{name}": torch.zeros((), dtype=torch.float32) for name in by_name}
-    moments = _load(file := checkpoint / saved_run.OPTIMIZER_FILE, expected)
-    for key, x in moments.items():
+    name_of = {x: name for name, x in by_name.items()}
+    places = {
+        f"{field}/{name_of[x]}": (optimizer, x)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for x in group["params"]
+        for field in _FIELDS[type(optimizer)]
+    }
+    expected = {key: torch.zeros(()) if key.startswith("step/") else x for key, (_, x) in places.items()}
+    found = _load(file := checkpoint / saved_run.OPTIMIZER_FILE, expected) if optimizers else {}
+    for key, x in found.items():
         if key.startswith("step/") and x.item() != saved_run.step_of(checkpoint):
             raise ValueError(f"{file} is damaged: {key!r} is {x.item():g}, not the run's step")
         if key.startswith("exp_avg_sq/") and bool((x < 0).any()):
@@ -78,9 +92,9 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) ->
     with torch.no_grad():
         for name, x in parameters.items():
             by_name[name].copy_(x)
-        for key, x in moments.items():
-            field, _, name = key.partition("/")
-            optimizer.state[by_name[name]][field] = x
+        for key, x in found.items():
+            optimizer, parameter = places[key]
+            optimizer.state[parameter][key.partition("/")[0]] = x
 
 
 def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,6 @@
-"""The document: its bytes, the part that is held out, and the window that a step reads. The file imports no torch."""
+"""The document: its bytes, the part that is held out, and the windows that a step reads. The file imports no torch."""
 
-import gzip
 import hashlib
-import math
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +16,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 @dataclass(frozen=True)
 class Document:
-    """One long document. Its last `num_held_out` windows of `seq_len` bytes are never trained on."""
+    """One long document. Its last `num_held_out` bytes are never trained on."""
 
     content: bytes
     name: str
@@ -27,47 +25,57 @@ class Document:
     read: str = ""  # says which files were read, and how
 
     def __post_init__(self) -> None:
-        needed = self.seq_len * (1 + self.num_held_out)
         if not self.content:
             raise ValueError(f"{self.name} is empty: there is nothing to read")
-        if len(self.content) < needed:
-            longest = len(self.content) // (1 + self.num_held_out)
-            remedy = f"or a --seq-len of at most {longest:,}" if longest > 1 else "or fewer --held-out-windows"
+        if len(self.content) < (needed := self.seq_len + self.num_held_out):
             raise ValueError(
-                f"{self.name} has {len(self.content):,} bytes, but one sequence to train on and {self.num_held_out} "
-                f"held out take {1 + self.num_held_out} * {self.seq_len:,} = {needed:,}: pass more --data, {remedy}"
+                f"{self.name} has {len(self.content):,} bytes, but one sequence to train on and the held-out bytes "
+                f"take {self.seq_len:,} + {self.num_held_out:,} = {needed:,}: pass more --data, or a smaller "
+                "--held-out-bytes or --seq-len"
             )
 
     @property
     def num_train(self) -> int:
-        return len(self.content) - self.num_held_out * self.seq_len
+        return len(self.content) - self.num_held_out
 
     def identity(self) -> dict[str, Any]:
         """What must be the same in the document of a resumed run."""
         digest = hashlib.sha256(self.content).hexdigest()
-        return {"name": self.name, "num_bytes": len(self.content), "sha256": digest, "read": self.read}
+        sizes = {"num_bytes": len(self.content), "num_held_out": self.num_held_out}
+        return {"name": self.name, **sizes, "sha256": digest, "read": self.read}
 
-    def train_window(self, seed: int, step: int) -> bytearray:
-        """The sequence of a step. It depends on (seed, step) alone, so that a resumed run reads the same sequences."""
-        digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=16).digest()
-        start = int.from_bytes(digest, "big") % (self.num_train - self.seq_len + 1)
-        return self._window(start)
-
-    def held_out_window(self, index: int) -> bytearray:
-        return self._window(self.num_train + index * self.seq_len)
-
-    def _window(self, start: int) -> bytearray:
-        return bytearray(memoryview(self.content)[start : start + self.seq_len])
+    def train_windows(self, seed: int, step: int, length: int, number: int) -> bytearray:
+        """The windows of a step, joined. They depend on the arguments alone: a resumed run reads the same windows."""
+        windows, view = bytearray(), memoryview(self.content)
+        for i in range(number):
+            digest = hashlib.blake2b(f"{seed} {step} {i}".encode(), digest_size=16).digest()
+            start = int.from_bytes(digest, "big") % (self.num_train - length + 1)
+            windows += view[start : start + length]
+        return windows
 
 
-def load_document(data: Sequence[str], seq_len: int, num_held_out: int, how: Mapping[str, Any]) -> Document:
-    """Concatenate the files, or the standard library's source if no file is given. `how`: as for `reading.Text`. Bad
-    files are a ValueError."""
+def load_document(
+    data: Sequence[str], seq_len: int, num_held_out: int, how: Mapping[str, Any], held_out: Sequence[str] = ()
+) -> Document:
+    """Concatenate the files, or the standard library's source if no file is given. Bad files are a ValueError.
+
+    Args:
+        num_held_out: how many bytes are held out, the document's last.
+        how: as for `reading.Text`.
+        held_out: files whose first bytes are held out instead. All of `data` is trained on, and they come behind it.
+    """
     name, paths, root = ", ".join(data), [Path(name) for name in data], Path(sysconfig.get_path("stdlib"))
     if not data:
         name = f"Python's standard library ({root})"
         paths = [root / path for path in source_files(path.relative_to(root) for path in root.rglob("*.py"))]
     content, read = read_files(paths, how)
+    if held_out:
+        scored, read_too = read_files([Path(name) for name in held_out], how)
+        if not scored:
+            raise ValueError(f"--held-out {', '.join(held_out)} is empty: there is nothing to score")
+        scored = scored[:num_held_out]
+        name, num_held_out = f"{name}; held out: {', '.join(held_out)}", len(scored)
+        content, read = content + scored, f"{read}\nheld out: {read_too}"
     return Document(content, name, seq_len, num_held_out, read)
 
 
@@ -92,21 +100,3 @@ def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -
             position = (position + wanted) % length
     if held:
         yield position, bytes(held)
-
-
-def baselines(document: Document) -> dict[str, float]:
-    """Bits per byte of two simple models on the held-out bytes, by name, to compare a loss with.
-
-    gzip sees one window at a time, as the model does, and looks back at most 32 KiB. The unigram model knows only how
-    often each byte stands in the training part, plus one.
-    """
-    import numpy
-
-    windows = [bytes(document.held_out_window(i)) for i in range(document.num_held_out)]
-    num_bytes, num_train = document.num_held_out * document.seq_len, document.num_train
-    counts = numpy.bincount(numpy.frombuffer(document.content, numpy.uint8, num_train), minlength=256) + 1
-    bits = [math.log2(num_train + 256) - math.log2(int(x)) for x in counts]
-    return {
-        "gzip": 8 * sum(len(gzip.compress(window, 9, mtime=0)) for window in windows) / num_bytes,
-        "unigram": sum(bits[byte] for window in windows for byte in window) / num_bytes,
-    }

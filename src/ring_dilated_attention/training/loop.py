@@ -8,20 +8,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..ranks.context import ContextParallel
 from ..ranks.processes import recorded_waits
 from .agreement import together, values_of_all
+from .baselines import baselines
 from .checkpoint import load_checkpoint, save_checkpoint
-from .data import Document, baselines
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step, beside_the_bar, progress_bar
 from .options import Hyperparameters
 from .run import Run, initial_state, offering_older
 from .run_report import make_record, planned_attention_bytes
+from .scoring import bits_by_context, held_out_bits_per_byte
 
 NATS_PER_BIT = math.log(2)
+NUM_EVALUATIONS = 5  # in a run, unless the user says how often
 
 
 class Stop(Protocol):
@@ -38,82 +41,114 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     options = run.hyperparameters
     torch.manual_seed(options.seed)
     model = LongNetLM(options.model_config(), parallel=parallel, activation_checkpointing=run.activation_checkpointing)
-    optimizer = make_optimizer(model, options)
+    optimizers = make_optimizers(model, options)
     loss_of = average_gradients(NextTokenLoss(model), parallel)
     state = together(parallel, partial(initial_state, run))
-    together(parallel, partial(load, run, model, optimizer))
+    together(parallel, partial(load, run, model, optimizers))
     planned = planned_attention_bytes(options, parallel)
+    eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
     measured, stopping = partial(trained_on, options, parallel, planned, resident_bytes()), False
     state = measured() | state
     writes = partial(Metrics, run.folder, state["run"], state["step"], parallel.rank, tensorboard=run.tensorboard)
     with (
         together(parallel, writes) as metrics,
         recorded_waits(parallel.ranks) as waits,
-        progress_bar(options.steps, state["step"], parallel.rank) as bar,
+        progress_bar(options.total_steps, state["step"], parallel.rank) as bar,
     ):
         if parallel.rank == 0:  # not before: whatever is refused until here is one sentence
             bar.write(run.document.read, file=bar.fp)
-        while state["step"] < options.steps and not stopping:
+        while state["step"] < options.total_steps and not stopping:
             began = time.perf_counter()
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(options, state["step"])
-            loss = loss_of(shard(run.document.train_window(options.seed, state["step"]), parallel))
-            nats = loss.item()
-            check_finite(math.isfinite(nats), f"the loss is {nats}", state["step"])
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-
+            nats = take_step(run, state, loss_of, optimizers, parallel)
             waited = round(sum(wait.end - wait.start for wait in waits), 6)
             status = values_of_all(parallel, (waited, resident_bytes(), stop.requested))
             all_waited, all_resident, requests = map(list, zip(*status, strict=True))
             stopping = any(requests)  # so that all stop at the same step
-            waits.clear()
             seconds = time.perf_counter() - began
+            speed = options.phase_of(state["step"]).num_positions / seconds
             state["step"] += 1
             state["bits_per_byte"].append(nats / NATS_PER_BIT)
             state["step_seconds"].append(seconds)
-            speed = options.seq_len / seconds
-            step = Step(state["step"], nats, nats / NATS_PER_BIT, seconds, speed, all_waited, all_resident)
+            held_out, is_last = None, state["step"] == options.total_steps
+            if state["step"] % eval_every == 0 and not is_last and not stopping:
+                held_out = held_out_bits_per_byte(model, run.document, parallel)
+                state["held_out"].append({"step": state["step"], "bits_per_byte": held_out})
+            waits.clear()
+            numbers = (state["step"], nats, nats / NATS_PER_BIT, held_out, seconds, speed, all_waited, all_resident)
+            step = Step(state["run"], *numbers)
             metrics.add(step)
             bar.set_postfix_str(beside_the_bar(step, planned), refresh=False)
             bar.update()
-            if state["step"] % run.save_every == 0 or state["step"] == options.steps or stopping:
+            if state["step"] % run.save_every == 0 or is_last or stopping:
                 # A checkpoint with NaN would replace a good one.
                 is_finite = all(bool(x.isfinite().all()) for x in model.parameters())
                 check_finite(is_finite, "a parameter is not finite", state["step"])
                 state |= measured()
-                save = partial(save_checkpoint, run.folder, state, model, optimizer)
+                save = partial(save_checkpoint, run.folder, state, model, optimizers)
                 together(parallel, save if parallel.rank == 0 else lambda: None)
     record = make_record(run.folder, state, sum(x.numel() for x in model.parameters()))
-    if state["step"] == options.steps:
+    if state["step"] == options.total_steps:
         held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document, parallel)
         check_finite(math.isfinite(held_out), f"the loss is {held_out}", state["step"])
+        record["bits_by_context"] = bits_by_context(model, run.document, parallel)
         record["baselines"] = baselines(run.document) if parallel.rank == 0 else None
     return record
 
 
-def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the checkpoint that the run goes on from, if there is one."""
+def take_step(
+    run: Run, state: dict[str, Any], loss_of: nn.Module, optimizers: list[Optimizer], parallel: ContextParallel
+) -> float:
+    """Read the windows of the next step, as packed documents, and change the parameters. Returns the loss in nats."""
+    options, step = run.hyperparameters, state["step"]
+    phase = options.phase_of(step)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = group["peak"] * share_of_peak(options, step)
+    number = step + sum(origin["step"] for origin in state["from"])  # so that it reads other windows than those did
+    windows = run.document.train_windows(options.seed, number, phase.length, phase.batch_size)
+    borders = torch.arange(0, phase.num_positions + 1, phase.length, dtype=torch.int32)
+    loss = loss_of(shard(windows, parallel), borders)
+    nats = loss.item()
+    check_finite(math.isfinite(nats), f"the loss is {nats}", step)
+    loss.backward()
+    nn.utils.clip_grad_norm_(loss_of.parameters(), options.clip_norm)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return nats
+
+
+def load(run: Run, model: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Load the checkpoint that the run goes on from, or the parameters of the one that it begins from."""
     if run.checkpoint is not None:
         with offering_older(run.checkpoint):
-            load_checkpoint(run.checkpoint, model, optimizer)
+            load_checkpoint(run.checkpoint, model, optimizers)
+    elif run.origin is not None:
+        load_checkpoint(run.origin, model, [])
 
 
-def make_optimizer(model: nn.Module, options: Hyperparameters) -> torch.optim.AdamW:
-    matrices = [x for x in model.parameters() if x.dim() >= 2]
-    vectors = [x for x in model.parameters() if x.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
+def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimizer]:
+    """AdamW, after Muon for the matrices of blocks if the run takes it. A group's "peak" is its peak learning rate."""
+    named, decay = list(model.named_parameters()), options.weight_decay
+    is_muons = {name: options.optimizer == "muon" and ".blocks." in f".{name}" and x.dim() == 2 for name, x in named}
+    rest = [x for name, x in named if not is_muons[name]]
+    groups = [
+        {"params": [x for x in rest if x.dim() >= 2], "weight_decay": decay, "peak": options.learning_rate},
+        {"params": [x for x in rest if x.dim() < 2], "weight_decay": 0.0, "peak": options.learning_rate},
+    ]
+    optimizers: list[Optimizer] = [torch.optim.AdamW(groups, betas=(0.9, 0.95))]
+    if any(is_muons.values()):
+        group = {"params": [x for name, x in named if is_muons[name]], "peak": options.muon_learning_rate}
+        optimizers.insert(0, torch.optim.Muon([group], weight_decay=decay))
+    return optimizers
 
 
-def learning_rate(options: Hyperparameters, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak: a function of the step alone."""
+def share_of_peak(options: Hyperparameters, step: int) -> float:
+    """The learning rate as a share of its peak: linear warm-up, then a cosine down to 5 %, by the positions read."""
     if step < options.warmup_steps:
-        return options.learning_rate * (step + 1) / options.warmup_steps
-    progress = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
-    return options.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
+        return (step + 1) / options.warmup_steps
+    first, now, last = map(options.positions_before, (options.warmup_steps, step, options.total_steps))
+    progress = (now - first) / max(1, last - first)
+    return 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
 
 
 def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.Module:
@@ -123,7 +158,8 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
         wrapped = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
     # A rehearsal on a few bytes. After its first backward DDP orders its buckets anew. With more than two ranks this
     # changes the order in which gloo adds gradients: without a rehearsal a resumed run would get other bits.
-    wrapped(shard(bytearray(2 * parallel.world_size), parallel)).backward()
+    borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
+    wrapped(shard(bytearray(2 * parallel.world_size), parallel), borders).backward()
     wrapped.zero_grad()
     return wrapped
 
@@ -135,22 +171,14 @@ def shard(window: bytearray, parallel: ContextParallel) -> Tensor:
 
 def check_finite(is_finite: bool, what: str, step: int) -> None:
     if not is_finite:
-        raise TrainingDiverged(f"{what} at step {step}: start again with a smaller --learning-rate")
-
-
-@torch.no_grad()
-def held_out_bits_per_byte(model: LongNetLM, document: Document, parallel: ContextParallel) -> float:
-    """The mean loss of the held-out windows."""
-    windows = (document.held_out_window(i) for i in range(document.num_held_out))
-    losses = [model.loss(shard(window, parallel)).item() for window in windows]
-    return sum(losses) / len(losses) / NATS_PER_BIT
+        raise TrainingDiverged(f"{what} at step {step}: start again with smaller learning rates")
 
 
 def trained_on(options: Hyperparameters, parallel: ContextParallel, planned: int, before: int) -> dict[str, Any]:
     """What a record says about the machine and about each rank. It is the same on every rank."""
     own = {
         "rank": parallel.rank,
-        "positions": len(parallel.positions(options.seq_len)),
+        "positions": len(parallel.positions(options.schedule[-1].num_positions)),
         "resident_before": before,
         "resident_peak": peak_resident_bytes(),
         "planned_attention": planned,

@@ -1,6 +1,6 @@
 """The progress of a run: metrics.jsonl, the progress bar, and TensorBoard if the user asks for it.
 
-The first line of metrics.jsonl is {"run": "<its name>"}. Each further line is a `Step`.
+Each line of metrics.jsonl is a `Step`.
 """
 
 import json
@@ -20,9 +20,11 @@ BAR_COLUMNS = 45  # for the bar with its percentage, steps, time and speed
 class Step(NamedTuple):
     """One step. The two lists have an entry for each rank."""
 
+    run: str  # the name of the run, by which it knows its file
     step: int  # from 1
     loss: float  # nats per byte
     bits_per_byte: float
+    held_out_bits_per_byte: float | None  # every --eval-every steps
     seconds: float
     tokens_per_second: float
     waited_seconds: list[float]  # for messages of the attention and its handshakes, not for DDP's sum of gradients
@@ -42,10 +44,10 @@ class Metrics(AbstractContextManager["Metrics"]):
         if rank != 0:
             return
         path = folder / METRICS_FILE
-        kept = lines_before(path, run, step) if path.exists() else [json.dumps({"run": run})]
+        kept = lines_before(path, run, step) if path.exists() else []
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(f"{line}\n" for line in kept).encode(), partial(is_of, run=run), "this run")
-        self._file, self._has_steps = path.open("a"), len(kept) > 1
+        self._file, self._has_steps = path.open("a"), bool(kept)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -69,22 +71,24 @@ class Metrics(AbstractContextManager["Metrics"]):
         self._file.flush()
         self._has_steps = True
         if self._writer is not None:
-            for name in ("bits_per_byte", "loss", "tokens_per_second"):
-                self._writer.add_scalar(name, getattr(step, name), step.step)
+            for name in ("bits_per_byte", "loss", "tokens_per_second", "held_out_bits_per_byte"):
+                if (value := getattr(step, name)) is not None:
+                    self._writer.add_scalar(name, value, step.step)
             self._writer.add_scalar("waited_seconds/most", max(step.waited_seconds), step.step)
             self._writer.add_scalar("resident_bytes/most", max(step.resident_bytes), step.step)
 
 
 def is_of(file: BinaryIO, run: str) -> bool:
     """Whether this run made the file."""
-    return json_object(file.readline(MOST_BYTES)) == {"run": run}
+    first = json_object(file.readline(MOST_BYTES))
+    return first.get("run") == run and "bits_per_byte" in first
 
 
 def lines_before(path: Path, run: str, step: int) -> list[str]:
     """The lines of a run up to this step. A line that is not complete is left out."""
     check_mine(path, partial(is_of, run=run), "this run")
     lines = path.read_text(errors="replace").splitlines()
-    return lines[:1] + [line for line in lines[1:] if json_object(line).get("step") in range(1, step + 1)]
+    return [line for line in lines if json_object(line).get("step") in range(1, step + 1)]
 
 
 def progress_bar(num_steps: int, first_step: int, rank: int) -> Any:

@@ -5,10 +5,12 @@ between checkpoints are not among them, since a resumed run may have others.
 """
 
 import argparse
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..models.longnet_config import LongNetConfig
 
@@ -16,6 +18,24 @@ MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
 MOST_POSITIONS = 2**40  # the longest segment, and the largest dilation rate
 LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
 LARGEST_FLOAT, SMALLEST_FLOAT = 1e30, 1e-30  # AdamW computes in float32, and divides by 0.1
+# Short sequences teach most in the same time. They take half of the time of a run of the default length and steps.
+DEFAULT_STEPS, DEFAULT_PHASES = 18, ("512:2:1500", "1024:2:400", "4096:2:120")
+OPTIMIZERS = ("muon", "adamw")
+FILES = ("data", "held_out")
+# A run from another run's parameters has another's width and heads, since these decide the shapes of parameters.
+SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads")
+
+
+class Phase(NamedTuple):
+    """Steps that read `batch_size` sequences of `length` bytes each, joined as packed documents."""
+
+    length: int
+    batch_size: int
+    steps: int
+
+    @property
+    def num_positions(self) -> int:
+        return self.length * self.batch_size
 
 
 def _option(default: Any, text: str, least: float = 1, most: float = LARGEST, kind: type = int, **more: Any) -> Any:
@@ -40,18 +60,35 @@ class Hyperparameters:
         "join", "records of FASTA: end to end, or each with a newline at its end", kind=str, choices=("join", "newline")
     )
     seq_len: int = _option(32_768, "bytes of one sequence, over all ranks; each is predicted from those before it", 2)
-    steps: int = _option(90, "optimiser steps, one sequence each")
+    batch_size: int = _option(1, "sequences of --seq-len in one step")
+    steps: int = _option(DEFAULT_STEPS, "optimiser steps with sequences of --seq-len, after those of --phases")
+    phases: tuple[str, ...] = _option(
+        (),
+        "shorter sequences that are read first, as LENGTH:BATCH:STEPS, or none (default: "
+        f"{' '.join(DEFAULT_PHASES)}, those shorter than --seq-len; none if --steps is given, or --from)",
+        kind=str,
+        metavar="PHASE",
+    )
     num_layers: int = _option(2, "transformer blocks", most=MOST_LAYERS)
     embed_dim: int = _option(128, "width of the model")
     num_heads: int = _option(4, "query heads")
     num_kv_heads: int | None = _option(None, "key/value heads (grouped queries); default: as many as query heads")
-    segment_lengths: tuple[int, ...] = _option((512, 4_096, 32_768), "segment length of each branch", 1, MOST_POSITIONS)
-    dilation_rates: tuple[int, ...] = _option((1, 4, 16), "dilation rate of each branch", 1, MOST_POSITIONS)
-    learning_rate: float = _real(4e-3, "peak learning rate of AdamW; cosine down to a tenth of it")
+    segment_lengths: tuple[int, ...] = _option(
+        (96, 256, 2_048, 32_768), "segment length of each branch", 1, MOST_POSITIONS
+    )
+    dilation_rates: tuple[int, ...] = _option((1, 1, 4, 16), "dilation rate of each branch", 1, MOST_POSITIONS)
+    optimizer: str = _option(
+        "muon", "muon: Muon for matrices of blocks, AdamW for the rest", kind=str, choices=OPTIMIZERS
+    )
+    learning_rate: float = _real(4e-3, "peak learning rate of AdamW; cosine down to 5 %% of it")
+    muon_learning_rate: float = _real(0.015, "the same of Muon")
     warmup_steps: int = _option(10, "steps of linear warm-up", 0)
-    weight_decay: float = _real(0.1, "AdamW's, on matrices only", 0)
+    weight_decay: float = _real(0.1, "of both, on matrices only", 0)
     clip_norm: float = _real(1.0, "largest norm of the gradient")
-    held_out_windows: int = _option(4, "sequences at the document's end that are kept for the final figure")
+    held_out: tuple[str, ...] = _option(
+        (), "files whose first bytes are held out, instead of the document's last", kind=str
+    )
+    held_out_bytes: int = _option(131_072, "bytes, the document's last, that only score the model")
     seed: int = _option(0, "seed of the initial weights and of the order of the data", -LARGEST)
 
     def __post_init__(self) -> None:
@@ -68,20 +105,51 @@ class Hyperparameters:
                     raise ValueError(f"{flag(item.name)} {in_short(entry)} must be from {least:,} to {most:,}")
             if (choices := item.metadata["more"].get("choices")) and entries[0] not in choices:
                 raise ValueError(f"{flag(item.name)} {in_short(entries[0])!r} must be {' or '.join(choices)}")
-        if self.learning_rate * self.weight_decay > LARGEST_FLOAT:
-            product = f"--learning-rate {self.learning_rate} times --weight-decay {self.weight_decay}"
-            raise ValueError(f"{product} must be at most {LARGEST_FLOAT:,}")
+        for name in ("learning_rate", "muon_learning_rate"):
+            if (rate := getattr(self, name)) * self.weight_decay > LARGEST_FLOAT:
+                product = f"{flag(name)} {rate} times --weight-decay {self.weight_decay}"
+                raise ValueError(f"{product} must be at most {LARGEST_FLOAT:,}")
+        for phase in self.schedule[:-1]:
+            if phase.length >= self.seq_len:
+                found = f"--phases {phase.length}:... is not shorter than --seq-len {self.seq_len}"
+                raise ValueError(f"{found}: leave it out, or raise --steps for more steps of that length")
         self.model_config()  # refuses bad widths and branches
+
+    @property
+    def schedule(self) -> tuple[Phase, ...]:
+        """The phases of the run. The last one reads sequences of seq_len."""
+        return (*map(_phase, self.phases), Phase(self.seq_len, self.batch_size, self.steps))
+
+    @property
+    def total_steps(self) -> int:
+        return sum(phase.steps for phase in self.schedule)
+
+    def positions_before(self, step: int) -> int:
+        """The positions that all steps before this one read."""
+        firsts = accumulate((phase.steps for phase in self.schedule), initial=0)
+        return sum(
+            x.num_positions * max(0, min(step - first, x.steps))
+            for x, first in zip(self.schedule, firsts, strict=False)
+        )
+
+    def phase_of(self, step: int) -> Phase:
+        """The phase of a step, counted from 0. Behind the last step, the last phase."""
+        for phase in self.schedule:
+            if step < phase.steps:
+                break
+            step -= phase.steps
+        return phase
 
     def model_config(self) -> LongNetConfig:
         return LongNetConfig.of_run(asdict(self))
 
     def num_training_bytes(self) -> int:
-        """The bytes of parameters, gradients and AdamW's two moments in float32, without biases and norms."""
+        """The bytes of parameters, gradients and optimiser state in float32, without biases and norms."""
         num_kv_heads = self.num_kv_heads or self.num_heads
         of_attention = 2 * self.embed_dim**2 + 2 * self.embed_dim**2 * num_kv_heads // self.num_heads
-        num_parameters = self.num_layers * (of_attention + 8 * self.embed_dim**2) + 2 * 256 * self.embed_dim
-        return 4 * 4 * num_parameters
+        of_blocks = self.num_layers * (of_attention + 8 * self.embed_dim**2)
+        num_moments = 1 if self.optimizer == "muon" else 2
+        return 4 * ((2 + num_moments) * of_blocks + 4 * 2 * 256 * self.embed_dim)
 
     def to_dict(self) -> dict[str, Any]:
         """A dict that JSON gives back as it was: with lists for tuples."""
@@ -120,6 +188,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _phase(text: str) -> Phase:
+    numbers = text.split(":")
+    if len(numbers) != 3 or not all(x.isascii() and x.isdigit() and 1 <= int(x[:20]) <= LARGEST for x in numbers):
+        rule = "such as 512:2:1000, which is 1,000 steps of 2 sequences of 512 bytes, or none"
+        raise ValueError(f"--phases {in_short(text)!r} must be LENGTH:BATCH:STEPS, {rule}")
+    return Phase(*map(int, numbers))
+
+
 def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], int]) -> None:
     """Add an option for each field. Integers are read by `whole`. An option that is not given leaves no attribute."""
     for item in fields(Hyperparameters):
@@ -135,21 +211,39 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
         )
 
 
-def resolve(arguments: argparse.Namespace, saved: Hyperparameters | None) -> Hyperparameters:
-    """The hyperparameters of a new or a saved run. A ValueError refuses bad values, and changes to a saved run."""
+def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None) -> Hyperparameters:
+    """The hyperparameters of a run. A ValueError refuses bad values, and changes that cannot be.
+
+    Args:
+        before: those of the run that --resume or --from names. A resumed run keeps them. They are the defaults of a run
+            from another's parameters, which keeps SHAPE and has no phases by default.
+    """
     given = {item.name: getattr(arguments, item.name) for item in fields(Hyperparameters) if item.name in arguments}
-    if "data" in given:
-        given["data"] = [str(Path(name).resolve()) for name in given["data"]]
-    if saved is None:
+    given |= {name: [str(Path(file).resolve()) for file in given[name]] for name in FILES if name in given}
+    if given.get("phases") == ["none"]:
+        given["phases"] = ()
+    if before is None:
+        if not given.keys() & {"steps", "phases"}:
+            longest = given.get("seq_len", Hyperparameters.seq_len)
+            given["phases"] = tuple(text for text in DEFAULT_PHASES if _phase(text).length < longest)
         return Hyperparameters(**given)
-    wanted = replace(saved, **given)
-    pairs = [(name, value, getattr(saved, name)) for name, value in vars(wanted).items()]
-    changed = "; ".join(f"{flag(name)} {_shown(new)} was {_shown(old)}" for name, new, old in pairs if new != old)
-    if changed:
-        remedy = "Leave these options out, or start a new run without --resume"
-        raise ValueError(f"a resumed run keeps its hyperparameters, but {changed}. {remedy}")
-    return saved
+    resumed = arguments.resume
+    wanted = replace(before, **given if resumed else {"phases": ()} | given)
+    changed = [name for name, value in vars(wanted).items() if value != getattr(before, name)]
+    refused = changed if resumed else [name for name in changed if name in SHAPE]
+    if refused:
+        words = [
+            f"{flag(name)} {_shown(getattr(wanted, name))} was {_shown(getattr(before, name))}" for name in refused
+        ]
+        rule = "a resumed run keeps its hyperparameters" if resumed else "the parameters of --from have other shapes"
+        remedy = "Leave these options out, or start a new run from random parameters"
+        if resumed and not set(refused) & set(SHAPE):
+            given_anew = {name: entries_of(getattr(wanted, name)) or ("none",) for name in refused}
+            command = [str(word) for name, entries in given_anew.items() for word in (flag(name), *entries)]
+            remedy = f"A new run from its parameters: rda train --from {shlex.join([str(resumed), *command])}"
+        raise ValueError(f"{rule}, but {'; '.join(words)}. {remedy}")
+    return wanted
 
 
 def _shown(value: Any) -> str:
-    return " ".join(map(str, entries_of(value)))
+    return " ".join(map(str, entries_of(value))) or "none"

@@ -4,9 +4,11 @@ import math
 import statistics
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from .files import MADE_BY
+from .options import Hyperparameters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,18 +18,29 @@ if TYPE_CHECKING:
 
 
 def draw_losses(record: dict[str, Any]) -> bytes:
-    """The losses of a run, by step."""
-    (figure, axes), losses = _axes("step"), record["bits_per_byte"]
-    steps = range(1, len(losses) + 1)
-    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1)
-    axes.plot(steps, smoothed(losses), color="tab:blue", label="training, smoothed")
-    for (name, value), colour in zip((record.get("baselines") or {}).items(), ("tab:green", "tab:gray"), strict=False):
+    """The losses of a run by time, since a step of a long sequence takes many times that of a short one."""
+    (figure, axes), losses = _axes("seconds of training"), record["bits_per_byte"]
+    seconds = list(accumulate(record["step_seconds"], initial=0.0))
+    axes.plot(seconds[1:], losses, color="tab:blue", alpha=0.3, linewidth=1)
+    axes.plot(seconds[1:], smoothed(losses), color="tab:blue", label="training, smoothed")
+    options, first = Hyperparameters.from_dict(record["hyperparameters"]), 0
+    for phase in options.schedule:
+        if first < len(losses):
+            axes.axvline(seconds[first], color="lightgray", linewidth=1, zorder=0)
+            words = f"{phase.batch_size} x {phase.length:,}"
+            axes.annotate(words, (seconds[first], 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=7)
+        first += phase.steps
+    colours = ("tab:green", "tab:gray", "tab:purple")
+    for (name, value), colour in zip((record.get("baselines") or {}).items(), colours, strict=False):
         axes.axhline(value, color=colour, linestyle=":", label=f"{name} on the held-out bytes: {value:.3f}")
     held_out, p = record["held_out_bits_per_byte"], record["num_ranks"]
-    if held_out is not None:
-        axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held out: {held_out:.3f}")
+    points = [(seconds[entry["step"]], entry["bits_per_byte"]) for entry in record["held_out"]]
+    points += [(seconds[-1], held_out)] if held_out is not None else []
+    if points:
+        label = "held out" if held_out is None else f"held out: {held_out:.3f} at the end"
+        axes.plot(*zip(*points, strict=True), color="tab:orange", marker="o", label=label)
     axes.set_ylim(bottom=0)
-    title = f"{record['hyperparameters']['seq_len']:,} tokens over {p} rank{'s' * (p > 1)}"
+    title = f"{options.schedule[-1].num_positions:,} tokens over {p} rank{'s' * (p > 1)}"
     return _as_png(figure, axes, title, {"Source": f"run {record['run']}"})
 
 

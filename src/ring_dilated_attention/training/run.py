@@ -6,7 +6,7 @@ import math
 import reprlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,68 +18,87 @@ from .. import __version__
 from ..models.saved_run import STATE_FILE, check_whole, find_checkpoint, find_checkpoints, read_state, step_of
 from .data import Document, load_document
 from .files import MOST_BYTES, check_mine, is_our_picture, json_object
-from .options import Hyperparameters, flag, resolve
+from .options import FILES, Hyperparameters, flag, resolve
 
 RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
+README_FILE, README_TITLE = "README.txt", "Run {} of rda train"
+SAMPLE_FILE, SAMPLE_TITLE = "sample.txt", "Text that the model of run {} wrote"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What to train, and where. The run starts at step 0 if `checkpoint` is None."""
+    """What to train, and where. The run starts at step 0 if `checkpoint` is None, with the parameters of `origin`, the
+    checkpoint of another run, or random ones."""
 
     hyperparameters: Hyperparameters
     document: Document
     folder: Path
     checkpoint: Path | None = None
+    origin: Path | None = None
     save_every: int = 30
+    eval_every: int | None = None
     activation_checkpointing: bool = False
     tensorboard: bool = False
 
 
 def prepare(arguments: argparse.Namespace) -> Run:
     """The run that the command line asks for. A ValueError holds the message for the user."""
+    checkpoint = state = origin = None
     if arguments.resume is None:
-        folder, checkpoint, state = _new_folder(arguments.run_folder), None, None
-        hyperparameters = resolve(arguments, None)
+        folder, before = _new_folder(arguments.run_folder), None
+        if arguments.origin is not None:
+            origin, its_state = _newest_checkpoint("--from", arguments.origin)
+            before = Hyperparameters.from_dict(its_state["hyperparameters"])
+        options = resolve(arguments, before)
     else:
-        if arguments.run_folder is not None:
-            raise ValueError("--resume goes on in the run's own folder: leave --run-folder out")
-        folder, (checkpoint, state) = arguments.resume, _newest_checkpoint(arguments.resume)
-        hyperparameters = resolve(arguments, Hyperparameters.from_dict(state["hyperparameters"]))
-        check_mine(folder / RECORD_FILE, partial(is_record_of, state["run"]), "this run")
-        check_mine(folder / PICTURE_FILE, partial(is_our_picture, source=f"run {state['run']}"), "this run")
-    options = hyperparameters
-    document = load_document(options.data, options.seq_len, options.held_out_windows, vars(options))
+        for name, other in (("--run-folder", arguments.run_folder), ("--from", arguments.origin)):
+            if other is not None:
+                raise ValueError(f"--resume goes on with the run in its own folder: leave {name} out")
+        folder, (checkpoint, state) = arguments.resume, _newest_checkpoint("--resume", arguments.resume)
+        options = resolve(arguments, Hyperparameters.from_dict(state["hyperparameters"]))
+        for file, is_ours in files_of(state["run"]).items():
+            check_mine(folder / file, is_ours, "this run")
+    document = load_document(options.data, options.seq_len, options.held_out_bytes, vars(options), options.held_out)
     if state is not None:
         _check_same_document(document, state["document"])
-    choices = {name: getattr(arguments, name) for name in ("save_every", "activation_checkpointing", "tensorboard")}
-    return Run(hyperparameters, document, folder, checkpoint, **choices)
+    names = ("save_every", "eval_every", "activation_checkpointing", "tensorboard")
+    choices = {name: getattr(arguments, name) for name in names}
+    return Run(options, document, folder, checkpoint, origin, **choices)
 
 
 def initial_state(run: Run) -> dict[str, Any]:
     """What a checkpoint holds beside tensors."""
     if run.checkpoint is not None:
         return read_state(run.checkpoint)
+    origins = []
+    if run.origin is not None:
+        before, folder = read_state(run.origin), str(run.origin.parent.resolve())
+        origins = [{"folder": folder, "run": before["run"], "step": before["step"]}, *before["from"]]
     return {
         "run": secrets.token_hex(16),
+        "from": origins,
         "step": 0,
         "hyperparameters": run.hyperparameters.to_dict(),
         "document": run.document.identity(),
         "bits_per_byte": [],
         "step_seconds": [],
+        "held_out": [],
     }
 
 
 def fingerprint(run: Run) -> dict[str, str]:
     """What must be the same on all ranks, by name. The document is compared by its content, not by its path."""
-    options = {flag(name): str(value) for name, value in run.hyperparameters.to_dict().items() if name != "data"}
-    document, state = run.document.identity(), run.checkpoint and read_state(run.checkpoint)
+    options = {flag(name): str(value) for name, value in run.hyperparameters.to_dict().items() if name not in FILES}
+    document, begun = run.document.identity(), run.checkpoint or run.origin
+    state = begun and read_state(begun)
     return {
         "the document": f"{document['num_bytes']:,} bytes with sha256 {document['sha256'][:16]}...",
+        "held-out bytes": str(document["num_held_out"]),
         "the code": code_version(),
         "the checkpoint": f"step {state['step']} of run {state['run']}" if state else "none",
         **options,
         "--save-every": str(run.save_every),
+        "--eval-every": str(run.eval_every),
         "--activation-checkpointing": str(run.activation_checkpointing),
     }
 
@@ -98,6 +117,20 @@ def is_record_of(run: str, file: BinaryIO) -> bool:
     return record.get("run") == run and record.keys() >= {"status", "hyperparameters", "steps_done", "step_seconds"}
 
 
+def _starts_with(line: str, file: BinaryIO) -> bool:
+    return file.readline(MOST_BYTES).decode(errors="replace").rstrip() == line
+
+
+def files_of(run: str) -> dict[str, Callable[[BinaryIO], bool]]:
+    """The files that a run leaves at its end, each with the test of whether this run made it."""
+    return {
+        RECORD_FILE: partial(is_record_of, run),
+        PICTURE_FILE: partial(is_our_picture, source=f"run {run}"),
+        README_FILE: partial(_starts_with, README_TITLE.format(run)),
+        SAMPLE_FILE: partial(_starts_with, SAMPLE_TITLE.format(run)),
+    }
+
+
 def _new_folder(folder: Path | None) -> Path:
     if folder is None:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
@@ -105,16 +138,17 @@ def _new_folder(folder: Path | None) -> Path:
         raise ValueError(f"--run-folder {str(folder)!r} is not UTF-8, and safetensors opens no such file: rename it")
     if find_checkpoints(folder) or (folder / RECORD_FILE).exists():
         raise ValueError(f"--run-folder {folder} holds a run already: --resume it, or choose another folder")
-    if (folder / PICTURE_FILE).exists():
-        raise ValueError(f"--run-folder {folder} holds a {PICTURE_FILE}, which a run would make: choose another folder")
+    for name in files_of(""):
+        if (folder / name).exists():
+            raise ValueError(f"--run-folder {folder} holds a {name}, which a run would make: choose another folder")
     return folder
 
 
-def _newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
+def _newest_checkpoint(option: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint of a run, and its state."""
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:
-        raise ValueError(f"--resume {folder}: there is no checkpoint in this folder; pass a run folder")
+        raise ValueError(f"{option} {folder}: there is no checkpoint in this folder; pass a run folder")
     with offering_older(checkpoint):
         return checkpoint, _checked_state(checkpoint)
 
@@ -155,25 +189,33 @@ def _check_state(state: dict[str, Any], step: int) -> None:
             found = "missing" if value is None else reprlib.repr(value)
             raise ValueError(f"{name} is {found}, and should be {_KINDS[kind]}")
     options = Hyperparameters.from_dict(state["hyperparameters"])
-    if state["step"] != step or not 1 <= step <= options.steps:
-        raise ValueError(f"step is {state['step']} of {options.steps}, and the folder's name says {step}")
+    if state["step"] != step or not 1 <= step <= options.total_steps:
+        raise ValueError(f"step is {state['step']} of {options.total_steps}, and the folder's name says {step}")
     for name, least in (("bits_per_byte", 0.0), ("step_seconds", math.ulp(0.0))):
         if len(state[name]) != step or not all(isinstance(x, float) and least <= x < MOST for x in state[name]):
             raise ValueError(f"{name} should be {step} numbers from {least:g} to {MOST:g}, one for each step")
+    for name, kinds in _ENTRIES.items():
+        for entry in state[name]:
+            is_right = isinstance(entry, dict) and all(type(entry.get(key)) is kind for key, kind in kinds.items())
+            if not is_right or not 1 <= entry["step"] <= (step if name == "held_out" else MOST):
+                raise ValueError(f"{name} has {reprlib.repr(entry)}, and should have objects of {', '.join(kinds)}")
 
 
 MOST = 1e9  # bits per byte, or seconds of a step
 # The fields of every state, and their types in JSON.
 _STATE = {"run": str, "step": int, "hyperparameters": dict, "bits_per_byte": list, "step_seconds": list}
-_STATE |= {"document": dict, "document.name": str, "document.num_bytes": int, "document.sha256": str}
+_STATE |= {"from": list, "held_out": list, "document": dict, "document.name": str, "document.num_bytes": int}
+_STATE |= {"document.num_held_out": int, "document.sha256": str}
+# The objects in two of these lists: the held-out losses, and the checkpoints that a run comes from, the last one first.
+_ENTRIES = {"held_out": {"step": int, "bits_per_byte": float}, "from": {"folder": str, "run": str, "step": int}}
 _KINDS = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
 
 
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:
     found = document.identity()
-    if found["sha256"] != saved["sha256"]:
+    if (found["sha256"], found["num_held_out"]) != (saved["sha256"], saved["num_held_out"]):
+        words = "{num_bytes:,} bytes with sha256 {sha256:.12}..., {num_held_out:,} of them held out"
         raise ValueError(
-            f"the document changed since the run began: {found['name']} has {found['num_bytes']:,} bytes with sha256 "
-            f"{found['sha256'][:12]}..., the run was trained on {saved['num_bytes']:,} bytes with "
-            f"{saved['sha256'][:12]}.... Bring it back, or start a new run"
+            f"the document changed since the run began: {found['name']} has {words.format(**found)}; the run had "
+            f"{words.format(**saved)}. Bring it back, or start a new run"
         )

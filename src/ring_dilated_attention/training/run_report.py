@@ -1,8 +1,8 @@
-"""The results of a run: record.json, loss.png and a table of the memory of each rank."""
+"""The results of a run: the files that it leaves at its end, and a table of the memory of each rank."""
 
 import json
+import shlex
 import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +14,85 @@ from ..plan.job import Job
 from ..plan.planner import make_plan
 from ..plan.sizes import Sizes
 from ..ranks.context import ContextParallel
-from .files import check_mine, is_our_picture, write_whole
+from .files import check_mine, write_whole
 from .options import Hyperparameters
 from .pictures import draw_losses
-from .run import PICTURE_FILE, RECORD_FILE, is_record_of
+from .run import PICTURE_FILE, README_FILE, README_TITLE, RECORD_FILE, SAMPLE_FILE, SAMPLE_TITLE, files_of
+from .scoring import HELPS
 
 
 def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel) -> int:
     """The bytes that one attention call holds on this rank in forward and backward, according to its plan."""
     config = options.model_config()
-    shards = parallel.ranks.shards(parallel.ranks.lengths_of(options.seq_len))
-    job = Job(config.pattern, shards, config.num_heads, config.num_kv_heads or config.num_heads)
+    length, number, _ = options.schedule[-1]
+    shards = parallel.ranks.shards(parallel.ranks.lengths_of(length * number))
+    borders = tuple(range(0, length * number + 1, length))
+    job = Job(config.pattern, shards, config.num_heads, config.num_kv_heads or config.num_heads, borders)
     head_dim = config.embed_dim // config.num_heads
     sizes = Sizes(1, head_dim, torch.float32.itemsize, torch.get_num_threads())
     return attention_memory(make_plan(job, parallel.rank), sizes, TRAITS["cpu"]).forward_backward.num_bytes
 
 
 def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dict[str, Any]:
-    options, seconds = state["hyperparameters"], state["step_seconds"]
+    options, seconds = Hyperparameters.from_dict(state["hyperparameters"]), state["step_seconds"]
+    speeds = [options.phase_of(step).num_positions / each for step, each in enumerate(seconds)]
     return {
-        "status": "complete" if state["step"] == options["steps"] else "interrupted",
+        "status": "complete" if state["step"] == options.total_steps else "interrupted",
         "run": state["run"],
         "run_folder": str(folder),
+        "from": state["from"],
         **{name: state[name] for name in ("hardware", "versions", "hyperparameters", "document")},
         "num_ranks": len(state["ranks"]),
         "num_parameters": num_parameters,
         "steps_done": state["step"],
         "bits_per_byte": state["bits_per_byte"],
+        "held_out": state["held_out"],
         "held_out_bits_per_byte": None,
+        "bits_by_context": None,
         "step_seconds": seconds,
-        "tokens_per_second": options["seq_len"] / statistics.median(seconds) if seconds else None,
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
         "ranks": state["ranks"],
         "baselines": None,
     }
 
 
 def write_report(record: dict[str, Any]) -> None:
-    """Write record.json and loss.png. A ValueError refuses to write over a file that this run did not make."""
+    """Write record.json, loss.png and README.txt. A ValueError refuses to write over what this run did not make."""
     folder, run = Path(record["run_folder"]), record["run"]
-    picture, is_ours = folder / PICTURE_FILE, partial(is_our_picture, source=f"run {run}")
-    check_mine(picture, is_ours, "this run")
-    content = (json.dumps(record, indent=1) + "\n").encode()
-    write_whole(folder / RECORD_FILE, content, partial(is_record_of, run), "this run")
-    write_whole(picture, draw_losses(record), is_ours, "this run")
+    contents = {
+        RECORD_FILE: (json.dumps(record, indent=1) + "\n").encode(),
+        PICTURE_FILE: draw_losses(record),
+        README_FILE: f"{README_TITLE.format(run)}\n{README.format(folder=shlex.quote(str(folder)))}".encode(),
+    }
+    is_ours = files_of(run)
+    for name in contents:
+        check_mine(folder / name, is_ours[name], "this run")
+    for name, content in contents.items():
+        write_whole(folder / name, content, is_ours[name], "this run")
+
+
+def write_sample(record: dict[str, Any], text: str) -> None:
+    """Write sample.txt, with a text that the trained model wrote."""
+    run = record["run"]
+    content = f"{SAMPLE_TITLE.format(run)}\n\n{text}\n".encode()
+    write_whole(Path(record["run_folder"]) / SAMPLE_FILE, content, files_of(run)[SAMPLE_FILE], "this run")
+
+
+README = """
+checkpoint-*   parameters, the optimisers' state (safetensors), and the state of
+               the run with its hyperparameters (JSON); the newest two
+metrics.jsonl  a line for each step; pandas.read_json(..., lines=True) reads it
+record.json    hyperparameters, document, machine, losses, memory, final figures
+loss.png       the losses
+sample.txt     a text that the model wrote when it was trained
+
+rda train --resume {folder}              go on with it if it was interrupted
+rda train --from {folder} --steps 100    a new run from its parameters
+rda generate {folder} --prompt 'def '    let it write
+rda evaluate {folder} FILE               bits per byte of a text
+
+In Python: ring_dilated_attention.models.LongNetLM.from_run(...) is the model.
+"""
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -69,12 +105,27 @@ def summary(record: dict[str, Any]) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     losses = record["bits_per_byte"]
     if losses:
-        mean = len(losses) * record["hyperparameters"]["seq_len"] / sum(record["step_seconds"])
         lines.append(f"bits per byte: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}")
-        lines.append(f"speed: {record['tokens_per_second']:,.0f} tokens/s by the median step, {mean:,.0f} in the mean")
+        speed = f"{record['tokens_per_second']:,.0f} tokens/s by the median step"
+        lines.append(f"speed: {speed}; {sum(record['step_seconds']):,.0f} s in steps")
     if record["held_out_bits_per_byte"] is not None:
+        num_bytes = record["document"]["num_held_out"]
+        lines.append(f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte on {num_bytes:,} bytes")
         others = [f"{name} {value:.3f}" for name, value in (record.get("baselines") or {}).items()]
-        beside = f" (on the same bytes: {', '.join(others)})" if others else ""
-        lines.append(f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte, the mean of all windows{beside}")
-    lines.append(f"record and picture: {record['run_folder']}")
+        lines += [f"on the same bytes: {', '.join(others)}"] * bool(others) + by_context(record)
     return "\n".join(lines)
+
+
+def by_context(record: dict[str, Any]) -> list[str]:
+    """What the model reaches with its context cut, and whether the context helps."""
+    if (found := record["bits_by_context"]) is None:
+        return []
+    cuts, bits = found["least_context"], found["bits_per_byte"]
+    lines = [f"with its context cut, on {found['num_bytes']:,} of these bytes:"]
+    for c, value in zip(cuts, bits, strict=True):
+        lines.append(f"  {f'{c:,} to {2 * c - 1:,} bytes before':>32}  {value:.3f}")
+    enough = next(c for c, value in zip(cuts, bits, strict=True) if value - bits[-1] < HELPS)
+    if enough < cuts[-1]:
+        lines.append(f"Context beyond {2 * enough:,} bytes did not help this model (less than {HELPS} bits).")
+        lines.append(f"Another text may tell more: rda evaluate {shlex.quote(record['run_folder'])} FILE")
+    return lines
