@@ -26,7 +26,7 @@ from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.local_ranks import RankFailedError
 from ring_dilated_attention.models import LongNetLM
 from ring_dilated_attention.training import bits_per_byte, checkpoint, pictures
-from ring_dilated_attention.training.bits_per_byte import Bucket, Part, score
+from ring_dilated_attention.training.bits_per_byte import Part, score
 from ring_dilated_attention.training.data import Document, cut_into_contexts
 from ring_dilated_attention.training.loop import train
 from ring_dilated_attention.training.options import Hyperparameters
@@ -243,11 +243,11 @@ def test_bits_by_position_are_those_of_one_call(folder, chunk, context, monkeypa
     measured = total(score(model, [text[:100], text[100:]], context, chunk))
     found = measured.buckets()
     assert measured.num_read == len(text)
-    assert [b.first for b in found] == [2 ** (k - 1) for k in sorted(expected)]
+    assert [b["first"] for b in found] == [2 ** (k - 1) for k in sorted(expected)]
     for bucket, (_, bits) in zip(found, sorted(expected.items()), strict=True):
-        assert bucket.last == 2 * bucket.first - 1
-        assert bucket.num_bytes == len(bits)
-        assert bucket.bits_per_byte == pytest.approx(sum(bits) / len(bits), rel=1e-5)
+        assert bucket["last"] == 2 * bucket["first"] - 1
+        assert bucket["num_bytes"] == len(bits)
+        assert bucket["bits_per_byte"] == pytest.approx(sum(bits) / len(bits), rel=1e-5)
     everything = [bits for part in expected.values() for bits in part]
     assert measured.mean() == pytest.approx(sum(everything) / len(everything), rel=1e-5)
 
@@ -399,7 +399,9 @@ def test_a_refusal_of_ranks_is_said_once(folder, tmp_path, capsys, monkeypatch):
 def test_the_picture_shows_the_differences():
     """Catches an axis from 0, on which all bits per byte look alike."""
     with mock.patch.object(pictures, "_as_png") as made:
-        pictures.draw_buckets([Bucket(1, 1, 5, 4.2), Bucket(2, 3, 10, 4.1), Bucket(4, 7, 20, 4.0)], 4.05, "title")
+        rows = [(1, 1, 4.2), (2, 3, 4.1), (4, 7, 4.0)]
+        buckets = [dict(zip(("first", "last", "bits_per_byte"), row, strict=True)) for row in rows]
+        pictures.draw_buckets(buckets, 4.05, "title")
     low, high = made.call_args.args[1].get_ylim()
     assert 3.9 < low < 4.0
     assert 4.2 < high < 4.3

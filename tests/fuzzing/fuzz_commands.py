@@ -422,10 +422,10 @@ def nothing(*_: object, **__: object) -> None:
 
 
 @contextlib.contextmanager
-def own_and_leave(folder: Path, **_: object) -> Iterator[ownership.Owned]:
+def own_and_leave(folder: Path, **_: object) -> Iterator[tuple[Path, int]]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ownership.LOCK_FILE).open("a") as lock:
-        yield ownership.Owned(folder, lock.fileno())
+        yield folder, lock.fileno()
 
 
 def _remove_all_unfinished(target: Path, run: str) -> None:

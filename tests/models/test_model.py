@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 
@@ -148,7 +149,7 @@ def test_magneto_gain():
 
 
 def test_config_survives_json():
-    assert LongNetConfig.from_dict(json.loads(json.dumps(CONFIG.to_dict()))) == CONFIG
+    assert LongNetConfig(**json.loads(json.dumps(asdict(CONFIG)))) == CONFIG
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_loss_refusals(tokens, message):
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (CONFIG.to_dict(), {}, "config must be a LongNetConfig, got {'segment_lengths'"),
+        (asdict(CONFIG), {}, "config must be a LongNetConfig, got {'segment_lengths'"),
         (CONFIG, {"parallel": "x"}, "parallel must be a ContextParallel or None, got 'x'"),
         (CONFIG, {"backend": "flash"}, "backend='flash' is unknown"),
         (CONFIG, {"activation_checkpointing": "no"}, "activation_checkpointing must be True or False, got 'no'"),

@@ -7,15 +7,14 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ..models.saved_run import read_state
 from ..training.files import check_mine, folder_made, is_our_picture, write_whole
 from ..training.machine import peak_resident_bytes, physical_bytes
 from ..training.pictures import draw_buckets
 from ..training.rank_launcher import share_of_cores
 from ..training.reading import PACKED, Text, opened
-from .generate import check_run
+from .generate import hyperparameters_of
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
 from .limits import LARGEST, check_at_least, check_ranks_fit
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
@@ -48,12 +47,8 @@ BYTES_PER_NUMBER = 64  # of memory in a forward, for each position and number of
 SECONDS, JOIN_SECONDS = 20 * 86_400, 120  # the longest evaluation on several ranks, and how long they take to meet
 
 
-class Measured(NamedTuple):
-    """By one rank, of one part; or by all, in all."""
-
-    part: "Part"
-    text: Text  # with what was read until then
-    peak: int  # resident bytes of the rank that takes most
+# What was measured of one part by one rank, or of all by all; what was read until then; the most resident bytes.
+Measured = tuple["Part", Text, int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,21 +95,21 @@ def evaluate(arguments: argparse.Namespace) -> dict:
         "interrupted": not is_whole,
         "bits_per_byte": total.mean(),
         "num_bytes": sum(total.counts),
-        "by_bytes_before": [bucket._asdict() for bucket in buckets],
+        "by_bytes_before": buckets,
         "peak_resident_bytes": peak,
     }
 
 
 def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dict]:
     """The context, the chunk if caches are needed, and the run's hyperparameters. A ValueError refuses bad options."""
-    checkpoint, context, chunk, p = check_run(arguments.run_folder), arguments.context, arguments.chunk, arguments.ranks
+    saved, context, chunk = hyperparameters_of(arguments.run_folder), arguments.context, arguments.chunk
+    p = arguments.ranks
     check_at_least("--chunk", DEFAULT_CHUNK if chunk is None else chunk)
     check_at_least("--max-bytes", arguments.max_bytes, least=2)
     check_at_least("--ranks", p)
     if context is not None and context != 0 and context < 2:
         rule = "2 or more, or 0 for one that never ends: the first byte of a context is not predicted"
         raise ValueError(f"--context {context} must be {rule}")
-    saved = read_state(checkpoint)["hyperparameters"]
     context = (saved["seq_len"] if context is None else context) or None
     if context is None or BYTES_PER_NUMBER * context * saved["embed_dim"] > physical_bytes() / 4:
         chunk = DEFAULT_CHUNK if chunk is None else chunk
@@ -139,8 +134,9 @@ def measure(parts_of: Callable[..., Iterator[Measured]], text: Text, num_ranks: 
 
         def add(rank: int, told: Measured) -> None:
             nonlocal total, text, peak
-            total, text, peak = total.plus(told.part), told.text, max(peak, told.peak)
-            bar.update(told.part.num_read * (rank == 0))
+            part, text, resident = told
+            total, peak = total.plus(part), max(peak, resident)
+            bar.update(part.num_read * (rank == 0))
 
         if num_ranks > 1:
             launch = Launch(num_ranks, share_of_cores(num_ranks), seconds=SECONDS, join_seconds=JOIN_SECONDS)
@@ -152,7 +148,7 @@ def measure(parts_of: Callable[..., Iterator[Measured]], text: Text, num_ranks: 
             for told in parts_of(None):
                 add(0, told)
         is_whole = True
-    return Measured(total, text, peak), is_whole
+    return (total, text, peak), is_whole
 
 
 def parts(
@@ -165,7 +161,7 @@ def parts(
 
     with opened(text.name) as file:
         for part in score(LongNetLM.from_run(run_folder, parallel=parallel), text.blocks(file), context, chunk):
-            yield Measured(part, text, peak_resident_bytes())
+            yield part, text, peak_resident_bytes()
 
 
 def _on_rank(worker: Worker, parts_of: Callable[..., Iterator[Measured]]) -> None:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..models.saved_run import find_checkpoint, read_state
+from ..models.saved_run import newest_checkpoint, read_state
 from ..training.data import Document
 from ..training.reading import read_files
 from .interrupts import leaving_at_once
@@ -55,11 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    checkpoint = check_run(arguments.run_folder)
+    hyperparameters = hyperparameters_of(arguments.run_folder)
     check_at_least("--tokens", arguments.tokens)
     if arguments.seed is not None:
         check_at_least("--seed", arguments.seed, least=0)
-    prompt = prompt_of(arguments, read_state(checkpoint)["hyperparameters"])
+    prompt = prompt_of(arguments, hyperparameters)
     with leaving_at_once("rda generate"):
         from ..models.longnet import LongNetLM
         from ..models.sampling import Sampling
@@ -73,14 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 130 if record["interrupted"] else 0
 
 
-def check_run(folder: Path) -> Path:
-    """The newest checkpoint of a run. Raises ValueError if there is none. Imports no torch."""
+def hyperparameters_of(folder: Path) -> dict[str, Any]:
+    """The hyperparameters of a run. Raises ValueError if it has no checkpoint. Imports no torch."""
     if find_spec("safetensors") is None:
         raise ValueError("needs safetensors: pip install safetensors")
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None:
-        raise ValueError(f"{folder}: there is no checkpoint in this folder; pass the folder of a run of rda train")
-    return checkpoint
+    return dict(read_state(newest_checkpoint(folder))["hyperparameters"])
 
 
 def prompt_of(arguments: argparse.Namespace, how: Mapping[str, Any]) -> bytes:

@@ -51,10 +51,7 @@ def run_ranks(
     """Call function(worker, *args) on every rank. Returns the results in the order of ranks.
 
     `function` must stand at the top level of a module. Every process is ended before this returns or raises, also when
-    a rank fails, when time is up, and on Ctrl-C.
-
-    Raises:
-        RankFailedError: if a rank raised, died or ran out of time.
+    a rank fails, when time is up, and on Ctrl-C. A RankFailedError says which ranks raised, died or ran out of time.
     """
     start: Any = multiprocessing.get_context(_METHOD)
     if _METHOD == "forkserver":

@@ -23,7 +23,7 @@ from ..plan.dealing import check_dealing
 from ..plan.exchange import EXCHANGES
 from ..training.files import in_words
 from ..training.options import add_hyperparameters, flag
-from ..training.ownership import Owned, own_folder
+from ..training.ownership import own_folder
 from ..training.rank_launcher import LOST_ANOTHER, Ended, check_meeting, launch, leave_reason, started
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest
@@ -35,14 +35,8 @@ from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.
-DEFAULTS = {
-    "ranks": None,
-    "activation_checkpointing": False,
-    "tensorboard": False,
-    "exchange": "auto",
-    "save_every": 30,
-    "eval_every": None,
-}
+DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": None}
+DEFAULTS |= {"activation_checkpointing": False, "tensorboard": False}
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
 # The error of gloo in DDP's all-reduce of gradients, when another rank has ended.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
@@ -64,34 +58,32 @@ EXAMPLES = """examples:
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
-(safetensors and JSON), metrics.jsonl during the run, and at its end record.json, loss.png, sample.txt and a README.txt
-that says what each file is. Only one run at a time can use it.
-Exit codes: 0 done, 1 a rank was lost or memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
-Under a torchrun of your own they are the codes of the ranks.
+(safetensors and JSON) and metrics.jsonl, and at the end a README.txt that says what each of its files is. Only one run
+at a time can use it. Exit codes of the run, or of the ranks under a torchrun of your own: 0 done, 1 a rank was lost or
+memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
 
 With --ranks nobody beyond this machine can reach the ranks. torchrun opens its stores on every interface, and unpickles
-what it finds there. Let only the job's hosts reach its ports: 29400 and 29500, unless you name others, and those that
-gloo picks.
+what it finds there: let only the job's hosts reach its ports (29400 and 29500 by default) and those that gloo picks.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.set_defaults(**DEFAULTS)
-    parser.add_argument("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
-    parser.add_argument("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
-    parser.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
-    parser.add_argument("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
+    add = parser.add_argument
+    add("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
+    add("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
+    add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
+    add("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
+    add("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
     new = "begin a new run from the newest parameters of another; its hyperparameters are the defaults, without phases"
-    parser.add_argument("--from", dest="origin", type=Path, metavar="DIR", help=new)
-    steps = "steps between checkpoints; older ones are deleted (default 30)"
-    parser.add_argument("--save-every", type=count, metavar="N", help=steps)
+    add("--from", dest="origin", type=Path, metavar="DIR", help=new)
+    add("--save-every", type=count, metavar="N", help="steps between checkpoints; older ones are deleted (default 30)")
     steps = "steps between scores on the held-out bytes (default: a fifth of all)"
-    parser.add_argument("--eval-every", type=count, metavar="N", help=steps)
-    parser.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
-    parser.add_argument("--json", action="store_true", help="print the record on stdout, all else on stderr")
-    parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)  # set by `launch`: where the ranks meet
+    add("--eval-every", type=count, metavar="N", help=steps)
+    add("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
+    add("--json", action="store_true", help="print the record on stdout, all else on stderr")
+    add("--launched", type=Path, help=argparse.SUPPRESS)  # set by `launch`: where the ranks meet
     add_hyperparameters(parser.add_argument_group("hyperparameters", "kept by a resumed run"), count)
 
 
@@ -104,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         return launch_ranks(arguments, run, lock) if num_ranks > 1 else train_alone(arguments, run)
 
 
-def own(arguments: argparse.Namespace, run: Run) -> AbstractContextManager[Owned]:
+def own(arguments: argparse.Namespace, run: Run) -> AbstractContextManager[tuple[Path, int]]:
     """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
     return own_folder(run.folder, must_be_new=arguments.resume is None and arguments.run_folder is None)
 
@@ -227,11 +219,14 @@ def run_rank(arguments: argparse.Namespace) -> int:
         run = together(parallel, partial(prepare_checked, arguments))
         agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
-            run = together(parallel, partial(claim_folder, arguments, run, parallel.rank, stack))
+            # The first rank owns the folder, unless the launcher does.
+            claim = partial(stack.enter_context, own(arguments, run))
+            is_owner = parallel.rank == 0 and arguments.launched is None
+            claimed, _ = together(parallel, claim if is_owner else lambda: (run.folder, 0))
             # If the user named no folder, each rank has made up a name: take that of the first rank.
-            folder = Path(values_of_all(parallel, str(run.folder))[0])
+            folder = Path(values_of_all(parallel, str(claimed))[0])
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
-                record = train(run, parallel, stop)
+                record = train(replace(run, folder=folder), parallel, stop)
             if parallel.rank == 0:
                 report(arguments, run, record)
         dist.destroy_process_group()
@@ -285,13 +280,6 @@ def join_ranks(arguments: argparse.Namespace) -> None:
         check_meeting()
     store = dist.FileStore(str(arguments.launched / "store"), num_ranks) if arguments.launched else None
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-
-
-def claim_folder(arguments: argparse.Namespace, run: Run, rank: int, stack: ExitStack) -> Run:
-    """The run. The first rank owns its folder until `stack` is left, unless the launcher owns the folder already."""
-    if rank == 0 and arguments.launched is None:
-        run = replace(run, folder=stack.enter_context(own(arguments, run)).folder)
-    return run
 
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from .documents import Documents, agree_on_documents, why_no_tokens
 from .longnet_config import LongNetConfig
 from .recompute import loss_chunk_rows, run_layer, sum_in_chunks
 from .sampling import Sampling, generate
-from .saved_run import MODEL_FILE, check_whole, find_checkpoint
+from .saved_run import MODEL_FILE, check_whole, newest_checkpoint
 from .sharded import shift_left
 
 IGNORED_LABEL = -1
@@ -199,9 +199,7 @@ class LongNetLM(nn.Module):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        checkpoint = find_checkpoint(Path(folder))
-        if checkpoint is None:
-            raise ValueError(f"{folder}: there is no checkpoint in this folder; pass the folder of a run of rda train")
+        checkpoint = newest_checkpoint(Path(folder))
         try:
             state = check_whole(checkpoint)
             model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]), parallel=parallel)

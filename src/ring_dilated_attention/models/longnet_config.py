@@ -1,6 +1,6 @@
 """The configuration of a LongNetLM. A launcher checks it before it starts any rank: the file imports no torch."""
 
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ..pattern import DilatedPattern, is_finite_number, is_integer
@@ -11,7 +11,7 @@ OF_A_RUN = ("segment_lengths", "dilation_rates", "num_layers", "embed_dim", "num
 
 @dataclass(frozen=True)
 class LongNetConfig:
-    """The settings that decide a `LongNetLM`'s parameters and function. `to_dict` and `from_dict` are for JSON.
+    """The settings that decide a `LongNetLM`'s parameters and function. JSON can hold its `dataclasses.asdict`.
 
     Args:
         segment_lengths, dilation_rates, phase, heads: as in `DilatedPattern`; a language model's pattern is causal.
@@ -56,13 +56,6 @@ class LongNetConfig:
         return DilatedPattern(
             self.segment_lengths, self.dilation_rates, is_causal=True, phase=self.phase, heads=self.heads
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "LongNetConfig":
-        return cls(**fields)
 
     @classmethod
     def of_run(cls, hyperparameters: dict[str, Any]) -> "LongNetConfig":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..layers.checks import is_integral
 from ..pattern import is_finite_number, is_integer
@@ -151,11 +152,7 @@ def pad(
     if not prompts:
         raise ValueError(f"there is no prompt in tokens={reprlib.repr(tokens)}. {remedy}")
     rows = [_prompt(b, prompt, vocab_size, device, remedy) for b, prompt in enumerate(prompts)]
-    lengths = [len(row) for row in rows]
-    padded_BN = torch.zeros(len(rows), max(lengths), dtype=torch.int64, device=device)
-    for b, row in enumerate(rows):
-        padded_BN[b, : lengths[b]] = row
-    return padded_BN, lengths
+    return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
 
 
 def _prompt(b: int, given: object, vocab_size: int, device: torch.device, remedy: str) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +14,6 @@ from .data import cut_into_contexts
 
 NUM_BUCKETS = 63
 POSITIONS_AT_ONCE = 16_384  # of short contexts, in one forward: fewer or more are slower on a CPU
-
-
-class Bucket(NamedTuple):
-    """The bytes that have `first` to `last` bytes of their context before them."""
-
-    first: int
-    last: int
-    num_bytes: int
-    bits_per_byte: float
 
 
 class Part(NamedTuple):
@@ -39,19 +30,21 @@ class Part(NamedTuple):
     def mean(self) -> float:
         return sum(self.bits) / sum(self.counts)
 
-    def buckets(self) -> list[Bucket]:
-        sums = enumerate(zip(self.bits, self.counts, strict=True))
-        return [Bucket(2**k, 2 ** (k + 1) - 1, count, bits / count) for k, (bits, count) in sums if count]
+    def buckets(self) -> list[dict[str, Any]]:
+        """A record for each power of two: of the bytes that have `first` to `last` bytes of their context before."""
+        return [
+            {"first": 2**k, "last": 2 ** (k + 1) - 1, "num_bytes": count, "bits_per_byte": bits / count}
+            for k, (bits, count) in enumerate(zip(self.bits, self.counts, strict=True))
+            if count
+        ]
 
 
 @torch.no_grad()
 def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None, chunk: int | None = None) -> Iterator[Part]:
     """Measure the cross-entropy of a text, a part at a time. A context's first byte is not predicted.
 
-    Args:
-        model: with `parallel`, every rank gives the same text, and scores its shard of each context.
-        context: the length of a context; None if the whole text is one, which takes a chunk.
-        chunk: the bytes at a time that are read through caches, whose memory grows with neither text nor context.
+    A `context` of None is the whole text, and takes a `chunk`: so many bytes at a time are read through caches, whose
+    memory grows with neither. Under `parallel` every rank gives the same text, and scores its shard of each context.
     """
     if chunk is not None:
         yield from _by_caches(model, cut_into_contexts(blocks, chunk, context), context)

@@ -66,11 +66,8 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, o
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Load parameters and optimisers' state. A file that is damaged or unfit raises ValueError; nothing changes.
-
-    Args:
-        optimizers: none, to load the parameters alone.
-    """
+    """Load parameters, and the state of the optimisers if any are given. If a file is damaged or unfit, a ValueError is
+    raised, and nothing changes."""
     saved_run.check_whole(checkpoint)
     by_name: dict[str, Tensor] = dict(model.named_parameters())
     parameters = _load(checkpoint / saved_run.MODEL_FILE, by_name)

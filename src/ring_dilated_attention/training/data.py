@@ -59,10 +59,8 @@ def load_document(
 ) -> Document:
     """Concatenate the files, or the standard library's source if no file is given. Bad files are a ValueError.
 
-    Args:
-        num_held_out: how many bytes are held out, the document's last.
-        how: as for `reading.Text`.
-        held_out: files whose first bytes are held out instead. All of `data` is trained on, and they come behind it.
+    The last bytes are held out. If there are `held_out` files, they come behind `data`, and their first bytes are held
+    out instead. `how` is as for `reading.Text`.
     """
     name, paths, root = ", ".join(data), [Path(name) for name in data], Path(sysconfig.get_path("stdlib"))
     if not data:
@@ -86,11 +84,7 @@ def source_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -> Iterator[tuple[int, bytes]]:
-    """Up to `size` bytes at a time, each with its position in its context.
-
-    Args:
-        context: the length of a context in bytes; None if the whole text is one.
-    """
+    """Up to `size` bytes at a time, with their position in their context. If it is None, the whole text is one."""
     position, held, length = 0, bytearray(), context or sys.maxsize
     for block in blocks:
         held += block

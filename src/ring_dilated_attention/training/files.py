@@ -15,14 +15,9 @@ MOST_BYTES = 2**28  # how much of a file is read to learn who made it
 
 
 def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
-    """Write a file. If that fails, the file stays as it was.
+    """Write a file. If that fails, the file stays as it was, and an OSError names `path`.
 
-    Args:
-        is_mine: whether a file, open at its start, was made by `maker` and may be replaced.
-
-    Raises:
-        ValueError: if somebody else made the file of this name.
-        OSError: if it cannot be written; the error names `path`.
+    is_mine: whether a file, open at its start, was made by `maker`. A ValueError refuses to replace any other file.
     """
     check_mine(path, is_mine, maker)
     with named_in_errors(path), replaced(path) as unfinished:

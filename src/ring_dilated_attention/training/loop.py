@@ -1,14 +1,16 @@
 """The training loop. Every rank runs it, even one whose shard is empty. Only the first rank of the ring writes."""
 
 import math
+import sys
 import time
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from tqdm import tqdm
 
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..ranks.context import ContextParallel
@@ -16,27 +18,24 @@ from ..ranks.processes import recorded_waits
 from .agreement import together, values_of_all
 from .baselines import baselines
 from .checkpoint import load_checkpoint, save_checkpoint
+from .files import LossyStream
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
-from .metrics import Metrics, Step, beside_the_bar, progress_bar
+from .metrics import Metrics, Step, beside_the_bar
 from .options import Hyperparameters
 from .run import Run, initial_state, offering_older
 from .run_report import make_record, planned_attention_bytes
 from .scoring import bits_by_context, held_out_bits_per_byte
+from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)
 NUM_EVALUATIONS = 5  # in a run, unless the user says how often
-
-
-class Stop(Protocol):
-    @property
-    def requested(self) -> bool: ...
 
 
 class TrainingDiverged(ValueError):
     """The loss is no longer a number."""
 
 
-def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
+def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, Any]:
     """Train to the last step, or to the first step boundary after a request to stop. Returns the run's record."""
     options = run.hyperparameters
     torch.manual_seed(options.seed)
@@ -50,10 +49,11 @@ def train(run: Run, parallel: ContextParallel, stop: Stop) -> dict[str, Any]:
     measured, stopping = partial(trained_on, options, parallel, planned, resident_bytes()), False
     state = measured() | state
     writes = partial(Metrics, run.folder, state["run"], state["step"], parallel.rank, tensorboard=run.tensorboard)
+    terminal = {"file": LossyStream(sys.stderr), "disable": parallel.rank != 0, "dynamic_ncols": True}
     with (
         together(parallel, writes) as metrics,
         recorded_waits(parallel.ranks) as waits,
-        progress_bar(options.total_steps, state["step"], parallel.rank) as bar,
+        tqdm(total=options.total_steps, initial=state["step"], unit="step", **terminal) as bar,
     ):
         if parallel.rank == 0:  # not before: whatever is refused until here is one sentence
             bar.write(run.document.read, file=bar.fp)

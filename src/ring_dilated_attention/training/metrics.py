@@ -5,13 +5,12 @@ Each line of metrics.jsonl is a `Step`.
 
 import json
 import shutil
-import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from .files import MOST_BYTES, LossyStream, check_mine, json_object, write_whole
+from .files import MOST_BYTES, check_mine, json_object, write_whole
 
 METRICS_FILE, TENSORBOARD_FOLDER = "metrics.jsonl", "tensorboard"
 BAR_COLUMNS = 45  # for the bar with its percentage, steps, time and speed
@@ -32,11 +31,7 @@ class Step(NamedTuple):
 
 
 class Metrics(AbstractContextManager["Metrics"]):
-    """The metrics of one run, written by the first rank alone.
-
-    Raises:
-        ValueError: if a file of another run, or of somebody else, is in the way.
-    """
+    """The metrics of one run, written by the first rank alone. A ValueError refuses a file that another run made."""
 
     def __init__(self, folder: Path, run: str, step: int, rank: int, *, tensorboard: bool = False) -> None:
         self._file, self._writer = None, None
@@ -89,14 +84,6 @@ def lines_before(path: Path, run: str, step: int) -> list[str]:
     check_mine(path, partial(is_of, run=run), "this run")
     lines = path.read_text(errors="replace").splitlines()
     return [line for line in lines if json_object(line).get("step") in range(1, step + 1)]
-
-
-def progress_bar(num_steps: int, first_step: int, rank: int) -> Any:
-    """A context manager that shows a progress bar on stderr, on the first rank only."""
-    from tqdm import tqdm
-
-    file = LossyStream(sys.stderr)
-    return tqdm(total=num_steps, initial=first_step, unit="step", file=file, disable=rank != 0, dynamic_ncols=True)
 
 
 def beside_the_bar(step: Step, planned_attention: int) -> str:

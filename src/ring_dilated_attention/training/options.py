@@ -8,19 +8,18 @@ import argparse
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..forecast.shape import Shape
 from ..models.longnet_config import LongNetConfig
 
 MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
-MOST_POSITIONS = 2**40  # the longest segment, and the largest dilation rate
+LONGEST = 2**40  # the longest segment, and the largest dilation rate
 LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
 LARGEST_FLOAT, SMALLEST_FLOAT = 1e30, 1e-30  # AdamW computes in float32, and divides by 0.1
 # Short sequences teach most in the same time. They take half of the time of a run of the default length and steps.
 DEFAULT_STEPS, DEFAULT_PHASES = 18, ("512:2:1500", "1024:2:400", "4096:2:120")
-OPTIMIZERS = ("muon", "adamw")
 FILES = ("data", "held_out")
 # A run from another run's parameters has another's width and heads, since these decide the shapes of parameters.
 SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads")
@@ -48,17 +47,17 @@ def _real(default: float, text: str, least: float = SMALLEST_FLOAT) -> Any:
     return _option(default, text, least, LARGEST_FLOAT, float)
 
 
+def _choice(text: str, *choices: str) -> Any:
+    return _option(choices[0], text, kind=str, choices=choices)
+
+
 @dataclass(frozen=True)
 class Hyperparameters:
     """On the same machine with the same number of ranks, equal hyperparameters give the same result to the bit."""
 
     data: tuple[str, ...] = _option((), "files that make one document; default: Python's standard library", kind=str)
-    fasta_case: str = _option(
-        "keep", "letters of FASTA: as they are, or in upper case", kind=str, choices=("keep", "upper")
-    )
-    fasta_records: str = _option(
-        "join", "records of FASTA: end to end, or each with a newline at its end", kind=str, choices=("join", "newline")
-    )
+    fasta_case: str = _choice("letters of FASTA: as they are, or in upper case", "keep", "upper")
+    fasta_records: str = _choice("records of FASTA: end to end, or each with a newline at its end", "join", "newline")
     seq_len: int = _option(32_768, "bytes of one sequence, over all ranks; each is predicted from those before it", 2)
     batch_size: int = _option(1, "sequences of --seq-len in one step")
     steps: int = _option(DEFAULT_STEPS, "optimiser steps with sequences of --seq-len, after those of --phases")
@@ -73,21 +72,15 @@ class Hyperparameters:
     embed_dim: int = _option(128, "width of the model")
     num_heads: int = _option(4, "query heads")
     num_kv_heads: int | None = _option(None, "key/value heads (grouped queries); default: as many as query heads")
-    segment_lengths: tuple[int, ...] = _option(
-        (96, 256, 2_048, 32_768), "segment length of each branch", 1, MOST_POSITIONS
-    )
-    dilation_rates: tuple[int, ...] = _option((1, 1, 4, 16), "dilation rate of each branch", 1, MOST_POSITIONS)
-    optimizer: str = _option(
-        "muon", "muon: Muon for matrices of blocks, AdamW for the rest", kind=str, choices=OPTIMIZERS
-    )
+    segment_lengths: tuple[int, ...] = _option((96, 256, 2_048, 32_768), "segment length of each branch", 1, LONGEST)
+    dilation_rates: tuple[int, ...] = _option((1, 1, 4, 16), "dilation rate of each branch", 1, LONGEST)
+    optimizer: str = _choice("muon: Muon for matrices of blocks, AdamW for the rest", "muon", "adamw")
     learning_rate: float = _real(4e-3, "peak learning rate of AdamW; cosine down to 5 %% of it")
     muon_learning_rate: float = _real(0.015, "the same of Muon")
     warmup_steps: int = _option(10, "steps of linear warm-up", 0)
     weight_decay: float = _real(0.1, "of both, on matrices only", 0)
     clip_norm: float = _real(1.0, "largest norm of the gradient")
-    held_out: tuple[str, ...] = _option(
-        (), "files whose first bytes are held out, instead of the document's last", kind=str
-    )
+    held_out: tuple[str, ...] = _option((), "files whose first bytes are held out, not the document's last", kind=str)
     held_out_bytes: int = _option(131_072, "bytes, the document's last, that only score the model")
     seed: int = _option(0, "seed of the initial weights and of the order of the data", -LARGEST)
 
@@ -126,11 +119,11 @@ class Hyperparameters:
 
     def positions_before(self, step: int) -> int:
         """The positions that all steps before this one read."""
-        firsts = accumulate((phase.steps for phase in self.schedule), initial=0)
-        return sum(
-            x.num_positions * max(0, min(step - first, x.steps))
-            for x, first in zip(self.schedule, firsts, strict=False)
-        )
+        number = 0
+        for phase in self.schedule:
+            number += phase.num_positions * max(0, min(step, phase.steps))
+            step -= phase.steps
+        return number
 
     def phase_of(self, step: int) -> Phase:
         """The phase of a step, counted from 0. Behind the last step, the last phase."""
@@ -144,12 +137,11 @@ class Hyperparameters:
         return LongNetConfig.of_run(asdict(self))
 
     def num_training_bytes(self) -> int:
-        """The bytes of parameters, gradients and optimiser state in float32, without biases and norms."""
-        num_kv_heads = self.num_kv_heads or self.num_heads
-        of_attention = 2 * self.embed_dim**2 + 2 * self.embed_dim**2 * num_kv_heads // self.num_heads
-        of_blocks = self.num_layers * (of_attention + 8 * self.embed_dim**2)
-        num_moments = 1 if self.optimizer == "muon" else 2
-        return 4 * ((2 + num_moments) * of_blocks + 4 * 2 * 256 * self.embed_dim)
+        """The bytes of parameters, gradients and optimiser state in float32."""
+        width, num_kv_heads = self.embed_dim, self.num_kv_heads or self.num_heads
+        shape = Shape(self.num_layers, width, 4 * width, 256, self.num_heads, num_kv_heads)
+        with_one_moment = self.num_layers * shape.block_matrices if self.optimizer == "muon" else 0  # others have two
+        return 4 * (4 * shape.num_parameters - with_one_moment)
 
     def to_dict(self) -> dict[str, Any]:
         """A dict that JSON gives back as it was: with lists for tuples."""
@@ -214,9 +206,8 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
 def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None) -> Hyperparameters:
     """The hyperparameters of a run. A ValueError refuses bad values, and changes that cannot be.
 
-    Args:
-        before: those of the run that --resume or --from names. A resumed run keeps them. They are the defaults of a run
-            from another's parameters, which keeps SHAPE and has no phases by default.
+    before: those of the run that --resume or --from names. A resumed run keeps them. They are the defaults of a run
+    from another's parameters, which keeps SHAPE and has no phases by default.
     """
     given = {item.name: getattr(arguments, item.name) for item in fields(Hyperparameters) if item.name in arguments}
     given |= {name: [str(Path(file).resolve()) for file in given[name]] for name in FILES if name in given}
@@ -232,9 +223,8 @@ def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None
     changed = [name for name, value in vars(wanted).items() if value != getattr(before, name)]
     refused = changed if resumed else [name for name in changed if name in SHAPE]
     if refused:
-        words = [
-            f"{flag(name)} {_shown(getattr(wanted, name))} was {_shown(getattr(before, name))}" for name in refused
-        ]
+        values = {name: (_shown(getattr(wanted, name)), _shown(getattr(before, name))) for name in refused}
+        words = [f"{flag(name)} {new} was {old}" for name, (new, old) in values.items()]
         rule = "a resumed run keeps its hyperparameters" if resumed else "the parameters of --from have other shapes"
         remedy = "Leave these options out, or start a new run from random parameters"
         if resumed and not set(refused) & set(SHAPE):

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
-from typing import NamedTuple
 
 from ..models.saved_run import MAKER
 from .files import folder_made, json_object, named_in_errors
@@ -22,28 +21,18 @@ from .files import folder_made, json_object, named_in_errors
 LOCK_FILE = ".rda-train.lock"
 
 
-class Owned(NamedTuple):
-    """A folder, and the descriptor of its lock. A process that inherits the descriptor holds the lock, too."""
-
-    folder: Path
-    lock: int
-
-
 @contextmanager
-def own_folder(folder: Path, *, must_be_new: bool = False) -> Iterator[Owned]:
+def own_folder(folder: Path, *, must_be_new: bool = False) -> Iterator[tuple[Path, int]]:
     """Make a folder if it is not there, and keep other runs out of it. At the end an empty folder is removed.
 
-    Args:
-        must_be_new: if the folder is there already, make another, with a number after its name.
-
-    Raises:
-        ValueError: if another run has the folder.
-        OSError: if the folder cannot be made.
+    Yields the folder, and the descriptor of its lock. A process that inherits the descriptor holds the lock, too.
+    must_be_new: if the folder is there already, make another, with a number after its name.
+    A ValueError if another run has the folder.
     """
     with _new_folder_made(folder) if must_be_new else folder_made(folder) as own:
         lock = _lock(own / LOCK_FILE)
         try:
-            yield Owned(own, lock)
+            yield own, lock
         finally:
             with suppress(OSError):
                 (own / LOCK_FILE).unlink()  # while the lock is held: later the file may be another run's

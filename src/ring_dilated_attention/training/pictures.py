@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .bits_per_byte import Bucket
-
 
 def draw_losses(record: dict[str, Any]) -> bytes:
     """The losses of a run by time, since a step of a long sequence takes many times that of a short one."""
@@ -51,15 +49,15 @@ def smoothed(values: list[float]) -> list[float]:
     return [statistics.fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]
 
 
-def draw_buckets(buckets: "Sequence[Bucket]", mean: float, title: str) -> bytes:
+def draw_buckets(buckets: Sequence[dict[str, Any]], mean: float, title: str) -> bytes:
     """Bits per byte by the number of bytes before, and their mean."""
     figure, axes = _axes("bytes of the context before")
-    edges = [b.first for b in buckets] + [buckets[-1].last + 1]
-    axes.stairs([b.bits_per_byte for b in buckets], edges, baseline=None, linewidth=2)
+    edges = [b["first"] for b in buckets] + [buckets[-1]["last"] + 1]
+    axes.stairs([b["bits_per_byte"] for b in buckets], edges, baseline=None, linewidth=2)
     axes.axhline(mean, color="tab:orange", linestyle="--", label=f"all bytes: {mean:.3f}")
     for b in buckets:
-        at = (math.sqrt(b.first * (b.last + 1)), b.bits_per_byte)
-        axes.annotate(f"{b.bits_per_byte:.3f}", at, (0, 4), textcoords="offset points", ha="center", fontsize=7)
+        at = (math.sqrt(b["first"] * (b["last"] + 1)), b["bits_per_byte"])
+        axes.annotate(f"{at[1]:.3f}", at, (0, 4), textcoords="offset points", ha="center", fontsize=7)
     axes.set_xscale("log", base=2)
     axes.margins(y=0.15)
     return _as_png(figure, axes, title, {})

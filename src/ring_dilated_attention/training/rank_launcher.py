@@ -104,9 +104,7 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
 
     Each rank has a session of its own, so that Ctrl-C reaches only the launcher. The launcher then closes the stdin of
     the ranks. The ranks are killed by a second Ctrl-C, or 10 seconds after one of them failed.
-
-    Args:
-        lock: the descriptor of the folder's lock. The ranks inherit it, and hold the lock if this process is killed.
+    The ranks inherit the folder's `lock`, a descriptor, and hold it if this process is killed.
     """
     environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))

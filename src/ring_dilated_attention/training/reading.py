@@ -29,11 +29,9 @@ OPEN: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 
 
 class Text:
-    """A file, and what was read of it so far: its str().
+    """A file, and what was read of it so far: its str(). At most `most` bytes of it are given out.
 
-    Args:
-        how: "fasta_case" and "fasta_records", the hyperparameters. A run that was saved before them kept and joined.
-        most: the most bytes to give out.
+    how: "fasta_case" and "fasta_records", the hyperparameters. A run that was saved before them kept and joined.
     """
 
     def __init__(self, name: str, how: Mapping[str, Any], most: int = sys.maxsize) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .. import __version__
-from ..models.saved_run import STATE_FILE, check_whole, find_checkpoint, find_checkpoints, read_state, step_of
+from ..models.saved_run import STATE_FILE, check_whole, find_checkpoints, newest_checkpoint, read_state, step_of
 from .data import Document, load_document
 from .files import MOST_BYTES, check_mine, is_our_picture, json_object
 from .options import FILES, Hyperparameters, flag, resolve
@@ -80,9 +80,7 @@ def initial_state(run: Run) -> dict[str, Any]:
         "step": 0,
         "hyperparameters": run.hyperparameters.to_dict(),
         "document": run.document.identity(),
-        "bits_per_byte": [],
-        "step_seconds": [],
-        "held_out": [],
+        **{name: [] for name in ("bits_per_byte", "step_seconds", "held_out")},
     }
 
 
@@ -146,9 +144,7 @@ def _new_folder(folder: Path | None) -> Path:
 
 def _newest_checkpoint(option: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint of a run, and its state."""
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None:
-        raise ValueError(f"{option} {folder}: there is no checkpoint in this folder; pass a run folder")
+    checkpoint = newest_checkpoint(folder, option)
     with offering_older(checkpoint):
         return checkpoint, _checked_state(checkpoint)
 

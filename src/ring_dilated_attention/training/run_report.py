@@ -34,25 +34,18 @@ def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel)
 
 
 def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dict[str, Any]:
-    options, seconds = Hyperparameters.from_dict(state["hyperparameters"]), state["step_seconds"]
-    speeds = [options.phase_of(step).num_positions / each for step, each in enumerate(seconds)]
+    options = Hyperparameters.from_dict(state["hyperparameters"])
+    speeds = [options.phase_of(step).num_positions / each for step, each in enumerate(state["step_seconds"])]
     return {
         "status": "complete" if state["step"] == options.total_steps else "interrupted",
-        "run": state["run"],
         "run_folder": str(folder),
-        "from": state["from"],
-        **{name: state[name] for name in ("hardware", "versions", "hyperparameters", "document")},
+        **{name: state[name] for name in ("run", "from", "hardware", "versions", "hyperparameters", "document")},
         "num_ranks": len(state["ranks"]),
         "num_parameters": num_parameters,
         "steps_done": state["step"],
-        "bits_per_byte": state["bits_per_byte"],
-        "held_out": state["held_out"],
-        "held_out_bits_per_byte": None,
-        "bits_by_context": None,
-        "step_seconds": seconds,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "ranks": state["ranks"],
-        "baselines": None,
+        **dict.fromkeys(("held_out_bits_per_byte", "bits_by_context", "baselines")),  # known when it is complete
+        **{name: state[name] for name in ("bits_per_byte", "held_out", "step_seconds", "ranks")},
     }
 
 

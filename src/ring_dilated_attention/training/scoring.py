@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.longnet import IGNORED_LABEL, LongNetLM
+from ..models.longnet import LongNetLM
 from ..ranks.context import ContextParallel
+from .bits_per_byte import POSITIONS_AT_ONCE
 from .data import Document
 
-PACKED_POSITIONS = 32_768  # short contexts are joined up to this length, as packed documents
 CUTS = (64, 512, 4_096)
 CUT_BYTES = 32_768  # held-out bytes that are scored with each cut
 CLEAR_BYTES = 64  # the bytes before it that a target sees at least of its segment
@@ -35,7 +34,7 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document, parallel: Conte
     end, length = len(document.content), document.seq_len
     firsts = range(document.num_train, end, length)
     contexts = [Context(first - 1, first, min(first + length, end)) for first in firsts]
-    return bits_per_byte(model, document, contexts, parallel)
+    return bits_per_byte(model, document, contexts, parallel, None)
 
 
 def bits_by_context(model: LongNetLM, document: Document, parallel: ContextParallel) -> dict[str, Any] | None:
@@ -64,33 +63,20 @@ def bits_by_context(model: LongNetLM, document: Document, parallel: ContextParal
 
 @torch.no_grad()
 def bits_per_byte(
-    model: LongNetLM,
-    document: Document,
-    contexts: Sequence[Context],
-    parallel: ContextParallel,
-    counts: Tensor | None = None,
+    model: LongNetLM, document: Document, contexts: Sequence[Context], parallel: ContextParallel, counts: Tensor | None
 ) -> float:
     """The mean over the bytes that the contexts predict, or over those for which `counts` (one for each) is true."""
-    number_at_once = max(1, PACKED_POSITIONS // (contexts[0].stop - contexts[0].start))
-    total, num_labels = 0.0, 0
-    for i in range(0, len(contexts), number_at_once):
-        some = contexts[i : i + number_at_once]
-        labels = [_bytes(document, x.start + 1, x.stop) for x in some]
-        for x, row in zip(some, labels, strict=True):
-            row[: x.first - x.start - 1] = IGNORED_LABEL
-            if counts is not None:
-                own, counts = counts[: x.stop - x.first], counts[x.stop - x.first :]
-                row[x.first - x.start - 1 :][~own] = IGNORED_LABEL
-        tokens = torch.cat([_bytes(document, x.start, x.stop - 1) for x in some])
-        borders = torch.tensor([0, *map(len, labels)]).cumsum(0, dtype=torch.int32)
-        own_tokens, own_labels = parallel.shard(torch.stack([tokens, torch.cat(labels)]))
-        if number := sum(int((row != IGNORED_LABEL).sum()) for row in labels):
-            logits = model(own_tokens[None], borders)[0]
-            nats = F.cross_entropy(logits, own_labels, ignore_index=IGNORED_LABEL, reduction="sum")
-            total += number * parallel.mean_loss(nats, (own_labels != IGNORED_LABEL).sum()).item()
-            num_labels += number
-    return total / num_labels / math.log(2)
-
-
-def _bytes(document: Document, start: int, stop: int) -> Tensor:
-    return torch.frombuffer(bytearray(memoryview(document.content)[start:stop]), dtype=torch.uint8).long()
+    begin, length = contexts[0].first, contexts[0].stop - contexts[0].start
+    total, number, at_once = torch.zeros((), dtype=torch.float64), 0, max(1, POSITIONS_AT_ONCE // length)
+    for i in range(0, len(contexts), at_once):
+        some = contexts[i : i + at_once]
+        # The last context may be shorter. The zeros behind it change nothing before them.
+        rows = b"".join(document.content[x.start : x.stop].ljust(length, b"\0") for x in some)
+        tokens_BN = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, length).long()
+        is_next_scored_BN = torch.zeros_like(tokens_BN, dtype=torch.bool)
+        for x, row in zip(some, is_next_scored_BN, strict=True):
+            own = True if counts is None else counts[x.first - begin : x.stop - begin]
+            row[x.first - x.start - 1 : x.stop - x.start - 1] = own
+        nats = model.token_losses(parallel.shard(tokens_BN))[parallel.shard(is_next_scored_BN)]
+        total, number = total + nats.sum(dtype=torch.float64), number + len(nats)
+    return parallel.mean_loss(total, number).item() / math.log(2)
