@@ -17,7 +17,6 @@ from ring_dilated_attention.training.metrics import (
     Metrics,
     Step,
     beside_the_bar,
-    fitting,
 )
 from ring_dilated_attention.training.pictures import smoothed
 
@@ -107,13 +106,18 @@ def test_smoothing_keeps_length_and_lines():
     assert max(smoothed([0.0] * 50 + [1.0] + [0.0] * 49)) == pytest.approx(1 / 11)
 
 
-def test_the_bar_keeps_to_the_terminal():
+def test_the_bar_keeps_to_the_terminal(monkeypatch):
     parts = ["2.000 bits/byte", "200 tokens/s", "10+20 MB", "one attention: 5 MB"]
-    assert ", ".join(parts).startswith(beside_the_bar(step(1), 5_000_000))
-    assert fitting(parts, 300) == ", ".join(parts)
+
+    def fitting(columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return beside_the_bar(step(1), 5_000_000)
+
+    assert fitting(300) == ", ".join(parts)
     for columns in range(BAR_COLUMNS + len(parts[0]), 120):
-        assert len(fitting(parts, columns)) <= columns - BAR_COLUMNS
-    assert fitting(parts, 10) == parts[0]
+        assert len(fitting(columns)) <= columns - BAR_COLUMNS
+        assert ", ".join(parts).startswith(fitting(columns))
+    assert fitting(10) == parts[0]
 
 
 @pytest.mark.parametrize(("error", "is_kept"), [(RuntimeError, True), (OSError, False), (ValueError, False)])

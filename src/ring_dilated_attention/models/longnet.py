@@ -223,7 +223,9 @@ class LongNetLM(nn.Module):
                 f"ranks in {len(documents.borders) - 1} documents: the loss needs a batch with a document of at least 2"
             )
         labels_BN = self._labels(tokens_BN, documents)
-        local_sum = self._cross_entropy_sum(self._hidden(tokens_BN, documents, cu_seqlens), labels_BN)
+        hidden_BNE, rows = self._hidden(tokens_BN, documents, cu_seqlens), loss_chunk_rows(self.config.vocab_size)
+        # On a rank without positions the sum is 0, and connected to every parameter.
+        local_sum = sum_in_chunks(partial(self._cross_entropy, reduction="sum"), hidden_BNE, labels_BN, rows)
         if self.parallel is None:
             return local_sum / num_labels
         return self.parallel.mean_loss(local_sum, (labels_BN != IGNORED_LABEL).sum())
@@ -237,7 +239,7 @@ class LongNetLM(nn.Module):
         hidden_TE = self._hidden(tokens_BN, documents, None).flatten(0, 1)
         rows = loss_chunk_rows(self.config.vocab_size)
         chunks = zip(hidden_TE.split(rows), labels_T.split(rows), strict=True)
-        terms = [self._chunk_cross_entropy(hidden, labels, "none") for hidden, labels in chunks]
+        terms = [self._cross_entropy(hidden, labels, "none") for hidden, labels in chunks]
         return torch.cat(terms).view(tokens_BN.shape)
 
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
@@ -247,12 +249,7 @@ class LongNetLM(nn.Module):
             x_BNE = run_layer(block, x_BNE, table, cu_seqlens, recompute=self.activation_checkpointing)
         return self.final_layernorm(x_BNE)
 
-    def _cross_entropy_sum(self, hidden_BNE: Tensor, labels_BN: Tensor) -> Tensor:
-        """The sum over this rank's positions. A rank without positions returns 0, connected to every parameter."""
-        rows = loss_chunk_rows(self.config.vocab_size)
-        return sum_in_chunks(partial(self._chunk_cross_entropy, reduction="sum"), hidden_BNE, labels_BN, rows)
-
-    def _chunk_cross_entropy(self, hidden_TE: Tensor, labels_T: Tensor, reduction: str) -> Tensor:
+    def _cross_entropy(self, hidden_TE: Tensor, labels_T: Tensor, reduction: str) -> Tensor:
         logits_TV = self.head(hidden_TE)
         logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction=reduction)

@@ -1,6 +1,6 @@
 """Lets all ranks go on or none: they first exchange their errors, and the values that must be the same.
 
-On each machine an error is reported only once, with the ranks that have it and their host.
+On each machine the first rank reports all errors, with the ranks that have them and their hosts.
 """
 
 import json
@@ -68,32 +68,32 @@ def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
 
 
 def words_of_refusal(table: Sequence[Account], me: int) -> str:
-    """What rank `me` says about the ranks that refuse; "" if another rank says it."""
-    mine, refusing = table[me], [account for account in table if account.refusal]
-    if mine.refusal:
-        alike = [x for x in refusing if (x.refusal, x.machine) == (mine.refusal, mine.machine)]
-        return f"{_named(alike)}: {mine.refusal}" if mine is alike[0] else ""
-    if any(x.machine == mine.machine and not x.refusal for x in table[:me]):
+    """What rank `me` says about the ranks that refuse: all on the first rank of a machine, "" on its others."""
+    if any(account.machine == table[me].machine for account in table[:me]):
         return ""
-    # Ranks of this machine that refuse say why in this terminal.
-    reasons = {x.refusal for x in refusing if x.machine != mine.machine}
-    why = f": {'; '.join(sorted(reasons))}" if reasons else ""
-    return f"{_named([mine])} does not go on, since {_named(refusing)} refused{why}"
+    ranks_by_refusal = _ranks_by([account.refusal for account in table], table)
+    return "; ".join(f"{ranks}: {refusal}" for refusal, ranks in ranks_by_refusal.items() if refusal)
 
 
 def words_of_difference(table: Sequence[Account], me: int) -> str:
-    """What rank `me` says about the fields that differ; "" if another rank on its machine says it."""
+    """What rank `me` says about the fields that differ, by the same rule."""
     if any(account.machine == table[me].machine for account in table[:me]):
         return ""
     different = []
     for name in dict.fromkeys(name for account in table for name in account.fields):
-        by_value: dict[str, list[Account]] = {}
-        for account in table:
-            by_value.setdefault(account.fields.get(name, "nothing"), []).append(account)
-        if len(by_value) > 1:
-            had = ", ".join(f"{_named(having)}: {value}" for value, having in by_value.items())
+        ranks_by_value = _ranks_by([account.fields.get(name, "nothing") for account in table], table)
+        if len(ranks_by_value) > 1:
+            had = ", ".join(f"{ranks}: {value}" for value, ranks in ranks_by_value.items())
             different.append(f"{name} ({had})")
     return f"the ranks would not train the same run: they differ in {'; '.join(different)}"
+
+
+def _ranks_by(values: Sequence[str], accounts: Sequence[Account]) -> dict[str, str]:
+    """For each value the names of the ranks that have it."""
+    having: dict[str, list[Account]] = {}
+    for value, account in zip(values, accounts, strict=True):
+        having.setdefault(value, []).append(account)
+    return {value: _named(some) for value, some in having.items()}
 
 
 def _named(accounts: Sequence[Account]) -> str:

@@ -95,9 +95,7 @@ def fingerprint(run: Run) -> dict[str, str]:
         "the code": code_version(),
         "the checkpoint": f"step {state['step']} of run {state['run']}" if state else "none",
         **options,
-        "--save-every": str(run.save_every),
-        "--eval-every": str(run.eval_every),
-        "--activation-checkpointing": str(run.activation_checkpointing),
+        **{flag(name): str(getattr(run, name)) for name in ("save_every", "eval_every", "activation_checkpointing")},
     }
 
 

@@ -1,8 +1,7 @@
 """Scores a model on the held-out bytes: each once, and some of them again with less context. Every rank takes part."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +17,13 @@ CLEAR_BYTES = 64  # the bytes before it that a target sees at least of its segme
 HELPS = 0.01  # bits per byte; less is noise on so few bytes
 
 
-class Context(NamedTuple):
-    """Bytes that a model reads from `start` on. It predicts those from `first` to before `stop`."""
-
-    start: int
-    first: int
-    stop: int
-
-
 def held_out_bits_per_byte(model: LongNetLM, document: Document, parallel: ContextParallel) -> float:
     """The mean over the held-out bytes, each of which is predicted once, whatever the length of a sequence.
 
     A context is one byte and the next seq_len bytes, which are predicted.
     """
-    end, length = len(document.content), document.seq_len
-    firsts = range(document.num_train, end, length)
-    contexts = [Context(first - 1, first, min(first + length, end)) for first in firsts]
-    return bits_per_byte(model, document, contexts, parallel, None)
+    targets = range(document.num_train, len(document.content))
+    return bits_per_byte(model, document, targets, document.seq_len, 1, parallel)
 
 
 def bits_by_context(model: LongNetLM, document: Document, parallel: ContextParallel) -> dict[str, Any] | None:
@@ -53,30 +42,34 @@ def bits_by_context(model: LongNetLM, document: Document, parallel: ContextParal
     counts = torch.stack([(target % c + c) % w >= min(CLEAR_BYTES, w // 2) for c in cuts]).all(0)
     if len(cuts) == 1 or not counts.any():
         return None
-    bits = []
-    for c in cuts:
-        firsts = range(begin, begin + number, c)
-        contexts = [Context(first - c, first, min(first + c, begin + number)) for first in firsts]
-        bits.append(bits_per_byte(model, document, contexts, parallel, counts))
+    targets = range(begin, begin + number)
+    bits = [bits_per_byte(model, document, targets, c, c, parallel, counts) for c in cuts]
     return {"num_bytes": int(counts.sum()), "least_context": cuts, "bits_per_byte": bits}
 
 
 @torch.no_grad()
 def bits_per_byte(
-    model: LongNetLM, document: Document, contexts: Sequence[Context], parallel: ContextParallel, counts: Tensor | None
+    model: LongNetLM,
+    document: Document,
+    targets: range,
+    size: int,
+    num_before: int,
+    parallel: ContextParallel,
+    counts: Tensor | None = None,
 ) -> float:
-    """The mean over the bytes that the contexts predict, or over those for which `counts` (one for each) is true."""
-    begin, length = contexts[0].first, contexts[0].stop - contexts[0].start
+    """The mean over the target bytes, or over those for which `counts` is true. A context has `num_before` bytes, and
+    then the `size` bytes that it predicts."""
+    size = min(size, len(targets))
+    pieces, length = [targets[i : i + size] for i in range(0, len(targets), size)], num_before + size
     total, number, at_once = torch.zeros((), dtype=torch.float64), 0, max(1, POSITIONS_AT_ONCE // length)
-    for i in range(0, len(contexts), at_once):
-        some = contexts[i : i + at_once]
-        # The last context may be shorter. The zeros behind it change nothing before them.
-        rows = b"".join(document.content[x.start : x.stop].ljust(length, b"\0") for x in some)
+    for i in range(0, len(pieces), at_once):
+        some = pieces[i : i + at_once]
+        # The last piece may be shorter. The zeros behind it change nothing before them.
+        rows = b"".join(document.content[x.start - num_before : x.stop].ljust(length, b"\0") for x in some)
         tokens_BN = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, length).long()
         is_next_scored_BN = torch.zeros_like(tokens_BN, dtype=torch.bool)
-        for x, row in zip(some, is_next_scored_BN, strict=True):
-            own = True if counts is None else counts[x.first - begin : x.stop - begin]
-            row[x.first - x.start - 1 : x.stop - x.start - 1] = own
+        for x, row in zip(some, is_next_scored_BN[:, num_before - 1 :], strict=True):
+            row[: len(x)] = True if counts is None else counts[x.start - targets.start : x.stop - targets.start]
         nats = model.token_losses(parallel.shard(tokens_BN))[parallel.shard(is_next_scored_BN)]
         total, number = total + nats.sum(dtype=torch.float64), number + len(nats)
     return parallel.mean_loss(total, number).item() / math.log(2)

@@ -18,11 +18,10 @@ _NOTICE = b"\nstopping after this step, to save; a second time stops at once\n"
 class StopRequest:
     """A context in which SIGINT and SIGTERM are requests to stop. `number` counts them.
 
-    Args:
-        second_aborts: a second signal ends the process at once.
-        is_rank: this process is one of several ranks, and prints no notice that it stops. After an error SIGTERM is
-            still only noted, so that the rank has time to report the error.
-        watch_stdin: the end of stdin is a request as well.
+    second_aborts: a second signal ends the process at once.
+    is_rank: this process is one of several ranks, and prints no notice that it stops. After an error SIGTERM is still
+    only noted, so that the rank has time to report the error.
+    watch_stdin: the end of stdin is a request as well.
     """
 
     def __init__(self, *, second_aborts: bool = False, is_rank: bool = False, watch_stdin: bool = False) -> None:
