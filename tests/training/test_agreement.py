@@ -175,6 +175,6 @@ def test_a_disk_that_is_full_on_the_first_rank(hosts):
     first, second = run_ranks(2, as_rank_on_a_full_disk, hosts)
     assert (first[0], second[0]) == (2, 2)
     reason = "checkpoint-000004 cannot be written: No space left on device"
-    assert re.search(rf"\nrda train: rank 0 on host \S+: {reason}\n$", first[1])
-    assert re.fullmatch(rf"rda train: rank 1 on host .*, since rank 0 on host .* refused: {reason}\n", second[1])
+    for _, error, *_ in (first, second):
+        assert re.search(rf"(^|\n)rda train: rank 0 on host \S+: {reason}\n$", error)
     assert first[2] == ["text.txt"]  # what the run made and left empty is gone

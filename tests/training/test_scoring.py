@@ -18,7 +18,7 @@ TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(120))
 
 def make_model(parallel=None):
     torch.manual_seed(0)
-    return LongNetLM(LongNetConfig((16, 64), (1, 3), embed_dim=16, num_heads=2), parallel=parallel or ContextParallel())
+    return LongNetLM(LongNetConfig((16, 64), (1, 3), embed_dim=16, num_heads=2), parallel=parallel)
 
 
 def bits_after(model, start, position):
@@ -34,25 +34,24 @@ def test_every_held_out_byte_is_scored_once(seq_len, monkeypatch):
     model, document = make_model(), Document(TEXT, "text", seq_len, 70)
     num_train = len(TEXT) - 70
     expected = [bits_after(model, p - (p - num_train) % seq_len - 1, p) for p in range(num_train, len(TEXT))]
-    found = scoring.held_out_bits_per_byte(model, document, ContextParallel())
+    found = scoring.held_out_bits_per_byte(model, document)
     assert found == pytest.approx(sum(expected) / 70, rel=1e-5)
 
 
-def cut(model, parallel):
-    return scoring.bits_by_context(model, Document(TEXT, "text", 64, 150), parallel)
+def cut(model):
+    return scoring.bits_by_context(model, Document(TEXT, "text", 64, 150))
 
 
 def cut_on_ranks(rank, world_size):
     scoring.CUTS, scoring.CUT_BYTES = (8, 20), 100
-    parallel = ContextParallel()
-    return cut(make_model(parallel), parallel)
+    return cut(make_model(ContextParallel()))
 
 
 def test_contexts_are_cut_for_the_same_bytes(monkeypatch):
     monkeypatch.setattr(scoring, "CUTS", (8, 20, 32))
     monkeypatch.setattr(scoring, "CUT_BYTES", 100)
     model, begin = make_model(), len(TEXT) - 150 + 32
-    found = cut(model, ContextParallel())
+    found = cut(model)
     assert found["least_context"] == [8, 20, 32]  # 32 is half a sequence, and no cut
     targets = [p for p in range(100) if all((p % c + c) % 16 >= 8 for c in (8, 20, 32))]
     assert found["num_bytes"] == len(targets) > 10
@@ -61,7 +60,7 @@ def test_contexts_are_cut_for_the_same_bytes(monkeypatch):
         assert bits == pytest.approx(sum(expected) / len(targets), rel=1e-5)
     for on_rank in run_ranks(2, cut_on_ranks):
         assert on_rank["bits_per_byte"] == pytest.approx(found["bits_per_byte"], rel=1e-5)
-    assert scoring.bits_by_context(model, Document(TEXT, "text", 16, 150), ContextParallel()) is None
+    assert scoring.bits_by_context(model, Document(TEXT, "text", 16, 150)) is None
 
 
 def test_it_is_said_where_context_does_not_help():

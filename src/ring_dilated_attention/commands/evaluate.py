@@ -22,9 +22,7 @@ from .numbers import count
 from .output import aligned, check_writable, progress_bar
 
 if TYPE_CHECKING:
-    from ..ranks.context import ContextParallel
     from ..training.bits_per_byte import Part
-
 
 EXAMPLES = """examples:
   rda evaluate runs/a book.txt                  contexts as long as in training
@@ -145,29 +143,29 @@ def measure(parts_of: Callable[..., Iterator[Measured]], text: Text, num_ranks: 
             except RankFailedError as error:  # the last line is the error: most often a refusal of the text
                 raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
         else:
-            for told in parts_of(None):
+            for told in parts_of():
                 add(0, told)
         is_whole = True
     return (total, text, peak), is_whole
 
 
 def parts(
-    run_folder: Path, text: Text, context: int | None, chunk: int | None, parallel: "ContextParallel | None"
+    run_folder: Path, text: Text, context: int | None, chunk: int | None, *, is_rank: bool = False
 ) -> Iterator[Measured]:
     """What is measured, part by part, and what has been read until then."""
     with leaving_at_once("rda evaluate"):
         from ..models.longnet import LongNetLM
+        from ..ranks.context import ContextParallel
         from ..training.bits_per_byte import score
 
+    model = LongNetLM.from_run(run_folder, parallel=ContextParallel() if is_rank else None)
     with opened(text.name) as file:
-        for part in score(LongNetLM.from_run(run_folder, parallel=parallel), text.blocks(file), context, chunk):
+        for part in score(model, text.blocks(file), context, chunk):
             yield part, text, peak_resident_bytes()
 
 
 def _on_rank(worker: Worker, parts_of: Callable[..., Iterator[Measured]]) -> None:
-    from ..ranks.context import ContextParallel
-
-    for told in parts_of(ContextParallel()):
+    for told in parts_of(is_rank=True):
         worker.report(told)
 
 

@@ -39,11 +39,6 @@ def held_back() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def ignore_from_now_on() -> None:
-    """Call this at the end of a command, so that Ctrl-C shows no traceback while Python shuts down."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 @contextmanager
 def _handled(handler: "signal._HANDLER") -> Iterator[None]:
     """Set a SIGINT handler for a block. Only the main thread may set one. If SIGINT is ignored, it stays ignored."""

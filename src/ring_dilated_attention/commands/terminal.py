@@ -2,12 +2,13 @@
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import TextIO
 
 from ..training.files import in_words
-from .interrupts import INTERRUPTED_EXIT_CODE, ignore_from_now_on
+from .interrupts import INTERRUPTED_EXIT_CODE
 
 UNREAD_EXIT_CODE = 141  # as a shell reports SIGPIPE
 NO_MEMORY = "there is not enough memory"
@@ -37,7 +38,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
     finally:
         drop_unwritten()  # what argparse or a progress bar could not write to stderr: neither raises
         if is_process:
-            ignore_from_now_on()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # or Ctrl-C shows a traceback while Python shuts down
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -1,7 +1,5 @@
-"""`rda train`: trains a model in this process alone, or starts several ranks, or runs as one of them.
-
-It refuses an impossible request before any rank starts, and before torch is imported.
-"""
+"""`rda train`: trains a model in this process alone, or starts several ranks, or runs as one of them. It refuses an
+impossible request before any rank starts, and before torch is imported."""
 
 import argparse
 import json
@@ -134,8 +132,7 @@ def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
     command = ["-m", "ring_dilated_attention.commands.cli", "train"]
     ended = launch([*command, *arguments.argv, *folder], arguments.ranks, lock)
     if not any(ended.codes):
-        record = json.loads((run.folder / RECORD_FILE).read_text())
-        return code_of(record)
+        return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
     for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
         if not ended.was_aborted and set(ended.codes) <= {0, code}:
             return code  # the ranks have printed the reason, or nobody reads the output
@@ -151,16 +148,13 @@ def code_of(record: dict[str, Any]) -> int:
 def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
     """A sentence: the newest checkpoint, and the command that resumes from it."""
     checkpoint = find_checkpoint(folder)
-    onward = f"go on with: {resume_command(arguments, folder)}" if checkpoint else "start it again"
+    onward = f"go on with: {train_command(arguments, '--resume', folder)}" if checkpoint else "start it again"
     return f"newest checkpoint: {checkpoint or 'none'}; {onward}"
 
 
-def resume_command(arguments: argparse.Namespace, folder: Path) -> str:
-    return train_command(arguments, ["--resume", str(folder)])
-
-
-def train_command(arguments: argparse.Namespace, words: list[str]) -> str:
+def train_command(arguments: argparse.Namespace, *asked: object) -> str:
     """A command with these words, and with the options of this one that a checkpoint does not hold."""
+    words = [*map(str, asked)]
     for name, default in DEFAULTS.items():
         value = getattr(arguments, name)
         if value != default:
@@ -265,7 +259,7 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
         raise error
     # Each rank prints how to resume, since any rank may be lost.
     goes_on = code == FAILED_EXIT_CODE and arguments.launched is None and find_checkpoint(folder) is not None
-    say(said + f"\nrda train: go on with: {resume_command(arguments, folder)}" * goes_on)
+    say(said + f"\nrda train: go on with: {train_command(arguments, '--resume', folder)}" * goes_on)
     return code
 
 
@@ -295,7 +289,7 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
     if is_complete:
         text, more = sample(folder, run.document)
         write_sample(record, text)
-        onward = train_command(arguments, ["--from", folder, "--steps", str(run.hyperparameters.steps)])
+        onward = train_command(arguments, "--from", folder, "--steps", run.hyperparameters.steps)
         print(text, f"more of it: {more}", f"more steps: {onward}", sep="\n", file=for_people)
         print("(a new run; --seq-len, --segment-lengths and --data may be others)", file=for_people)
         print(f'in Python: LongNetLM.from_run("{folder}"); another pattern: docs/generation.md', file=for_people)
@@ -303,4 +297,4 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
     if arguments.json:
         print(json.dumps(record))
     if not is_complete:
-        say(f"saved at step {steps}; go on with: {resume_command(arguments, Path(folder))}")
+        say(f"saved at step {steps}; go on with: {train_command(arguments, '--resume', folder)}")

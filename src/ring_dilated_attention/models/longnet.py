@@ -191,11 +191,8 @@ class LongNetLM(nn.Module):
     def from_run(
         folder: str | Path, *, device: torch.device | str | None = None, parallel: ContextParallel | None = None
     ) -> "LongNetLM":
-        """The model of a run of `rda train`, with the parameters of its newest checkpoint.
-
-        Raises:
-            ValueError: if there is no checkpoint, or it cannot be read.
-        """
+        """The model of a run of `rda train`, with the parameters of its newest checkpoint. A ValueError if there is no
+        checkpoint, or it cannot be read."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

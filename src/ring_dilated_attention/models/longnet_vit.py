@@ -5,10 +5,9 @@ positions of packed slides, E embedding.
 """
 
 import math
-import operator
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -146,9 +145,8 @@ class LongNetViT(CheckedLoading):
     ) -> "LongNetViT":
         """A model of a published size, with random weights: "gigapath" (12 x 768) or "gigapath-flash" (12 x 384).
 
-        Args:
-            max_wsi_size, tile_size: as for `segment_lengths_for`. Setting model.tile_size afterwards changes where
-                tiles lie, but not the segments.
+        `max_wsi_size` and `tile_size` are as for `segment_lengths_for`. Setting model.tile_size afterwards changes
+        where tiles lie, but not the segments.
         """
         if not isinstance(name, str) or name not in PUBLISHED:
             raise ValueError(f"there is no published size {name!r}; choose one of {tuple(PUBLISHED)}.")
@@ -289,9 +287,10 @@ class LongNetViT(CheckedLoading):
             return None
         if self.parallel is not None:
             return "lengths and parallel: a padded batch cannot be sharded; embed the slides one by one"
-        numbers: object = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        if not isinstance(numbers, Collection) or [_is_count(n, x.shape[1]) for n in numbers] != [True] * len(x):
-            return f"lengths={numbers} must be {len(x)} numbers of tiles from 1 to {x.shape[1]}, one for each slide"
+        most, numbers = x.shape[1], lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        is_one_each = isinstance(numbers, Collection) and len(numbers) == len(x)
+        if not is_one_each or not all(is_integer(n) and 1 <= n <= most for n in numbers):
+            return f"lengths={numbers} must be {len(x)} numbers of tiles from 1 to {most}, one for each slide"
         return None
 
     def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
@@ -321,14 +320,6 @@ def _are_tiles(x: Tensor, counts: Sequence[int] | None) -> Tensor:
     if counts is None:
         return torch.ones(x.shape[:2], dtype=torch.bool, device="cpu")
     return torch.arange(x.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
-
-
-def _is_count(n: Any, most: int) -> bool:
-    """Whether n is an integer from 1 to `most`, of any type."""
-    try:
-        return 1 <= operator.index(n) <= most
-    except TypeError:
-        return False
 
 
 def _and_more(wrong: Sequence[object]) -> str:

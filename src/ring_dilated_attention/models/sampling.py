@@ -1,7 +1,5 @@
-"""Draws tokens from a language model, one after the other, with a cache of bounded size.
-
-B batch, N positions, E embedding, V vocabulary.
-"""
+"""Draws tokens from a language model, one after the other, with a cache of bounded size. Shape suffixes: B batch,
+N positions, E embedding, V vocabulary."""
 
 import math
 import reprlib
@@ -98,7 +96,11 @@ def generate(
     padded_BN, lengths = pad(tokens, vocab_size, device)
     if caches is None:
         caches = model.make_caches(len(lengths), max_len=max(lengths) + max_new_tokens)
-    check_caches(caches, lengths)
+    if not isinstance(caches, Sequence) or not all(isinstance(cache, DilatedCache) for cache in caches):
+        raise ValueError(f"caches={reprlib.repr(caches)} must be those of make_caches, one for each layer.")
+    for cache in caches:  # before any prompt is appended
+        if cache.batch == len(lengths):  # the layer refuses another batch size
+            check_append(cache.plan, cache.position.tolist(), lengths)
     hidden_BE = prefill(model, padded_BN, lengths, caches)
     generators = sampling.generators(len(lengths), device)
     stopped_B = torch.zeros(len(lengths), dtype=torch.bool, device=device)
@@ -115,15 +117,6 @@ def generate(
             counts_B = (~stopped_B).long()  # a row that has stopped appends nothing
         if i + 1 < max_new_tokens:
             hidden_BE = model.append(drawn_B[:, None], caches, counts_B)[:, 0]
-
-
-def check_caches(caches: Sequence[DilatedCache], lengths: Sequence[int]) -> None:
-    """Raise ValueError, before any prompt is appended, if these are no caches, or are too short."""
-    if not isinstance(caches, Sequence) or not all(isinstance(cache, DilatedCache) for cache in caches):
-        raise ValueError(f"caches={reprlib.repr(caches)} must be those of make_caches, one for each layer.")
-    for cache in caches:
-        if cache.batch == len(lengths):  # the layer refuses another batch size
-            check_append(cache.plan, cache.position.tolist(), lengths)
 
 
 def prefill(model: "LongNetLM", tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]) -> Tensor:

@@ -26,10 +26,8 @@ _FIELDS = {Muon: ("momentum_buffer",), AdamW: ("step", "exp_avg", "exp_avg_sq")}
 
 
 def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> Path:
-    """Write RUN/checkpoint-<state["step"]> of the run state["run"], then remove older ones.
-
-    If the checkpoint cannot be written, a ValueError is raised, and nothing is removed.
-    """
+    """Write RUN/checkpoint-<state["step"]> of the run state["run"], then remove older ones. If it cannot be written, a
+    ValueError is raised, and nothing is removed."""
     target = run_folder / f"checkpoint-{state['step']:06d}"
     if target.exists():
         if not _is_of_run(target, state["run"]):

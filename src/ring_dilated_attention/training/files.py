@@ -15,10 +15,8 @@ MOST_BYTES = 2**28  # how much of a file is read to learn who made it
 
 
 def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
-    """Write a file. If that fails, the file stays as it was, and an OSError names `path`.
-
-    is_mine: whether a file, open at its start, was made by `maker`. A ValueError refuses to replace any other file.
-    """
+    """Write a file. If that fails, the file stays as it was, and an OSError names `path`. A ValueError refuses to
+    replace a file unless `maker` made it, which is_mine(the file, open at its start) says."""
     check_mine(path, is_mine, maker)
     with named_in_errors(path), replaced(path) as unfinished:
         unfinished.write_bytes(content)
@@ -36,10 +34,8 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yields another path to write to. At the end of the block that file is flushed to the disk and replaces `path`.
-
-    A link stays, and the file that it leads to is replaced. The mode of an existing file is kept.
-    """
+    """Yields another path to write to. At the end of the block that file is flushed to the disk and replaces `path`. A
+    link stays, and the file that it leads to is replaced. The mode of an existing file is kept."""
     place = Path(os.path.realpath(path))
     unfinished = place.with_name(f"unfinished-{secrets.token_hex(8)}-{place.name}")
     try:

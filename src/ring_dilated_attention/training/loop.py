@@ -71,7 +71,7 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             state["step_seconds"].append(seconds)
             held_out, is_last = None, state["step"] == options.total_steps
             if state["step"] % eval_every == 0 and not is_last and not stopping:
-                held_out = held_out_bits_per_byte(model, run.document, parallel)
+                held_out = held_out_bits_per_byte(model, run.document)
                 state["held_out"].append({"step": state["step"], "bits_per_byte": held_out})
             waits.clear()
             numbers = (state["step"], nats, nats / NATS_PER_BIT, held_out, seconds, speed, all_waited, all_resident)
@@ -88,9 +88,9 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
                 together(parallel, save if parallel.rank == 0 else lambda: None)
     record = make_record(run.folder, state, sum(x.numel() for x in model.parameters()))
     if state["step"] == options.total_steps:
-        held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document, parallel)
+        held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document)
         check_finite(math.isfinite(held_out), f"the loss is {held_out}", state["step"])
-        record["bits_by_context"] = bits_by_context(model, run.document, parallel)
+        record["bits_by_context"] = bits_by_context(model, run.document)
         record["baselines"] = baselines(run.document) if parallel.rank == 0 else None
     return record
 

@@ -1,7 +1,4 @@
-"""The progress of a run: metrics.jsonl, the progress bar, and TensorBoard if the user asks for it.
-
-Each line of metrics.jsonl is a `Step`.
-"""
+"""The progress of a run: metrics.jsonl with a `Step` on each line, the progress bar, and TensorBoard on request."""
 
 import json
 import shutil

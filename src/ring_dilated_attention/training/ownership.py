@@ -62,8 +62,11 @@ def _lock(path: Path) -> int:
             descriptor, is_made = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
         try:
             with named_in_errors(path):
-                if not _flock(descriptor, path) and not is_made:
-                    raise ValueError(_in_use(path))
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:  # another run has the lock, or the file system has no locks
+                    if isinstance(error, BlockingIOError) or not is_made:
+                        raise ValueError(_in_use(path)) from error
                 with suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(descriptor), path.stat()):
                         _sign(descriptor, path)
@@ -72,17 +75,6 @@ def _lock(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)  # its last owner removed it just now
-
-
-def _flock(descriptor: int, path: Path) -> bool:
-    """Whether the system locked it; False on a file system that has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(_in_use(path)) from error
-    except OSError:
-        return False
-    return True
 
 
 def _sign(descriptor: int, path: Path) -> None:
@@ -100,10 +92,8 @@ def _sign(descriptor: int, path: Path) -> None:
 def _in_use(path: Path) -> str:
     owner = _owner(path)
     who = "another run" if owner is None else "process {pid} on host {host} since {since}".format(**owner)
-    return (
-        f"{path.parent} is in use by {who}: let it end, or choose another --run-folder. If it is dead already, remove "
-        f"{path}"
-    )
+    remedy = f"let it end, or choose another --run-folder. If it is dead already, remove {path}"
+    return f"{path.parent} is in use by {who}: {remedy}"
 
 
 def _owner(path: Path) -> dict[str, object] | None:

@@ -29,10 +29,8 @@ OPEN: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 
 
 class Text:
-    """A file, and what was read of it so far: its str(). At most `most` bytes of it are given out.
-
-    how: "fasta_case" and "fasta_records", the hyperparameters. A run that was saved before them kept and joined.
-    """
+    """A file, and what was read of it so far: its str(). At most `most` bytes of it are given out. `how` has the
+    hyperparameters "fasta_case" and "fasta_records"; a run that was saved before them kept and joined."""
 
     def __init__(self, name: str, how: Mapping[str, Any], most: int = sys.maxsize) -> None:
         self.name, self.most, self.num_bytes, self.packing = name, most, 0, ""

@@ -17,16 +17,14 @@ CLEAR_BYTES = 64  # the bytes before it that a target sees at least of its segme
 HELPS = 0.01  # bits per byte; less is noise on so few bytes
 
 
-def held_out_bits_per_byte(model: LongNetLM, document: Document, parallel: ContextParallel) -> float:
-    """The mean over the held-out bytes, each of which is predicted once, whatever the length of a sequence.
-
-    A context is one byte and the next seq_len bytes, which are predicted.
-    """
+def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
+    """The mean over the held-out bytes. Each is predicted once, whatever the length of a sequence. A context is a byte
+    and the next seq_len bytes, which are predicted."""
     targets = range(document.num_train, len(document.content))
-    return bits_per_byte(model, document, targets, document.seq_len, 1, parallel)
+    return bits_per_byte(model, document, targets, document.seq_len, 1)
 
 
-def bits_by_context(model: LongNetLM, document: Document, parallel: ContextParallel) -> dict[str, Any] | None:
+def bits_by_context(model: LongNetLM, document: Document) -> dict[str, Any] | None:
     """Bits per byte with the context cut to c bytes, for each of CUTS and for half a sequence, on the same bytes.
 
     Contexts are 2 c bytes long and overlap by c. The second half is scored, so a byte has between c and 2 c before it.
@@ -43,23 +41,17 @@ def bits_by_context(model: LongNetLM, document: Document, parallel: ContextParal
     if len(cuts) == 1 or not counts.any():
         return None
     targets = range(begin, begin + number)
-    bits = [bits_per_byte(model, document, targets, c, c, parallel, counts) for c in cuts]
+    bits = [bits_per_byte(model, document, targets, c, c, counts) for c in cuts]
     return {"num_bytes": int(counts.sum()), "least_context": cuts, "bits_per_byte": bits}
 
 
 @torch.no_grad()
 def bits_per_byte(
-    model: LongNetLM,
-    document: Document,
-    targets: range,
-    size: int,
-    num_before: int,
-    parallel: ContextParallel,
-    counts: Tensor | None = None,
+    model: LongNetLM, document: Document, targets: range, size: int, num_before: int, counts: Tensor | None = None
 ) -> float:
     """The mean over the target bytes, or over those for which `counts` is true. A context has `num_before` bytes, and
     then the `size` bytes that it predicts."""
-    size = min(size, len(targets))
+    size, parallel = min(size, len(targets)), model.parallel or ContextParallel()
     pieces, length = [targets[i : i + size] for i in range(0, len(targets), size)], num_before + size
     total, number, at_once = torch.zeros((), dtype=torch.float64), 0, max(1, POSITIONS_AT_ONCE // length)
     for i in range(0, len(pieces), at_once):
