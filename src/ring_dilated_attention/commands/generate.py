@@ -145,10 +145,8 @@ class Text:
 def summary(record: dict) -> str:
     speed = f" at {record['tokens_per_second']:,.0f} tokens/s" if record["tokens_per_second"] else ""
     stopped = "interrupted after " if record["interrupted"] else ""
-    return (
-        f"{stopped}{len(record['tokens']):,} tokens{speed}, after a prompt of {record['prompt_bytes']:,} in "
-        f"{record['prompt_seconds']:.2f} s; caches of {record['cache_bytes']:,} bytes"
-    )
+    prompt = f"after a prompt of {record['prompt_bytes']:,} in {record['prompt_seconds']:.2f} s"
+    return f"{stopped}{len(record['tokens']):,} tokens{speed}, {prompt}; caches of {record['cache_bytes']:,} bytes"
 
 
 def sample(folder: Path, document: Document) -> tuple[str, str]:
@@ -157,8 +155,7 @@ def sample(folder: Path, document: Document) -> tuple[str, str]:
 
     start = document.num_train
     prompt = opening(document.content[start : start + OPENING_BYTES])
-    model = LongNetLM.from_run(folder)
-    steps = model.generate([list(prompt)], SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0)
+    steps = LongNetLM.from_run(folder).generate([list(prompt)], SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0)
     drawn = bytes(int(tokens[0]) for tokens in steps)
     text = CONTROL.sub("\ufffd", (prompt + drawn).decode(errors="replace"))
     more = ["--prompt", os.fsdecode(prompt), "--temperature", str(SAMPLE_TEMPERATURE), "--tokens", "1000"]

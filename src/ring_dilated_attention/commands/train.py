@@ -129,8 +129,8 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
 def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
     """Start the ranks. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
-    command = ["-m", "ring_dilated_attention.commands.cli", "train"]
-    ended = launch([*command, *arguments.argv, *folder], arguments.ranks, lock)
+    command = ["-m", "ring_dilated_attention.commands.cli", "train", *arguments.argv, *folder]
+    ended = launch(command, arguments.ranks, lock)
     if not any(ended.codes):
         return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
     for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):

@@ -184,8 +184,7 @@ class LongNetLM(nn.Module):
         Raises:
             ValueError: before the first token, for bad arguments; at any token, for logits that are NaN or inf.
         """
-        options = Sampling(temperature, top_k, top_p, seed, stop)
-        return generate(self, tokens, max_new_tokens, options, caches)
+        return generate(self, tokens, max_new_tokens, Sampling(temperature, top_k, top_p, seed, stop), caches)
 
     @staticmethod
     def from_run(

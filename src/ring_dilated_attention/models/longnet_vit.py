@@ -295,8 +295,7 @@ class LongNetViT(CheckedLoading):
 
     def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
         """What is wrong with the first wrong tile, or None. This rank's tiles are numbered from `first`."""
-        is_tile_BL = _are_tiles(x, counts)
-        dtype = self.cls_token.dtype  # numbers beyond its range become inf
+        is_tile_BL, dtype = _are_tiles(x, counts), self.cls_token.dtype  # numbers beyond its range become inf
         wrong = (is_tile_BL & ~torch.isfinite(x.detach().to(dtype)).all(-1).cpu()).nonzero().tolist()
         if wrong:
             slide, tile = wrong[0]

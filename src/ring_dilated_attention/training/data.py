@@ -79,8 +79,7 @@ def load_document(
 
 def source_files(paths: Iterable[Path]) -> list[Path]:
     """The paths outside the skipped folders, in an order that does not depend on the file system."""
-    kept = [path for path in paths if not SKIPPED_FOLDERS & set(path.parts)]
-    return sorted(kept, key=lambda path: path.as_posix())
+    return sorted((path for path in paths if not SKIPPED_FOLDERS & set(path.parts)), key=Path.as_posix)
 
 
 def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -> Iterator[tuple[int, bytes]]:

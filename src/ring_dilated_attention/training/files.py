@@ -56,13 +56,11 @@ def folder_made(folder: Path) -> Iterator[Path]:
     made: list[Path] = []
     try:
         for path in (*reversed(folder.parents), folder):
-            if path.is_dir():
-                continue
             try:
                 path.mkdir()
                 made.append(path)
-            except FileExistsError:
-                if not path.is_dir():  # another process may have made the folder
+            except OSError:
+                if not path.is_dir():  # it was there, or another process has made it
                     raise
         yield folder
     finally:

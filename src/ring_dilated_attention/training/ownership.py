@@ -25,9 +25,8 @@ LOCK_FILE = ".rda-train.lock"
 def own_folder(folder: Path, *, must_be_new: bool = False) -> Iterator[tuple[Path, int]]:
     """Make a folder if it is not there, and keep other runs out of it. At the end an empty folder is removed.
 
-    Yields the folder, and the descriptor of its lock. A process that inherits the descriptor holds the lock, too.
-    must_be_new: if the folder is there already, make another, with a number after its name.
-    A ValueError if another run has the folder.
+    Yields the folder, and the descriptor of its lock, which a process that inherits it holds, too. If the folder is
+    there already, must_be_new makes another, with a number after its name. A ValueError if another run has the folder.
     """
     with _new_folder_made(folder) if must_be_new else folder_made(folder) as own:
         lock = _lock(own / LOCK_FILE)

@@ -120,9 +120,8 @@ def read_files(paths: Sequence[Path], how: Mapping[str, Any]) -> tuple[bytes, st
                 for block in text.blocks(file):
                     content += block
                     if len(content) > most:
-                        raise ValueError(
-                            f"{path} does not fit: files may have {most:,.0f} bytes in all, half of the memory"
-                        )
+                        rule = f"files may have {most:,.0f} bytes in all, half of the memory"
+                        raise ValueError(f"{path} does not fit: {rule}")
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}") from error
     if len(read) <= MOST_SAID:

@@ -58,7 +58,7 @@ def write_report(record: dict[str, Any]) -> None:
         README_FILE: f"{README_TITLE.format(run)}\n{README.format(folder=shlex.quote(str(folder)))}".encode(),
     }
     is_ours = files_of(run)
-    for name in contents:
+    for name in contents:  # before any is written
         check_mine(folder / name, is_ours[name], "this run")
     for name, content in contents.items():
         write_whole(folder / name, content, is_ours[name], "this run")
