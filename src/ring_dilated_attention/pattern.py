@@ -330,10 +330,9 @@ def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
         raise ValueError(f"{name} is empty. Give one entry per branch; dense attention is DilatedPattern.dense().")
     for entry in entries:
         if not is_integer(entry):
-            remedy = " Lengths and rates are two lists: DilatedPattern([2048, 4096], [1, 2])." * isinstance(
-                entry, Sequence
-            )
-            raise ValueError(f"{name} must hold integers, got {entry!r} in {list(entries)}.{remedy}")
+            remedy = " Lengths and rates are two lists: DilatedPattern([2048, 4096], [1, 2])."
+            got = f"{entry!r} in {list(entries)}.{remedy * isinstance(entry, Sequence)}"
+            raise ValueError(f"{name} must hold integers, got {got}")
         if entry < 1:
             raise ValueError(f"{name} must be at least 1, got {entry} in {list(entries)}.")
         if entry > WHOLE_DOCUMENT:

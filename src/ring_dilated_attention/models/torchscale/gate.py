@@ -20,6 +20,7 @@ from torch import Tensor
 from ...attention import dilated_attention
 from ...pattern import Branch, DilatedPattern, why_no_pattern
 from ...ranks.context import ContextParallel
+from ...ranks.ranks import ALONE
 from ...ranks.reduce import SumOverRanks
 from ...ranks.validate import why_no_rows
 from ..documents import Documents, DocumentSpan, agree_on_documents
@@ -174,14 +175,12 @@ def _put_in_place(
     out_BNHD: Tensor, lse_BNH: Tensor, value_BNGD: Tensor, misplaced: Misplaced, parallel: ContextParallel | None
 ) -> tuple[Tensor, Tensor]:
     """Move rows to where torchscale has them. The places between get zero queries' outputs: sums of values / m."""
-    ranks = None if parallel is None else parallel.ranks
+    ranks = ALONE if parallel is None else parallel.ranks
     moved_BNHD = MoveRows.apply(out_BNHD, misplaced.moves, ranks, 0.0)
     moved_lse_BNH = MoveRows.apply(lse_BNH, misplaced.moves, ranks, -math.inf)
     if not misplaced.num_zero_queries:
         return moved_BNHD, moved_lse_BNH
-    sums_BZHD = _sums(value_BNGD, out_BNHD.shape[2], misplaced)
-    if ranks is not None:
-        sums_BZHD = SumOverRanks.apply(sums_BZHD, ranks)
+    sums_BZHD = SumOverRanks.apply(_sums(value_BNGD, out_BNHD.shape[2], misplaced), ranks)
     filled = [
         (z, span.row + query.position - span.positions.start, head)
         for z, span, query in misplaced.own
