@@ -48,6 +48,9 @@ class HeadGroup(NamedTuple):
     phase_step: int
 
 
+HeadGroups = tuple[HeadGroup, ...]
+
+
 @dataclass(frozen=True)
 class DilatedPattern:
     """The attention pattern: all branches, the phase rule and causality. Hashable.
@@ -190,9 +193,7 @@ class DilatedPattern:
             return branch % rate
         return head % rate if self.phase == "modulo" else head // _ceil_div(num_heads, rate)
 
-    def head_groups(
-        self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
-    ) -> tuple[HeadGroup, ...]:
+    def head_groups(self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None) -> HeadGroups:
         """The heads of a branch, cut into as few strided views as possible.
 
         Heads of equal phase form one view. Heads of consecutive phases form one too (a diagonal, one row further for
@@ -216,9 +217,7 @@ class DilatedPattern:
             return min(groups, diagonals, key=len)
         return groups
 
-    def phase_groups(
-        self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
-    ) -> tuple[HeadGroup, ...]:
+    def phase_groups(self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None) -> HeadGroups:
         """As `head_groups` without diagonals. Within a group each key/value head serves equally many query heads."""
         held, ratio = held if held is not None else range(num_heads), num_heads // num_kv_heads
         phases = self._heads_by_phase(branch, num_heads)
@@ -374,7 +373,7 @@ def _within(heads: range, held: range) -> tuple[int, range]:
     return inside[0], range(part.start - held.start, part.stop - held.start, part.step)
 
 
-def _aligned(heads: range, phase: int, ratio: int) -> tuple[HeadGroup, ...]:
+def _aligned(heads: range, phase: int, ratio: int) -> HeadGroups:
     """Cut heads of one phase so that, within a group, each key/value head serves equally many query heads."""
     groups: list[list[tuple[int, list[int]]]] = []  # of key/value heads, each with its query heads
     for kv_head, found in groupby(heads, key=lambda head: head // ratio):

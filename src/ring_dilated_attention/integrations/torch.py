@@ -202,9 +202,7 @@ def replace_attention(
             "own layers with MultiheadDilatedAttention, whose state_dict is that of nn.MultiheadAttention."
         )
     # All are made before the first is replaced: an error leaves the module as it was.
-    attentions = [
-        _dilated(f"{name}.self_attn".lstrip("."), layer.self_attn, pattern, parallel) for name, layer in layers.items()
-    ]
+    attentions = [_dilated(name, layer.self_attn, pattern, parallel) for name, layer in layers.items()]
     for layer, attention in zip(layers.values(), attentions, strict=True):
         layer.self_attn = attention
     for child in module.modules():
@@ -213,10 +211,9 @@ def replace_attention(
     return module
 
 
-def _dilated(
-    name: str, attention: Any, pattern: DilatedPattern, parallel: ContextParallel | None
-) -> MultiheadDilatedAttention:
-    """A MultiheadDilatedAttention with the same parameters."""
+def _dilated(layer: str, attention: Any, pattern: DilatedPattern, parallel: ContextParallel | None) -> nn.Module:
+    """A MultiheadDilatedAttention with the parameters of a layer's attention."""
+    name = f"{layer}.self_attn".lstrip(".")
     if why := _why_not(name, attention):
         raise ValueError(f"{name} {why}.")
     replaced = MultiheadDilatedAttention(

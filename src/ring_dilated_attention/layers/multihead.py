@@ -19,6 +19,8 @@ from ..run.dilated_cache import DilatedCache
 from .checks import check_heads, check_tensor, is_integral, valid_lengths
 from .rotary import RotaryTable, document_positions, positions_on_ranks, rotary_base, rotary_table, rotate
 
+Heads = tuple[Tensor, Tensor, Tensor]  # query (B, N, H, D), key and value (B, N, G, D)
+
 
 class MultiheadDilatedAttention(nn.Module):
     """Self-attention with a dilated pattern, called like `nn.MultiheadAttention(batch_first=True)`.
@@ -242,9 +244,7 @@ class MultiheadDilatedAttention(nn.Module):
             places = document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
         return self.rotary_table(places.to(query_BNE.device))
 
-    def _heads(
-        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None) -> Heads:
         """query, key and value of all heads, (B, N, H or G, D), rotated."""
         if query_BNE is key_BNE and key_BNE is value_BNE:
             projected = F.linear(query_BNE, self.in_proj_weight, self.in_proj_bias).split(self._split_sizes, dim=-1)
@@ -257,7 +257,7 @@ class MultiheadDilatedAttention(nn.Module):
 
     def _attend(
         self,
-        heads: tuple[Tensor, Tensor, Tensor],
+        heads: Heads,
         cu_seqlens: Tensor | None,
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,

@@ -89,14 +89,13 @@ def call_of(
 
 def why_no_rows(name: str, x: Any) -> str | None:
     """A sentence, or None for a tensor of four dimensions."""
+    layout = "(batch, seq, heads, head_dim)"
     if not isinstance(x, Tensor):
-        return (
-            f"{name} must be a tensor (batch, seq, heads, head_dim), got {type(x).__name__}: torch.as_tensor makes one"
-        )
+        return f"{name} must be a tensor {layout}, got {type(x).__name__}: torch.as_tensor makes one"
     if x.dim() == 4:
         return None
     remedy = "unsqueeze(0) adds a batch, and unflatten(-1, (heads, head_dim)) makes heads"
-    return f"{name} must be (batch, seq, heads, head_dim), got {x.dim()} dimensions: {tuple(x.shape)}; {remedy}"
+    return f"{name} must be {layout}, got {x.dim()} dimensions: {tuple(x.shape)}; {remedy}"
 
 
 def _check_tensors(tensors: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's
 # What a model may raise if it cannot run with any attention but its own.
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
 FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
+Trace = dict[str, tuple[Tensor | None, Tensor]]
 
 
 @cache
@@ -179,14 +180,12 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _trace(
-    model: Any, pattern: DilatedPattern | None, changed: int | None = None
-) -> dict[str, tuple[Tensor | None, Tensor]]:
+def _trace(model: Any, pattern: DilatedPattern | None, changed: int | None = None) -> Trace:
     """Run the model. For each module, by name and in the order in which they end: its first input and output tensor.
 
     pattern: None for the model's own attention. changed: where the token differs, or else a vector in the first layer.
     """
-    found: dict[str, tuple[Tensor | None, Tensor]] = {}
+    found: Trace = {}
 
     def keep(at: str, module: nn.Module, args: tuple, options: dict, output: Any) -> None:
         if at not in found and (result := _first(output)) is not None:

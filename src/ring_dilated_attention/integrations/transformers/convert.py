@@ -41,9 +41,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     """
     register()
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model must be a PreTrainedModel of transformers, got {type(model).__name__}. Convert what is inside."
-        )
+        raise ValueError(f"model must be a PreTrainedModel, got {type(model).__name__}. Convert what is inside.")
     fields, name, config = to_fields(pattern), type(model).__name__, copy.deepcopy(model.config)
     config._attn_implementation = {"": NAME}
     setattr(config, FIELD, fields)
@@ -56,8 +54,6 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     if any(config._attn_implementation != NAME for config in configs):
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation
-        raise ValueError(
-            f"{name} chooses its attention itself, not through transformers' attention interface. Use another model."
-        )
+        raise ValueError(f"{name} chooses its attention itself, past transformers' interface. Use another model.")
     for config in configs:
         setattr(config, FIELD, fields)

@@ -105,11 +105,9 @@ def torchscale_attention(
         counted = zero_rows(pattern, query.shape[2], documents, query)
     assert counted.pattern == pattern, "counted for another pattern"
     merged: tuple[Tensor, Tensor] | None = None
+    options = {**split, "scale": scale, "backend": backend, "return_lse": True}
     for call in counted.calls:
-        rows = (query, key, value)
-        out_BNHD, lse_BNH = dilated_attention(
-            *rows, call.pattern, **split, scale=scale, backend=backend, return_lse=True
-        )
+        out_BNHD, lse_BNH = dilated_attention(query, key, value, call.pattern, **options)
         if call.log_num_zero_keys_NH is not None:
             out_BNHD, lse_BNH = gate(out_BNHD, lse_BNH, call.log_num_zero_keys_NH)
         if call.misplaced is not None:
