@@ -181,14 +181,12 @@ def replace_attention(
     """Replace the self-attention of every nn.TransformerEncoderLayer and nn.TransformerDecoderLayer in a module.
 
     In place: parameters stay the same objects under the same names, so that optimizers and checkpoints still fit. Call
-    the module without src_mask and tgt_mask: the pattern decides on causality. A decoder's cross-attention stays.
+    the module without src_mask and tgt_mask: the pattern decides on causality. A decoder's cross-attention stays. The
+    module is returned.
 
     Args:
         pattern: who attends whom.
         parallel: the ranks that share the sequences, as for MultiheadDilatedAttention.
-
-    Returns:
-        the module.
 
     Raises:
         ValueError: if there is no such layer, or one cannot be replaced (dropout, batch_first=False, extra key/value

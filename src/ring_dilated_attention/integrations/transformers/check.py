@@ -23,7 +23,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from ...pattern import DilatedPattern
 from .attention import attend
-from .config import FIELD, NAME, SEEN, crosses, pattern_of
+from .config import FIELD, NAME, SEEN, pattern_of
 
 ROWS, PLACES = 8, (4, 0, -1)  # the length of a copy's input, and where it is changed
 ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
@@ -99,7 +99,7 @@ def _why_another(config: Any) -> str | None:
     inner = sorted(name for name in config.sub_configs if getattr(config, name, None) is not None)
     if inner:
         return f"is made of parts with configs of their own ({', '.join(inner)}): convert the part that you mean."
-    if crosses(config):
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return "attends across sequences, and dilated attention is self-attention."
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if types is None and window is not None:

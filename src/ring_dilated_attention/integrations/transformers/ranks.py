@@ -31,6 +31,7 @@ CUT = ("input_ids", "token_type_ids", "position_ids", "labels", "shift_labels")
 
 def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     """From now on a forward of the model is given the whole sample on every rank, and computes this rank's shard of it.
+    `remove()` of the handle that is returned undoes this.
 
         context_parallel(model, ContextParallel(mesh["cp"]))
         loss = model(input_ids=ids, labels=labels).loss     # (B, N) on every rank, the same on all that share it
@@ -40,9 +41,6 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     states) are this rank's rows; `parallel.unshard` joins them. With labels there are no logits: those of some rows at
     a time are made for the loss, and again in backward. Documents may be packed (position_ids that start anew, or
     cu_seq_lens_q). Padding is allowed only on the right, in a causal model, with labels of -100.
-
-    Returns:
-        a handle, whose `remove()` undoes this.
 
     Raises:
         ValueError: if the model has no dilated attention, has convolutions over positions, or does not take positions
@@ -111,12 +109,7 @@ class ShardedForward:
         with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
             batch, rest = self._batch(model, self._named(args, kwargs))
-        try:
-            local = self.parallel.shard_batch(batch)
-        except ValueError as error:
-            if "given different samples" not in str(error):
-                raise
-            raise ValueError(f"{error} Under Trainer, SameSample does this.") from error
+        local = self.parallel.shard_batch(batch)
         self.hooks[0].remove()  # it comes after those that FSDP2 and ZeRO 3 may have added, which watch hidden states
         self.hooks[0] = model.get_submodule(self.decoder).register_forward_hook(self.sum_loss)
         inputs = {name: local[name] for name in CUT[:3] if name in local}

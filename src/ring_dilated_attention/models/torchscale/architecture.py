@@ -198,11 +198,8 @@ _NAMES = {
     "shares_embedding": "share_{side}_input_output_embed",
     "activation": "activation_fn",
     "normalize_before": "{side}_normalize_before",
-    "normalize_output": "normalize_output",
-    "layernorm_embedding": "layernorm_embedding",
     "sub_layernorm": "subln",
-    "deepnorm": "deepnorm",
-    "layernorm_eps": "layernorm_eps",
+    **{name: name for name in ("normalize_output", "layernorm_embedding", "deepnorm", "layernorm_eps")},
 }
 _REFUSED = {
     "moe_freq": "mixtures of experts have other parameters",
