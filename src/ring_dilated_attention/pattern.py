@@ -357,9 +357,9 @@ def is_integer(value: object) -> bool:
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether a value is a number, not a bool, that a float holds. numpy's float32 overflows beside larger bounds."""
+    """Whether a value is a number, not a bool, that a float holds. torch.compile cannot trace math.isfinite."""
     try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) < math.inf
     except OverflowError:
         return False
 

@@ -331,15 +331,13 @@ class MultiheadDilatedAttention(nn.Module):
         if self.parallel is not None:
             raise ValueError("key_padding_mask and parallel: a padded batch cannot be sharded; pack it with cu_seqlens")
 
-    def _check_positions(
-        self, positions: Tensor | RotaryTable | None, query: Tensor, cache: DilatedCache | None
-    ) -> None:
+    def _check_positions(self, positions: Tensor | RotaryTable | None, x: Tensor, cache: DilatedCache | None) -> None:
         if positions is None:
             return
         if self.rotary_base is None:
             raise ValueError("positions were passed, but only rotary embeddings read them: construct with rotary=True")
         if isinstance(positions, RotaryTable):
-            positions.check(query.shape[:2], self.head_dim, self.rotary_base)
+            positions.check(x.shape[:2], self.head_dim, self.rotary_base)
             return
         if cache is not None:
             raise ValueError(
@@ -347,9 +345,9 @@ class MultiheadDilatedAttention(nn.Module):
                 "rotary_table(cache.next_positions(N)), which the layers of a model can share"
             )
         check_tensor("positions", positions)
-        if positions.shape != query.shape[1:2]:
+        if positions.shape != x.shape[1:2]:
             raise ValueError(
-                f"positions have shape {tuple(positions.shape)}, the inputs need ({query.shape[1]},), one for each "
+                f"positions have shape {tuple(positions.shape)}, the inputs need ({x.shape[1]},), one for each "
                 "row of this rank: ContextParallel.positions(N, cu_seqlens) tells them"
             )
         if not is_integral(positions):

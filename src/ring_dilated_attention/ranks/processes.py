@@ -47,7 +47,7 @@ def _give_back(links: list[GroupLink]) -> None:
 def _leave_empty_group() -> None:
     """Make an empty group. If its name exists already, other ranks are listed as members, which changes the name."""
     if _EMPTY not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_EMPTY, lambda _, rank, size, __: _EmptyGroup(rank, size), devices=["cpu"])
+        dist.Backend.register_backend(_EMPTY, _make_empty_group, devices=["cpu"])
     rank = dist.get_rank()
     others = [other for other in range(dist.get_world_size()) if other != rank]
     said = chain.from_iterable(combinations(others, number) for number in range(len(others) + 1))
@@ -55,6 +55,10 @@ def _leave_empty_group() -> None:
         with suppress(ValueError):
             dist.new_group([rank, *held], backend=_EMPTY, use_local_synchronization=True)
             return
+
+
+def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    return _EmptyGroup(rank, world_size)  # type: ignore[call-arg]  # the stub knows torch's own classes alone
 
 
 class Processes(Ranks):

@@ -1,4 +1,5 @@
 """Reads and writes the file of `rda embed`: a tensor for each slide, by its name; the settings are in the metadata.
+Also writes it as a table (CSV), for pandas, R or a spreadsheet.
 
 The file is complete at any time: a new version is written beside it and then replaces it. `rda embed` adds to a file
 only if the file was made with the same settings.
