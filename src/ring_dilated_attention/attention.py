@@ -14,7 +14,8 @@ from .kernels.contract import BackwardRows
 from .pattern import DilatedPattern
 from .plan.cache_plan import plan_cache
 from .ranks.call import Begun, Call
-from .ranks.context import ContextParallel, ExchangeError, context_named, refuse
+from .ranks.context import ContextParallel, context_named, refuse
+from .ranks.link import ExchangeError
 from .ranks.ranks import ALONE, Ranks
 from .ranks.validate import autocast, call_of, check_cache, check_cuts
 from .run.append import append

@@ -48,6 +48,9 @@ class HeadGroup(NamedTuple):
     phase_step: int
 
 
+HeadGroups = tuple[HeadGroup, ...]
+
+
 @dataclass(frozen=True)
 class DilatedPattern:
     """The attention pattern: all branches, the phase rule and causality. Hashable.
@@ -190,9 +193,7 @@ class DilatedPattern:
             return branch % rate
         return head % rate if self.phase == "modulo" else head // _ceil_div(num_heads, rate)
 
-    def head_groups(
-        self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
-    ) -> tuple[HeadGroup, ...]:
+    def head_groups(self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None) -> HeadGroups:
         """The heads of a branch, cut into as few strided views as possible.
 
         Heads of equal phase form one view. Heads of consecutive phases form one too (a diagonal, one row further for
@@ -216,9 +217,7 @@ class DilatedPattern:
             return min(groups, diagonals, key=len)
         return groups
 
-    def phase_groups(
-        self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
-    ) -> tuple[HeadGroup, ...]:
+    def phase_groups(self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None) -> HeadGroups:
         """As `head_groups` without diagonals. Within a group each key/value head serves equally many query heads."""
         held, ratio = held if held is not None else range(num_heads), num_heads // num_kv_heads
         phases = self._heads_by_phase(branch, num_heads)
@@ -330,10 +329,9 @@ def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
         raise ValueError(f"{name} is empty. Give one entry per branch; dense attention is DilatedPattern.dense().")
     for entry in entries:
         if not is_integer(entry):
-            remedy = " Lengths and rates are two lists: DilatedPattern([2048, 4096], [1, 2])." * isinstance(
-                entry, Sequence
-            )
-            raise ValueError(f"{name} must hold integers, got {entry!r} in {list(entries)}.{remedy}")
+            remedy = " Lengths and rates are two lists: DilatedPattern([2048, 4096], [1, 2])."
+            got = f"{entry!r} in {list(entries)}.{remedy * isinstance(entry, Sequence)}"
+            raise ValueError(f"{name} must hold integers, got {got}")
         if entry < 1:
             raise ValueError(f"{name} must be at least 1, got {entry} in {list(entries)}.")
         if entry > WHOLE_DOCUMENT:
@@ -359,9 +357,9 @@ def is_integer(value: object) -> bool:
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether a value is a number, not a bool, that a float holds. numpy's float32 overflows beside larger bounds."""
+    """Whether a value is a number, not a bool, that a float holds. torch.compile cannot trace math.isfinite."""
     try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) < math.inf
     except OverflowError:
         return False
 
@@ -375,7 +373,7 @@ def _within(heads: range, held: range) -> tuple[int, range]:
     return inside[0], range(part.start - held.start, part.stop - held.start, part.step)
 
 
-def _aligned(heads: range, phase: int, ratio: int) -> tuple[HeadGroup, ...]:
+def _aligned(heads: range, phase: int, ratio: int) -> HeadGroups:
     """Cut heads of one phase so that, within a group, each key/value head serves equally many query heads."""
     groups: list[list[tuple[int, list[int]]]] = []  # of key/value heads, each with its query heads
     for kv_head, found in groupby(heads, key=lambda head: head // ratio):

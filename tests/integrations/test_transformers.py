@@ -322,7 +322,7 @@ def test_the_multiplicity_of_cached_rows(data):
     num_rows = data.draw(st.integers(1, length - 1))
     expected = multiplicity(pattern, length, num_heads)[:, -num_rows:]
     rows = torch.arange(first + length)[None] - first
-    found = ours._multiplicity(pattern, num_heads, rows[:, -num_rows:], rows, rows >= 0)
+    found = ours._counts(pattern, num_heads, rows[:, -num_rows:], rows, rows >= 0)
     assert torch.equal(found[:, :, first:].long(), expected)
     assert not found[:, :, :first].any()
 

@@ -238,7 +238,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
     """Tell the user and the launcher why this rank ends. An unforeseen error is raised, with its traceback."""
-    from ..ranks.context import ExchangeError
+    from ..ranks.link import ExchangeError
 
     who = f"rda train: rank {started().rank} on host {socket.gethostname()}"
     first_line = next(iter(str(error).splitlines()), type(error).__name__)

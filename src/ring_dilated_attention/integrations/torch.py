@@ -181,14 +181,12 @@ def replace_attention(
     """Replace the self-attention of every nn.TransformerEncoderLayer and nn.TransformerDecoderLayer in a module.
 
     In place: parameters stay the same objects under the same names, so that optimizers and checkpoints still fit. Call
-    the module without src_mask and tgt_mask: the pattern decides on causality. A decoder's cross-attention stays.
+    the module without src_mask and tgt_mask: the pattern decides on causality. A decoder's cross-attention stays. The
+    module is returned.
 
     Args:
         pattern: who attends whom.
         parallel: the ranks that share the sequences, as for MultiheadDilatedAttention.
-
-    Returns:
-        the module.
 
     Raises:
         ValueError: if there is no such layer, or one cannot be replaced (dropout, batch_first=False, extra key/value
@@ -202,9 +200,7 @@ def replace_attention(
             "own layers with MultiheadDilatedAttention, whose state_dict is that of nn.MultiheadAttention."
         )
     # All are made before the first is replaced: an error leaves the module as it was.
-    attentions = [
-        _dilated(f"{name}.self_attn".lstrip("."), layer.self_attn, pattern, parallel) for name, layer in layers.items()
-    ]
+    attentions = [_dilated(name, layer.self_attn, pattern, parallel) for name, layer in layers.items()]
     for layer, attention in zip(layers.values(), attentions, strict=True):
         layer.self_attn = attention
     for child in module.modules():
@@ -213,10 +209,9 @@ def replace_attention(
     return module
 
 
-def _dilated(
-    name: str, attention: Any, pattern: DilatedPattern, parallel: ContextParallel | None
-) -> MultiheadDilatedAttention:
-    """A MultiheadDilatedAttention with the same parameters."""
+def _dilated(layer: str, attention: Any, pattern: DilatedPattern, parallel: ContextParallel | None) -> nn.Module:
+    """A MultiheadDilatedAttention with the parameters of a layer's attention."""
+    name = f"{layer}.self_attn".lstrip(".")
     if why := _why_not(name, attention):
         raise ValueError(f"{name} {why}.")
     replaced = MultiheadDilatedAttention(

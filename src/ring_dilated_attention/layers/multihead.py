@@ -19,6 +19,8 @@ from ..run.dilated_cache import DilatedCache
 from .checks import check_heads, check_tensor, is_integral, valid_lengths
 from .rotary import RotaryTable, document_positions, positions_on_ranks, rotary_base, rotary_table, rotate
 
+Heads = tuple[Tensor, Tensor, Tensor]  # query (B, N, H, D), key and value (B, N, G, D)
+
 
 class MultiheadDilatedAttention(nn.Module):
     """Self-attention with a dilated pattern, called like `nn.MultiheadAttention(batch_first=True)`.
@@ -242,9 +244,7 @@ class MultiheadDilatedAttention(nn.Module):
             places = document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
         return self.rotary_table(places.to(query_BNE.device))
 
-    def _heads(
-        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None) -> Heads:
         """query, key and value of all heads, (B, N, H or G, D), rotated."""
         if query_BNE is key_BNE and key_BNE is value_BNE:
             projected = F.linear(query_BNE, self.in_proj_weight, self.in_proj_bias).split(self._split_sizes, dim=-1)
@@ -257,7 +257,7 @@ class MultiheadDilatedAttention(nn.Module):
 
     def _attend(
         self,
-        heads: tuple[Tensor, Tensor, Tensor],
+        heads: Heads,
         cu_seqlens: Tensor | None,
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,
@@ -331,15 +331,13 @@ class MultiheadDilatedAttention(nn.Module):
         if self.parallel is not None:
             raise ValueError("key_padding_mask and parallel: a padded batch cannot be sharded; pack it with cu_seqlens")
 
-    def _check_positions(
-        self, positions: Tensor | RotaryTable | None, query: Tensor, cache: DilatedCache | None
-    ) -> None:
+    def _check_positions(self, positions: Tensor | RotaryTable | None, x: Tensor, cache: DilatedCache | None) -> None:
         if positions is None:
             return
         if self.rotary_base is None:
             raise ValueError("positions were passed, but only rotary embeddings read them: construct with rotary=True")
         if isinstance(positions, RotaryTable):
-            positions.check(query.shape[:2], self.head_dim, self.rotary_base)
+            positions.check(x.shape[:2], self.head_dim, self.rotary_base)
             return
         if cache is not None:
             raise ValueError(
@@ -347,9 +345,9 @@ class MultiheadDilatedAttention(nn.Module):
                 "rotary_table(cache.next_positions(N)), which the layers of a model can share"
             )
         check_tensor("positions", positions)
-        if positions.shape != query.shape[1:2]:
+        if positions.shape != x.shape[1:2]:
             raise ValueError(
-                f"positions have shape {tuple(positions.shape)}, the inputs need ({query.shape[1]},), one for each "
+                f"positions have shape {tuple(positions.shape)}, the inputs need ({x.shape[1]},), one for each "
                 "row of this rank: ContextParallel.positions(N, cu_seqlens) tells them"
             )
         if not is_integral(positions):

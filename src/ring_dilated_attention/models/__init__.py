@@ -20,20 +20,17 @@ if TYPE_CHECKING:
     from .weights import load_slide_encoder as load_slide_encoder
     from .weights import read_weights as read_weights
 
-_HOME = {
-    "LongNetConfig": "longnet_config",
-    "LongNetDecoder": "torchscale.networks",
-    "LongNetEncoder": "torchscale.networks",
-    "LongNetLM": "longnet",
-    "LongNetViT": "longnet_vit",
-    "NextTokenLoss": "longnet",
-    "TorchscaleConfig": "torchscale.architecture",
-    "load_slide_encoder": "weights",
-    "map_names": "checked_loading",
-    "read_weights": "weights",
-    "segment_lengths_for": "longnet_vit",
-    "torchscale_attention": "torchscale.gate",
+_MEMBERS = {
+    "checked_loading": ["map_names"],
+    "longnet": ["LongNetLM", "NextTokenLoss"],
+    "longnet_config": ["LongNetConfig"],
+    "longnet_vit": ["LongNetViT", "segment_lengths_for"],
+    "torchscale.architecture": ["TorchscaleConfig"],
+    "torchscale.gate": ["torchscale_attention"],
+    "torchscale.networks": ["LongNetDecoder", "LongNetEncoder"],
+    "weights": ["load_slide_encoder", "read_weights"],
 }
+_HOME = {name: module for module, names in _MEMBERS.items() for name in names}
 __all__ = list(_HOME)
 
 

@@ -12,6 +12,7 @@ from ..layers.checks import is_integral
 from ..plan.sharding import Shard, Span, check_documents
 from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel
+from ..ranks.ranks import ALONE
 
 
 class DocumentSpan(NamedTuple):
@@ -101,11 +102,7 @@ def agree_on_lengths(
     parallel: ContextParallel | None, num_rows: int, fields: dict[str, object], failure: str | None
 ) -> tuple[int, ...]:
     """Every rank's number of rows. A ValueError on every rank if one refuses the call."""
-    if parallel is not None:
-        return parallel.ranks.handshake(num_rows, fields, failure)
-    if failure:
-        raise ValueError(failure)
-    return (num_rows,)
+    return (ALONE if parallel is None else parallel.ranks).handshake(num_rows, fields, failure)
 
 
 def _spans(shard: Shard, borders: Sequence[int]) -> Iterator[DocumentSpan]:

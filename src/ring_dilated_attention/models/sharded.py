@@ -1,11 +1,9 @@
 """Next-token labels of sharded sequences: the last label of a shard may be on another rank."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ..plan.sharding import Shard
+from ..plan.sharding import first_rows
 from ..ranks.context import ContextParallel
 
 
@@ -21,27 +19,18 @@ def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
     with parallel.ranks.turn:
         lengths = parallel.ranks.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
         shards = parallel.ranks.shards(lengths)
+        shard = shards[parallel.rank]
         with parallel.ranks.all_or_none():
-            firsts = _first_columns(parallel, x, shards)
-    columns, row = [x[:, :0]], 0
-    for span in shards[parallel.rank]:
+            own = torch.zeros(2, batch, 1, dtype=torch.int64, device="cpu")  # the first column of each span
+            for first, row, _ in zip(own, first_rows(shard), shard, strict=False):
+                first.copy_(x[:, row : row + 1])
+            records = parallel.ranks.records(own, "the exchange of labels")
+    firsts: dict[int, Tensor] = {}  # the first column (B, 1) of every span of every rank, by its global position
+    for spans, record in zip(shards, records, strict=True):
+        firsts |= zip((span.start for span in spans), record, strict=False)
+    columns = [x[:, :0]]
+    for row, span in zip(first_rows(shard), shard, strict=False):
         stop = row + span.stop - span.start
         last = firsts.get(span.stop, torch.full_like(x[:, :1], fill))
         columns += [x[:, row + 1 : stop], last.to(x)]
-        row = stop
     return torch.cat(columns, dim=1)
-
-
-def _first_columns(parallel: ContextParallel, x: Tensor, shards: Sequence[Shard]) -> dict[int, Tensor]:
-    """The first column (B, 1) of every span of every rank, by its global position."""
-    own = torch.zeros(2, x.shape[0], dtype=torch.int64, device="cpu")
-    row = 0
-    for i, span in enumerate(shards[parallel.rank]):
-        own[i] = x[:, row].cpu()
-        row += span.stop - span.start
-    records = parallel.ranks.records(own, "the exchange of labels")
-    return {
-        span.start: record[i].unsqueeze(1)
-        for shard, record in zip(shards, records, strict=True)
-        for i, span in enumerate(shard)
-    }

@@ -102,7 +102,11 @@ def slide_encoder_size(
     embed_dim = _size(path, weights, "cls_token", 2)
     in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
     ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
-    found = _depth(path, weights, strict=strict)
+    numbers = {int(m[1]) for key in weights if (m := re.search(r"\bencoder\.layers\.(\d+)\.", key))}
+    found = next(i for i in range(len(numbers) + 1) if i not in numbers)  # layers before the first gap
+    if strict and found < len(numbers):
+        there = f"{path} holds encoder.layers.{max(numbers)} and no encoder.layers.{found}"
+        raise ValueError(f"{there}: one is stray or the other missing")
     published = {known.embed_dim: known.depth for known in PUBLISHED.values()}
     expected = published.get(embed_dim, found) if depth is None else depth
     size = EncoderSize(in_chans, embed_dim, expected, ffn_dim, NUM_HEADS if num_heads is None else num_heads)
@@ -174,17 +178,6 @@ def load_slide_encoder(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return model.eval(), Left(loaded.missing_keys, mapped.left)
-
-
-def _depth(path: Path | str, weights: Mapping[str, Tensor], *, strict: bool) -> int:
-    """The number of layers before the first gap in their numbers. A ValueError for a gap, if strict."""
-    numbers = {int(m[1]) for key in weights if (m := re.search(r"\bencoder\.layers\.(\d+)\.", key))}
-    gap = next(i for i in range(len(numbers) + 1) if i not in numbers)
-    if strict and gap < len(numbers):
-        raise ValueError(
-            f"{path} holds encoder.layers.{max(numbers)} and no encoder.layers.{gap}: one is stray or the other missing"
-        )
-    return gap
 
 
 def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:

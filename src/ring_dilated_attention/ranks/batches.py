@@ -59,7 +59,8 @@ def _agree_on(ranks: Ranks, described: dict[str, Any], samples: dict[str, int]) 
         raise ValueError(
             f"{error} The numbers are fingerprints: ranks that share a sequence were given different samples. Give "
             "all of them the same one (a DistributedSampler with num_replicas and rank of the *other* mesh axis, "
-            "or shuffle=False and one seed), or let one rank deal it out: shard_batch(batch, source=0)."
+            "or shuffle=False and one seed), or let one rank deal it out: shard_batch(batch, source=0). Under "
+            "transformers' Trainer, SameSample does this."
         ) from error
 
 

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..pattern import is_integer
 from .arguments import check_arguments, cut_of, resolve_group
 from .batches import fingerprint, shard_batch
-from .link import ExchangeError
 from .origin import origin_of, remember, why_foreign
 from .processes import Processes, note_dropped
 from .ranks import Ranks
@@ -226,6 +225,3 @@ class ContextParallel:
         A call that fails breaks them by itself.
         """
         self.ranks.abandon(reason)
-
-
-__all__ = ["ContextParallel", "ExchangeError", "context_named"]

@@ -19,6 +19,7 @@ from .watching import Handle, Progress, Sentinel, Watcher, start_thread, with_th
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 _UNUSED_TAG = 1  # every message has tag 0
+Addressed = Sequence[tuple[Tensor, int]]  # tensors, each with its peer
 _Message = tuple[Callable[..., dist.Work | None], Tensor, int, str]  # isend or irecv, what, peer, what an error says
 
 
@@ -192,9 +193,7 @@ class GroupLink:
         self._sentinels.clear()
         self._watcher = None
 
-    def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], moment: str
-    ) -> GroupPending:
+    def exchange(self, sends: Addressed, receives: Addressed, moment: str) -> GroupPending:
         """Start sending and receiving contiguous tensors, each with its peer. Errors quote `moment`."""
         leave = [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
         come = [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]

@@ -1,7 +1,5 @@
 """Checks the arguments of an attention call, before ranks talk to each other."""
 
-import math
-import numbers
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.choose import check_backend, choose
-from ..pattern import why_no_pattern
+from ..pattern import is_finite_number, why_no_pattern
 from ..plan.job import held_heads
 from ..run.dilated_cache import DilatedCache
 from .call import Call, validate_cu_seqlens
@@ -91,14 +89,13 @@ def call_of(
 
 def why_no_rows(name: str, x: Any) -> str | None:
     """A sentence, or None for a tensor of four dimensions."""
+    layout = "(batch, seq, heads, head_dim)"
     if not isinstance(x, Tensor):
-        return (
-            f"{name} must be a tensor (batch, seq, heads, head_dim), got {type(x).__name__}: torch.as_tensor makes one"
-        )
+        return f"{name} must be a tensor {layout}, got {type(x).__name__}: torch.as_tensor makes one"
     if x.dim() == 4:
         return None
     remedy = "unsqueeze(0) adds a batch, and unflatten(-1, (heads, head_dim)) makes heads"
-    return f"{name} must be (batch, seq, heads, head_dim), got {x.dim()} dimensions: {tuple(x.shape)}; {remedy}"
+    return f"{name} must be {layout}, got {x.dim()} dimensions: {tuple(x.shape)}; {remedy}"
 
 
 def _check_tensors(tensors: Mapping[str, Any]) -> None:
@@ -128,14 +125,9 @@ def _check_tensors(tensors: Mapping[str, Any]) -> None:
 def _check_scale(scale: Any, dtype: torch.dtype) -> None:
     if scale is None:
         return
-    is_number, largest = isinstance(scale, numbers.Real) and not isinstance(scale, bool), torch.finfo(dtype).max
-    try:
-        is_finite = is_number and abs(float(scale)) < math.inf
-    except OverflowError:
-        is_finite = False
-    if not is_finite:
+    if not is_finite_number(scale):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}.")
-    if abs(float(scale)) > largest:
+    if abs(float(scale)) > (largest := torch.finfo(dtype).max):
         raise ValueError(
             f"scale={float(scale):g} is beyond {largest:.1e}, the largest {dtype} number, in which scores are made. "
             "Pass float64 tensors, or a smaller scale."

@@ -14,7 +14,6 @@ from ..numbers import count
 from ..output import check_writable, progress_bar, wrapped
 from ..terminal import say
 from .embeddings import EmbeddingFile, Entry, Keys, TileSizes, digest_of
-from .table import write_table
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 EMBEDDINGS = {
@@ -81,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable("--out", file.place.parent, file.place.name)
     if arguments.csv is not None:
         check_writable("--csv", arguments.csv.parent, arguments.csv.name)
-        write_table(arguments.csv, file)
+        file.write_table(arguments.csv)
     try:
         num_known, failures = embed(arguments, slides, file)
     except RankFailedError as error:
@@ -144,7 +143,7 @@ def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: Embeddin
     finally:
         file.write()
         if arguments.csv is not None:
-            write_table(arguments.csv, file)
+            file.write_table(arguments.csv)
     return num_known, failures
 
 

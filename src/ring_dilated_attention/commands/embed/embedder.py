@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...models.longnet_vit import LongNetViT
 from ...models.weights import first_line, load_slide_encoder
-from ...ranks.context import ContextParallel, refuse
+from ...ranks.context import ContextParallel
+from ...ranks.ranks import ALONE, Ranks
 from ...training.rank_launcher import share_of_cores
 from ..local_ranks import Launch, Worker, run_ranks
 from ..terminal import is_out_of_memory
@@ -87,13 +88,14 @@ def _embed_here(
         model = load_slide_encoder(options.weights, **how, dtype=dtype, parallel=parallel)[0].to(device)
     except (ValueError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError for a device
         return first_line(error)
+    ranks = ALONE if parallel is None else parallel.ranks
     for start in range(0, len(slides), options.batch):
         # Slides of one batch have the same tile size, width of features, and dtype.
         groups: dict[tuple[float, int, torch.dtype], list[Tiles]] = {}
         for name, path in slides[start : start + options.batch]:
             try:
-                tiles = _tiles(options, name, path, parallel)
-            except (ValueError, OSError) as error:
+                tiles = _tiles(options, name, path, ranks)
+            except ValueError as error:
                 report(Result(name, None, None, str(error)))
                 continue
             kind = (tiles.entry.tile_size, tiles.features.shape[-1], tiles.features.dtype)
@@ -104,20 +106,15 @@ def _embed_here(
     return None
 
 
-def _tiles(options: Namespace, name: str, path: Path, parallel: ContextParallel | None) -> Tiles:
-    try:
-        found = fingerprint(path, options.keys)
+def _tiles(options: Namespace, name: str, path: Path, ranks: Ranks) -> Tiles:
+    """Raises ValueError on all ranks if one of them cannot read the slide."""
+    with ranks.refusing():
+        found = fingerprint(path, options.keys)  # before the file is opened: a pipe might never open
         with open_slide(path, options.keys) as slide:
-            start, stop = 0, slide.num_tiles
-            if parallel is not None:
-                lengths = parallel.ranks.lengths_of(slide.num_tiles)
-                start, stop = (sum(lengths[:rank]) for rank in (parallel.rank, parallel.rank + 1))
+            lengths = ranks.lengths_of(slide.num_tiles)
+            start, stop = (sum(lengths[:rank]) for rank in (ranks.rank, ranks.rank + 1))
             entry = Entry(found, slide.num_tiles, options.tile_size.of(slide.stated), slide.stated)
             return Tiles(name, entry, slide.features(start, stop), slide.coords[start:stop])
-    except (ValueError, OSError) as error:
-        if parallel is not None:  # tell the other ranks: they wait for this one if they could read the slide
-            refuse(parallel.key, str(error))
-        raise
 
 
 def _embed(model: LongNetViT, options: Namespace, group: list[Tiles], device: str) -> Iterator[Result]:
@@ -146,9 +143,7 @@ def _forward(model: LongNetViT, options: Namespace, group: list[Tiles], device: 
     model.tile_size, lengths = group[0].entry.tile_size, None
     features, coords = group[0].features[None], group[0].coords[None]
     if len(group) > 1:
-        lengths = [len(tiles.features) for tiles in group]
-        if min(lengths) == 0:
-            raise ValueError("no tiles: an empty slide has no embedding")
+        lengths = [len(tiles.features) for tiles in group]  # a slide without tiles is refused, then alone again
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
         features, coords = pad([x.features for x in group]), pad([x.coords.double() for x in group])
     dtype = getattr(torch, options.dtype)

@@ -1,19 +1,22 @@
 """Reads and writes the file of `rda embed`: a tensor for each slide, by its name; the settings are in the metadata.
+Also writes it as a table (CSV), for pandas, R or a spreadsheet.
 
 The file is complete at any time: a new version is written beside it and then replaces it. `rda embed` adds to a file
 only if the file was made with the same settings.
 """
 
+import csv
 import hashlib
 import json
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...training.files import replaced
+from ...training.files import check_mine, replaced, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,3 +184,25 @@ class EmbeddingFile:
         except SafetensorError as error:  # as for a full disk
             raise ValueError(f"--out {self.path} cannot be written: {error}") from error
         self._written, self._is_new = time.monotonic(), False
+
+    def write_table(self, path: Path) -> None:
+        """Write a table (CSV) with a line for each slide, or each of its layers. If there is none, only check the path.
+        Raises ValueError if something has this path with other lines than the new table's: somebody else's."""
+        text, settings = StringIO(), self.settings
+        lines = csv.writer(text, lineterminator="\n")
+        digits = 17 if settings["dtype"] == "float64" else 9  # enough to read the same numbers again
+        for name, entry in sorted(self.entries.items()):
+            layers = self.embeddings[name].reshape(-1, self.embeddings[name].shape[-1]).tolist()
+            if not text.tell():
+                about = ["slide", "embedding", "layer", "num_tiles", "tile_size", "stated_tile_size"]
+                lines.writerow(about + [f"e{i}" for i in range(len(layers[0]))])
+            for i, numbers in enumerate(layers):
+                row = [name, settings["embedding"], i if settings["layer"] == "all" else settings["layer"], *entry[1:]]
+                lines.writerow([*row, *(f"{x:.{digits}g}" for x in numbers)])
+        content = text.getvalue().encode()
+        new = set(content.splitlines())
+        owner = (lambda old: new.issuperset(old.read(len(content) + 1).splitlines()), f"`{MADE_BY} --out {self.path}`")
+        check_mine(path, *owner)
+        if content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content, *owner)

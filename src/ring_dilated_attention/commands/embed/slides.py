@@ -79,14 +79,10 @@ def open_slide(path: Path, keys: Keys) -> Iterator[Slide]:
             return
         import h5py
 
-        try:
-            file = h5py.File(path, "r")
-        except OSError as error:
-            raise ValueError(f"cannot be read as HDF5: {error}") from error
-        with file:
+        with h5py.File(path, "r") as file:
             arrays = {name: x for name, x in file.items() if isinstance(x, h5py.Dataset)}
             yield Slide(arrays, dict(file.attrs), keys)
-    except (ValueError, OSError):
+    except ValueError:
         raise
     except Exception as error:  # a damaged file raises anything, and HDF5 only once its features are read
         raise ValueError(f"cannot be read: {first_line(error)}") from error

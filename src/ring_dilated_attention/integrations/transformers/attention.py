@@ -101,7 +101,7 @@ def attend(
 
 
 def _attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None) -> Tensor:
-    """Attention of new queries to all rows of a cache: softmax(scores + log count), with `_multiplicity`'s count."""
+    """Attention of new queries to all rows of a cache: softmax(scores + log count), with `_counts`'s count."""
     bias, grouped = bias.to(query.dtype), query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
     # A query that no branch covers gets 0. Without this, torch's kernel may give NaN.
@@ -174,9 +174,7 @@ def _refuse_options(module: nn.Module, query: Tensor, value: Tensor, dropout: fl
         )
 
 
-def _check_mask(
-    mask: Tensor | None, num_heads: int, query: Tensor, key: Tensor, parallel: ContextParallel | None
-) -> None:
+def _check_mask(mask: Tensor | None, num_heads: int, query: Tensor, key: Tensor, parallel: object) -> None:
     batch, _, num_rows, _ = query.shape
     num_keys = key.shape[2]
     if mask is None:
@@ -196,9 +194,7 @@ def _check_mask(
     if is_padding or (mask.is_floating_point() and mask.shape in expected):
         return
     if mask.dtype == torch.uint8:
-        raise ValueError(
-            "a BoundedCache's rows came without its mark: this model changes keys behind its cache. Use a DynamicCache."
-        )
+        raise ValueError("a BoundedCache's keys came without its mark: this model changes them. Use a DynamicCache.")
     raise ValueError(
         f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: who attends whom is the pattern's to say. Pass "
         f"a 2-D mask of padding, ({batch}, {num_rows}), or none."
@@ -283,13 +279,11 @@ def make_mask(
         _check_one_run(valid_BS)
         first_B1 = valid_BS.int().argmax(1, keepdim=True)
     query_BM = q_offset + torch.arange(q_length, device=device) - first_B1
-    count = _multiplicity(pattern, config.num_attention_heads, query_BM, rows_1S - first_B1, valid_BS)
+    count = _counts(pattern, config.num_attention_heads, query_BM, rows_1S - first_B1, valid_BS)
     return count.to(torch.promote_types(dtype, torch.float32)).log()
 
 
-def _multiplicity(
-    pattern: DilatedPattern, num_heads: int, query_BM: Tensor, key_BS: Tensor, valid_BS: Tensor
-) -> Tensor:
+def _counts(pattern: DilatedPattern, num_heads: int, query_BM: Tensor, key_BS: Tensor, valid_BS: Tensor) -> Tensor:
     """The number of branches in which a query sees a row, (B * H, M, S), from their positions in the document."""
     seen = (key_BS[:, None] <= query_BM[:, :, None]) & valid_BS[:, None]
     count = torch.zeros(1, dtype=torch.int16, device=query_BM.device)
@@ -316,6 +310,4 @@ def _refuse_rules(mask_function: Any, kv_offset: int, local_size: int | None, us
             "Use another attn_implementation for this model."
         )
     if kv_offset:
-        raise ValueError(
-            f"the cache has dropped {kv_offset} rows: use a DynamicCache or a StaticCache without a sliding window."
-        )
+        raise ValueError(f"the cache dropped {kv_offset} rows: use a DynamicCache or StaticCache without a window.")

@@ -23,7 +23,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from ...pattern import DilatedPattern
 from .attention import attend
-from .config import FIELD, NAME, SEEN, crosses, pattern_of
+from .config import FIELD, NAME, SEEN, pattern_of
 
 ROWS, PLACES = 8, (4, 0, -1)  # the length of a copy's input, and where it is changed
 ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
@@ -33,6 +33,7 @@ MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's
 # What a model may raise if it cannot run with any attention but its own.
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
 FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
+Trace = dict[str, tuple[Tensor | None, Tensor]]
 
 
 @cache
@@ -98,7 +99,7 @@ def _why_another(config: Any) -> str | None:
     inner = sorted(name for name in config.sub_configs if getattr(config, name, None) is not None)
     if inner:
         return f"is made of parts with configs of their own ({', '.join(inner)}): convert the part that you mean."
-    if crosses(config):
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return "attends across sequences, and dilated attention is self-attention."
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if types is None and window is not None:
@@ -179,14 +180,12 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _trace(
-    model: Any, pattern: DilatedPattern | None, changed: int | None = None
-) -> dict[str, tuple[Tensor | None, Tensor]]:
+def _trace(model: Any, pattern: DilatedPattern | None, changed: int | None = None) -> Trace:
     """Run the model. For each module, by name and in the order in which they end: its first input and output tensor.
 
     pattern: None for the model's own attention. changed: where the token differs, or else a vector in the first layer.
     """
-    found: dict[str, tuple[Tensor | None, Tensor]] = {}
+    found: Trace = {}
 
     def keep(at: str, module: nn.Module, args: tuple, options: dict, output: Any) -> None:
         if at not in found and (result := _first(output)) is not None:

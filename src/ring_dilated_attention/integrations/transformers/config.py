@@ -67,11 +67,6 @@ def _make(key: tuple) -> None:
     _patterns[key] = DilatedPattern(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
 
 
-def crosses(config: Any) -> bool:
-    """Whether a model of this config attends from one sequence to another."""
-    return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False))
-
-
 def to_fields(value: Any) -> dict[str, Any]:
     """A DilatedPattern, or a dict of its arguments, as it is saved in config.json. A ValueError if it is not valid."""
     if not isinstance(value, DilatedPattern):

@@ -40,11 +40,10 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
         ValueError: for a model that cannot be converted, which is left as it was.
     """
     register()
+    name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model must be a PreTrainedModel of transformers, got {type(model).__name__}. Convert what is inside."
-        )
-    fields, name, config = to_fields(pattern), type(model).__name__, copy.deepcopy(model.config)
+        raise ValueError(f"model must be a PreTrainedModel of transformers, got {name}. Convert what is inside.")
+    fields, config = to_fields(pattern), copy.deepcopy(model.config)
     config._attn_implementation = {"": NAME}
     setattr(config, FIELD, fields)
     causal = check_model(type(model), config)
@@ -56,8 +55,6 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     if any(config._attn_implementation != NAME for config in configs):
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation
-        raise ValueError(
-            f"{name} chooses its attention itself, not through transformers' attention interface. Use another model."
-        )
+        raise ValueError(f"{name} chooses its attention itself, past transformers' interface. Use another model.")
     for config in configs:
         setattr(config, FIELD, fields)

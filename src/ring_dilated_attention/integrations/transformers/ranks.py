@@ -31,6 +31,7 @@ CUT = ("input_ids", "token_type_ids", "position_ids", "labels", "shift_labels")
 
 def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     """From now on a forward of the model is given the whole sample on every rank, and computes this rank's shard of it.
+    `remove()` of the handle that is returned undoes this.
 
         context_parallel(model, ContextParallel(mesh["cp"]))
         loss = model(input_ids=ids, labels=labels).loss     # (B, N) on every rank, the same on all that share it
@@ -40,9 +41,6 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     states) are this rank's rows; `parallel.unshard` joins them. With labels there are no logits: those of some rows at
     a time are made for the loss, and again in backward. Documents may be packed (position_ids that start anew, or
     cu_seq_lens_q). Padding is allowed only on the right, in a causal model, with labels of -100.
-
-    Returns:
-        a handle, whose `remove()` undoes this.
 
     Raises:
         ValueError: if the model has no dilated attention, has convolutions over positions, or does not take positions
@@ -111,12 +109,7 @@ class ShardedForward:
         with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
             batch, rest = self._batch(model, self._named(args, kwargs))
-        try:
-            local = self.parallel.shard_batch(batch)
-        except ValueError as error:
-            if "given different samples" not in str(error):
-                raise
-            raise ValueError(f"{error} Under Trainer, SameSample does this.") from error
+        local = self.parallel.shard_batch(batch)
         self.hooks[0].remove()  # it comes after those that FSDP2 and ZeRO 3 may have added, which watch hidden states
         self.hooks[0] = model.get_submodule(self.decoder).register_forward_hook(self.sum_loss)
         inputs = {name: local[name] for name in CUT[:3] if name in local}
@@ -148,8 +141,15 @@ class ShardedForward:
         if self.num_labels is None:
             return output
         ranks = self.parallel.ranks
-        with ranks.refusing():
-            _check_own_loss(model, output)
+        with ranks.refusing():  # refuses a model whose own loss of one label is not the cross-entropy of that label
+            own, row = output.loss, output.logits.flatten(0, -2)[1 - _shift(model)]
+            expected = F.cross_entropy(row.float() if own is None else row.to(own), row.new_tensor(OWN_LABEL).long())
+            if own is None or not torch.isclose(own, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
+                raise ValueError(
+                    f"the loss of {type(model).__name__} for one label is {own}, and the cross-entropy of its logits "
+                    f"is {expected}: ranks compute no other loss. Leave out what adds to it (output_router_logits, a "
+                    "loss_function), or call the model without labels and use parallel.mean_loss."
+                )
         local_sum, count = self.local_sum.to(output.loss.dtype), torch.as_tensor(self.num_labels)
         loss = GlobalMean.apply(local_sum, all_reduce(ranks, local_sum), count, ranks.world_size)
         self.num_labels = self.labels = self.local_sum = None
@@ -165,7 +165,13 @@ class ShardedForward:
 
     def _batch(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors to cut, still whole, and the arguments to pass on. Counts the labels."""
-        _refuse_what_is_no_training(given)
+        if given.get("past_key_values") is not None or given.get("logits_to_keep"):
+            raise ValueError(
+                "generate on sequences that ranks share: a cache is of one device. Call remove() of context_parallel's "
+                "handle, and generate on every rank, or on one."
+            )
+        if given.get("return_dict") is False:
+            raise ValueError("return_dict=False: the loss of all ranks is put in by its name; leave return_dict out.")
         ids = given.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             raise ValueError("a model on sequences that ranks share needs input_ids, (batch, N), the whole of them.")
@@ -206,16 +212,6 @@ class ShardedForward:
         return batch, rest
 
 
-def _refuse_what_is_no_training(given: dict[str, Any]) -> None:
-    if given.get("past_key_values") is not None or given.get("logits_to_keep"):
-        raise ValueError(
-            "generate on sequences that ranks share: a cache is of one device. Call remove() of context_parallel's "
-            "handle, and generate on every rank, or on one."
-        )
-    if given.get("return_dict") is False:
-        raise ValueError("return_dict=False: the loss of all ranks is put in by its name; leave return_dict out.")
-
-
 def _own_positions(model: nn.Module, ids: Tensor) -> Tensor:
     """The positions that the model would count: from 0, but in RoBERTa and its like from padding_idx + 1."""
     for module in model.modules():
@@ -246,18 +242,6 @@ def _shift(model: Any) -> int:
         f"{type(model).__name__} computes no loss of single positions: call it without labels, and compute the loss "
         "from outputs that parallel.unshard joins."
     )
-
-
-def _check_own_loss(model: Any, output: Any) -> None:
-    """Refuse a model whose own loss of one label is not the cross-entropy of that label."""
-    own, row = output.loss, output.logits.flatten(0, -2)[1 - _shift(model)]
-    expected = F.cross_entropy(row.float() if own is None else row.to(own), row.new_tensor(OWN_LABEL).long())
-    if own is None or not torch.isclose(own, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
-        raise ValueError(
-            f"the loss of {type(model).__name__} for one label is {own}, and the cross-entropy of its logits is "
-            f"{expected}: ranks compute no other loss. Leave out what adds to it (output_router_logits, a "
-            "loss_function), or call the model without labels and use parallel.mean_loss."
-        )
 
 
 def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> None:

@@ -3,7 +3,7 @@
 Unverified: no GPU was at hand (see `in_place.py`). Rows of a strip lie R = lcm(rates) positions apart (`strips.py`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -61,9 +61,7 @@ class FusedPass(NamedTuple):
             self._launch(kernel, name, (*inputs, delta_BNH, *results), launch.strides(*inputs, *results), scale)
         return dq, dk, dv
 
-    def _launch(
-        self, kernel: Any, name: str, tensors: tuple[Tensor, ...], strides: Iterable[int], scale: float
-    ) -> None:
+    def _launch(self, kernel: Any, name: str, tensors: Sequence[Tensor], strides: Iterable[int], scale: float) -> None:
         """tensors: query, key and the rest in the kernel's order."""
         query, key = tensors[:2]
         (batch, _, num_heads, head_dim), num_kv_heads = query.shape, key.shape[2]

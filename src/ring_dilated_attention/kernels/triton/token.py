@@ -119,13 +119,8 @@ def append_one(
     if is_too_long is not None:
         lse.masked_fill_(is_too_long[:, None, None], torch.nan)
         out.masked_fill_(is_too_long[:, None, None, None], torch.nan)
-    _move_on(plan, tables, progress, lengths)
-    return out, lse
-
-
-def _move_on(plan: CachePlan, tables: Tables, progress: Tensor, lengths: Tensor | None) -> None:
-    """Add the new rows to the positions, and set each floor as `CachePlan.floor` does, on the device."""
     position, floor = progress
     position += 1 if lengths is None else lengths
     youngest = (position - position % tables.widths[:, None]).amax(0)
-    torch.maximum(floor, torch.minimum(youngest, position - plan.keep), out=floor)
+    torch.maximum(floor, torch.minimum(youngest, position - plan.keep), out=floor)  # as `CachePlan.floor`
+    return out, lse

@@ -1,13 +1,12 @@
 """The configuration of torchscale's LongNet models, made from torchscale's settings. The file imports no torch."""
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
-from ...pattern import DilatedPattern, is_integer
+from ...pattern import DilatedPattern, is_finite_number, is_integer
 
 ACTIVATIONS = ("gelu", "relu", "swish")
 PADDINGS = ("torchscale", "exact")
@@ -18,11 +17,9 @@ FIRST_LEARNED_POSITION = 2
 
 def checked_size(name: str, number: Any) -> float:
     """A number as Python's int or float, since numpy's numbers overflow. ValueError unless positive and finite."""
-    is_number = isinstance(number, Real) and not isinstance(number, bool)
-    plain = 0.0 if not is_number else int(number) if isinstance(number, Integral) else float(number)
-    if not 0 < plain <= sys.float_info.max:
+    if not is_finite_number(number) or number <= 0:
         raise ValueError(f"{name}={number!r} must be a number, positive and finite.")
-    return plain
+    return int(number) if isinstance(number, Integral) else float(number)
 
 
 @dataclass(frozen=True)
@@ -201,11 +198,8 @@ _NAMES = {
     "shares_embedding": "share_{side}_input_output_embed",
     "activation": "activation_fn",
     "normalize_before": "{side}_normalize_before",
-    "normalize_output": "normalize_output",
-    "layernorm_embedding": "layernorm_embedding",
     "sub_layernorm": "subln",
-    "deepnorm": "deepnorm",
-    "layernorm_eps": "layernorm_eps",
+    **{name: name for name in ("normalize_output", "layernorm_embedding", "deepnorm", "layernorm_eps")},
 }
 _REFUSED = {
     "moe_freq": "mixtures of experts have other parameters",

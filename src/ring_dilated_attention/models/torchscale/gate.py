@@ -20,6 +20,7 @@ from torch import Tensor
 from ...attention import dilated_attention
 from ...pattern import Branch, DilatedPattern, why_no_pattern
 from ...ranks.context import ContextParallel
+from ...ranks.ranks import ALONE
 from ...ranks.reduce import SumOverRanks
 from ...ranks.validate import why_no_rows
 from ..documents import Documents, DocumentSpan, agree_on_documents
@@ -104,11 +105,9 @@ def torchscale_attention(
         counted = zero_rows(pattern, query.shape[2], documents, query)
     assert counted.pattern == pattern, "counted for another pattern"
     merged: tuple[Tensor, Tensor] | None = None
+    options = {**split, "scale": scale, "backend": backend, "return_lse": True}
     for call in counted.calls:
-        rows = (query, key, value)
-        out_BNHD, lse_BNH = dilated_attention(
-            *rows, call.pattern, **split, scale=scale, backend=backend, return_lse=True
-        )
+        out_BNHD, lse_BNH = dilated_attention(query, key, value, call.pattern, **options)
         if call.log_num_zero_keys_NH is not None:
             out_BNHD, lse_BNH = gate(out_BNHD, lse_BNH, call.log_num_zero_keys_NH)
         if call.misplaced is not None:
@@ -174,14 +173,12 @@ def _put_in_place(
     out_BNHD: Tensor, lse_BNH: Tensor, value_BNGD: Tensor, misplaced: Misplaced, parallel: ContextParallel | None
 ) -> tuple[Tensor, Tensor]:
     """Move rows to where torchscale has them. The places between get zero queries' outputs: sums of values / m."""
-    ranks = None if parallel is None else parallel.ranks
+    ranks = ALONE if parallel is None else parallel.ranks
     moved_BNHD = MoveRows.apply(out_BNHD, misplaced.moves, ranks, 0.0)
     moved_lse_BNH = MoveRows.apply(lse_BNH, misplaced.moves, ranks, -math.inf)
     if not misplaced.num_zero_queries:
         return moved_BNHD, moved_lse_BNH
-    sums_BZHD = _sums(value_BNGD, out_BNHD.shape[2], misplaced)
-    if ranks is not None:
-        sums_BZHD = SumOverRanks.apply(sums_BZHD, ranks)
+    sums_BZHD = SumOverRanks.apply(_sums(value_BNGD, out_BNHD.shape[2], misplaced), ranks)
     filled = [
         (z, span.row + query.position - span.positions.start, head)
         for z, span, query in misplaced.own

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ class MoveRows(torch.autograd.Function):
     Backward: dx[s] = dy[t] of the rank to which row s moved, 0 if it moved nowhere."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, moves: Sequence[Move], ranks: Ranks | None, fill: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, moves: Sequence[Move], ranks: Ranks, fill: float) -> Tensor:
         ctx.moves, ctx.ranks = moves, ranks
         return _carry(x, moves, ranks, fill, "rows to their places")
 
@@ -28,14 +27,14 @@ class MoveRows(torch.autograd.Function):
         return _carry(grads[0], back, ctx.ranks, 0, "backward of rows to their places"), None, None, None
 
 
-def _carry(x: Tensor, moves: Sequence[Move], ranks: Ranks | None, fill: float, moment: str) -> Tensor:
-    rank = 0 if ranks is None else ranks.rank
-    with nullcontext() if ranks is None else ranks.refusing():
+def _carry(x: Tensor, moves: Sequence[Move], ranks: Ranks, fill: float, moment: str) -> Tensor:
+    rank = ranks.rank
+    with ranks.refusing():
         y = x.new_full(x.shape, fill)
         for move in moves:
             if move.source_rank == move.target_rank == rank:
                 _place(y, move, x.narrow(1, move.source_row, move.num_rows))
-    if ranks is None or ranks.world_size == 1:
+    if ranks.world_size == 1:
         return y
     ranks.check_all_here(moment)
     ranks.agree(x.shape[1], rows_fields(moment, x, 1), None)
