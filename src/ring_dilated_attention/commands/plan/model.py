@@ -285,8 +285,8 @@ def _time_rows(columns: list[dict[str, Any]], tokens: float | None) -> dict[str,
         "tokens/s": [f"{row['tokens_per_second']:,.0f}" for row in columns],
     }
     if tokens is not None:
-        whole = [Time(row["training_seconds"], row["step"]["is_about"]).text for row in columns]
-        rows[f"for {tokens:.3g} tokens"] = whole
+        times = (Time(row["training_seconds"], row["step"]["is_about"]) for row in columns)
+        rows[f"for {tokens:.3g} tokens"] = [time.text for time in times]
     return rows
 
 

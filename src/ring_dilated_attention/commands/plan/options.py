@@ -55,10 +55,9 @@ def complete(arguments: argparse.Namespace) -> None:
 
 
 def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
-    branches, heads = (arguments.segment_lengths, arguments.dilation_rates), "split" if arguments.split_heads else "all"
-    pattern = DilatedPattern(
-        *branches, is_causal=arguments.causal, phase=arguments.phase or PHASE_RULES[0], heads=heads
-    )
+    branches = arguments.segment_lengths, arguments.dilation_rates
+    phase, heads = arguments.phase or PHASE_RULES[0], "split" if arguments.split_heads else "all"
+    pattern = DilatedPattern(*branches, is_causal=arguments.causal, phase=phase, heads=heads)
     pattern.check_heads(arguments.heads, arguments.kv_heads)
     return pattern
 
