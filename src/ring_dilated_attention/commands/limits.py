@@ -25,12 +25,6 @@ def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST)
         raise ValueError(f"{option} must be at most {most:,}{' (64 bits)' * (most == LARGEST)}, got {in_short(value)}")
 
 
-def check_each(option: str, values: Iterable[int], most: int = LARGEST) -> None:
-    """Raise ValueError if a number of a list is larger than `most`. The pattern checks how small they may be."""
-    for value in values:
-        check_at_least(option, value, least=-LARGEST, most=most)
-
-
 def check_seconds(option: str, seconds: float, most: int) -> None:
     if not 0 < seconds <= most:
         raise ValueError(f"{option} must be a positive number of seconds, at most {most:,}, got {seconds:g}")
