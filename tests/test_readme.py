@@ -155,11 +155,10 @@ def test_files_to_read_exist():
 
 
 def test_the_pictures_are_those_of_the_code(tmp_path):
-    """docs/*.png is what `commands.plan.figures` makes: the same size, almost all pixels."""
+    """docs/*.png is what `readme_pictures.py` makes: the same size, almost all pixels."""
     import numpy as np
     from matplotlib.image import imread
-
-    from ring_dilated_attention.commands.plan.figures import draw_readme
+    from readme_pictures import draw_readme
 
     for made in draw_readme(tmp_path):
         kept = imread(ROOT / "docs" / made.name)

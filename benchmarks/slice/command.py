@@ -13,7 +13,6 @@ from ring_dilated_attention.commands.limits import (
     MOST_HEADS,
     MOST_RANKS,
     check_at_least,
-    check_each,
     check_memory,
     check_ranks_fit,
 )
@@ -137,8 +136,8 @@ def check_numbers(arguments: argparse.Namespace) -> None:
     most = {"seq_len": MOST_POSITIONS, "ranks": MOST_RANKS, "heads": MOST_HEADS, "head_dim": MOST_HEAD_DIM}
     for option, number in most.items():
         check_at_least(f"--{option.replace('_', '-')}", getattr(arguments, option), most=number)
-    check_each("--segment-lengths", arguments.segment_lengths or (), most=MOST_POSITIONS)
-    check_each("--dilation-rates", arguments.dilation_rates or (), most=MOST_POSITIONS)
+    for name in ("segment_lengths", "dilation_rates"):
+        check_at_least(f"--{name.replace('_', '-')}", max([1, *(getattr(arguments, name) or ())]), most=MOST_POSITIONS)
     if not -MOST_SEED <= arguments.seed <= MOST_SEED:
         raise ValueError(f"--seed must be from {-MOST_SEED:,} to {MOST_SEED:,}, got {in_short(arguments.seed)}")
     check_ranks_fit(arguments.ranks, arguments.seq_len)

@@ -282,7 +282,7 @@ def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):
 def test_memory_is_said_with_its_arithmetic(monkeypatch):
     monkeypatch.setattr(limits, "physical_bytes", lambda: 2e9)
     limits.check_memory("it takes", 2e9, "leave it")
-    with pytest.raises(ValueError, match=r"^it takes 3\.0 GB, and this machine has 2\.0 GB of memory: leave it$"):
+    with pytest.raises(ValueError, match=r"^it takes 3\.00 GB, and this machine has 2\.00 GB of memory: leave it$"):
         limits.check_memory("it takes", 3e9, "leave it")
 
 

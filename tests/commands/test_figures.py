@@ -2,6 +2,7 @@
 
 import pytest
 from matplotlib.image import imread
+from readme_pictures import draw_readme
 
 from benchmarks.scaled import scaled_down
 from ring_dilated_attention.commands.plan import figures
@@ -37,7 +38,7 @@ def test_filled_rows_are_the_plan():
 
 
 def test_the_pictures_of_the_readme(tmp_path):
-    paths = figures.draw_readme(tmp_path)
+    paths = draw_readme(tmp_path)
     assert [path.name for path in paths] == ["pattern.png", "ring.png"]
     for path in paths:
         image = imread(path)
@@ -46,7 +47,7 @@ def test_the_pictures_of_the_readme(tmp_path):
 
 
 def test_a_picture_does_not_change_from_run_to_run(tmp_path):
-    first, second = figures.draw_readme(tmp_path / "a"), figures.draw_readme(tmp_path / "b")
+    first, second = draw_readme(tmp_path / "a"), draw_readme(tmp_path / "b")
     for a, b in zip(first, second, strict=True):
         assert a.read_bytes() == b.read_bytes()
 

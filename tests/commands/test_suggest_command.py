@@ -43,7 +43,7 @@ def pick_of(out):
         (["--seq-len", "4Ki", "--heads", "4", "--speedup", "1"], True),
         (["--seq-len", "5001", "--heads", "4", "--kv-heads", "2", "--speedup", "5", "--ranks", "3"], False),
         (["--seq-len", "64Ki", "--heads", "8", "--seconds", "0.001", "--hardware", "{file}"], False),
-        (["--seq-len", "1Mi", "--heads", "16", "--speedup", "200", "--layers", "24"], False),
+        (["--seq-len", "1Mi", "--heads", "4", "--speedup", "200", "--layers", "2"], False),
     ],
 )
 def test_what_it_picks_runs_as_it_is_printed(more, is_dense, tmp_path, capsys, monkeypatch):
@@ -88,7 +88,8 @@ def test_it_trains_what_it_picks(tmp_path, capsys, monkeypatch):
     _, (_, train) = pick_of(capsys.readouterr().out)
     monkeypatch.chdir(tmp_path)
     Path("text").write_bytes(bytes(range(256)) * 12)
-    assert cli.main([*train[1:], "--data", "text", "--steps", "1", "--run-folder", "run", "--json"]) == 0
+    more = ["--data", "text", "--held-out-bytes", "256", "--steps", "1", "--run-folder", "run", "--json"]
+    assert cli.main([*train[1:], *more]) == 0
     assert json.loads(capsys.readouterr().out)["hyperparameters"]["seq_len"] == 256
 
 

@@ -39,8 +39,8 @@ def test_the_budget_is_kept_and_used(is_causal, share):
 
 
 def test_a_large_budget_is_dense_attention():
-    [one] = suggestions(4096, 2, 1e12, is_causal=True)
-    assert one.pattern == DilatedPattern.dense(is_causal=True)
+    [(pattern, _)] = suggestions(4096, 2, 1e12, is_causal=True)
+    assert pattern == DilatedPattern.dense(is_causal=True)
 
 
 @pytest.mark.parametrize(

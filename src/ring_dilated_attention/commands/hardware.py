@@ -1,15 +1,6 @@
 """Reads the hardware whose time is modelled: a preset, or a TOML file such as `rda doctor --save` writes.
 
-[hardware]
-flops_per_second = 1.2e11        # the rate that kernels reach in the forward, on one rank
-bytes_per_second = 1.5e9         # the bandwidth of a rank's network, one way (left out if there is one rank)
-latency_seconds = 2.5e-4         # the latency of a message (0 if left out)
-gpus_per_host = 8                # if there is another network inside hosts, which have so many consecutive ranks:
-host_bytes_per_second = 3e10     # its bandwidth and latency; those above are then of the network between hosts
-host_latency_seconds = 2e-5
-backward_flops_per_second, call_seconds, handshake_seconds, memory_bytes: optional
-dtype = "float32"                # the dtype in which kernels reach the rates
-source = "where the numbers are from"
+The fields of the file are those of `Hardware`, and memory_bytes, dtype and source (docs/planning.md has an example).
 """
 
 import argparse
@@ -35,29 +26,6 @@ class Machine(NamedTuple):
 
 MAKER = "rda doctor"  # the source of numbers that `rda doctor` measured begins with this
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_A100 = "225 TFLOP/s in training with FlashAttention-2 (arXiv 2307.08691, section 4.2)"
-_H100 = "400 TFLOP/s in training Llama 3 405B (arXiv 2407.21783, table 4)"
-_SHARE = (
-    "no GPU has run this library; bandwidth and latency not measured here: 4 µs are assumed, and 80 % of a network's "
-    "rate, the share that DeepSeek-V3 reached on an H800's NVLink (160 of 200 GB/s, arXiv 2412.19437 and 2505.09343)"
-)
-
-
-def _presets(card: str, flops: float, reached: str, inside: float, between: float, of: str) -> dict[str, Machine]:
-    """A card with each network alone, and with NVLink in hosts of 8 and InfiniBand between them."""
-    hosts = Hardware(flops, between, 4e-6, gpus_per_host=8, host_bytes_per_second=inside, host_latency_seconds=4e-6)
-    found = {
-        f"{card}-nvlink": Hardware(flops, inside, 4e-6),
-        f"{card}-infiniband": Hardware(flops, between, 4e-6),
-        card: hosts,
-    }
-    return {name: Machine(x, 2, 80 * 10**9, f"{reached}; {_SHARE}: of {of}") for name, x in found.items()}
-
-
-PRESETS: dict[str, Machine] = {
-    **_presets("a100", 225e12, _A100, 240e9, 20e9, "NVLink's 300 GB/s, InfiniBand's 200 Gb/s"),
-    **_presets("h100", 400e12, _H100, 360e9, 40e9, "NVLink's 450 GB/s, InfiniBand's 400 Gb/s"),
-}
 LARGEST = 1e30  # a rate far beyond machines, and within floats
 NO_NETWORK = LARGEST  # stands for bytes_per_second in a file that lacks it: one rank sends nothing
 _FLOPS, _BYTES = "FLOPs in a second; 500 TFLOP/s are 5e14", "bytes in a second, one way; 50 GB/s are 5e10"
@@ -102,11 +70,15 @@ def machine_of(name: str) -> Machine:
     if not path.is_file():
         raise ValueError(f"--hardware {name} is no file and no preset; presets are {', '.join(PRESETS)}")
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_bytes().decode())
     except (OSError, ValueError) as error:  # ValueError: not text, not TOML, or a number with thousands of digits
         raise ValueError(f"--hardware {name} cannot be read: {error}") from error
     if not isinstance(fields := content.get("hardware"), dict):
         raise ValueError(f"--hardware {name} has no table [hardware]; rda doctor --save FILE.toml writes one")
+    return _machine(name, fields)
+
+
+def _machine(name: str, fields: dict[str, Any]) -> Machine:
     known = (*_NUMBERS, "dtype", "source")
     for key, value in fields.items():
         if key not in known:
@@ -132,6 +104,21 @@ def _check_number(name: str, key: str, value: object) -> None:
         raise ValueError(f"--hardware {name}: {key} = {value:g} must be positive, in {unit}")
     if not least <= value <= most:
         raise ValueError(f"--hardware {name}: {key} = {value:g} seems to be in another unit: write {unit}")
+
+
+def _presets() -> dict[str, Machine]:
+    """Each card with NVLink in hosts and InfiniBand between them, and with each of these networks alone."""
+    found: dict[str, Machine] = {}
+    for card, fields in tomllib.loads(Path(__file__).with_name("presets.toml").read_bytes().decode()).items():
+        machine = _machine(card, fields)
+        for network, last in (("nvlink", 0), ("infiniband", machine.hardware.gpus_per_host or 0)):
+            alone = Hardware(machine.hardware.flops_per_second, *machine.hardware.network(0, last))
+            found[f"{card}-{network}"] = machine._replace(hardware=alone)
+        found[card] = machine
+    return found
+
+
+PRESETS = _presets()
 
 
 def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> None:

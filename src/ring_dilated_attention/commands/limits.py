@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Iterable
 
 from ..training.machine import physical_bytes
-from ..training.options import in_short
+from ..training.options import LARGEST, in_short
+from .numbers import size_text
 
-LARGEST = 2**63 - 1
 # More ranks, heads or sequences would take minutes and gigabytes before the command prints anything.
 MOST_RANKS, MOST_HEADS, MOST_BATCH = 2**20, 2**16, 2**12
 
@@ -25,12 +25,6 @@ def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST)
         raise ValueError(f"{option} must be at most {most:,}{' (64 bits)' * (most == LARGEST)}, got {in_short(value)}")
 
 
-def check_each(option: str, values: Iterable[int], most: int = LARGEST) -> None:
-    """Raise ValueError if a number of a list is larger than `most`. The pattern checks how small they may be."""
-    for value in values:
-        check_at_least(option, value, least=-LARGEST, most=most)
-
-
 def check_seconds(option: str, seconds: float, most: int) -> None:
     if not 0 < seconds <= most:
         raise ValueError(f"{option} must be a positive number of seconds, at most {most:,}, got {seconds:g}")
@@ -47,9 +41,5 @@ def check_ranks_fit(num_ranks: int, seq_len: int, what: str = "--seq-len") -> No
 def check_memory(what: str, num_bytes: float, remedy: str) -> None:
     """Raise ValueError if `what` does not fit the memory of this machine."""
     if num_bytes > (there := physical_bytes()):
-        machine = f"this machine has {in_gigabytes(there)} of memory"
-        raise ValueError(f"{what} {in_gigabytes(num_bytes)}, and {machine}: {remedy}")
-
-
-def in_gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes < 1e15 else f"{num_bytes / 1e9:.1e} GB"
+        machine = f"this machine has {size_text(there)} of memory"
+        raise ValueError(f"{what} {size_text(num_bytes)}, and {machine}: {remedy}")

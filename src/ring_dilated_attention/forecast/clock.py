@@ -10,8 +10,7 @@ Assumptions:
 - Network: a rank has one way out and one way in, each with `bytes_per_second`. On each way messages go one after the
   other, in the order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its
   receiver have posted it and both ways are free. For both sides it ends one latency after its last byte has left.
-- Hosts: consecutive ranks share a host. A message has the rates of the network inside its host, or between hosts. A hop
-  of a ring over several hosts thus takes as long as the slower message. All-gathers and dealt heads are such messages.
+- Hosts: consecutive ranks share a host. A message has the rates of the network inside its host, or between hosts.
 - Handshake: before each stage every rank waits for the slowest rank, and for one handshake.
 
 Every moment is therefore a maximum of sums of durations. So faster hardware never makes a step slower.

@@ -1,5 +1,7 @@
 """The decoders of transformers that can be planned, read from the fields of their config.json. No torch."""
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from ..pattern import is_integer
@@ -14,35 +16,8 @@ SIZES = {
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
 }
-# A text says where the value is in the config, and what it is if the config has no such field.
-_NONE: dict[str, Any] = dict.fromkeys(("qkv_bias", "out_bias", "ffn_bias"), False)
-_ALL: dict[str, Any] = dict.fromkeys(_NONE, True)
-_ASKED: dict[str, Any] = dict.fromkeys(_NONE, "use_bias or true")
-_TIED: dict[str, Any] = {"is_tied": "tie_word_embeddings or true"}
-_GEMMA: dict[str, Any] = {"norm": "rms in float32", "ffn_bias": False} | _TIED
-_OLMO2 = Blocks("rms in float32", head_norms="all", ffn_bias=False)
-_GLM: dict[str, Any] = _NONE | {"qkv_bias": "attention_bias or true"}
-_NEOX: dict[str, Any] = dict.fromkeys(("qkv_bias", "out_bias"), "attention_bias or true") | {"ffn_bias": True}
-FAMILIES = {
-    "gemma": Blocks(**_GEMMA),
-    "gemma2": Blocks(num_norms=4, **_GEMMA),
-    "gemma3_text": Blocks(num_norms=4, head_norms="each", **_GEMMA),
-    "glm": Blocks(**_GLM),
-    "glm4": Blocks(num_norms=4, **_GLM),
-    "gpt_neox": Blocks("layer", ffn="plain", is_fused=True, is_parallel="use_parallel_residual or true", **_NEOX),
-    "granite": Blocks(),
-    "llama": Blocks(),
-    "mistral": Blocks(**_NONE),
-    "olmo": Blocks("bare", ffn_bias=False),
-    "olmo2": _OLMO2,
-    "olmo3": _OLMO2,
-    "phi": Blocks("layer", 1, ffn="gelu", head_bias=True, is_parallel=True, **_ALL),
-    "phi3": Blocks(is_fused=True, **_NONE),
-    "qwen2": Blocks(**_NONE | {"qkv_bias": True}),
-    "qwen3": Blocks(head_norms="each", ffn_bias=False),
-    "smollm3": Blocks(**_TIED),
-    "starcoder2": Blocks("layer", ffn="plain", **_TIED, **_ASKED),
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("decoders.toml").read_text())
+FAMILIES = {family: Blocks(**fields) for family, fields in _TABLES.items()}
 _OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3_text", "glm", "glm4", "qwen3")  # in others it follows, if absent
 
 

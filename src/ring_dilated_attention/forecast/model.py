@@ -3,23 +3,7 @@
 A mesh is `data` groups of `sequence` ranks. The ranks of one group share a sequence. If `shards` > 1, parameters,
 gradients and optimiser state are sharded over that many ranks (FSDP2).
 
-For each position of a rank, the forward of a `LongNetLM` saves the numbers below (`shape.py` has other decoders). E is
-the width of the model, F that of the feed-forward. H and G are the numbers of query and key/value heads, D is the head
-dim:
-
-    a block            7 E + (E + 2 G D) + G D + 3 F, and H + 8 in float32 (lse; mean and deviation of four norms)
-    checkpointed       2 E, and H in float32: the block's input, and the attention's out and lse (`save_attention`)
-    the ends           2 E, and 2 + D in float32 (the last norm, the rotary table), and two int64 (tokens, labels)
-
-`working` is the most that the backward holds besides: in the loss, in the last feed-forward or in the last attention.
-If blocks are checkpointed, feed-forward and attention also hold what the last block saves when it is recomputed:
-
-    the loss           12 bytes for each logit of a chunk; or 4 bytes and the head matrix's gradient, if that is more
-    the feed-forward   gradients of F and of E numbers for each position, and that of a matrix, or of F more if gated
-    the attention      its buffers; the products with weights come before and after it
-
-The gradient of a matrix is first a tensor of its own. It is then added to the gradient that is kept (in DDP's buckets,
-or of an earlier backward). The gradient of the head's matrix is summed over chunks before that.
+docs/planning.md has the sum: what the forward saves (`shape.py`), and what the backward holds besides (`working`).
 """
 
 from bisect import bisect_left

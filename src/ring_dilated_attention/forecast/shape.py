@@ -84,12 +84,8 @@ class Shape(NamedTuple):
 
     def saved(self) -> tuple[int, int, int]:
         """Bytes saved for each position: of a block, of a checkpointed block, and at the ends."""
-        made, e, attended, scalars = (
-            self.blocks,
-            self.embed_dim,
-            self.query_dim + self.kv_dim,
-            NORMS[self.blocks.norm][3],
-        )
+        made, e, attended = self.blocks, self.embed_dim, self.query_dim + self.kv_dim
+        scalars = NORMS[made.norm][3]
         normed = -(-made.num_norms // 2) * e + bool(made.head_norms) * attended
         block = self._normed(normed, normed) + (e + (2 + made.is_fused) * attended) * self.itemsize
         block += self.behind_attention + scalars * (made.num_norms + 2 * made.has_sub_norms) * FLOAT

@@ -7,8 +7,6 @@ sequence. In each pattern, w_0 is the largest power of two that keeps the pairs 
 Rates and segment lengths are powers of two (but for the whole sequence), because `reach` needs them to be.
 """
 
-from typing import NamedTuple
-
 from ..pattern import DilatedPattern
 from ..plan.counts import pairs
 from .reach import phases_read
@@ -17,28 +15,23 @@ RATIOS = (2, 4, 8)
 SHORTEST = 64
 
 
-class Suggestion(NamedTuple):
-    """A pattern, and the rule that made it."""
-
-    pattern: DilatedPattern
-    rule: str
-
-
-def suggestions(seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool) -> list[Suggestion]:
-    """Patterns with at most `most_pairs` pairs over all heads, most first; only dense attention, if it has so few."""
+def suggestions(
+    seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool
+) -> list[tuple[DilatedPattern, str]]:
+    """Patterns with at most `most_pairs` pairs over all heads, most first, each with the rule that made it. Only dense
+    attention, if it has so few."""
     dense = DilatedPattern.dense(is_causal=is_causal)
     if pairs(dense, seq_len, num_heads) <= most_pairs:
-        return [Suggestion(dense, "the budget allows dense attention")]
-    found: dict[DilatedPattern, Suggestion] = {}
+        return [(dense, "the budget allows dense attention")]
+    found: dict[DilatedPattern, str] = {}
     lengths = [SHORTEST * 2**k for k in range(seq_len.bit_length()) if SHORTEST * 2**k < seq_len]
     for ratio in (*RATIOS, None):
         for first in reversed(lengths):
             pattern = _pattern(first, seq_len, ratio, is_causal=is_causal)
             if pairs(pattern, seq_len, num_heads) <= most_pairs:
-                rule = "two branches" if ratio is None else f"LongNet's rule, ratio {ratio}"
-                found.setdefault(pattern, Suggestion(pattern, rule))
+                found.setdefault(pattern, "two branches" if ratio is None else f"LongNet's rule, ratio {ratio}")
                 break
-    return sorted(found.values(), key=lambda x: -pairs(x.pattern, seq_len, num_heads))
+    return sorted(found.items(), key=lambda each: -pairs(each[0], seq_len, num_heads))
 
 
 def _pattern(first: int, seq_len: int, ratio: int | None, *, is_causal: bool) -> DilatedPattern:

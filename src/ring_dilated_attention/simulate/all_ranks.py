@@ -25,7 +25,7 @@ from ..ranks.context import ContextParallel
 from ..ranks.ranks import Ranks
 from ..run import executor
 from ..run.executor import Means
-from ..run.link_contract import Messages
+from ..run.link_contract import Messages, Pending
 
 Given = Sequence[Tensor | None]  # query, key and value, or all `BackwardRows`
 
@@ -117,9 +117,7 @@ class SimulatedLink:
         events += [self.wires.post((m.peer, self.rank), x, False) for x, m in receives]
         return SimulatedPending(self.wires, events, [x for x, _ in (*sends, *receives)])
 
-    def carry_apart(
-        self, sends: Messages, receives: Messages, moment: str
-    ) -> tuple[SimulatedPending, SimulatedPending]:
+    def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[Pending, Pending]:
         return self.carry(sends, (), moment), self.carry((), receives, moment)
 
 

@@ -7,6 +7,7 @@ import socket
 import statistics
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -29,26 +30,7 @@ from ..compare import Case, measure, worst
 from ..hardware import NO_NETWORK
 from ..local_ranks import Worker
 
-# Environment variables that make runs slow or hang, and variables that no library reads any more.
-HARMFUL = {
-    "NCCL_TREE_THRESHOLD": "NCCL reads it no more since 2.5; unset it (without NCCL_ALGO, NCCL chooses well by itself)",
-    "NCCL_LL_THRESHOLD": "NCCL reads it no more since 2.5; unset it",
-    "NCCL_ASYNC_ERROR_HANDLING": "torch reads TORCH_NCCL_ASYNC_ERROR_HANDLING; rename or unset it",
-    "NCCL_BLOCKING_WAIT": "torch reads TORCH_NCCL_BLOCKING_WAIT; unset it",
-    "TORCH_NCCL_BLOCKING_WAIT": "the host waits for every message, and nothing overlaps; unset it",
-    "NCCL_P2P_DISABLE": "GPUs of a host talk through its memory instead of NVLink; unset it",
-    "NCCL_IB_DISABLE": "hosts talk over sockets instead of InfiniBand; unset it unless there is none",
-    "NCCL_SHM_DISABLE": "processes of a host talk over sockets; unset it",
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for; unset it",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is a call of the driver; unset it",
-    "TRITON_INTERPRET": "Triton's kernels run in Python; unset it",
-}
-OBSOLETE = ("NCCL_TREE_THRESHOLD", "NCCL_LL_THRESHOLD")  # reported with any value
-MATTER = (
-    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_P2P_LEVEL", "NCCL_ALGO", "NCCL_DEBUG"),
-    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"),
-    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISTRIBUTED_DEBUG"),
-)
+ENVIRONMENT = tomllib.loads(Path(__file__).with_name("environment.toml").read_text())
 WORTH_16_BITS = 1.1  # advise 16 bits on a CPU from this speedup on; a smaller one may be noise, float32 is more exact
 OFF = ("", "0", "false", "False")
 WRITTEN_BYTES = 32 * 2**20
@@ -103,7 +85,7 @@ def facts(rank: int, device: str, folder: Path, environment: Mapping[str, str]) 
         "memory_bytes": float(card["memory_bytes"]) if card else physical_bytes(),
         "backends": {name: reason or BACKENDS[name].ONLY_BY_NAME for name, reason in reasons(example).items()},
         "harmful": harmful(environment),
-        "matter": {name: environment[name] for name in MATTER if name in environment},
+        "matter": {name: environment[name] for name in ENVIRONMENT["matter"] if name in environment},
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
         "folder": storage(folder),
     }
@@ -149,8 +131,8 @@ def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
 
 
 def harmful(environment: Mapping[str, str]) -> dict[str, str]:
-    there = {name: why for name, why in HARMFUL.items() if name in environment}
-    return {name: why for name, why in there.items() if name in OBSOLETE or environment[name] not in OFF}
+    found = {name: why for name, why in ENVIRONMENT["obsolete"].items() if name in environment}
+    return found | {name: why for name, why in ENVIRONMENT["harmful"].items() if environment.get(name, "") not in OFF}
 
 
 def storage(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ...forecast.advice import advice
 from ...forecast.call import MOST_PLANNED, Counted, Way, count, forecast
@@ -40,14 +39,10 @@ EXAMPLES = f"""examples:
                                   how long a step takes, and how much of it each
                                   rank waits, where kernels reach 500 TFLOPS
 
-One attention call, forward and backward; a whole model is planned by rda plan model, and exchanges are compared by
-rda plan compare. FLOPs count the pairs of the pattern (2 products forward, 5 backward). Memory counts the rank's query,
-key, value and out, their gradients, the buffers of the ring and the kernel's partials. The time is a model: a rank
-computes at --flops, and sends and receives at --bandwidth each. The rates of presets are presumed, and printed with
-their source; rda doctor --save FILE.toml measures those of your machines.
-
-Up to {MOST_PLANNED} ranks are planned one by one. With more ranks the work and the received bytes are counted exactly,
-and memory and time are estimates, marked "about" (docs/planning.md says how far off they may be).
+One attention call, forward and backward; rda plan model plans a whole model, and rda plan compare compares exchanges.
+The time is a model: a rank computes at --flops, and sends and receives at --bandwidth each. The rates of presets are
+presumed; rda doctor --save FILE.toml measures those of your machines. With more than {MOST_PLANNED} ranks, memory and
+time are estimates, marked "about". docs/planning.md says what is counted, and how far off estimates may be.
 """
 
 
@@ -122,17 +117,13 @@ def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object
     return count(job, way, step) if way.is_dealt else ring._replace(way=way), choice
 
 
-def compared(
-    call: Call, counted: Counted, hardware: Hardware | None, step: Callable[[], object]
-) -> list[dict[str, Any]]:
+def compared(call: Call, counted: Counted, hardware: Hardware | None, step: Callable[[], object]) -> list[dict]:
     """Figures of every sharding. No sharding is always best: zigzag is worse for causal w = 0.6 n on 4 ranks."""
     found = []
     for sharding in SHARDINGS:
         job = call.job(sharding)._replace(documents=counted.job.documents)
         same = counted if job == counted.job else None
         row = forecast(job, counted.way, call.sizes, hardware=hardware, counted=same, step=step)
-        seconds = None if row.time is None else row.seconds
-        found.append(
-            {"sharding": sharding, "balance": row.balance, "sent_bytes": row.sent_bytes, "step_seconds": seconds}
-        )
+        seconds, figures = row.time and row.seconds, {"balance": row.balance, "sent_bytes": row.sent_bytes}
+        found.append({"sharding": sharding, **figures, "step_seconds": seconds})
     return found

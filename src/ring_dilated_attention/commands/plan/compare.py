@@ -65,16 +65,10 @@ def _as_json(row: Alternative) -> dict[str, Any]:
     named = {"function": row.function, **row.way._asdict(), "sharding": row.sharding, "name": row.name}
     if row.why_not:
         return named | {"why_not": row.why_not}
-    found = row.known
-    return named | {
-        "balance": found.balance,
-        "sent_bytes": found.sent_bytes,
-        "peak_bytes": found.peak_bytes,
-        "step_seconds": None if found.time is None else found.seconds,
-        "exposed": None if found.time is None else found.exposed,
-        "is_planned": found.is_planned,
-        "why_not": "",
-    }
+    names, found = ("balance", "sent_bytes", "peak_bytes", "is_planned"), row.known
+    times = (None, None) if found.time is None else (found.seconds, found.exposed)
+    figures = {name: getattr(found, name) for name in names}
+    return named | figures | dict(zip(("step_seconds", "exposed"), times, strict=True)) | {"why_not": ""}
 
 
 def text(found: dict[str, Any]) -> str:

@@ -2,8 +2,6 @@
 
 The pattern of a short sequence is drawn pair by pair. The pattern of a long sequence is a sketch (`sketch.py`), and the
 picture says so. The ring is drawn from the plans at any length.
-
-`python -m ring_dilated_attention.commands.plan.figures docs` makes the two pictures of the README.
 """
 
 import sys
@@ -19,7 +17,6 @@ from ...pattern import DilatedPattern
 from ...plan.job import Job
 from ...plan.plan import Hop, Message, Plan
 from ...plan.planner import make_plan
-from ...plan.sharding import make_shards
 from ...training.files import MADE_BY, check_mine, folder_made, is_our_picture, write_whole
 from ..output import check_writable
 from .sketch import Panel, draw_panel, panels
@@ -48,7 +45,7 @@ def draw(path: Path, job: Job, exchange: str = "ring") -> None:
         pictures = {files[0]: draw_sketch(found, is_causal=job.pattern.is_causal)}
     if why is None:
         pictures[files[1]] = draw_ring(job, branches)
-    _save(pictures)
+    save(pictures)
     print(*pictures, sep="\n", file=sys.stderr)
     if why is not None:
         print(f"no picture of the ring: {why}", file=sys.stderr)
@@ -102,14 +99,12 @@ def draw_sketch(found: Sequence[Panel], *, is_causal: bool) -> "Figure":
     return figure
 
 
-def _save(pictures: dict[Path, "Figure"]) -> None:
+def save(pictures: dict[Path, "Figure"]) -> None:
     made = {}
     for path, figure in pictures.items():
         made[path] = content = BytesIO()
         figure.savefig(content, dpi=DPI, format="png", metadata={"Software": MADE_BY})
     with folder_made(next(iter(pictures)).parent):
-        for path in made:
-            check_mine(path, is_our_picture, "rda plan --picture")
         for path, content in made.items():
             write_whole(path, content.getvalue(), is_our_picture, "rda plan --picture")
 
@@ -306,16 +301,3 @@ def _figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
-
-
-def draw_readme(folder: Path) -> list[Path]:
-    """The two pictures of the README: a causal pattern, and a ring of 4 ranks in which one of two branches travels."""
-    shown = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True)
-    job = Job(DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8, 8, 8, 8)), 4, 4)
-    files = pictures_at(folder)
-    _save({files[0]: draw_pattern(shown, 32, 4), files[1]: draw_ring(job, count(job, Way()).branches)})
-    return list(files)
-
-
-if __name__ == "__main__":
-    print(*draw_readme(Path(sys.argv[1] if len(sys.argv) > 1 else "docs")), sep="\n")

@@ -5,32 +5,20 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from ...forecast import model as forecast
 from ...forecast.advice import BOUND_BY_COMMUNICATION, advice
 from ...forecast.call import MOST_PLANNED, Time, Way
 from ...forecast.clock import Hardware, time_text
 from ...forecast.decoders import SIZES, read_decoder
 from ...forecast.large import ERRORS_TEXT
-from ...forecast.model import (
-    ACTIVATIONS,
-    SEARCHED_TO,
-    Mesh,
-    ModelJob,
-    attention_of,
-    flops_of_step,
-    longest_sequence,
-    model_memory,
-    of_a_sequence,
-    smallest_mesh,
-    step_parts,
-)
+from ...forecast.model import ACTIVATIONS, Mesh, ModelJob
 from ...forecast.shape import Shape
 from ...kernels.traits import TRAITS
 from ...models.saved_run import find_checkpoint, read_state
 from ...pattern import DilatedPattern
 from ...plan.sharding import SHARDINGS
-from ...plan.sizes import Traits
 from ...training.options import in_short
 from ..hardware import ITEMSIZE, Machine, described, machine_for
 from ..hardware import add_options as add_hardware_options
@@ -84,36 +72,22 @@ def run(arguments: argparse.Namespace) -> int:
     job = job_of(arguments)
     arguments.ranks = job.mesh.num_ranks  # so that `machine_for` asks for a network if --mesh has several
     machine = machine_for(arguments)
-    memory = arguments.memory or (None if machine is None else machine.memory_bytes)
-    hosts = 1 if machine is None else machine.hardware.gpus_per_host or 1
-    asked = Asked(job, TRAITS[arguments.kernel], machine, arguments.tokens, memory, arguments.dtype, hosts)
+    arguments.memory = arguments.memory or (None if machine is None else machine.memory_bytes)
     with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
-        columns = {how: _column(asked, how, bar.update) for how in ACTIVATIONS}
+        columns = {how: _column(arguments, job, machine, how, bar.update) for how in ACTIVATIONS}
     found = {
         "mesh": job.mesh._asdict(),
         "counted_as": "LongNetLM" if arguments.model is None else arguments.model[0],
         "pattern": asdict(job.pattern),
         "num_parameters": job.shape.num_parameters,
         "tokens_per_step": job.tokens,
-        "flops_per_step": flops_of_step(job),
+        "flops_per_step": forecast.flops_of_step(job),
         "memory": columns,
     }
     if machine is not None:
         found["advice"] = advice_on(job, machine.hardware)
-    print(json.dumps(found, indent=1) if arguments.json else text(asked, found))
+    print(json.dumps(found, indent=1) if arguments.json else text(arguments, job, machine, found))
     return 0
-
-
-class Asked(NamedTuple):
-    """A model to plan, and what is asked about it."""
-
-    job: ModelJob
-    traits: Traits
-    machine: Machine | None
-    tokens: float | None
-    memory: int | None
-    dtype: str  # of activations
-    gpus_per_host: int  # 1 if hosts are not told apart
 
 
 def fill_in(arguments: argparse.Namespace) -> None:
@@ -205,37 +179,44 @@ def job_of(arguments: argparse.Namespace) -> ModelJob:
     return ModelJob(shape, pattern, arguments.seq_len, arguments.batch, mesh, arguments.sharding)
 
 
-def _column(asked: Asked, how: str, step: Callable[[], object]) -> dict[str, Any]:
+def _column(
+    arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, how: str, step: Callable[[], object]
+) -> dict[str, Any]:
     """The figures under one of ACTIVATIONS. step: called up to three times."""
-    job, traits = asked.job, asked.traits
-    memory = model_memory(job, how, traits)
+    traits = TRAITS[arguments.kernel]
+    memory = forecast.model_memory(job, how, traits)
     row: dict[str, Any] = memory._asdict() | {"total": memory.total}
     step()
-    if asked.machine is not None:
-        parts = step_parts(job, how, asked.machine.hardware)
+    if machine is not None:
+        parts = forecast.step_parts(job, how, machine.hardware)
         whole, is_about = parts.all
         row["step"] = parts._asdict() | {"attention": parts.attention.seconds, "seconds": whole, "is_about": is_about}
         row["tokens_per_second"] = job.tokens / whole
-        if asked.tokens is not None:
-            row["training_seconds"] = asked.tokens / job.tokens * whole
-    if asked.memory is not None:
-        row["fits"] = memory.total <= asked.memory
-        row["longest_sequence"] = longest_sequence(job, how, traits, asked.memory)
+        if arguments.tokens is not None:
+            row["training_seconds"] = arguments.tokens / job.tokens * whole
+    if arguments.memory is not None:
+        row["fits"] = memory.total <= arguments.memory
+        row["longest_sequence"] = forecast.longest_sequence(job, how, traits, arguments.memory)
         step()
-        mesh = smallest_mesh(job, how, traits, asked.memory, asked.gpus_per_host)
+        mesh = _smallest_mesh(arguments, job, machine, how)
         row["smallest_mesh"] = None if mesh is None else mesh._asdict()
         step()
     return row
 
 
+def _smallest_mesh(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, how: str) -> Mesh | None:
+    hosts = 1 if machine is None else machine.hardware.gpus_per_host or 1
+    return forecast.smallest_mesh(job, how, TRAITS[arguments.kernel], arguments.memory, hosts)
+
+
 def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     """If a step with kept activations is bound by communication: where, and what would help."""
-    parts, attention, said = step_parts(job, "kept", hardware), attention_of(job, hardware=hardware), []
+    parts, said = forecast.step_parts(job, "kept", hardware), []
+    attention = forecast.attention_of(job, hardware=hardware)
     waits = attention.exposed * parts.attention.seconds
     if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * parts.all.seconds:
-        cut, hardware = job.call.job(job.sharding), of_a_sequence(job, hardware)
-        one_layer = advice(cut, Way(), job.sizes, attention, hardware)
-        said.append(f"attention of one layer: {one_layer}")
+        cut, hardware = job.call.job(job.sharding), forecast.of_a_sequence(job, hardware)
+        said.append(f"attention of one layer: {advice(cut, Way(), job.sizes, attention, hardware)}")
     share = parts.gradients / parts.all.seconds
     if share >= BOUND_BY_COMMUNICATION:
         said.append(
@@ -245,32 +226,38 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     return said
 
 
-def text(asked: Asked, found: dict[str, Any]) -> str:
-    job, columns = asked.job, [found["memory"][how] for how in ACTIVATIONS]
+def text(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, found: dict[str, Any]) -> str:
+    columns, dtype = [found["memory"][how] for how in ACTIVATIONS], arguments.dtype
     branches = "; ".join(map(str, job.pattern.branches))
-    states = asked.dtype if asked.dtype == "float64" else "float32"
+    states = dtype if dtype == "float64" else "float32"
     lines = [
         counted(job.shape, found["counted_as"]),
         f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); each "
         f"{-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
-        f"parameters, gradients and optimiser in {states}, activations in {asked.dtype}",
+        f"parameters, gradients and optimiser in {states}, activations in {dtype}",
         # Causality is shown because the config may have set it.
         f"pattern: {branches}; {'causal' if job.pattern.is_causal else 'not causal'}",
     ]
     parts = ("parameters", "gradients", "optimiser", "activations", "working", "total", "host")
     held = {part: [size_text(row[part]) for row in columns] for part in parts}
     lines = [*map(wrapped, lines), _table("a rank holds", held)]
-    if asked.machine is not None:
-        lines += ["", wrapped(described(asked.machine.hardware, asked.machine.source))]
-        lines.append(_table("a step takes", _time_rows(columns, asked.tokens)))
+    if machine is not None:
+        lines += ["", wrapped(described(machine.hardware, machine.source))]
+        lines.append(_table("a step takes", _time_rows(columns, arguments.tokens)))
         lines += ["sum of gradients: with the gathers of parameters (FSDP)"] * (job.mesh.shards > 1)
         lines += map(wrapped, found["advice"])
     if job.mesh.sequence > MOST_PLANNED:
         lines.append(wrapped(ERRORS_TEXT))
-    if asked.memory is not None:
-        lines += ["", _table(f"in {size_text(asked.memory)} a rank", _rows_of_fits(columns))]
+    if arguments.memory is not None:
+        meshes = [row["smallest_mesh"] for row in columns]
+        fits = {
+            "fits": ["yes" if row["fits"] else "no" for row in columns],
+            f"longest sequence, to {forecast.SEARCHED_TO:.1%}": [f"{row['longest_sequence']:,}" for row in columns],
+            "fewest ranks for this length": ["none" if mesh is None else str(Mesh(**mesh)) for mesh in meshes],
+        }
+        lines += ["", _table(f"in {size_text(arguments.memory)} a rank", fits)]
         if not any(row["fits"] for row in columns):
-            lines.append(wrapped(_remedy(job, asked.traits, asked.memory, asked.gpus_per_host)))
+            lines.append(wrapped(_remedy(arguments, job, machine)))
     return "\n".join(lines)
 
 
@@ -298,26 +285,17 @@ def _time_rows(columns: list[dict[str, Any]], tokens: float | None) -> dict[str,
         "tokens/s": [f"{row['tokens_per_second']:,.0f}" for row in columns],
     }
     if tokens is not None:
-        whole = [Time(row["training_seconds"], row["step"]["is_about"]).text for row in columns]
-        rows[f"for {tokens:.3g} tokens"] = whole
+        times = (Time(row["training_seconds"], row["step"]["is_about"]) for row in columns)
+        rows[f"for {tokens:.3g} tokens"] = [time.text for time in times]
     return rows
 
 
-def _rows_of_fits(columns: list[dict[str, Any]]) -> dict[str, list[str]]:
-    meshes = [row["smallest_mesh"] for row in columns]
-    return {
-        "fits": ["yes" if row["fits"] else "no" for row in columns],
-        f"longest sequence, to {SEARCHED_TO:.1%}": [f"{row['longest_sequence']:,}" for row in columns],
-        "fewest ranks for this length": ["none" if mesh is None else str(Mesh(**mesh)) for mesh in meshes],
-    }
-
-
-def _remedy(job: ModelJob, traits: Traits, memory: int, hosts: int) -> str:
+def _remedy(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None) -> str:
     """The smallest mesh on which the model fits: with `shards` as it is, or else with states sharded over all ranks."""
     ranks = job.mesh.num_ranks
     over_all = job.mesh._replace(shards=ranks) if ranks > 1 else Mesh(1, 2, 2)  # one rank cannot shard
     for mesh in (job.mesh, over_all):
-        meshes = [smallest_mesh(replace(job, mesh=mesh), how, traits, memory, hosts) for how in ACTIVATIONS]
+        meshes = [_smallest_mesh(arguments, replace(job, mesh=mesh), machine, how) for how in ACTIVATIONS]
         fitting = [(mesh.num_ranks, i, mesh) for i, mesh in enumerate(meshes) if mesh is not None]
         if fitting:
             _, index, smallest = min(fitting)

@@ -9,7 +9,7 @@ from ...kernels.traits import TRAITS
 from ...pattern import PHASE_RULES, DilatedPattern
 from ...plan.sizes import Sizes
 from ..hardware import ITEMSIZE
-from ..limits import MOST_BATCH, MOST_HEADS, MOST_RANKS, check_at_least, check_each, check_given, check_ranks_fit
+from ..limits import MOST_BATCH, MOST_HEADS, MOST_RANKS, check_at_least, check_given, check_ranks_fit
 from ..numbers import count
 
 SUGGEST = "rda suggest --seq-len N --heads H --speedup 50 picks segment lengths and rates"
@@ -50,15 +50,14 @@ def complete(arguments: argparse.Namespace) -> None:
         check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
     check_at_least("--heads", arguments.heads, most=MOST_HEADS)
     check_at_least("--batch", arguments.batch, most=MOST_BATCH)
-    check_each("--segment-lengths", arguments.segment_lengths)
-    check_each("--dilation-rates", arguments.dilation_rates)
+    for name in ("segment_lengths", "dilation_rates"):  # the pattern checks how small they may be
+        check_at_least(f"--{name.replace('_', '-')}", max([1, *getattr(arguments, name)]))
 
 
 def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
-    branches, heads = (arguments.segment_lengths, arguments.dilation_rates), "split" if arguments.split_heads else "all"
-    pattern = DilatedPattern(
-        *branches, is_causal=arguments.causal, phase=arguments.phase or PHASE_RULES[0], heads=heads
-    )
+    branches = arguments.segment_lengths, arguments.dilation_rates
+    phase, heads = arguments.phase or PHASE_RULES[0], "split" if arguments.split_heads else "all"
+    pattern = DilatedPattern(*branches, is_causal=arguments.causal, phase=phase, heads=heads)
     pattern.check_heads(arguments.heads, arguments.kv_heads)
     return pattern
 
