@@ -35,6 +35,10 @@ FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.
 DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": None}
 DEFAULTS |= {"activation_checkpointing": False, "tensorboard": False}
+# What is said of the command that goes on from the parameters of a run.
+FROM = """(a new run that reads as many bytes again; --seq-len, --segment-lengths and
+--data may be others. The learning rate rises to its peak again, so a few steps
+make the model worse)"""
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
 # The error of gloo in DDP's all-reduce of gradients, when another rank has ended.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
@@ -46,7 +50,7 @@ EXAMPLES = """examples:
                                              and xz; strips FASTA headers
   rda train --segment-lengths 32768 --dilation-rates 1           dense attention
   rda train --resume runs/20250131-120000    go on after Ctrl-C
-  rda train --from runs/a --steps 100        a new run from trained parameters;
+  rda train --from runs/a --steps 120        a new run from trained parameters;
                                              --data, --seq-len and
                                              --segment-lengths may be others
   rda train --steps 5                        a quick look: 5 steps of --seq-len
@@ -74,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
     add("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
     add("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
-    new = "begin a new run from the newest parameters of another; its hyperparameters are the defaults, without phases"
+    new = "begin a new run from the newest parameters of another; its hyperparameters are the defaults, without phases; "
+    new += "the learning rate rises to its peak again, so that a few steps make the model worse"
     add("--from", dest="origin", type=Path, metavar="DIR", help=new)
     add("--save-every", type=count, metavar="N", help="steps between checkpoints; older ones are deleted (default 30)")
     steps = "steps between scores on the held-out bytes (default: a fifth of all)"
@@ -289,9 +294,8 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
     if is_complete:
         text, more = sample(folder, run.document)
         write_sample(record, text)
-        onward = train_command(arguments, "--from", folder, "--steps", run.hyperparameters.steps)
-        print(text, f"more of it: {more}", f"more steps: {onward}", sep="\n", file=for_people)
-        print("(a new run; --seq-len, --segment-lengths and --data may be others)", file=for_people)
+        onward = train_command(arguments, "--from", folder, "--steps", run.hyperparameters.steps_again)
+        print(text, f"more of it: {more}", f"more steps: {onward}", FROM, sep="\n", file=for_people)
         print(f'in Python: LongNetLM.from_run("{folder}"); another pattern: docs/generation.md', file=for_people)
     print(f"README.txt says what is in {folder}", file=for_people)
     if arguments.json:

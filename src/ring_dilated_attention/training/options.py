@@ -125,6 +125,11 @@ class Hyperparameters:
             step -= phase.steps
         return number
 
+    @property
+    def steps_again(self) -> int:
+        """The steps of the last phase that read as many positions as the whole run."""
+        return -(-self.positions_before(self.total_steps) // self.schedule[-1].num_positions)
+
     def phase_of(self, step: int) -> Phase:
         """The phase of a step, counted from 0. Behind the last step, the last phase."""
         for phase in self.schedule:

@@ -52,10 +52,11 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
 def write_report(record: dict[str, Any]) -> None:
     """Write record.json, loss.png and README.txt. A ValueError refuses to write over what this run did not make."""
     folder, run = Path(record["run_folder"]), record["run"]
+    steps = Hyperparameters.from_dict(record["hyperparameters"]).steps_again
     contents = {
         RECORD_FILE: (json.dumps(record, indent=1) + "\n").encode(),
         PICTURE_FILE: draw_losses(record),
-        README_FILE: f"{README_TITLE.format(run)}\n{README.format(folder=shlex.quote(str(folder)))}".encode(),
+        README_FILE: f"{README_TITLE.format(run)}\n{README.format(folder=shlex.quote(str(folder)), steps=steps)}".encode(),
     }
     is_ours = files_of(run)
     for name in contents:  # before any is written
@@ -80,7 +81,8 @@ loss.png       the losses
 sample.txt     a text that the model wrote when it was trained
 
 rda train --resume {folder}              go on with it if it was interrupted
-rda train --from {folder} --steps 100    a new run from its parameters
+rda train --from {folder} --steps {steps:<5}  a new run from its parameters; the
+                                         learning rate rises to its peak again
 rda generate {folder} --prompt 'def '    let it write
 rda evaluate {folder} FILE               bits per byte of a text
 
