@@ -76,8 +76,16 @@ def test_it_is_said_where_context_does_not_help():
         "            64 to 127 bytes before  2.000",
         "         512 to 1,023 bytes before  1.900",
         "       2,048 to 4,095 bytes before  1.895",
-        "Context beyond 1,024 bytes did not help this model (less than 0.01 bits).",
+        "Context beyond 1,024 bytes did not help this model.",
         "Another text may tell more: rda evaluate 'runs/a b' FILE",
     ]
     record["bits_by_context"]["bits_per_byte"] = [2.0, 1.9, 1.8]
     assert len(by_context(record)) == 4
+
+
+def test_context_that_harms_is_not_said_to_be_useless():
+    """Catches a comparison with the longest context alone: here it is no better than the shortest."""
+    found = {"num_bytes": 9, "least_context": [64, 512, 4096, 16384], "bits_per_byte": [2.50, 2.30, 2.31, 2.495]}
+    assert by_context({"run_folder": "a", "bits_by_context": found})[-2] == (
+        "Context beyond 1,024 bytes made this model worse, by up to 0.195 bits."
+    )

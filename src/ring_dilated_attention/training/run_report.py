@@ -119,8 +119,11 @@ def by_context(record: dict[str, Any]) -> list[str]:
     lines = [f"with its context cut, on {found['num_bytes']:,} of these bytes:"]
     for c, value in zip(cuts, bits, strict=True):
         lines.append(f"  {f'{c:,} to {2 * c - 1:,} bytes before':>32}  {value:.3f}")
-    enough = next(c for c, value in zip(cuts, bits, strict=True) if value - bits[-1] < HELPS)
-    if enough < cuts[-1]:
-        lines.append(f"Context beyond {2 * enough:,} bytes did not help this model (less than {HELPS} bits).")
+    best = min(bits)
+    i = next(i for i, value in enumerate(bits) if value - best < HELPS)
+    if i < len(cuts) - 1:
+        harm = max(bits[i:]) - best
+        said = f"made this model worse, by up to {harm:.3f} bits" if harm >= HELPS else "did not help this model"
+        lines.append(f"Context beyond {2 * cuts[i]:,} bytes {said}.")
         lines.append(f"Another text may tell more: rda evaluate {shlex.quote(record['run_folder'])} FILE")
     return lines
