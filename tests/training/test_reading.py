@@ -29,6 +29,12 @@ def refusal(name, content):
     return str(caught.value)
 
 
+def told(said):
+    """The records and the letters that a text says were read."""
+    found = re.search(r" (\d+) records?, (\d+) letters", said)
+    return int(found[1]), int(found[2])
+
+
 def strip_fasta(content):
     """The definition: no header lines, no line ends."""
     return re.sub(rb"\s+", b"", re.sub(rb"^[>;].*$", b"", content, flags=re.MULTILINE))
@@ -42,11 +48,20 @@ def test_fasta_is_its_letters_however_it_comes_in_blocks(monkeypatch):
         monkeypatch.setattr(reading, "BLOCK", draw.randint(1, 9))
         found, said = text_of("x.fa", content)
         assert found == strip_fasta(content)
-        num_records = 1 + len(re.findall(rb"^>", content, flags=re.MULTILINE))
-        assert f" {num_records} record{'s' * (num_records > 1)}, {len(found)} letters" in said
         records = [strip_fasta(part) for part in re.split(rb"^>.*$", content, flags=re.MULTILINE)]
-        found, _ = text_of("x.fa", content, {"fasta_records": "newline"})
-        assert found == b"".join(part + b"\n" for part in records if part)
+        assert told(said) == (sum(map(bool, records)), len(found))
+        bordered, _ = text_of("x.fa", content, {"fasta_records": "newline"})
+        assert bordered == b"".join(part + b"\n" for part in records if part)
+        for how, whole in (({}, found), ({"fasta_records": "newline"}, bordered)):
+            most = draw.randint(1, len(whole))
+            some, said = text_of("x.fa", content, how, most)
+            assert some == whole[:most]
+            letters = some.replace(b"\n", b"")
+            assert told(said)[1] == len(letters)
+            shown = ascii(bytes(sorted({*letters})).decode("latin-1"))[1:-1]
+            assert said.endswith(f" letters ({shown})")
+            if how:
+                assert told(said)[0] == len(some.split(b"\n")) - some.endswith(b"\n")
 
 
 def test_choices_about_fasta():
@@ -69,7 +84,6 @@ def test_fasta_is_known_by_its_name(suffix):
 def test_letters_outside_are_shown():
     assert text_of("a.fa", b">1\nAC-*1\xff\x00")[1] == "a.fa: FASTA, 1 record, 7 letters (\\x00*-1AC\\xff)"
     assert text_of("a.fa", b"ACGT")[1] == "a.fa: FASTA, 1 record, 4 letters (ACGT)"
-    assert text_of("a.fa", b"")[1] == "a.fa: FASTA, 0 records, 0 letters ()"
 
 
 @pytest.mark.parametrize(("suffix", "kind"), [("gz", "gzip"), ("bz2", "bzip2"), ("xz", "xz")])
@@ -119,7 +133,8 @@ def test_fastq_and_headers_alone_are_refused():
     assert refusal("reads.fq.gz", b"@read") == (
         "reads.fq.gz is FASTQ, reads with qualities: make FASTA of it with seqtk seq -A"
     )
-    assert refusal("x.fa", b">1\n>2\n") == "x.fa is FASTA with headers alone: there is nothing to read"
+    for content in (b"", b";\n", b">1\n>2\n"):
+        assert refusal("x.fa", content) == "x.fa is FASTA without letters: there is nothing to read"
 
 
 def test_no_more_is_given_than_asked_for(monkeypatch):

@@ -78,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
     add("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
     add("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
-    new = "begin a new run from the newest parameters of another; its hyperparameters are the defaults, without phases; "
-    new += "the learning rate rises to its peak again, so that a few steps make the model worse"
+    new = "begin anew from the newest parameters of another run; its hyperparameters are the defaults, without phases. "
+    new += "The learning rate rises to its peak again: a few steps make the model worse"
     add("--from", dest="origin", type=Path, metavar="DIR", help=new)
     add("--save-every", type=count, metavar="N", help="steps between checkpoints; older ones are deleted (default 30)")
     steps = "steps between scores on the held-out bytes (default: a fifth of all)"

@@ -9,7 +9,6 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +28,8 @@ OPEN: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 
 
 class Text:
-    """A file, and what was read of it so far: its str(). At most `most` bytes of it are given out. `how` has the
+    """A file, and what was read of it so far: its str(). At most `most` bytes of it are given out,
+    and they alone are counted; a record counts if it has letters. `how` has the
     hyperparameters "fasta_case" and "fasta_records"; a run that was saved before them kept and joined."""
 
     def __init__(self, name: str, how: Mapping[str, Any], most: int = sys.maxsize) -> None:
@@ -46,19 +46,19 @@ class Text:
         """The bytes of a buffered file, unpacked. Of FASTA, known by its name, they are the letters of its sequences.
         A ValueError refuses damaged files, other containers, and FASTA without letters."""
         try:
-            blocks = iter(partial(self._opened(file).read, BLOCK), b"")
+            whole = self._opened(file)
+            # FASTA gives no more bytes than are read, but for the last border: what is counted is given.
+            blocks = iter(lambda: whole.read(min(BLOCK, self.most - self.num_bytes)), b"")
             for block in self._of_sequences(blocks) if self.is_fasta else blocks:
                 given = block[: self.most - self.num_bytes]
                 self.num_bytes += len(given)
                 yield given
-                if self.num_bytes == self.most:
-                    return
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise ValueError(f"{self.name} is damaged or cut short ({error}): fetch it again") from error
-        if self.num_records and not self.num_letters:
-            raise ValueError(f"{self.name} is FASTA with headers alone: there is nothing to read")
+        if self.is_fasta and not self.num_letters:
+            raise ValueError(f"{self.name} is FASTA without letters: there is nothing to read")
 
     def _opened(self, file: Any) -> Any:
         """The file, or what is packed in it."""
@@ -80,13 +80,13 @@ class Text:
                 if at_start and line[:1] in (b">", b";"):
                     in_header = True
                     if line[:1] == b">":
-                        self.num_records += 1
                         found.append(self.border * is_open)
                         is_open = False
                 elif not in_header and (letters := b"".join(line.split())):
                     found.append(letters)
                     self.num_letters += len(letters)
-                    self.num_records, is_open = self.num_records or 1, True  # a file may begin without a header
+                    self.num_records += not is_open
+                    is_open = True
                 at_start = line.endswith(b"\n")
                 in_header = in_header and not at_start
             joined = b"".join(found).upper() if self.is_upper else b"".join(found)

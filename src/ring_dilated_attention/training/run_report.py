@@ -53,10 +53,11 @@ def write_report(record: dict[str, Any]) -> None:
     """Write record.json, loss.png and README.txt. A ValueError refuses to write over what this run did not make."""
     folder, run = Path(record["run_folder"]), record["run"]
     steps = Hyperparameters.from_dict(record["hyperparameters"]).steps_again
+    readme = README.format(folder=shlex.quote(str(folder)), steps=steps)
     contents = {
         RECORD_FILE: (json.dumps(record, indent=1) + "\n").encode(),
         PICTURE_FILE: draw_losses(record),
-        README_FILE: f"{README_TITLE.format(run)}\n{README.format(folder=shlex.quote(str(folder)), steps=steps)}".encode(),
+        README_FILE: f"{README_TITLE.format(run)}\n{readme}".encode(),
     }
     is_ours = files_of(run)
     for name in contents:  # before any is written
