@@ -141,8 +141,9 @@ class TestLoop:
         assert first["held_out_bits_per_byte"] is None
         second = train(tiny_run(tmp_path / "parts", resume=True, **PHASES), ContextParallel(), NEVER)
         assert second["status"] == "complete"
-        assert [entry["step"] for entry in whole["held_out"]] == [1, 2, 3, 4]
-        assert second["held_out"] == [entry for entry in whole["held_out"] if entry["step"] != stop_after]
+        assert [entry["step"] for entry in whole["held_out"]] == [1, 2, 3, 4, 5]
+        assert whole["held_out"][-1]["bits_per_byte"] == whole["held_out_bits_per_byte"]
+        assert second["held_out"] == whole["held_out"]
         assert second["bits_per_byte"] == whole["bits_per_byte"]
         assert second["held_out_bits_per_byte"] == whole["held_out_bits_per_byte"]
         assert saved_bytes(tmp_path / "parts") == saved_bytes(tmp_path / "whole")

@@ -70,7 +70,7 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             state["bits_per_byte"].append(nats / NATS_PER_BIT)
             state["step_seconds"].append(seconds)
             held_out, is_last = None, state["step"] == options.total_steps
-            if state["step"] % eval_every == 0 and not is_last and not stopping:
+            if state["step"] % eval_every == 0 and not is_last:
                 held_out = held_out_bits_per_byte(model, run.document)
                 state["held_out"].append({"step": state["step"], "bits_per_byte": held_out})
             waits.clear()
@@ -90,6 +90,7 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     if state["step"] == options.total_steps:
         held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document)
         check_finite(math.isfinite(held_out), f"the loss is {held_out}", state["step"])
+        record["held_out"] = [*state["held_out"], {"step": state["step"], "bits_per_byte": held_out}]
         record["bits_by_context"] = bits_by_context(model, run.document)
         record["baselines"] = baselines(run.document) if parallel.rank == 0 else None
     return record

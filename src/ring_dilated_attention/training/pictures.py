@@ -33,7 +33,6 @@ def draw_losses(record: dict[str, Any]) -> bytes:
         axes.axhline(value, color=colour, linestyle=":", label=f"{name} on the held-out bytes: {value:.3f}")
     held_out, p = record["held_out_bits_per_byte"], record["num_ranks"]
     points = [(seconds[entry["step"]], entry["bits_per_byte"]) for entry in record["held_out"]]
-    points += [(seconds[-1], held_out)] if held_out is not None else []
     if points:
         label = "held out" if held_out is None else f"held out: {held_out:.3f} at the end"
         axes.plot(*zip(*points, strict=True), color="tab:orange", marker="o", label=label)
