@@ -425,6 +425,7 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
     ("arguments", "message"),
     [
         (["RUN", "nowhere"], "nowhere: No such file"),
+        (["RUN", "nowhere", "--ranks", "2"], "nowhere: No such file"),
         (["RUN", "/dev/null"], "/dev/null has fewer than 2 bytes"),
         (["RUN", "/dev/null", "--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["RUN", "/dev/null", "--context", "-1"], "--context -1 must be 2 or more"),

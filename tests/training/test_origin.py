@@ -79,6 +79,8 @@ def test_the_end_of_a_run_says_how_to_go_on(capsys):
             ["--from", "first", "--embed-dim", "32"],
             "the parameters of --from have other shapes, but --embed-dim 32 was 16. Leave",
         ),
+        (["--from", "first", "--held-out-bytes", "97"], "trained on all but the last 96 bytes of this document"),
+        (["--data", "-"], "--data - is stdin, and a resumed run reads its data again: save it in a file first"),
         (["--from", "nothing"], "--from nothing: there is no checkpoint in this folder; pass the folder of a run"),
         (["--resume", "first", "--from", "first"], "--resume goes on with the run in its own folder: leave --from out"),
         (["--from", "first", "--run-folder", "first"], "--run-folder first holds a run already"),

@@ -117,6 +117,10 @@ class TestDocument:
         assert (document.content, document.num_train) == (b"abcdef", 4)
         assert document.name == f"{a}; held out: {b}, {c}"
         assert load_document([a], 4, 1, {}, [b]).content == b"abcde"
+        assert load_document([a], 4, 1, {}, [b]).read == "a: 4 bytes\nheld out, the first 1 bytes of b: 2 bytes"
+        (tmp_path / "link").symlink_to(b)
+        with pytest.raises(ValueError, match=r"--held-out .*link is trained on, as --data: give a file that is not"):
+            load_document([a, b], 4, 1, {}, [str(tmp_path / "link")])
         with pytest.raises(ValueError, match=r"--held-out .*c is empty: there is nothing to score"):
             load_document([a], 4, 131_072, {}, [c])
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -13,7 +15,7 @@ from ..training.files import check_mine, folder_made, is_our_picture, write_whol
 from ..training.machine import peak_resident_bytes, physical_bytes
 from ..training.pictures import draw_buckets
 from ..training.rank_launcher import share_of_cores
-from ..training.reading import PACKED, Text, opened
+from ..training.reading import PACKED, STDIN, Text, opened
 from .generate import hyperparameters_of
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
 from .limits import LARGEST, check_at_least, check_ranks_fit
@@ -114,7 +116,7 @@ def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dic
     if p > 1 and chunk is not None:
         why = f"contexts of {shown(context)} are read through caches, by one process"
         raise ValueError(f"--ranks {p}, but {why}: leave it out, or give a shorter --context and no --chunk")
-    if p > 1 and not Path(arguments.file).is_file():
+    if p > 1 and (arguments.file == STDIN or not stat.S_ISREG(os.stat(arguments.file).st_mode)):
         raise ValueError(f"--ranks {p}: each rank reads {arguments.file}, which must be a file, and no pipe")
     check_ranks_fit(p, context or p, "--context")
     return context, chunk, saved

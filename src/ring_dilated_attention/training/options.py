@@ -215,6 +215,11 @@ def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None
     from another's parameters, which keeps SHAPE and has no phases by default.
     """
     given = {item.name: getattr(arguments, item.name) for item in fields(Hyperparameters) if item.name in arguments}
+    for name in FILES:
+        if "-" in given.get(name, ()):
+            raise ValueError(
+                f"{flag(name)} - is stdin, and a resumed run reads its data again: save it in a file first"
+            )
     given |= {name: [str(Path(file).resolve()) for file in given[name]] for name in FILES if name in given}
     if given.get("phases") == ["none"]:
         given["phases"] = ()

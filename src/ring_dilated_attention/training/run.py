@@ -61,6 +61,8 @@ def prepare(arguments: argparse.Namespace) -> Run:
     document = load_document(options.data, options.seq_len, options.held_out_bytes, vars(options), options.held_out)
     if state is not None:
         _check_same_document(document, state["document"])
+    elif origin is not None:
+        _check_untrained(document, its_state["document"])
     names = ("save_every", "eval_every", "activation_checkpointing", "tensorboard")
     choices = {name: getattr(arguments, name) for name in names}
     return Run(options, document, folder, checkpoint, origin, **choices)
@@ -203,6 +205,13 @@ _STATE |= {"document.num_held_out": int, "document.sha256": str}
 # The objects in two of these lists: the held-out losses, and the checkpoints that a run comes from, the last one first.
 _ENTRIES = {"held_out": {"step": int, "bits_per_byte": float}, "from": {"folder": str, "run": str, "step": int}}
 _KINDS = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
+
+
+def _check_untrained(document: Document, saved: dict[str, Any]) -> None:
+    found = document.identity()
+    if found["sha256"] == saved["sha256"] and found["num_held_out"] > (most := saved["num_held_out"]):
+        rule = f"the run of --from trained on all but the last {most:,} bytes of this document"
+        raise ValueError(f"--held-out-bytes {found['num_held_out']:,}, but {rule}: hold out no more than these")
 
 
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:
