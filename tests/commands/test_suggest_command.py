@@ -152,16 +152,16 @@ def test_what_is_said_of_reach_is_the_definitions(seed, capsys):
         left = suggest.percent(1 - shares[-1])
         assert f" {i + 1}. {row['rule']} 1/{1 / row['of_dense']:,.1f} {most or f'over {layers}'} {left} " in out
         seen = [
-            len({t % r for t in range(min(w, n)) if any(pattern.phase_of(b, h, heads) == t % r for h in range(heads))})
+            sum(any(pattern.phase_of(b, h, heads) == t % w % r for h in range(heads)) for t in range(n))
             for b, (w, r) in enumerate(pattern.branches)
         ]
-        there = [len({t % r for t in range(min(w, n))}) for w, r in pattern.branches]
-        assert row["unread_phases"] == [[b - a, b] for a, b in zip(seen, there, strict=True)]
+        assert row["unread_positions"] == [n - taken for taken in seen]
         if i == 0:
-            for (w, r), a, b in zip(pattern.branches, seen, there, strict=True):
-                one = "every key" if r == 1 else f"one key in {r:,}"
-                note = f", and all heads together {suggest.percent(a / b)} of the keys" if a < b else ""
-                assert f"Within {min(w, n):,} positions a head sees {one}{note}." in out
+            for (w, r), taken in zip(pattern.branches, seen, strict=True):
+                one = "a query sees every key" if r == 1 else f"a head takes one in {r:,}: a query there sees every key"
+                assert f"In each segment of {min(w, n):,} positions {one}" in out
+                note = f"{suggest.percent(1 - taken / n)} of the positions are taken by no head"
+                assert note in out or taken == n
             share = "all" if most and shares[most - 1] == 1 else "99 %"
             before = "what came before" if pattern.is_causal else "the sequence"
             said = (

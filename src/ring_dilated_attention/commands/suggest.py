@@ -11,7 +11,7 @@ from ..forecast.call import FLOPS_PER_PAIR, Way
 from ..forecast.call import count as count_ranks
 from ..forecast.compare import Call
 from ..forecast.reach import reach
-from ..forecast.suggest import suggestions, unread_phases
+from ..forecast.suggest import suggestions, unread_positions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 from ..plan.counts import pairs
 from ..plan.sizes import Sizes
@@ -25,10 +25,9 @@ EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50   1/50 of dense's work
   rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink
 
-A dilated pattern lets each query see every key nearby, and fewer keys the further away they are. A branch (w, r) cuts
-the sequence into segments of w positions, in which a head reads one position in r; different heads read different ones
-(phases). What one layer cannot connect, a stack of layers can, from one branch into another. docs/planning.md has the
-rule and its limits.
+A branch (w, r) cuts the sequence into segments of w positions. A head takes one position in r of each, and the queries
+there see the keys there; heads take them in turn. Nearby a query sees every key, and far away few. What one layer
+cannot connect, a stack of layers can, from one branch into another. docs/planning.md has the rule and its limits.
 """
 MOST_RANKS = 2**16
 # What decides between candidates, in this order.
@@ -136,7 +135,7 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
                     "layers_for_most": followed.layers_for(0.99),
                     "worst_query": followed.worst,
                     "queries_followed": followed.num_followed,
-                    "unread_phases": unread_phases(pattern, heads),
+                    "unread_positions": unread_positions(pattern, n, heads),
                     "largest_received_bytes": count_ranks(call.job(), Way(), bar.update).most_moved(sizes)[1],
                     # Only causal patterns have a cache: later keys cannot be in one.
                     "cache_bytes": row * pattern.cache_rows(heads, kv_heads, n) if is_causal else None,
@@ -199,12 +198,14 @@ def options_of(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
 
 def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
     """What a newcomer should know of the pattern, as sentences."""
-    lines = []
-    columns = (row[name] for name in ("segment_lengths", "dilation_rates", "unread_phases"))
-    for w, r, (unread, there) in zip(*columns, strict=True):
-        seen = "every key" if r == 1 else f"one key in {r:,}"
-        note = f", and all heads together {percent(1 - unread / there)} of the keys" if unread else ""
-        lines.append(f"Within {min(w, arguments.seq_len):,} positions a head sees {seen}{note}.")
+    lines, until = [], " up to itself" * arguments.is_causal
+    columns = (row[name] for name in ("segment_lengths", "dilation_rates", "unread_positions"))
+    for w, r, unread in zip(*columns, strict=True):
+        seen = f"a query sees every key{until}"
+        if r > 1:
+            seen = f"a head takes one in {r:,}: a query there sees every key there{until}, and others gain nothing"
+        note = f"; {percent(unread / arguments.seq_len)} of the positions are taken by no head" if unread else ""
+        lines.append(f"In each segment of {min(w, arguments.seq_len):,} positions {seen}{note}.")
     shares, most, layers = row["reach_by_layer"], row["layers_for_most"], counted(arguments.layers, "layer")
     before, rest = "what came before" if arguments.is_causal else "the sequence", percent(1 - shares[-1])
     if most is None:
