@@ -215,7 +215,7 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     attention = forecast.attention_of(job, hardware=hardware)
     waits = attention.exposed * parts.attention.seconds
     if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * parts.all.seconds:
-        cut, hardware = job.call.job(job.sharding), forecast.of_a_sequence(job, hardware)
+        cut, hardware = job.call.job(job.sharding), forecast.of_a_group(job.mesh.sequence, job.mesh, hardware)
         said.append(f"attention of one layer: {advice(cut, Way(), job.sizes, attention, hardware)}")
     share = parts.gradients / parts.all.seconds
     if share >= BOUND_BY_COMMUNICATION:
