@@ -31,6 +31,14 @@ def test_gradients_are_summed_in_hosts_first():
         assert planned.seconds_a_byte(num_ranks, same) == pytest.approx((1 - 1 / num_ranks) / 1e9)
 
 
+def test_latency_inside_hosts_is_at_most_that_between(tmp_path):
+    """Catches a file that does not say it, and plans 0 s."""
+    file = tmp_path / "hosts.toml"
+    network = "bytes_per_second = 1e9\nlatency_seconds = 1e-5\ngpus_per_host = 8\nhost_bytes_per_second = 1e10\n"
+    file.write_text(f"[hardware]\nflops_per_second = 1e12\n{network}")
+    assert machine_of(str(file)).hardware.network(0, 7) == (1e10, 1e-5)
+
+
 @pytest.mark.parametrize(
     ("mesh", "inside", "between"),
     [

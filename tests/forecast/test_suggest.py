@@ -216,8 +216,8 @@ def test_a_little_is_not_rounded_away(capsys):
         assert said[1].startswith("Query 7 hears nothing of ")
         assert said[1].partition(" in 2 layers; ")[2].startswith(remedy)
         assert said[0] == (
-            "In each segment of 64 positions a head takes one in 8: a query there sees every key there up to itself, and "
-            "others gain nothing; 50 % of the positions are taken by no head."
+            "In each segment of 64 positions a head takes one in 8: a query there sees every key there up to itself, "
+            "and others gain nothing; 50 % of the positions are taken by no head."
         )
 
 

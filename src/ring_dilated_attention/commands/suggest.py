@@ -32,6 +32,7 @@ cannot connect, a stack of layers can, from one branch into another. docs/planni
 MOST_RANKS = 2**16
 # What decides between candidates, in this order.
 BETTER = ("needs fewer layers to hear of 99 %", "shows more neighbours", "leaves less unheard", "sends less")
+BETTER += ("uses more of the budget",)
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 
 
@@ -146,23 +147,28 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
 
 
 def ranked(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The suggestions, the best first; and why that one is better than the second."""
+    """The suggestions, the best first; and why that one is better than each other one."""
 
     def costs(row: dict[str, Any]) -> tuple[float, ...]:
         layers, most_seen = row["layers_for_most"] or math.inf, row["segment_lengths"][0]
-        return layers, -most_seen, -row["reach_by_layer"][-1], row["largest_received_bytes"]
+        return layers, -most_seen, -row["reach_by_layer"][-1], row["largest_received_bytes"], -row["pairs"]
 
     found = sorted(found, key=costs)
-    both = zip(BETTER, *map(costs, found[:2]), strict=True) if len(found) > 1 else ()
-    return found, next((f": it {reason} than the next candidate" for reason, a, b in both if a < b), "")
+    beaten: dict[str, list[str]] = {}
+    for i, row in enumerate(found[1:]):
+        compared = zip(BETTER, costs(found[0]), costs(row), strict=True)
+        reason = next((reason for reason, best, other in compared if best < other), "comes no later")
+        beaten.setdefault(reason, []).append(str(i + 2))
+    reasons = [f"it {reason} than {' and '.join(numbers)}" for reason, numbers in beaten.items()]
+    return found, ": " + (", ".join(reasons) or "the budget allows it")
 
 
 def text(arguments: argparse.Namespace, found: list[dict[str, Any]], why: str, assumed: str | None) -> str:
     best, causal = found[0], "causal" if arguments.is_causal else "not causal"
     pattern = DilatedPattern(best["segment_lengths"], best["dilation_rates"], is_causal=arguments.is_causal)
     lines = [
-        f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, {causal}, "
-        f"{counted(arguments.layers, 'layer')}, {counted(arguments.ranks, 'rank')}",
+        f"{counted(arguments.seq_len, 'position')}, {counted(arguments.heads, 'head')} of {arguments.head_dim}, "
+        f"{causal}, {counted(arguments.layers, 'layer')}, {counted(arguments.ranks, 'rank')}",
         *([assumed] if assumed else []),
         f"take this ({best['rule']}){why}",
     ]
@@ -179,9 +185,10 @@ def commands(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
     file = shlex.quote(a.hardware or "").replace(" ", "\0")  # so that no line ends in a name
     plan += " --causal" * a.is_causal + f" --hardware {file}" * (a.hardware is not None)
     train = f"rda train {shared} --num-layers {a.layers} --embed-dim {width} --num-heads {a.heads} --num-kv-heads "
-    if a.is_causal and a.head_dim % 2 == 0 and a.seq_len > 1:
-        return [indented(plan, " \\"), indented(f"{train}{a.kv_heads}", " \\")]
-    return [indented(plan, " \\"), "rda train cannot: it takes causal patterns, even head dims, 2 positions or more"]
+    lacking = ["only causal patterns"] * (not a.is_causal) + [f"no odd head dim, as {a.head_dim}"] * (a.head_dim % 2)
+    lacking += ["no single position"] * (a.seq_len < 2)
+    trains = f"rda train cannot: it takes {', '.join(lacking)}" if lacking else indented(f"{train}{a.kv_heads}", " \\")
+    return [indented(plan, " \\"), trains]
 
 
 def indented(text: str, end: str = "") -> str:

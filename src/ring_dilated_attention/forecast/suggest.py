@@ -22,14 +22,14 @@ def suggestions(
     attention, if it has so few."""
     dense = DilatedPattern.dense(is_causal=is_causal)
     if pairs(dense, seq_len, num_heads) <= most_pairs:
-        return [(dense, "the budget allows dense attention")]
+        return [(dense, "dense attention")]
     found: dict[DilatedPattern, str] = {}
     lengths = [SHORTEST * 2**k for k in range(seq_len.bit_length()) if SHORTEST * 2**k < seq_len]
     for ratio in (*RATIOS, None):
         for first in reversed(lengths):
             pattern = _pattern(first, seq_len, ratio, is_causal=is_causal)
             if pairs(pattern, seq_len, num_heads) <= most_pairs:
-                found.setdefault(pattern, "two branches" if ratio is None else f"LongNet's rule, ratio {ratio}")
+                found.setdefault(pattern, "two branches" if ratio is None else f"LongNet, ratio {ratio}")
                 break
     return sorted(found.items(), key=lambda each: -pairs(each[0], seq_len, num_heads))
 
