@@ -108,14 +108,17 @@ def test_the_pick_is_the_best(seed, capsys):
             -row["segment_lengths"][0],
             1 - row["reach_by_layer"][-1],
             row["largest_received_bytes"],
+            -row["pairs"],
         )
         for row in rows
     ]
     for row in figures[1:]:
         differing = [a - b for a, b in zip(figures[0], row, strict=True) if a != b]
         assert not differing or differing[0] < 0
-    told = [i for i, (a, b) in enumerate(zip(*figures[:2], strict=True)) if a != b] if len(rows) > 1 else []
-    assert found["why"] == (f": it {suggest.BETTER[told[0]]} than the next candidate" if told else "")
+    for i, row in enumerate(figures[1:]):
+        told = next(k for k, (a, b) in enumerate(zip(figures[0], row, strict=True)) if a != b)
+        [said] = [part for part in found["why"].split(", ") if str(i + 2) in part.split(" than ")[1]]
+        assert f"it {suggest.BETTER[told]} than " in said
 
 
 @pytest.mark.parametrize("more", [[], ["--not-causal"], ["--layers", "1"], ["--ranks", "8"]])
@@ -152,16 +155,16 @@ def test_what_is_said_of_reach_is_the_definitions(seed, capsys):
         left = suggest.percent(1 - shares[-1])
         assert f" {i + 1}. {row['rule']} 1/{1 / row['of_dense']:,.1f} {most or f'over {layers}'} {left} " in out
         seen = [
-            len({t % r for t in range(min(w, n)) if any(pattern.phase_of(b, h, heads) == t % r for h in range(heads))})
+            sum(any(pattern.phase_of(b, h, heads) == t % w % r for h in range(heads)) for t in range(n))
             for b, (w, r) in enumerate(pattern.branches)
         ]
-        there = [len({t % r for t in range(min(w, n))}) for w, r in pattern.branches]
-        assert row["unread_phases"] == [[b - a, b] for a, b in zip(seen, there, strict=True)]
+        assert row["unread_positions"] == [n - taken for taken in seen]
         if i == 0:
-            for (w, r), a, b in zip(pattern.branches, seen, there, strict=True):
-                one = "every key" if r == 1 else f"one key in {r:,}"
-                note = f", and all heads together {suggest.percent(a / b)} of the keys" if a < b else ""
-                assert f"Within {min(w, n):,} positions a head sees {one}{note}." in out
+            for (w, r), taken in zip(pattern.branches, seen, strict=True):
+                one = "a query sees every key" if r == 1 else f"a head takes one in {r:,}: a query there sees every key"
+                assert f"In each segment of {min(w, n):,} positions {one}" in out
+                note = f"{suggest.percent(1 - taken / n)} of the positions are taken by no head"
+                assert note in out or taken == n
             share = "all" if most and shares[most - 1] == 1 else "99 %"
             before = "what came before" if pattern.is_causal else "the sequence"
             said = (

@@ -31,6 +31,36 @@ def test_gradients_are_summed_in_hosts_first():
         assert planned.seconds_a_byte(num_ranks, same) == pytest.approx((1 - 1 / num_ranks) / 1e9)
 
 
+def test_latency_inside_hosts_is_at_most_that_between(tmp_path):
+    """Catches a file that does not say it, and plans 0 s."""
+    file = tmp_path / "hosts.toml"
+    network = "bytes_per_second = 1e9\nlatency_seconds = 1e-5\ngpus_per_host = 8\nhost_bytes_per_second = 1e10\n"
+    file.write_text(f"[hardware]\nflops_per_second = 1e12\n{network}")
+    assert machine_of(str(file)).hardware.network(0, 7) == (1e10, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "inside", "between"),
+    [
+        ((4, 12, 1), 2 * 7 / 8, 2 * (1 / 8 - 1 / 48)),
+        ((4, 12, 4), 3 * 3 / 4 + 2 / 4 * 1 / 2, 2 / 4 * (1 / 2 - 1 / 12)),  # two of a part's twelve ranks on a host
+        ((4, 12, 16), 3 * 7 / 8, 3 * (1 / 8 - 1 / 16) + 2 / 16 * (1 - 1 / 3)),
+        ((4, 12, 48), 3 * 7 / 8, 3 * (1 / 8 - 1 / 48)),
+        ((2, 3, 3), 3 * 2 / 3 + 2 / 3 * 1 / 2, 0),  # all on one host
+    ],
+)
+def test_states_are_gathered_where_they_are_cut(mesh, inside, between):
+    """By hand, over hosts of 8. Catches gathers over all ranks where fewer share the states."""
+    shape = planned.Shape(1, 8, 8, 8, 1, 1)
+    job = planned.ModelJob(shape, DilatedPattern((64,), (1,)), 64, 1, planned.Mesh(*mesh))
+    expected = 4 * shape.num_parameters * (inside / 1e10 + between / 1e9)
+    assert planned.gradient_seconds(job, HOSTS) == pytest.approx(expected)
+    one = Hardware(1e12, 1e9)
+    parts, others = mesh[2], mesh[0] * mesh[1] // mesh[2]
+    passes = 3 * (1 - 1 / parts) + 2 / parts * (1 - 1 / others)
+    assert planned.gradient_seconds(job, one) == pytest.approx(4 * shape.num_parameters * passes / 1e9)
+
+
 @pytest.mark.parametrize(
     ("mesh", "size"),
     [((1, 12), 8), ((4, 8), 8), ((4, 16), 8), ((4, 4), 4), ((4, 12), 4), ((4, 3), 1), ((2, 3), 8), ((2, 4), 8)],
@@ -39,7 +69,7 @@ def test_ranks_of_a_sequence_share_hosts_where_all_sequences_do(mesh, size):
     """Sequences one after another over hosts of 8: of 12 ranks each, all begin at a half of a host, and so on. Catches
     a sequence that is timed as if it lay inside a host, when another one lies across two."""
     job = planned.ModelJob(planned.Shape(1, 8, 8, 8, 1, 1), DilatedPattern((64,), (1,)), 64, 1, planned.Mesh(*mesh))
-    found = planned.of_a_sequence(job, HOSTS)
+    found = planned.of_a_group(job.mesh.sequence, job.mesh, HOSTS)
     assert found.gpus_per_host == size
     data, ranks = mesh
     for a in range(ranks):

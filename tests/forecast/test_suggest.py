@@ -11,7 +11,7 @@ import torch
 
 from ring_dilated_attention.commands import cli, suggest
 from ring_dilated_attention.forecast.reach import MOST_FOLLOWED, every_query, queries_to_follow, reach, some_queries
-from ring_dilated_attention.forecast.suggest import suggestions, unread_phases
+from ring_dilated_attention.forecast.suggest import suggestions, unread_positions
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.cache_plan import plan_cache
 from ring_dilated_attention.plan.counts import pairs
@@ -207,7 +207,7 @@ def test_a_little_is_not_rounded_away(capsys):
     assert "100.0%" not in out
     assert "e+0" not in out
     row = {"layers_for_most": None, "reach_by_layer": (1e-6, 1e-6), "worst_query": 7, "queries_followed": 9}
-    row |= {"segment_lengths": (64,), "dilation_rates": (8,), "unread_phases": ((4, 8),)}
+    row |= {"segment_lengths": (64,), "dilation_rates": (8,), "unread_positions": (32,)}
     for shares, remedy in (
         ((1e-6, 1e-6), "more layers add nothing: add heads, or lower rates"),
         ((0.1, 0.3), "add lay"),
@@ -215,7 +215,10 @@ def test_a_little_is_not_rounded_away(capsys):
         said = suggest.words(Namespace(layers=2, seq_len=64, is_causal=True), row | {"reach_by_layer": shares})
         assert said[1].startswith("Query 7 hears nothing of ")
         assert said[1].partition(" in 2 layers; ")[2].startswith(remedy)
-        assert said[0] == "Within 64 positions a head sees one key in 8, and all heads together 50 % of the keys."
+        assert said[0] == (
+            "In each segment of 64 positions a head takes one in 8: a query there sees every key there up to itself, "
+            "and others gain nothing; 50 % of the positions are taken by no head."
+        )
 
 
 def test_what_cannot_be_followed_is_said():
@@ -223,8 +226,39 @@ def test_what_cannot_be_followed_is_said():
         reach(DilatedPattern((64,), (3,)), 64, 4, 2)
 
 
-def test_unread_phases_by_hand():
-    assert unread_phases(DilatedPattern((8, 64), (1, 16), is_causal=True), 4) == [(0, 1), (12, 16)]
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_said_of_a_branch_is_the_definitions(seed):
+    """Random branches, pair by pair: in each segment a head takes one position in r, a query there sees every key there
+    up to itself, and a query elsewhere none. And the share of positions that no head takes."""
+    rng = random.Random(seed)
+    n, w, r, heads = rng.randint(1, 90), rng.randint(1, 60), rng.choice([1, 2, 4, 8]), rng.randint(1, 6)
+    pattern = DilatedPattern((w,), (r,), is_causal=rng.random() < 0.5)
+    sees = multiplicity(pattern, n, heads) > 0
+    taken = torch.zeros(n, dtype=torch.bool)
+    for head in range(heads):
+        for start in range(0, n, w):
+            there = list(range(start, min(start + w, n)))[head % r :: r]
+            taken[there] = True
+            for query in range(start, min(start + w, n)):
+                keys = [key for key in there if key <= query or not pattern.is_causal] if query in there else []
+                assert sees[head, query].nonzero().flatten().tolist() == keys
+    assert unread_positions(pattern, n, heads) == [n - int(taken.sum())]
+    row = {"segment_lengths": (w,), "dilation_rates": (r,), "unread_positions": [n - int(taken.sum())]}
+    row |= {"layers_for_most": None, "reach_by_layer": (0.5,), "worst_query": 0, "queries_followed": n}
+    said = suggest.words(Namespace(layers=1, seq_len=n, is_causal=pattern.is_causal), row)[0]
+    assert ("a query sees every key" in said) == (r == 1)
+    assert (f"a head takes one in {r}: a query there sees every key there" in said) == (r > 1)
+    assert ("up to itself" in said) == pattern.is_causal
+    untaken = f"; {suggest.percent(1 - taken.double().mean().item())} of the positions are taken by no head."
+    assert said.endswith(untaken) if not taken.all() else "no head" not in said
+
+
+def test_untaken_positions_by_hand():
+    """Query 1,028 of the second pattern: five keys in every head."""
+    assert unread_positions(DilatedPattern((8, 64), (1, 16), is_causal=True), 128, 4) == [0, 96]
+    pattern = DilatedPattern((256, 512, 1024, 2048), (1, 2, 4, 8), is_causal=True)
+    assert unread_positions(pattern, 1029, 4) == [0, 0, 0, 513]
+    assert (multiplicity(pattern, 1029, 4)[:, 1028] > 0).sum(1).tolist() == [5, 5, 5, 5]
 
 
 def test_patterns_that_are_not_causal_have_no_decoding_cache(capsys):

@@ -110,7 +110,7 @@ def why_wrong(
     unread = []
     for branch, (w, r) in enumerate(pattern.branches):
         read = {pattern.phase_of(branch, head, heads) for head in range(heads)}
-        unread.append([sum(phase not in read for phase in range(min(w, r))), min(w, r)])
+        unread.append(sum(position % w % r not in read for position in range(seq_len)))
     first = {share: next((i + 1 for i, x in enumerate(shares) if x >= share), None) for share in (1.0, 0.99)}
     return (
         unequal("pairs", row["pairs"], pairs)
@@ -118,7 +118,7 @@ def why_wrong(
         or unequal("reach_by_layer", row["reach_by_layer"], shares)
         or unequal("layers_for_all", row["layers_for_all"], first[1.0])
         or unequal("layers_for_most", row["layers_for_most"], first[0.99])
-        or unequal("unread_phases", row["unread_phases"], unread)
+        or unequal("unread_positions", row["unread_positions"], unread)
     )
 
 

@@ -91,6 +91,8 @@ def _machine(name: str, fields: dict[str, Any]) -> Machine:
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ValueError(f"--hardware {name}: dtype = {dtype!r} is unknown; choose one of {', '.join(ITEMSIZE)}")
     numbers = {key: fields[key] for key in Hardware._fields if key in fields}
+    if "host_bytes_per_second" in fields:  # inside hosts messages are no later than between them
+        numbers.setdefault("host_latency_seconds", fields.get("latency_seconds", 0.0))
     hardware = Hardware(**{"bytes_per_second": NO_NETWORK} | numbers)
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
     return Machine(hardware, ITEMSIZE[dtype], memory, str(fields.get("source", name)))

@@ -11,7 +11,7 @@ from ..forecast.call import FLOPS_PER_PAIR, Way
 from ..forecast.call import count as count_ranks
 from ..forecast.compare import Call
 from ..forecast.reach import reach
-from ..forecast.suggest import suggestions, unread_phases
+from ..forecast.suggest import suggestions, unread_positions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 from ..plan.counts import pairs
 from ..plan.sizes import Sizes
@@ -25,14 +25,14 @@ EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50   1/50 of dense's work
   rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink
 
-A dilated pattern lets each query see every key nearby, and fewer keys the further away they are. A branch (w, r) cuts
-the sequence into segments of w positions, in which a head reads one position in r; different heads read different ones
-(phases). What one layer cannot connect, a stack of layers can, from one branch into another. docs/planning.md has the
-rule and its limits.
+A branch (w, r) cuts the sequence into segments of w positions. A head takes one position in r of each, and the queries
+there see the keys there; heads take them in turn. Nearby a query sees every key, and far away few. What one layer
+cannot connect, a stack of layers can, from one branch into another. docs/planning.md has the rule and its limits.
 """
 MOST_RANKS = 2**16
 # What decides between candidates, in this order.
 BETTER = ("needs fewer layers to hear of 99 %", "shows more neighbours", "leaves less unheard", "sends less")
+BETTER += ("uses more of the budget",)
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 
 
@@ -136,7 +136,7 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
                     "layers_for_most": followed.layers_for(0.99),
                     "worst_query": followed.worst,
                     "queries_followed": followed.num_followed,
-                    "unread_phases": unread_phases(pattern, heads),
+                    "unread_positions": unread_positions(pattern, n, heads),
                     "largest_received_bytes": count_ranks(call.job(), Way(), bar.update).most_moved(sizes)[1],
                     # Only causal patterns have a cache: later keys cannot be in one.
                     "cache_bytes": row * pattern.cache_rows(heads, kv_heads, n) if is_causal else None,
@@ -147,23 +147,28 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
 
 
 def ranked(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The suggestions, the best first; and why that one is better than the second."""
+    """The suggestions, the best first; and why that one is better than each other one."""
 
     def costs(row: dict[str, Any]) -> tuple[float, ...]:
         layers, most_seen = row["layers_for_most"] or math.inf, row["segment_lengths"][0]
-        return layers, -most_seen, -row["reach_by_layer"][-1], row["largest_received_bytes"]
+        return layers, -most_seen, -row["reach_by_layer"][-1], row["largest_received_bytes"], -row["pairs"]
 
     found = sorted(found, key=costs)
-    both = zip(BETTER, *map(costs, found[:2]), strict=True) if len(found) > 1 else ()
-    return found, next((f": it {reason} than the next candidate" for reason, a, b in both if a < b), "")
+    beaten: dict[str, list[str]] = {}
+    for i, row in enumerate(found[1:]):
+        compared = zip(BETTER, costs(found[0]), costs(row), strict=True)
+        reason = next((reason for reason, best, other in compared if best < other), "comes no later")
+        beaten.setdefault(reason, []).append(str(i + 2))
+    reasons = [f"it {reason} than {' and '.join(numbers)}" for reason, numbers in beaten.items()]
+    return found, ": " + (", ".join(reasons) or "the budget allows it")
 
 
 def text(arguments: argparse.Namespace, found: list[dict[str, Any]], why: str, assumed: str | None) -> str:
     best, causal = found[0], "causal" if arguments.is_causal else "not causal"
     pattern = DilatedPattern(best["segment_lengths"], best["dilation_rates"], is_causal=arguments.is_causal)
     lines = [
-        f"{arguments.seq_len:,} positions, {arguments.heads} heads of {arguments.head_dim}, {causal}, "
-        f"{counted(arguments.layers, 'layer')}, {counted(arguments.ranks, 'rank')}",
+        f"{counted(arguments.seq_len, 'position')}, {counted(arguments.heads, 'head')} of {arguments.head_dim}, "
+        f"{causal}, {counted(arguments.layers, 'layer')}, {counted(arguments.ranks, 'rank')}",
         *([assumed] if assumed else []),
         f"take this ({best['rule']}){why}",
     ]
@@ -180,9 +185,10 @@ def commands(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
     file = shlex.quote(a.hardware or "").replace(" ", "\0")  # so that no line ends in a name
     plan += " --causal" * a.is_causal + f" --hardware {file}" * (a.hardware is not None)
     train = f"rda train {shared} --num-layers {a.layers} --embed-dim {width} --num-heads {a.heads} --num-kv-heads "
-    if a.is_causal and a.head_dim % 2 == 0 and a.seq_len > 1:
-        return [indented(plan, " \\"), indented(f"{train}{a.kv_heads}", " \\")]
-    return [indented(plan, " \\"), "rda train cannot: it takes causal patterns, even head dims, 2 positions or more"]
+    lacking = ["only causal patterns"] * (not a.is_causal) + [f"no odd head dim, as {a.head_dim}"] * (a.head_dim % 2)
+    lacking += ["no single position"] * (a.seq_len < 2)
+    trains = f"rda train cannot: it takes {', '.join(lacking)}" if lacking else indented(f"{train}{a.kv_heads}", " \\")
+    return [indented(plan, " \\"), trains]
 
 
 def indented(text: str, end: str = "") -> str:
@@ -199,12 +205,14 @@ def options_of(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
 
 def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
     """What a newcomer should know of the pattern, as sentences."""
-    lines = []
-    columns = (row[name] for name in ("segment_lengths", "dilation_rates", "unread_phases"))
-    for w, r, (unread, there) in zip(*columns, strict=True):
-        seen = "every key" if r == 1 else f"one key in {r:,}"
-        note = f", and all heads together {percent(1 - unread / there)} of the keys" if unread else ""
-        lines.append(f"Within {min(w, arguments.seq_len):,} positions a head sees {seen}{note}.")
+    lines, until = [], " up to itself" * arguments.is_causal
+    columns = (row[name] for name in ("segment_lengths", "dilation_rates", "unread_positions"))
+    for w, r, unread in zip(*columns, strict=True):
+        seen = f"a query sees every key{until}"
+        if r > 1:
+            seen = f"a head takes one in {r:,}: a query there sees every key there{until}, and others gain nothing"
+        note = f"; {percent(unread / arguments.seq_len)} of the positions are taken by no head" if unread else ""
+        lines.append(f"In each segment of {min(w, arguments.seq_len):,} positions {seen}{note}.")
     shares, most, layers = row["reach_by_layer"], row["layers_for_most"], counted(arguments.layers, "layer")
     before, rest = "what came before" if arguments.is_causal else "the sequence", percent(1 - shares[-1])
     if most is None:

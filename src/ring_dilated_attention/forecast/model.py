@@ -160,23 +160,24 @@ def _gradient_of(shape: Shape, num_entries: int) -> int:
 @lru_cache(maxsize=1024)  # called again for each of ACTIVATIONS
 def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware | None = None) -> Figures:
     """One layer's attention, on the ranks of one sequence."""
-    hardware = None if hardware is None else of_a_sequence(job, hardware)
+    hardware = None if hardware is None else of_a_group(job.mesh.sequence, job.mesh, hardware)
     return forecast(job.call.job(job.sharding), Way(), job.sizes, traits=traits, hardware=hardware)
 
 
-def of_a_sequence(job: ModelJob, hardware: Hardware) -> Hardware:
-    """The hardware of a sequence's ranks. If sequences begin at several places of hosts, hosts count as smaller."""
+def of_a_group(num_ranks: int, mesh: Mesh, hardware: Hardware) -> Hardware:
+    """The hardware of consecutive ranks of a mesh. If such groups begin at several places of hosts, hosts count as
+    smaller."""
     size = hardware.gpus_per_host
-    if size is None or job.mesh.data == 1 or job.mesh.num_ranks <= size:
+    if size is None or num_ranks == mesh.num_ranks or mesh.num_ranks <= size:
         return hardware
-    return hardware._replace(gpus_per_host=gcd(size, job.mesh.sequence))
+    return hardware._replace(gpus_per_host=gcd(size, num_ranks))
 
 
 class StepParts(NamedTuple):
     """Seconds of a step, by part.
 
-    matrices: the products with weights. attention: all layers, with their waits. gradients: the all-reduce over ranks,
-    or FSDP2's scatter of gradients and gathers of parameters, which are assumed to overlap with nothing.
+    matrices: the products with weights. attention: all layers, with their waits. gradients: `gradient_seconds`, which
+    are assumed to overlap with nothing.
     """
 
     matrices: float
@@ -195,10 +196,19 @@ def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts
     products = 2 * job.rows * (times * shape.num_layers * shape.block_matrices + 3 * shape.vocab_size * shape.embed_dim)
     attention = attention_of(job, hardware=hardware).time
     assert attention is not None
-    passes = 3 if job.mesh.shards > 1 else 2  # scatter and gather; sharded weights are gathered twice
-    sum_seconds = passes * shape.num_parameters * shape.param_itemsize * seconds_a_byte(job.mesh.num_ranks, hardware)
     layers = Time(shape.num_layers * attention.seconds, attention.is_about)
-    return StepParts(products / hardware.flops_per_second, layers, sum_seconds)
+    return StepParts(products / hardware.flops_per_second, layers, gradient_seconds(job, hardware))
+
+
+def gradient_seconds(job: ModelJob, hardware: Hardware) -> float:
+    """FSDP2's two gathers of parameters and scatter of gradients, among the ranks that share the states; and the
+    all-reduce (a scatter and a gather) of each rank's part over the ranks that hold the same part."""
+    mesh, num_bytes = job.mesh, job.shape.num_parameters * job.shape.param_itemsize
+    among = of_a_group(mesh.shards, mesh, hardware)
+    # The ranks with the same part are `shards` apart.
+    apart = hardware._replace(gpus_per_host=max(1, (hardware.gpus_per_host or 1) // mesh.shards))
+    over = seconds_a_byte(mesh.num_ranks // mesh.shards, apart)
+    return num_bytes * (3 * seconds_a_byte(mesh.shards, among) + 2 / mesh.shards * over)
 
 
 def seconds_a_byte(num_ranks: int, hardware: Hardware) -> float:

@@ -1,14 +1,14 @@
 """Suggests patterns for a sequence length and a budget of pairs of a query and a key. Pure integers, no torch.
 
 Four patterns are tried. Three follow LongNet's rule with a ratio a of 2, 4 or 8: segment lengths w_0 * a**i up to the
-whole sequence, with rates a**i. The fourth has two branches: every key of w_0 positions, and one key in r of the whole
-sequence. In each pattern, w_0 is the largest power of two that keeps the pairs within the budget.
+whole sequence, with rates a**i. The fourth has two branches: every position of w_0, and one in r of the whole sequence.
+In each pattern, w_0 is the largest power of two that keeps the pairs within the budget.
 
 Rates and segment lengths are powers of two (but for the whole sequence), because `reach` needs them to be.
 """
 
 from ..pattern import DilatedPattern
-from ..plan.counts import pairs
+from ..plan.counts import Phases, pairs
 from .reach import phases_read
 
 RATIOS = (2, 4, 8)
@@ -22,14 +22,14 @@ def suggestions(
     attention, if it has so few."""
     dense = DilatedPattern.dense(is_causal=is_causal)
     if pairs(dense, seq_len, num_heads) <= most_pairs:
-        return [(dense, "the budget allows dense attention")]
+        return [(dense, "dense attention")]
     found: dict[DilatedPattern, str] = {}
     lengths = [SHORTEST * 2**k for k in range(seq_len.bit_length()) if SHORTEST * 2**k < seq_len]
     for ratio in (*RATIOS, None):
         for first in reversed(lengths):
             pattern = _pattern(first, seq_len, ratio, is_causal=is_causal)
             if pairs(pattern, seq_len, num_heads) <= most_pairs:
-                found.setdefault(pattern, "two branches" if ratio is None else f"LongNet's rule, ratio {ratio}")
+                found.setdefault(pattern, "two branches" if ratio is None else f"LongNet, ratio {ratio}")
                 break
     return sorted(found.items(), key=lambda each: -pairs(each[0], seq_len, num_heads))
 
@@ -38,12 +38,14 @@ def _pattern(first: int, seq_len: int, ratio: int | None, *, is_causal: bool) ->
     """LongNet's branches from a first length on. If `ratio` is None, two branches: that length and the sequence."""
     if ratio is not None:
         return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
-    # A query sees about as many keys of the whole sequence as of its short segment (at least half as many).
+    # A query in a head's phase sees about as many keys of the whole sequence as of its short segment (at least half).
     return DilatedPattern((first, seq_len), (1, 2 ** ((seq_len - 1) // first).bit_length()), is_causal=is_causal)
 
 
-def unread_phases(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, int]]:
-    """For each branch: the number of phases that no head reads, and the number of all phases."""
-    there = [min(w, r) for w, r in pattern.branches]
-    read = [phases_read(pattern, branch, num_heads) for branch in range(len(there))]
-    return [(num - len(phases & set(range(num))), num) for num, phases in zip(there, read, strict=True)]
+def unread_positions(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
+    """For each branch: the number of positions that lie in no head's phase."""
+    found = []
+    for branch, (w, r) in enumerate(pattern.branches):
+        phases = Phases(sorted(phases_read(pattern, branch, num_heads)), r)
+        found.append(seq_len - seq_len // w * phases.rows(w) - phases.rows(seq_len % w))
+    return found

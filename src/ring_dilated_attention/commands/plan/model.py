@@ -24,6 +24,7 @@ from ..hardware import ITEMSIZE, Machine, described, machine_for
 from ..hardware import add_options as add_hardware_options
 from ..limits import LARGEST, MOST_RANKS, check_at_least, check_given
 from ..numbers import amount, count, scaled, size_text
+from ..numbers import counted as number
 from ..output import aligned, progress_bar, wrapped
 from .options import SUGGEST, add_call, complete, pattern_of
 
@@ -215,7 +216,7 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     attention = forecast.attention_of(job, hardware=hardware)
     waits = attention.exposed * parts.attention.seconds
     if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * parts.all.seconds:
-        cut, hardware = job.call.job(job.sharding), forecast.of_a_sequence(job, hardware)
+        cut, hardware = job.call.job(job.sharding), forecast.of_a_group(job.mesh.sequence, job.mesh, hardware)
         said.append(f"attention of one layer: {advice(cut, Way(), job.sizes, attention, hardware)}")
     share = parts.gradients / parts.all.seconds
     if share >= BOUND_BY_COMMUNICATION:
@@ -232,8 +233,8 @@ def text(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, 
     states = dtype if dtype == "float64" else "float32"
     lines = [
         counted(job.shape, found["counted_as"]),
-        f"{job.mesh.num_ranks:,} ranks as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); each "
-        f"{-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
+        f"{number(job.mesh.num_ranks, 'rank')} as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); "
+        f"each {-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
         f"parameters, gradients and optimiser in {states}, activations in {dtype}",
         # Causality is shown because the config may have set it.
         f"pattern: {branches}; {'causal' if job.pattern.is_causal else 'not causal'}",
