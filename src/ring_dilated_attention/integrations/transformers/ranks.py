@@ -4,6 +4,7 @@ T rows of a chunk, E width.
 """
 
 import inspect
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -68,7 +69,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
             "positions meet nowhere else."
         )
     if getattr(model, SHARDED, None) is not None:
-        raise ValueError(f"{name} is on sequences that ranks share already: remove() the first handle.")
+        raise ValueError(f"{name} is under context_parallel already: remove() the first handle.")
     return ShardedForward(model, parallel)
 
 
@@ -167,14 +168,14 @@ class ShardedForward:
         """The tensors to cut, still whole, and the arguments to pass on. Counts the labels."""
         if given.get("past_key_values") is not None or given.get("logits_to_keep"):
             raise ValueError(
-                "generate on sequences that ranks share: a cache is of one device. Call remove() of context_parallel's "
-                "handle, and generate on every rank, or on one."
+                "context_parallel takes no cache and computes no logits of single rows, as generate needs them: remove() "
+                "the handle that it returned, then generate."
             )
         if given.get("return_dict") is False:
             raise ValueError("return_dict=False: the loss of all ranks is put in by its name; leave return_dict out.")
         ids = given.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
-            raise ValueError("a model on sequences that ranks share needs input_ids, (batch, N), the whole of them.")
+            raise ValueError("under context_parallel a model needs input_ids, (batch, N), the whole of them.")
         lengths = self.parallel.cut.default_lengths(ids.shape[1])
         if 0 in lengths:
             raise ValueError(
@@ -198,12 +199,14 @@ class ShardedForward:
             shift = _shift(model)
             labels = F.pad(plain[:, shift:], (0, shift), value=IGNORED_LABEL) if labels is None else labels
         _refuse_padding(given.get("attention_mask"), labels, model)
-        self.num_labels = None
+        self.num_labels, num_items = None, given.get("num_items_in_batch")
         if labels is not None:
             batch["labels"] = labels
-            self.num_labels = given.get("num_items_in_batch")
-            if self.num_labels is None:
-                self.num_labels = int((labels != IGNORED_LABEL).sum())
+            num_labels = int((labels != IGNORED_LABEL).sum()) if num_items is None else num_items
+            if not 1 <= num_labels < math.inf:
+                why = "no label but -100" if num_items is None else f"num_items_in_batch={num_items}"
+                raise ValueError(f"the batch has {why}: the mean of a loss needs one label at least. Leave it out.")
+            self.num_labels = num_labels
         taken = (*CUT, *DROPPED, "cu_seq_lens_q", "num_items_in_batch")
         rest = {name: value for name, value in given.items() if name not in taken}
         unknown = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim()]
