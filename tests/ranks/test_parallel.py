@@ -940,7 +940,8 @@ def rank_uses_a_context_in_four_threads(rank, world_size):
     assert all(error is None or type(error) is RefusedError for error in errors), errors
     refused = [error for error in errors if error is not None]
     assert len(refused) >= 3  # at most the owner had come to its end before
-    assert all("belongs to the thread of its first call" in str(error) for error in refused), refused
+    reasons = ("belongs to the thread of its first call", "the name of the calling thread")  # another may win per rank
+    assert all(any(reason in str(error) for reason in reasons) for error in refused), refused
     both = [ContextParallel(timeout=PATIENCE) for _ in range(2)]
     assert in_threads(*[lambda cp=cp: compute(cp, rank, samples) for cp in both]) == [None, None]
 

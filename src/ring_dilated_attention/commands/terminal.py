@@ -17,9 +17,9 @@ NO_MEMORY = "there is not enough memory"
 def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
     """The exit code of run(). It is 130 after Ctrl-C. It is 2 if memory, a disk or a file fails, with a message.
     is_process: the process ends with this command."""
-    prepare_streams()
     try:
         try:
+            prepare_streams()
             return run()
         finally:
             sys.stdout.flush()  # an error can be caught here, but not at exit
