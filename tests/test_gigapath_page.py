@@ -1,5 +1,6 @@
 """docs/gigapath.md and examples/slide.py: what they say and show is so."""
 
+import inspect
 import re
 import runpy
 import subprocess
@@ -43,6 +44,20 @@ def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
     assert load_slide_encoder("slide_encoder.pth")[0].encoder.config.num_heads == 16
     for link in re.findall(r"\]\(([^)#:]+?)\)", page):
         assert (ROOT / "docs" / link).exists()
+
+
+def test_the_function_alone():
+    """Its snippet runs as it stands, and its arguments differ from dilated_attention's as the page says."""
+    page = (ROOT / "docs" / "gigapath.md").read_text()
+    [lines] = [x for x in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "out = torchscale_att" in x]
+    names = {}
+    exec(lines, names)
+    assert names["out"].shape == (1, 1100, 16, 48)
+    theirs, ours = (set(inspect.signature(f).parameters) for f in (torchscale_attention, dilated_attention))
+    assert theirs - ours == {"counted"}
+    assert ours - theirs == {"heads_held", "num_heads", "cache", "lengths"}
+    [said] = re.findall(r"^Its other arguments are.*?\n\n", page, flags=re.DOTALL | re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", said)) == {"dilated_attention"} | theirs ^ ours
 
 
 def test_the_page_says_how_far_the_two_functions_are_apart():

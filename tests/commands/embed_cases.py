@@ -1,5 +1,7 @@
 """Weights and slides for the tests of `rda embed`, and what it writes."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +55,11 @@ def make_slides(tmp_path):
 def embed(weights, out, *arguments):
     """Of weights whose heads nothing tells: 16."""
     return cli.main(["embed", *map(str, arguments), "--weights", str(weights), "--heads", "16", "--out", str(out)])
+
+
+def unwrapped(text):
+    """Each message on one line, as it was before it was wrapped at 80 columns."""
+    return re.sub(r"\n +", " ", text)
 
 
 def read(out):

@@ -4,11 +4,12 @@ import csv
 import json
 import os
 import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, write
+from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, unwrapped, write
 from helpers import ROOT
 from safetensors.torch import save_file
 
@@ -33,7 +34,7 @@ def test_goes_on_where_it_ended(weights, slides, tmp_path, capsys, monkeypatch):
     assert embed(weights, out, slides[0]) == 0
     first = out.read_bytes()
     assert embed(weights, out, slides[0]) == 0
-    assert "0 slides embedded, 1 were there already" in capsys.readouterr().out
+    assert "0 slides embedded, 1 was there already" in capsys.readouterr().out
     assert out.read_bytes() == first
     forward, calls = LongNetViT.forward, []
 
@@ -81,11 +82,11 @@ def test_processes_that_die(weights, slides, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(embedder, "embed_all", killed)
         assert embed(weights, out, *slides, "--ranks", 2) == 1
-    error = capsys.readouterr().err
+    error = unwrapped(capsys.readouterr().err)
     assert "the processes failed. What was embedded before is saved" in error
     assert error.endswith("rank 1: died without a word\n")
     assert embed(weights, out, *slides) == 0
-    assert "2 slides embedded, 1 were there already" in capsys.readouterr().out
+    assert "2 slides embedded, 1 was there already" in capsys.readouterr().out
 
 
 def test_two_processes_lose_nothing(tmp_path):
@@ -105,30 +106,30 @@ def test_other_settings_are_not_mixed(weights, slides, tmp_path, capsys):
     assert embed(weights, out, slides[0]) == 0
     before = out.read_bytes()
     assert embed(weights, out, slides[1], "--padding", "exact") == 2
-    assert "made with padding='torchscale', not 'exact'" in capsys.readouterr().err
+    assert "made with padding='torchscale', not 'exact'" in unwrapped(capsys.readouterr().err)
     (tmp_path / "again").mkdir()
     for length in (41, LENGTHS["a"]):  # the second is a file of the same size
         other = write(tmp_path / "again" / "a.h5", *tiles(length, 3))
         assert embed(weights, out, other) == 1
-        assert f"{other}: the slide 'a' is in" in capsys.readouterr().err
+        assert f"{other}: the slide 'a' is in" in unwrapped(capsys.readouterr().err)
     assert other.stat().st_size == slides[0].stat().st_size
     assert embed(weights, out, slides[0], "--keys", "features", "coords") == 1
-    assert "or from other arrays in it: rename" in capsys.readouterr().err
+    assert "or from other arrays in it: rename" in unwrapped(capsys.readouterr().err)
     save_file({"a": torch.ones(2)}, tmp_path / "mine.safetensors")
     assert embed(weights, tmp_path / "mine.safetensors", slides[0]) == 2
-    assert "`rda embed` did not make it" in capsys.readouterr().err
+    assert "`rda embed` did not make it" in unwrapped(capsys.readouterr().err)
     (tmp_path / "text").write_text("mine")
     assert embed(weights, tmp_path / "text", slides[0]) == 2
-    assert "is there and cannot be read" in capsys.readouterr().err
+    assert "is there and cannot be read" in unwrapped(capsys.readouterr().err)
     assert (tmp_path / "text").read_text() == "mine"
     for wrong in ("[1]", "3", "{"):
         metadata = {"made_by": "rda embed", "settings": wrong, "slides": "{}"}
         save_file({"a": torch.ones(2)}, tmp_path / "wrong.safetensors", metadata=metadata)
         assert embed(weights, tmp_path / "wrong.safetensors", slides[0]) == 2
-        assert "what it says of itself cannot be read. Choose another name." in capsys.readouterr().err
+        assert "what it says of itself cannot be read. Choose another name." in unwrapped(capsys.readouterr().err)
     os.mkfifo(tmp_path / "pipe")
     assert embed(weights, tmp_path / "pipe", slides[0]) == 2
-    assert "pipe is there, and is no regular file. Choose another name." in capsys.readouterr().err
+    assert "pipe is there, and is no regular file. Choose another name." in unwrapped(capsys.readouterr().err)
     assert out.read_bytes() == before
     assert not list(tmp_path.glob("*unfinished*"))
 
@@ -150,12 +151,12 @@ def test_a_link_is_written_to_where_it_leads(weights, slides, tmp_path, capsys):
     for slide in slides[:2]:
         assert embed(weights, link, slide) == 0
         assert link.is_symlink()
-    assert f"1 slides embedded; {link}: " in " ".join(capsys.readouterr().out.split())
+    assert f"1 slide embedded; {link}: " in " ".join(capsys.readouterr().out.split())
     assert read(place)[0].keys() == {"a", "b"}
     loop = tmp_path / "loop.st"
     loop.symlink_to(loop)
     assert embed(weights, loop, slides[0]) == 2
-    assert "Too many levels of symbolic links" in capsys.readouterr().err
+    assert "Too many levels of symbolic links" in unwrapped(capsys.readouterr().err)
 
 
 def test_a_slide_that_changed_stops_no_other(weights, slides, tmp_path, capsys):
@@ -167,8 +168,8 @@ def test_a_slide_that_changed_stops_no_other(weights, slides, tmp_path, capsys):
     capsys.readouterr()
     assert embed(weights, out, *slides) == 1
     output = capsys.readouterr()
-    assert f"rda embed: {slides[0]}: the slide 'a' is in {out} already, made from another file" in output.err
-    assert output.out.startswith("1 slides embedded, 1 were there already")
+    assert f"rda embed: {slides[0]}: the slide 'a' is in {out} already, made from another file" in unwrapped(output.err)
+    assert output.out.startswith("1 slide embedded, 1 was there already")
     after = read(out)[0]
     assert after.keys() == LENGTHS.keys()
     assert all(torch.equal(after[name], x) for name, x in before.items())
@@ -184,9 +185,9 @@ def test_one_function_written_in_another_way(same, weights, slides, tmp_path, ca
     out = tmp_path / "out.safetensors"
     assert embed(weights, out, slides[0]) == 0
     assert embed(weights, out, *slides[:2], *same) == 0
-    assert "1 slides embedded, 1 were there already" in capsys.readouterr().out
+    assert "1 slide embedded, 1 was there already" in capsys.readouterr().out
     assert embed(weights, out, slides[1], "--tile-size", "255") == 2
-    assert "made with tile_size=256.0, not 255.0" in capsys.readouterr().err
+    assert "made with tile_size=256.0, not 255.0" in unwrapped(capsys.readouterr().err)
 
 
 def test_a_disk_that_is_full_is_a_sentence(weights, slides, tmp_path, capsys):
@@ -196,7 +197,7 @@ def test_a_disk_that_is_full_is_a_sentence(weights, slides, tmp_path, capsys):
     full = SafetensorError("I/O error: No space left on device (os error 28)")
     with mock.patch("safetensors.torch.save_file", side_effect=full):
         assert embed(weights, tmp_path / "out.safetensors", slides[2]) == 2
-    assert "out.safetensors cannot be written: I/O error: No space left" in capsys.readouterr().err
+    assert "out.safetensors cannot be written: I/O error: No space left" in unwrapped(capsys.readouterr().err)
     assert not list(tmp_path.glob("out.safetensors*"))
 
 
@@ -221,20 +222,20 @@ def test_files_that_state_a_tile_size_beside_others_that_do_not(weights, tmp_pat
     def run(out, *given):
         code = embed(weights, tmp_path / out, mixed, alike, *given)
         output = capsys.readouterr()
-        sizes = [line for line in output.out.splitlines() if line.startswith("tile size")]
+        sizes = [line for line in unwrapped(output.out).splitlines() if line.startswith("tile size")]
         if not (tmp_path / out).exists():
-            return code, {}, sizes, output.err
+            return code, {}, sizes, unwrapped(output.err)
         found = json.loads(read(tmp_path / out)[1]["slides"])
-        return code, {name: tuple(entry[2:]) for name, entry in found.items()}, sizes, output.err
+        return code, {name: tuple(entry[2:]) for name, entry in found.items()}, sizes, unwrapped(output.err)
 
-    of_256 = "tile size 256, as stated, in 1 files: c"
-    none = "tile size 256, and none is stated, in 1 files: b"
+    of_256 = "tile size 256, as stated, in 1 file: c"
+    none = "tile size 256, and none is stated, in 1 file: b"
     code, found, sizes, error = run("one.st")
     assert (code, found, sizes) == (1, {"b": (256, None), "c": (256, 256)}, [none, of_256])
     assert f"{mixed / 'a.pt'}: states patch_size_level0=512, the step from tile to tile: --tile-size 256 takes" in error
     code, found, sizes, error = run("one.st", "--tile-size", "file:256")
     assert (code, found) == (0, {"a": (512, 512), "b": (256, None), "c": (256, 256)})
-    assert sorted(sizes) == [none, of_256, "tile size 512, as stated, in 1 files: a"]
+    assert sorted(sizes) == [none, of_256, "tile size 512, as stated, in 1 file: a"]
     code, _, _, error = run("one.st", "--tile-size", "file")
     assert code == 1
     assert f"{mixed / 'b.pt'}: states no patch_size_level0, the step" in error
@@ -250,16 +251,18 @@ def test_files_that_state_a_tile_size_beside_others_that_do_not(weights, tmp_pat
     assert all(torch.equal(x, read(tmp_path / "two.st")[0][name]) for name, x in read(tmp_path / "one.st")[0].items())
     code, found, sizes, _ = run("three.st", "--tile-size", "256")
     assert (code, found["a"]) == (0, (256, 512))
-    assert "tile size 256, and 512 is stated, in 1 files: a" in sizes
+    assert "tile size 256, and 512 is stated, in 1 file: a" in sizes
 
 
 def test_a_tile_size_that_is_no_size(weights, tmp_path, capsys):
     slide = write(tmp_path / "a.npz", *tiles(9), attributes={"patch_size_level0": -5})
     for given in ([], ["--tile-size", "file:256"]):
         assert embed(weights, tmp_path / "out.st", slide, *given) == 1
-        assert "states patch_size_level0=array(-5), the step" in capsys.readouterr().err
+        error = unwrapped(capsys.readouterr().err)
+        assert "states patch_size_level0=array(-5), which is no positive number of pixels: correct the file" in error
+        assert "file:256" not in error
     assert embed(weights, tmp_path / "out.st", slide, "--tile-size", "256") == 0
-    assert "tile size 256, and array(-5) is stated, in 1 files: a" in capsys.readouterr().out
+    assert "tile size 256, and array(-5) is stated, in 1 file: a" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("dtype", "layer"), [("float32", "last"), ("float64", "all")])
@@ -290,7 +293,9 @@ def test_a_table_that_somebody_else_made_stays(weights, slides, tmp_path, capsys
     out, table = tmp_path / "out.safetensors", tmp_path / "out.csv"
     table.write_text("mine")
     assert embed(weights, out, slides[0], "--csv", table) == 2
-    assert f"out.csv was not made by `rda embed --out {out}`, and nothing is written over it" in capsys.readouterr().err
+    assert f"out.csv was not made by `rda embed --out {out}`, and nothing is written over it" in unwrapped(
+        capsys.readouterr().err
+    )
     assert (table.read_text(), out.exists()) == ("mine", False)
     table.unlink()
     assert embed(weights, out, slides[0], "--csv", table) == 0
@@ -300,7 +305,9 @@ def test_a_table_that_somebody_else_made_stays(weights, slides, tmp_path, capsys
     assert table.read_bytes() == changed
     for name, given in {"x.CSV": [], "x": ["--csv", tmp_path / "x"]}.items():
         assert embed(weights, tmp_path / name, slides[0], *given) == 2
-        assert "would hold safetensors: name it so, and write a table with --csv FILE" in capsys.readouterr().err
+        assert "would hold safetensors: name it so, and write a table with --csv FILE" in unwrapped(
+            capsys.readouterr().err
+        )
 
 
 def page_block(word):
@@ -331,3 +338,24 @@ def test_the_page_makes_anndata_of_the_table(weights, slides, tmp_path, monkeypa
     assert list(names["slides"].obs_names) == sorted(tensors)
     assert list(names["slides"].obs["num_tiles"]) == list(LENGTHS.values())
     assert torch.equal(torch.tensor(names["slides"].X), torch.stack([tensors[name] for name in sorted(tensors)]))
+    write(Path("NA.npz"), *tiles(9))
+    Path("slides.csv").unlink()
+    assert embed(weights, "all.safetensors", "NA.npz", slides[0], "--csv", "slides.csv", "--layer", "all") == 0
+    exec(block, names := {})
+    assert list(names["slides"].obs_names) == [f"{name}, layer {i}" for name in ("NA", "a") for i in range(3)]
+    assert list(names["slides"].obs["layer"]) == [0, 1, 2] * 2
+    names["slides"].write_h5ad("slides.h5ad")
+
+
+def test_refusals_fit_a_terminal(weights, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.npz"), *tiles(9), attributes={"patch_size_level0": 512})
+    features, coords = tiles(9)
+    write(Path("007.npz"), features.index_fill(0, torch.tensor(3), torch.nan), coords)
+    assert embed(weights, "out.st", "a.npz", "007.npz") == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= 80
+    assert "rda embed: 007.npz: features that are not finite: tile 3" in lines
+    assert embed(weights, "out.st", "a.npz", "--batch", 2, "--ranks", 2, "--layer", "9" * 9) == 2
+    assert max(map(len, capsys.readouterr().err.splitlines())) <= 80

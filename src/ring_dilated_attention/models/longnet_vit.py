@@ -298,17 +298,15 @@ class LongNetViT(CheckedLoading):
         is_tile_BL, dtype = _are_tiles(x, counts), self.cls_token.dtype  # numbers beyond its range become inf
         wrong = (is_tile_BL & ~torch.isfinite(x.detach().to(dtype)).all(-1).cpu()).nonzero().tolist()
         if wrong:
-            slide, tile = wrong[0]
-            where = f"tile {first + tile} of slide {slide}{_and_more(wrong)}"
+            where = f"{_tile(wrong, first, len(x))}{_and_more(wrong)}"
             return f"features that are not finite: {where}" + (f", taken as {dtype}" if x.dtype != dtype else "")
         cells = self._cells(coords)
         wrong = (is_tile_BL & ~((cells >= 0) & (cells < self.slide_ngrids)).all(-1)).nonzero().tolist()
         if wrong:
-            slide, tile = wrong[0]
-            at, cell = (", ".join(f"{z:.10g}" for z in pair[slide, tile].tolist()) for pair in (coords, cells))
+            at, cell = (", ".join(f"{z:.10g}" for z in pair[*wrong[0]].tolist()) for pair in (coords, cells))
             return (
                 f"coordinates outside the grid of {self.slide_ngrids} x {self.slide_ngrids} cells of "
-                f"tile_size={self.tile_size:.10g}: tile {first + tile} of slide {slide} at ({at}) lies in cell ({cell})"
+                f"tile_size={self.tile_size:.10g}: {_tile(wrong, first, len(x))} at ({at}) lies in cell ({cell})"
                 f"{_and_more(wrong)}. Give coordinates from 0 on, and the tile_size that is one step in them"
             )
         return None
@@ -319,6 +317,12 @@ def _are_tiles(x: Tensor, counts: Sequence[int] | None) -> Tensor:
     if counts is None:
         return torch.ones(x.shape[:2], dtype=torch.bool, device="cpu")
     return torch.arange(x.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
+
+
+def _tile(wrong: Sequence[Sequence[int]], first: int, num_slides: int) -> str:
+    """The name of the first wrong tile. Its slide is numbered only within a batch."""
+    slide, tile = wrong[0]
+    return f"tile {first + tile}" + (f" of slide {slide}" if num_slides > 1 else "")
 
 
 def _and_more(wrong: Sequence[object]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from ...models.torchscale.architecture import PADDINGS
 from ..limits import check_at_least
 from ..local_ranks import RankFailedError
-from ..numbers import count
+from ..numbers import count, counted
 from ..output import check_writable, progress_bar, wrapped
 from ..terminal import say
 from .embeddings import EmbeddingFile, Entry, Keys, TileSizes, digest_of
@@ -72,6 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    try:
+        return embed_slides(arguments)
+    except ValueError as error:
+        say(wrapped(f"rda embed: {error}"))
+        return 2
+
+
+def embed_slides(arguments: argparse.Namespace) -> int:
+    """The exit code. Raises ValueError for what is refused as a whole."""
     check(arguments)
     from .slides import find_slides  # imports torch
 
@@ -88,14 +97,15 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"rda embed: the processes failed. {go_on}\n{error}")
         return 1
     for name, failure in failures.items():
-        say(f"rda embed: {slides[name]}: {failure}")
-    before = f", {num_known} were there already" if num_known else ""
+        say(wrapped(f"rda embed: {slides[name]}: {failure}"))
+    before = f", {num_known} {'was' if num_known == 1 else 'were'} there already" if num_known else ""
     out = str(file.path) if file.place.exists() else None  # no file is written if no slide could be embedded
-    said = f"{len(slides) - len(failures) - num_known} slides embedded{before}; {out or 'no file was written'}"
+    num_new, num_all = (counted(n, "slide") for n in (len(slides) - len(failures) - num_known, len(file.entries)))
+    said = f"{num_new} embedded{before}; {out or 'no file was written'}"
     print(
         wrapped(f"{said}: {file.settings['embedding']}; weights of {file.settings['model']}"),
         *tile_sizes_in_words({name: entry for name, entry in file.entries.items() if name in slides}),
-        *([f"{arguments.csv}: a table of {len(file.entries)} slides"] if arguments.csv is not None and out else []),
+        *([f"{arguments.csv}: a table of {num_all}"] if arguments.csv is not None and out else []),
         sep="\n",
         file=sys.stderr if arguments.json else sys.stdout,
     )
@@ -111,7 +121,8 @@ def tile_sizes_in_words(entries: dict[str, Entry]) -> list[str]:
     for name, (_, _, size, stated) in entries.items():
         said = "as stated" if stated == size else f"and {str(stated or 'none').removesuffix('.0')} is stated"
         found.setdefault(f"tile size {size:g}, {said}", []).append(name)
-    return [wrapped(f"{x}, in {len(y)} files: {', '.join(y[:9])}{', ...' * (len(y) > 9)}") for x, y in found.items()]
+    listed = {size: f"{', '.join(names[:9])}{', ...' * (len(names) > 9)}" for size, names in found.items()}
+    return [wrapped(f"{size}, in {counted(len(found[size]), 'file')}: {names}") for size, names in listed.items()]
 
 
 def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: EmbeddingFile) -> tuple[int, dict[str, str]]:

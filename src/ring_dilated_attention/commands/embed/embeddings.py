@@ -62,7 +62,10 @@ class TileSizes(NamedTuple):
     def of(self, stated: float | str | None) -> float:
         """The tile size for a file, by what it states, as in `Entry`. Raises ValueError if the file is refused."""
         size = self.otherwise if stated is None or self.stated == "overruled" else stated
-        if not isinstance(size, float) or (self.stated == "compared" and size != self.otherwise):
+        if isinstance(size, str):
+            remedy = "correct the file, or pass --tile-size 256 (or what is right), which takes no account of it"
+            raise ValueError(f"states {TILE_SIZE}={size}, which is no positive number of pixels: {remedy}")
+        if size is None or (self.stated == "compared" and size != self.otherwise):
             said = f"no {TILE_SIZE}" if size is None else f"{TILE_SIZE}={str(size).removesuffix('.0')}"
             remedy = "--tile-size 256 takes 256 in any case (GigaPath), file:256 what is stated (TRIDENT) or else 256"
             raise ValueError(f"states {said}, the step from tile to tile: {remedy}")

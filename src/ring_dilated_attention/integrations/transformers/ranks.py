@@ -168,8 +168,8 @@ class ShardedForward:
         """The tensors to cut, still whole, and the arguments to pass on. Counts the labels."""
         if given.get("past_key_values") is not None or given.get("logits_to_keep"):
             raise ValueError(
-                "context_parallel takes no cache and computes no logits of single rows, as generate needs them: remove() "
-                "the handle that it returned, then generate."
+                "context_parallel takes no cache and no logits_to_keep, which generate passes: remove() the handle "
+                "that it returned, then generate."
             )
         if given.get("return_dict") is False:
             raise ValueError("return_dict=False: the loss of all ranks is put in by its name; leave return_dict out.")
