@@ -343,6 +343,9 @@ def test_explain_of_a_pattern_says_which_phases_nobody_reads():
     assert "every phase is read" in text
     blocked = DilatedPattern((64,), (4,), phase="blocked").explain(5)  # ceil(5 / 4) = 2 heads of each phase
     assert "phases that no head reads: 3" in blocked
+    split = DilatedPattern((64, 64, 1), (4, 4, 4), heads="split").explain(3)
+    assert "heads 1..1 read phases 1; phases that no head reads: all but 1" in split
+    assert "heads 2..2 read phases 2; phases that no head reads: 0; r > w" in split
     refused(lambda: DilatedPattern((8, 8), (1, 1), heads="split").explain(1), "2 branches", "only 1")
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby, islice, pairwise
+from itertools import accumulate, groupby, pairwise
 from numbers import Real
 from operator import index
 from typing import NamedTuple
@@ -191,7 +191,7 @@ class DilatedPattern:
             return None
         if self.heads == "split":
             return branch % rate
-        return head % rate if self.phase == "modulo" else head // _ceil_div(num_heads, rate)
+        return head % rate if self.phase == "modulo" else head // -(-num_heads // rate)
 
     def head_groups(self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None) -> HeadGroups:
         """The heads of a branch, cut into as few strided views as possible.
@@ -207,7 +207,7 @@ class DilatedPattern:
         rate = self.dilation_rates[branch]
         groups = self.phase_groups(branch, num_heads, num_kv_heads, held)
         if self.heads == "all" and num_heads == num_kv_heads:
-            block = _ceil_div(num_heads, rate)  # heads of one phase under the blocked rule
+            block = -(-num_heads // rate)  # heads of one phase under the blocked rule
             if self.phase == "modulo":
                 diagonal = [range(k, min(k + rate, num_heads)) for k in range(0, num_heads, rate)]
             else:
@@ -230,7 +230,7 @@ class DilatedPattern:
             return [(branch % rate, self.heads_of(branch, num_heads))]
         if self.phase == "modulo":
             return [(s, range(s, num_heads, rate)) for s in range(min(rate, num_heads))]
-        block = _ceil_div(num_heads, rate)
+        block = -(-num_heads // rate)
         return [(s, range(h, min(h + block, num_heads))) for s, h in enumerate(range(0, num_heads, block))]
 
     def cache_rows(self, num_heads: int, num_kv_heads: int, max_len: int | None = None) -> int:
@@ -251,7 +251,7 @@ class DilatedPattern:
         if not self.is_causal:
             raise ValueError("a cache needs a causal pattern (no query sees a later key): make it with is_causal=True.")
         return sum(
-            len(group.kv_heads) * max(0, _ceil_div((w if max_len is None else min(w, max_len)) - group.phase, r))
+            len(group.kv_heads) * max(0, -((group.phase - (w if max_len is None else min(w, max_len))) // r))
             for i, (w, r) in enumerate(self.branches)
             for group in self.phase_groups(i, num_heads, num_kv_heads)
         )
@@ -299,18 +299,17 @@ class DilatedPattern:
         for i, branch in enumerate(self.branches):
             length, rate = branch
             heads, phases = self.heads_of(i, num_heads), range(min(rate, length))
-            read = {s for s, found in self._heads_by_phase(i, num_heads) if found}
-            num_unread = len(phases) - sum(s in phases for s in read)
+            read = [s for s, found in self._heads_by_phase(i, num_heads) if found]
             share = f"heads {heads.start}..{heads.stop - 1}" if self.heads == "split" else f"all {num_heads} heads"
             note = "; every phase is read"
-            if num_unread:  # possibly more than memory can list
-                some = islice((s for s in phases if s not in read), _MOST_LISTED + 1)
-                last = next(s for s in reversed(phases) if s not in read)
-                note = f"; phases that no head reads: {_shorten(list(some), num_unread, last)}"
+            there = [s for s in read if s in phases]
+            if len(there) < len(phases):  # a range, because memory may not hold them all
+                is_split = self.heads == "split" and there
+                unread = f"all but {there[0]}" if is_split else _shorten(phases[len(there) :])
+                note = f"; phases that no head reads: {unread}"
             if rate > length:
                 note += "; r > w: a segment has one row of a phase at most, so that a query sees only itself"
-            listed = _shorten(sorted(read), len(read), max(read, default=0))
-            lines.append(f"branch {i} ({branch}): {share} read phases {listed}{note}")
+            lines.append(f"branch {i} ({branch}): {share} read phases {_shorten(read)}{note}")
         without, pairs = self.without_keys(num_heads, lengths)
         if without:
             which = f"the first {pairs:,}" if lengths is not None and pairs < num_heads * sum(lengths) else "all"
@@ -393,12 +392,8 @@ def _aligned(heads: range, phase: int, ratio: int) -> HeadGroups:
     return tuple(result)
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _shorten(numbers: list[int], num_all: int, last: int) -> str:
-    """A list of numbers as text, given its beginning: whole if it is short, else its first four and its last."""
-    if num_all > _MOST_LISTED:
-        return f"{', '.join(map(str, numbers[:4]))}, ... {last} ({num_all} of them)"
+def _shorten(numbers: Sequence[int]) -> str:
+    """Numbers as text: all if they are few, else the first four and the last."""
+    if len(numbers) > _MOST_LISTED:
+        return f"{', '.join(map(str, numbers[:4]))}, ... {numbers[-1]} ({len(numbers)} of them)"
     return ", ".join(map(str, numbers)) or "none"

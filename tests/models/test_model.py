@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
 
@@ -149,7 +149,8 @@ def test_magneto_gain():
 
 
 def test_config_survives_json():
-    assert LongNetConfig(**json.loads(json.dumps(asdict(CONFIG)))) == CONFIG
+    for config in (CONFIG, replace(CONFIG, phase="blocked"), replace(CONFIG, heads="split", ffn_dim=7)):
+        assert LongNetConfig(**json.loads(json.dumps(asdict(config)))) == config
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ class LongNetLM(nn.Module):
             raise ValueError(f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches.")
         if failure := why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size):
             raise ValueError(failure)
-        table = self._rotary_table(caches[0].next_positions(tokens_BN.shape[1]))
+        table = next(self._blocks()).attention.rotary_table(caches[0].next_positions(tokens_BN.shape[1]))
         x_BNE = self.embedding(tokens_BN.long())
         for block, cache in zip(self._blocks(), caches, strict=True):
             x_BNE = block(x_BNE, table, cache=cache, lengths=lengths)
@@ -239,7 +239,7 @@ class LongNetLM(nn.Module):
         return torch.cat(terms).view(tokens_BN.shape)
 
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
-        table = self._rotary_table(documents.positions().to(tokens_BN.device))
+        table = next(self._blocks()).attention.rotary_table(documents.positions().to(tokens_BN.device))
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
             x_BNE = run_layer(block, x_BNE, table, cu_seqlens, recompute=self.activation_checkpointing)
@@ -263,10 +263,6 @@ class LongNetLM(nn.Module):
         for block in self.blocks:
             assert isinstance(block, LongNetBlock)
             yield block
-
-    def _rotary_table(self, positions: Tensor) -> RotaryTable:
-        """The table that all blocks use."""
-        return next(self._blocks()).attention.rotary_table(positions)
 
     def _labels(self, tokens_BN: Tensor, documents: Documents) -> Tensor:
         """The next token of each position; IGNORED_LABEL at the last position of a document."""
