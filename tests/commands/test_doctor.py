@@ -49,7 +49,7 @@ def test_what_it_did_not_write_is_not_overwritten(tmp_path, capsys, monkeypatch)
 def test_more_ranks_than_memory_holds_are_not_started(capsys, monkeypatch):
     monkeypatch.setattr(processes, "run_ranks", None)
     assert cli.main(["doctor", "--ranks", "1M"]) == 2
-    assert "rda doctor: 1,000,000 processes with torch in each take 100,000.0 GB" in capsys.readouterr().err
+    assert "rda doctor: 1,000,000 processes with torch in each take 100 TB" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_is_a_finding():

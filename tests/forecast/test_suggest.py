@@ -265,7 +265,7 @@ def test_patterns_that_are_not_causal_have_no_decoding_cache(capsys):
     argv = ["suggest", "--seq-len", "64Ki", "--heads", "4", "--speedup", "20", "--not-causal"]
     out = words(capsys, *argv)
     assert "decoding" not in out
-    assert "rda train cannot: it takes causal patterns" in out
+    assert "rda train cannot: it takes only causal patterns" in out
     assert cli.main([*argv, "--json"]) == 0
     assert all(row["cache_bytes"] is None for row in json.loads(capsys.readouterr().out)["suggestions"])
 

@@ -250,6 +250,7 @@ def sentence_of(output: Output) -> str | None:
     if output.out:
         return f"it is refused, and prints {output.out[:200]!r}"
     lines = [line for line in output.error.splitlines() if line.strip() and not BAR.search(line)]
+    lines = lines[:1] + [line for line in lines[1:] if not line.startswith("  ")]  # a wrapped sentence goes on indented
     if lines and lines[0].startswith("usage: "):
         lines = [line for line in lines if ": error: " in line]
     if len(lines) != 1:
