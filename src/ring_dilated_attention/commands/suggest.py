@@ -31,8 +31,10 @@ cannot connect, a stack of layers can, from one branch into another. docs/planni
 """
 MOST_RANKS = 2**16
 # What decides between candidates, in this order.
-BETTER = ("needs fewer layers to hear of 99 %", "shows more neighbours", "leaves less unheard", "sends less")
-BETTER += ("uses more of the budget",)
+BETTER = (
+    *("needs fewer layers to hear of 99 %", "shows more neighbours", "leaves less unheard", "sends less"),
+    "uses more of the budget",
+)
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 
 
