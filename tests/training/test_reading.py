@@ -70,7 +70,7 @@ def test_choices_about_fasta():
     assert text_of("a.fa", b">1\nac\nGT\n>2\nNN\n", {"fasta_case": "keep", "fasta_records": "join"}) == kept
     found = text_of("a.fa", b">1\r\nac\r\nGT\r\n>2\r\nNN", {"fasta_case": "upper", "fasta_records": "newline"})
     assert found == (b"ACGT\nNN\n", "a.fa: FASTA, 2 records, 6 letters (ACGNT)")
-    assert text_of("a.txt", b">1\nac\n", {"fasta_case": "upper"}) == (b">1\nac\n", "a.txt: 6 bytes")
+    assert text_of("a.txt", b"a\nac\n", {"fasta_case": "upper"}) == (b"a\nac\n", "a.txt: 5 bytes")
 
 
 @pytest.mark.parametrize("suffix", ["fa", "FASTA", "fna", "ffn", "faa", "fas", "frn"])
@@ -151,11 +151,26 @@ def test_files_make_one_document(tmp_path):
     document = load_document([str(path) for path in paths[:3]], 4, 1, {"fasta_case": "upper"})
     assert document.content == FASTA + 2 * b"ACGTACGG>TTT"
     said = "a.fa: FASTA, 2 records, 12 letters (>ACGT)"
-    assert document.read == f"c.txt: {len(FASTA)} bytes\n{said}\n{said.replace('a.fa', 'b.FASTA')}"
+    hint = "begins as FASTA does, but its name does not end in .fa: read as text"
+    read = [f"c.txt: {len(FASTA)} bytes", f"  {hint}", said, said.replace("a.fa", "b.FASTA")]
+    assert document.read == "\n".join(read)
     assert document.identity()["read"] == document.read
+    paths[1].write_bytes(gzip.compress(b">x\nNN\n"))
     content, said = read_files(paths, {})
-    assert said == f"5 files: {len(content)} bytes; 2 of them are FASTA, with 4 records"
-    assert read_files(paths[:1] * 5, {})[1] == f"5 files: {5 * len(FASTA)} bytes"
+    kinds = "; 1 of them packed by gzip; 2 of them are FASTA, with 3 records (>ACGNT)"
+    hint = "\n  3 of them begin as FASTA does, but are not named .fa: read as text"
+    assert said == f"5 files: {len(content)} bytes{kinds}{hint}"
+    paths[0].write_bytes(b"text")
+    assert read_files(paths[:1] * 5, {})[1] == "5 files: 20 bytes"
+
+
+def test_fasta_under_another_name_is_noticed():
+    for name, content in (("-", b">a\nACGT"), ("x.txt.gz", gzip.compress(b";note\r\n>a b\r\nACGT-*\r\n>b"))):
+        assert text_of(name, content)[1].endswith(
+            "begins as FASTA does, but its name does not end in .fa: read as text"
+        )
+    for content in (b">>> print(1)\n1\n", b"> quoted\nsome words\n", b"text\n>a\nACGT\n", b">a", b""):
+        assert text_of("x.txt", content)[1] == f"x.txt: {len(content)} bytes"
 
 
 def test_a_file_that_unpacks_to_more_than_fits_is_refused(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ EXAMPLES = """examples:
   rda evaluate runs/a genome.fa.gz --picture bits.png           draw a picture
 
 The text is cut into contexts. The first byte of a context is not predicted. If more context helps, bits per byte fall
-from row to row. FASTA is read as the run read it.
+from row to row. FASTA, known by its name (as .fa), is read as the run read it; on stdin it is text.
 
 A whole context goes through one forward, and short contexts in batches, if a forward takes at most a quarter of this
 machine's memory: 64 bytes times the context times --embed-dim. Otherwise, and with --chunk, the model reads through

@@ -9,7 +9,6 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_at_least("--tokens", arguments.tokens)
     if arguments.seed is not None:
         check_at_least("--seed", arguments.seed, least=0)
-    prompt = prompt_of(arguments, hyperparameters)
+    option, prompt = "--prompt", os.fsencode(arguments.prompt or "")
+    if (file := arguments.prompt_file) is not None:  # FASTA without its headers, as the run read it
+        option, prompt = f"--prompt-file {file}", read_files([Path(file)], hyperparameters)[0]
+    if not prompt:
+        raise ValueError(f"{option} is empty: the model goes on from one byte or more, so give it some text")
     with leaving_at_once("rda generate"):
         from ..models.longnet import LongNetLM
         from ..models.sampling import Sampling
@@ -78,16 +81,6 @@ def hyperparameters_of(folder: Path) -> dict[str, Any]:
     if find_spec("safetensors") is None:
         raise ValueError("needs safetensors: pip install safetensors")
     return dict(read_state(newest_checkpoint(folder))["hyperparameters"])
-
-
-def prompt_of(arguments: argparse.Namespace, how: Mapping[str, Any]) -> bytes:
-    """The bytes of --prompt, or of a file as the run reads it (FASTA without headers)."""
-    option, prompt = "--prompt", os.fsencode(arguments.prompt or "")
-    if arguments.prompt_file is not None:
-        option, prompt = f"--prompt-file {arguments.prompt_file}", read_files([Path(arguments.prompt_file)], how)[0]
-    if not prompt:
-        raise ValueError(f"{option} is empty: the model goes on from one byte or more, so give it some text")
-    return prompt
 
 
 def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> dict:
@@ -117,8 +110,7 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
 
 
 class Text:
-    """A UTF-8 stream that shows each character when its last byte is there. Bytes that are no character become U+FFFD.
-    On a terminal, control characters except newlines and tabs become U+FFFD, too."""
+    """A UTF-8 stream of whole characters. Other bytes, and on a terminal control characters, become U+FFFD."""
 
     def __init__(self, file: TextIO) -> None:
         self.file, self.is_terminal = file, file.isatty()

@@ -1,5 +1,4 @@
-"""`rda train`: trains a model in this process alone, or starts several ranks, or runs as one of them. It refuses an
-impossible request before any rank starts, and before torch is imported."""
+"""`rda train`: trains alone, starts ranks, or is one of them. It refuses bad requests before it imports torch."""
 
 import argparse
 import json
@@ -47,7 +46,8 @@ EXAMPLES = """examples:
                                              Python's standard library
   rda train --ranks 2                        two processes share every sequence
   rda train --data genome.fa.gz --seq-len 64Ki   any files; unpacks gzip, bzip2
-                                             and xz; strips FASTA headers
+                                             and xz; strips the headers of
+                                             FASTA, known by its name: .fa
   rda train --segment-lengths 32768 --dilation-rates 1           dense attention
   rda train --resume runs/20250131-120000    go on after Ctrl-C
   rda train --from runs/a --steps 120        a new run from trained parameters;

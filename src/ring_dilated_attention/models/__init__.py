@@ -1,7 +1,4 @@
-"""Models built on dilated attention: LongNetLM, torchscale's LongNet, GigaPath's slide encoder.
-
-Members are imported when they are first used (as in the package's own __init__.py).
-"""
+"""LongNetLM, torchscale's LongNet and GigaPath's slide encoder, each imported when it is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

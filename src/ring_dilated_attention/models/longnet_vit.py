@@ -205,7 +205,11 @@ class LongNetViT(CheckedLoading):
             tokens_BNE = torch.cat([y for tiles in tiles_TE.split(counts) for y in (self.cls_token[0], tiles)])[None]
 
         def pool(x_BNE: Tensor) -> Tensor:
-            return torch.cat([self._pool(x_BNE[:, rows], count) for rows, count in slides])
+            """Each slide's mean of tiles, or its class token, (B, E). Under `parallel` this rank's share of the sum."""
+            wide, k = torch.promote_types(x_BNE.dtype, torch.float32), self._num_class
+            if self.global_pool:
+                return torch.cat([x_BNE[:, rows][:, k:].sum(1, dtype=wide) / count for rows, count in slides])
+            return torch.cat([x_BNE[:, rows][:, :k].sum(1, dtype=wide) for rows, _ in slides])
 
         # Each layer's output is pooled at once, so that only one is held.
         collect = pool if all_layer_embed else None
@@ -229,21 +233,13 @@ class LongNetViT(CheckedLoading):
         return (coords.detach().to("cpu", torch.float64) / self.tile_size).floor()
 
     def _positions(self, cells: Tensor) -> Tensor:
-        """Sine and cosine of the cells, (..., E): the first half of the channels for y, the second for x. Each half is
-        [sin, cos] of cell * 10000^(-k / (E / 4)), k from 0 to E / 4 - 1, in the weights' dtype."""
+        """(..., E): for y, then for x, [sin, cos] of cell * 10000^(-k / (E / 4)), k < E / 4, in the weights' dtype."""
         num_frequencies = self.cls_token.shape[-1] // 4
         exponents = torch.arange(num_frequencies, dtype=torch.float64, device="cpu") / num_frequencies
         angles = torch.arange(self.slide_ngrids, device="cpu")[:, None] * 10_000.0**-exponents
         table = torch.cat((angles.sin(), angles.cos()), 1).to(self.cls_token)
         x, y = cells.long().to(table.device).unbind(-1)
         return torch.cat((table[y], table[x]), -1)
-
-    def _pool(self, x_BNE: Tensor, num_tiles: int) -> Tensor:
-        """The mean of a slide's tiles, or its class token, (B, E). Under `parallel` this rank's share of the sum."""
-        wide = torch.promote_types(x_BNE.dtype, torch.float32)
-        if self.global_pool:
-            return x_BNE[:, self._num_class :].sum(1, dtype=wide) / num_tiles
-        return x_BNE[:, : self._num_class].sum(1, dtype=wide)
 
     def _check(self, x: Tensor, coords: Tensor, lengths: Lengths, all_layer_embed: bool) -> int:
         """The number of tiles over all ranks. A ValueError on every rank if the input of one does not fit."""

@@ -1,5 +1,4 @@
-"""Draws tokens from a language model, one after the other, with a cache of bounded size. Shape suffixes: B batch,
-N positions, E embedding, V vocabulary."""
+"""Draws tokens from a language model by caches. Shape suffixes: B batch, N positions, E embedding, V vocabulary."""
 
 import math
 import reprlib
@@ -144,19 +143,16 @@ def pad(
         prompts = []
     if not prompts:
         raise ValueError(f"there is no prompt in tokens={reprlib.repr(tokens)}. {remedy}")
-    rows = [_prompt(b, prompt, vocab_size, device, remedy) for b, prompt in enumerate(prompts)]
+    rows = []
+    for b, prompt in enumerate(prompts):
+        try:
+            row = torch.as_tensor(prompt, device=device)
+        except (TypeError, ValueError, RuntimeError):
+            row = torch.empty(0)
+        if row.dim() != 1 or not len(row) or not is_integral(row):
+            raise ValueError(f"prompt {b} is {reprlib.repr(prompt)}, and not one or more integers. {remedy}")
+        low, high = row.long().aminmax()
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"prompt {b} has tokens from {low} to {high}, but vocab_size={vocab_size}.")
+        rows.append(row.long())
     return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
-
-
-def _prompt(b: int, given: object, vocab_size: int, device: torch.device, remedy: str) -> Tensor:
-    """A prompt as (N,) int64."""
-    try:
-        row = torch.as_tensor(given, device=device)
-    except (TypeError, ValueError, RuntimeError):
-        row = torch.empty(0)
-    if row.dim() != 1 or not len(row) or not is_integral(row):
-        raise ValueError(f"prompt {b} is {reprlib.repr(given)}, and not one or more integers. {remedy}")
-    row = row.long()
-    if row.min() < 0 or row.max() >= vocab_size:
-        raise ValueError(f"prompt {b} has tokens from {row.min()} to {row.max()}, but vocab_size={vocab_size}.")
-    return row

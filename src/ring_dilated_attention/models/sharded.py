@@ -8,8 +8,7 @@ from ..ranks.context import ContextParallel
 
 
 def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
-    """For each position of x (B, N_local) the integer at the next position of the whole sequence. Another rank may
-    hold that position. The last position gets `fill`. Not differentiable."""
+    """For each position of x (B, N_local) the integer at the next one, on any rank; `fill` at the sequence's last."""
     parallel.ranks.check_all_here("shift_left")
     failure = None
     if not isinstance(x, Tensor) or x.dim() != 2 or x.is_floating_point() or x.is_complex():

@@ -1,7 +1,4 @@
-"""Lets all ranks go on or none: they first exchange their errors, and the values that must be the same.
-
-On each machine the first rank reports all errors, with the ranks that have them and their hosts.
-"""
+"""Lets all ranks go on or none: they exchange errors, which the first rank of each machine reports, and values."""
 
 import json
 import os

@@ -50,20 +50,16 @@ def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None, chunk:
         yield from _by_caches(model, cut_into_contexts(blocks, chunk, context), context)
         return
     assert context is not None
-    joined = max(1, POSITIONS_AT_ONCE // context) * context
+    parallel, joined = model.parallel, max(1, POSITIONS_AT_ONCE // context) * context
     for _, some in cut_into_contexts(blocks, joined, joined):
         tokens_T, stop = _tokens(model, some), len(some) // context * context
         for tokens_BN in (tokens_T[:stop].view(-1 if stop else 0, context), tokens_T[None, stop:]):
             if tokens_BN.numel():
-                yield _of_contexts(model, tokens_BN)
-
-
-def _of_contexts(model: LongNetLM, tokens_BN: Tensor) -> Part:
-    length, parallel = tokens_BN.shape[1], model.parallel
-    num_before_N = 1 + (torch.arange(length) if parallel is None else parallel.positions(length))
-    nats_BN = model.token_losses(tokens_BN if parallel is None else parallel.shard(tokens_BN))
-    is_text = num_before_N < length  # nothing comes after the last byte
-    return _part(tokens_BN.numel(), num_before_N[is_text], nats_BN[:, is_text])
+                length = tokens_BN.shape[1]
+                num_before_N = 1 + (torch.arange(length) if parallel is None else parallel.positions(length))
+                nats_BN = model.token_losses(tokens_BN if parallel is None else parallel.shard(tokens_BN))
+                is_text = num_before_N < length  # nothing comes after the last byte
+                yield _part(tokens_BN.numel(), num_before_N[is_text], nats_BN[:, is_text])
 
 
 def _by_caches(model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int | None) -> Iterator[Part]:

@@ -26,8 +26,7 @@ _FIELDS = {Muon: ("momentum_buffer",), AdamW: ("step", "exp_avg", "exp_avg_sq")}
 
 
 def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> Path:
-    """Write RUN/checkpoint-<state["step"]> of the run state["run"], then remove older ones. If it cannot be written, a
-    ValueError is raised, and nothing is removed."""
+    """Write RUN/checkpoint-<step>, then remove older ones. A ValueError if it cannot be written: nothing is removed."""
     target = run_folder / f"checkpoint-{state['step']:06d}"
     if target.exists():
         if not _is_of_run(target, state["run"]):
@@ -47,7 +46,12 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, o
         for name, tensors in ((saved_run.MODEL_FILE, parameters), (saved_run.OPTIMIZER_FILE, moments)):
             with replaced(unfinished / name) as path:
                 save_file(tensors, path)
-        (unfinished / saved_run.STATE_FILE).write_text(_signed(unfinished, state))
+        files = {
+            name: saved_run.identity(unfinished / name) for name in (saved_run.MODEL_FILE, saved_run.OPTIMIZER_FILE)
+        }
+        content = {"made_by": saved_run.MAKER, "state": state, "files": files}
+        signed = content | {"sha256": saved_run.digest(content)}
+        (unfinished / saved_run.STATE_FILE).write_text(json.dumps(signed))
         for path in (*unfinished.iterdir(), unfinished):
             flush(path)
         unfinished.rename(target)
@@ -64,8 +68,7 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, o
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Load parameters, and the state of the optimisers if any are given. If a file is damaged or unfit, a ValueError is
-    raised, and nothing changes."""
+    """Load parameters, and the optimisers' state if any are given. A ValueError if a file is unfit: nothing changes."""
     saved_run.check_whole(checkpoint)
     by_name: dict[str, Tensor] = dict(model.named_parameters())
     parameters = _load(checkpoint / saved_run.MODEL_FILE, by_name)
@@ -108,13 +111,6 @@ def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
         if x.is_floating_point() and not bool(x.isfinite().all()):
             raise ValueError(f"{path} cannot be used: {name!r} has numbers that are not finite")
     return found
-
-
-def _signed(folder: Path, state: dict[str, Any]) -> str:
-    """The content of state.json."""
-    files = {name: saved_run.identity(folder / name) for name in (saved_run.MODEL_FILE, saved_run.OPTIMIZER_FILE)}
-    content = {"made_by": saved_run.MAKER, "state": state, "files": files}
-    return json.dumps(content | {"sha256": saved_run.digest(content)})
 
 
 def _is_of_run(checkpoint: Path, run: str) -> bool:

@@ -15,8 +15,7 @@ MOST_BYTES = 2**28  # how much of a file is read to learn who made it
 
 
 def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
-    """Write a file. If that fails, the file stays as it was, and an OSError names `path`. A ValueError refuses to
-    replace a file unless `maker` made it, which is_mine(the file, open at its start) says."""
+    """Write a file, or leave it as it was. A ValueError refuses to replace one unless is_mine(the open file)."""
     check_mine(path, is_mine, maker)
     with named_in_errors(path), replaced(path) as unfinished:
         unfinished.write_bytes(content)

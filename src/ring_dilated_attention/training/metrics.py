@@ -36,7 +36,9 @@ class Metrics(AbstractContextManager["Metrics"]):
         if rank != 0:
             return
         path = folder / METRICS_FILE
-        kept = lines_before(path, run, step) if path.exists() else []
+        check_mine(path, partial(is_of, run=run), "this run")
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        kept = [line for line in lines if json_object(line).get("step") in range(1, step + 1)]  # whole ones
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(f"{line}\n" for line in kept).encode(), partial(is_of, run=run), "this run")
         self._file, self._has_steps = path.open("a"), bool(kept)
@@ -74,13 +76,6 @@ def is_of(file: BinaryIO, run: str) -> bool:
     """Whether this run made the file."""
     first = json_object(file.readline(MOST_BYTES))
     return first.get("run") == run and "bits_per_byte" in first
-
-
-def lines_before(path: Path, run: str, step: int) -> list[str]:
-    """The lines of a run up to this step. A line that is not complete is left out."""
-    check_mine(path, partial(is_of, run=run), "this run")
-    lines = path.read_text(errors="replace").splitlines()
-    return [line for line in lines if json_object(line).get("step") in range(1, step + 1)]
 
 
 def beside_the_bar(step: Step, planned_attention: int) -> str:

@@ -1,8 +1,4 @@
-"""The hyperparameters of a run: everything that decides what it computes. The file imports no torch.
-
-Every checkpoint holds them, and a resumed run must have the same. The number of ranks, the exchange and the interval
-between checkpoints are not among them, since a resumed run may have others.
-"""
+"""The hyperparameters of a run: what a checkpoint holds, and a resumed run must have alike. The file imports no torch."""
 
 import argparse
 import shlex
@@ -55,7 +51,9 @@ def _choice(text: str, *choices: str) -> Any:
 class Hyperparameters:
     """On the same machine with the same number of ranks, equal hyperparameters give the same result to the bit."""
 
-    data: tuple[str, ...] = _option((), "files that make one document; default: Python's standard library", kind=str)
+    data: tuple[str, ...] = _option(
+        (), "files that make one document (FASTA is known by its name); default: Python's library", kind=str
+    )
     fasta_case: str = _choice("letters of FASTA: as they are, or in upper case", "keep", "upper")
     fasta_records: str = _choice("records of FASTA: end to end, or each with a newline at its end", "join", "newline")
     seq_len: int = _option(32_768, "bytes of one sequence, over all ranks; each is predicted from those before it", 2)
@@ -211,8 +209,7 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
 def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None) -> Hyperparameters:
     """The hyperparameters of a run. A ValueError refuses bad values, and changes that cannot be.
 
-    before: those of the run that --resume or --from names. A resumed run keeps them. They are the defaults of a run
-    from another's parameters, which keeps SHAPE and has no phases by default.
+    before: those of the run that --resume or --from names. A resumed run keeps them, a run from another's only SHAPE.
     """
     given = {item.name: getattr(arguments, item.name) for item in fields(Hyperparameters) if item.name in arguments}
     for name in FILES:

@@ -65,7 +65,10 @@ def _lock(path: Path) -> int:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:  # another run has the lock, or the file system has no locks
                     if isinstance(error, BlockingIOError) or not is_made:
-                        raise ValueError(_in_use(path)) from error
+                        owner = _owner(path)
+                        who = "process {pid} on host {host} since {since}".format(**owner) if owner else "another run"
+                        remedy = f"let it end, or choose another --run-folder. If it is dead already, remove {path}"
+                        raise ValueError(f"{path.parent} is in use by {who}: {remedy}") from error
                 with suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(descriptor), path.stat()):
                         _sign(descriptor, path)
@@ -86,13 +89,6 @@ def _sign(descriptor: int, path: Path) -> None:
     except BaseException:  # the disk is full, say, and the file would name nobody
         path.unlink(missing_ok=True)
         raise
-
-
-def _in_use(path: Path) -> str:
-    owner = _owner(path)
-    who = "another run" if owner is None else "process {pid} on host {host} since {since}".format(**owner)
-    remedy = f"let it end, or choose another --run-folder. If it is dead already, remove {path}"
-    return f"{path.parent} is in use by {who}: {remedy}"
 
 
 def _owner(path: Path) -> dict[str, object] | None:

@@ -102,9 +102,8 @@ def share_of_cores(num_ranks: int) -> int:
 def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
     """Run `python <arguments> --launched FOLDER` on every rank, until all have ended.
 
-    Each rank has a session of its own, so that Ctrl-C reaches only the launcher. The launcher then closes the stdin of
-    the ranks. The ranks are killed by a second Ctrl-C, or 10 seconds after one of them failed.
-    The ranks inherit the folder's `lock`, a descriptor, and hold it if this process is killed.
+    Each rank has a session of its own: Ctrl-C reaches only the launcher, which then closes the ranks' stdin. They are
+    killed by a second Ctrl-C, or 10 seconds after one failed. They inherit the descriptor of the folder's `lock`.
     """
     environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))

@@ -7,6 +7,7 @@ import re
 import stat
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,6 +17,8 @@ from .machine import physical_bytes
 
 STDIN, BLOCK, MOST_SAID = "-", 2**16, 4  # bytes of a file at a time; files that get a line each
 FASTA = re.compile(r"\.(fa|fasta|fna|ffn|faa|fas|frn)$")
+# How FASTA begins under another name: header or comment lines, then a line of letters alone.
+LIKE_FASTA = re.compile(rb"([>;][^\n]*\n)+[A-Za-z*-]+\r?(\n|\Z)")
 PACKED = re.compile(r"\.(gz|bgz|bz2|xz)$")
 # How files begin whose bytes are no text.
 CONTAINER = re.compile(
@@ -28,13 +31,13 @@ OPEN: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 
 
 class Text:
-    """A file, and what was read of it so far: its str(). At most `most` bytes of it are given out,
-    and they alone are counted; a record counts if it has letters. `how` has the
-    hyperparameters "fasta_case" and "fasta_records"; a run that was saved before them kept and joined."""
+    """A file, and what was read of it so far: its str(). At most `most` bytes of it are given out, and they alone are
+    counted; a record counts if it has letters. `how` has the hyperparameters "fasta_case" and "fasta_records";
+    older runs lack them."""
 
     def __init__(self, name: str, how: Mapping[str, Any], most: int = sys.maxsize) -> None:
         self.name, self.most, self.num_bytes, self.packing = name, most, 0, ""
-        self.num_records, self.num_letters, self.letters = 0, 0, b""
+        self.num_records, self.num_letters, self.letters, self.seems_fasta = 0, 0, b"", False
         self.border = b"\n" if how.get("fasta_records") == "newline" else b""
         self.is_upper = how.get("fasta_case") == "upper"
         inner = PACKED.sub("", name.lower())
@@ -50,6 +53,8 @@ class Text:
             # FASTA gives no more bytes than are read, but for the last border: what is counted is given.
             blocks = iter(lambda: whole.read(min(BLOCK, self.most - self.num_bytes)), b"")
             for block in self._of_sequences(blocks) if self.is_fasta else blocks:
+                if self.num_bytes == 0 and not self.is_fasta:
+                    self.seems_fasta = LIKE_FASTA.match(block) is not None
                 given = block[: self.most - self.num_bytes]
                 self.num_bytes += len(given)
                 yield given
@@ -97,11 +102,15 @@ class Text:
     def __str__(self) -> str:
         said = f"{Path(self.name).name}: {self.packing}{', ' * bool(self.packing)}"
         if not self.is_fasta:
-            return f"{said}{self.num_bytes:,} bytes"
-        letters = ascii(self.letters.decode("latin-1"))[1:-1]
-        shown = letters if len(letters) <= 80 else f"{letters[:77]}..."
+            hint = "\n  begins as FASTA does, but its name does not end in .fa: read as text" * self.seems_fasta
+            return f"{said}{self.num_bytes:,} bytes{hint}"
         records = f"{self.num_records:,} record{'s' * (self.num_records != 1)}"
-        return f"{said}FASTA, {records}, {self.num_letters:,} letters ({shown})"
+        return f"{said}FASTA, {records}, {self.num_letters:,} letters ({_shown(self.letters)})"
+
+
+def _shown(letters: bytes) -> str:
+    text = ascii(letters.decode("latin-1"))[1:-1]
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def opened(name: str) -> AbstractContextManager[BinaryIO]:
@@ -126,6 +135,13 @@ def read_files(paths: Sequence[Path], how: Mapping[str, Any]) -> tuple[bytes, st
             raise ValueError(f"cannot read {path}: {error.strerror}") from error
     if len(read) <= MOST_SAID:
         return bytes(content), "\n".join(map(str, read))
-    fasta = [text.num_records for text in read if text.is_fasta]
-    of_these = f"; {len(fasta):,} of them are FASTA, with {sum(fasta):,} records" if fasta else ""
-    return bytes(content), f"{len(read):,} files: {len(content):,} bytes{of_these}"
+    said = f"{len(read):,} files: {len(content):,} bytes"
+    for kind, number in sorted(Counter(text.packing for text in read if text.packing).items()):
+        said += f"; {number:,} of them packed by {kind}"
+    if fasta := [text for text in read if text.is_fasta]:
+        letters = bytes(sorted({letter for text in fasta for letter in text.letters}))
+        number = sum(text.num_records for text in fasta)
+        said += f"; {len(fasta):,} of them are FASTA, with {number:,} records ({_shown(letters)})"
+    if number := sum(text.seems_fasta for text in read):
+        said += f"\n  {number:,} of them begin as FASTA does, but are not named .fa: read as text"
+    return bytes(content), said

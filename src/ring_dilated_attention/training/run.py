@@ -27,8 +27,7 @@ SAMPLE_FILE, SAMPLE_TITLE = "sample.txt", "Text that the model of run {} wrote"
 
 @dataclass(frozen=True)
 class Run:
-    """What to train, and where. The run starts at step 0 if `checkpoint` is None, with the parameters of `origin`, the
-    checkpoint of another run, or random ones."""
+    """What to train, and where: from `checkpoint`, or anew from the parameters of `origin`, or from random ones."""
 
     hyperparameters: Hyperparameters
     document: Document
@@ -62,7 +61,10 @@ def prepare(arguments: argparse.Namespace) -> Run:
     if state is not None:
         _check_same_document(document, state["document"])
     elif origin is not None:
-        _check_untrained(document, its_state["document"])
+        found, saved = document.identity(), its_state["document"]
+        if found["sha256"] == saved["sha256"] and found["num_held_out"] > (most := saved["num_held_out"]):
+            rule = f"the run of --from trained on all but the last {most:,} bytes of this document"
+            raise ValueError(f"--held-out-bytes {found['num_held_out']:,}, but {rule}: hold out no more than these")
     names = ("save_every", "eval_every", "activation_checkpointing", "tensorboard")
     choices = {name: getattr(arguments, name) for name in names}
     return Run(options, document, folder, checkpoint, origin, **choices)
@@ -205,13 +207,6 @@ _STATE |= {"document.num_held_out": int, "document.sha256": str}
 # The objects in two of these lists: the held-out losses, and the checkpoints that a run comes from, the last one first.
 _ENTRIES = {"held_out": {"step": int, "bits_per_byte": float}, "from": {"folder": str, "run": str, "step": int}}
 _KINDS = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
-
-
-def _check_untrained(document: Document, saved: dict[str, Any]) -> None:
-    found = document.identity()
-    if found["sha256"] == saved["sha256"] and found["num_held_out"] > (most := saved["num_held_out"]):
-        rule = f"the run of --from trained on all but the last {most:,} bytes of this document"
-        raise ValueError(f"--held-out-bytes {found['num_held_out']:,}, but {rule}: hold out no more than these")
 
 
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:

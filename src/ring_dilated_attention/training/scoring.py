@@ -18,8 +18,7 @@ HELPS = 0.01  # bits per byte; less is noise on so few bytes
 
 
 def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
-    """The mean over the held-out bytes. Each is predicted once, whatever the length of a sequence. A context is a byte
-    and the next seq_len bytes, which are predicted."""
+    """The mean over the held-out bytes, each predicted once. A context predicts all its bytes but the first."""
     targets = range(document.num_train, len(document.content))
     return bits_per_byte(model, document, targets, document.seq_len, 1)
 

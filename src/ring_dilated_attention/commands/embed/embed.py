@@ -126,8 +126,7 @@ def tile_sizes_in_words(entries: dict[str, Entry]) -> list[str]:
 
 
 def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: EmbeddingFile) -> tuple[int, dict[str, str]]:
-    """Embed the slides that the file lacks, and add them. If this ends early, the file is written all the same. Returns
-    the number of slides that the file held before; and, by name, why slides could not be added."""
+    """Add the slides that the file lacks. Returns how many it held before, and, by name, why others were not added."""
     from .embedder import Result, embed_all
 
     todo, failures = [], dict[str, str]()
@@ -181,8 +180,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All settings that decide the values of an embedding, for the file's metadata. Settings that mean the same are
-    equal. Raises ValueError if the options do not fit the weights, or if the device cannot be used."""
+    """All that decides an embedding's values. Raises ValueError for options that fit neither weights nor device."""
     from ...models.weights import read_weights, slide_encoder_size
     from .embedder import check_device
 

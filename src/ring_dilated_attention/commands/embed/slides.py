@@ -70,8 +70,7 @@ def _array(arrays: Mapping[str, Any], what: str, names: tuple[str, ...]) -> tupl
 
 @contextmanager
 def open_slide(path: Path, keys: Keys) -> Iterator[Slide]:
-    """A context in which a slide's file is open. If the file cannot be read, now or during the context, this raises
-    ValueError with the reason, but without the path."""
+    """A context in which a slide's file is open. If it cannot be read, a ValueError says why, without the path."""
     try:
         if path.suffix not in (".h5", ".hdf5"):
             loaded = _load(path)
@@ -107,8 +106,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def find_slides(paths: list[Path]) -> dict[str, Path]:
-    """Slides by name, the file's name without its suffix. A folder stands for all slides in it. Raises ValueError if a
-    path does not exist, a folder has no slides, two slides share a name, or safetensors cannot store a name."""
+    """Slides by the file's name without its suffix. A folder stands for its slides. ValueError refuses bad names."""
     found: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
