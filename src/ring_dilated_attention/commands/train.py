@@ -105,7 +105,7 @@ def own(arguments: argparse.Namespace, run: Run) -> AbstractContextManager[tuple
 
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
-    """The run that the user asks for. Raises ValueError, with a message for the user, if it is impossible."""
+    """The run that the user asks for, or a ValueError that says why it is impossible."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[train]' in a clone of the repository")

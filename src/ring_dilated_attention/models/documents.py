@@ -24,7 +24,6 @@ class DocumentSpan(NamedTuple):
     row: int  # local row of the first position
 
     def rows(self, wanted: range) -> slice:
-        """The local rows of the wanted positions that lie in this span."""
         own, step = self.positions, wanted.step
         first = wanted.start + max(0, -(-(own.start - wanted.start) // step)) * step
         stop = max(first, min(wanted.stop, own.stop))

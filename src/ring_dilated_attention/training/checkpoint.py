@@ -1,7 +1,7 @@
 """Checkpoints of a run, written whole or not at all and loaded again (`models/saved_run.py` describes the files).
 
-A checkpoint is written under another name, flushed to the disk, and renamed. The newest two of a run stay: if one is
-damaged, there is another. Older checkpoints are removed, file by file, if their state says that this run made them.
+A checkpoint is written under another name, flushed to the disk, and renamed. The newest two of a run stay, in case one
+is damaged. Older ones go, file by file, if their state says that this run made them.
 """
 
 import json

@@ -57,10 +57,9 @@ class Document:
 def load_document(
     data: Sequence[str], seq_len: int, num_held_out: int, how: Mapping[str, Any], held_out: Sequence[str] = ()
 ) -> Document:
-    """Concatenate the files, or the standard library's source if no file is given. Bad files are a ValueError.
+    """Concatenate the files, or the standard library's source if none is given. Bad files are a ValueError.
 
-    The last bytes are held out. If there are `held_out` files, they come behind `data`, and their first bytes are held
-    out instead. `how` is as for `reading.Text`.
+    Held out are the last bytes, or the first ones of `held_out` files. `how` is as for `reading.Text`.
     """
     name, paths, root = ", ".join(data), [Path(name) for name in data], Path(sysconfig.get_path("stdlib"))
     if not data:

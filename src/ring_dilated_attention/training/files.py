@@ -33,8 +33,7 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yields another path to write to. At the end of the block that file is flushed to the disk and replaces `path`. A
-    link stays, and the file that it leads to is replaced. The mode of an existing file is kept."""
+    """Yields another path to write to. At the end that file replaces `path`, or what the link `path` leads to."""
     place = Path(os.path.realpath(path))
     unfinished = place.with_name(f"unfinished-{secrets.token_hex(8)}-{place.name}")
     try:

@@ -1,4 +1,4 @@
-"""The hyperparameters of a run: what a checkpoint holds, and a resumed run must have alike. The file imports no torch."""
+"""The hyperparameters of a run: a resumed run has the same ones. The file imports no torch."""
 
 import argparse
 import shlex
@@ -52,7 +52,7 @@ class Hyperparameters:
     """On the same machine with the same number of ranks, equal hyperparameters give the same result to the bit."""
 
     data: tuple[str, ...] = _option(
-        (), "files that make one document (FASTA is known by its name); default: Python's library", kind=str
+        (), "files of one document (FASTA is known by its name); default: Python's library", kind=str
     )
     fasta_case: str = _choice("letters of FASTA: as they are, or in upper case", "keep", "upper")
     fasta_records: str = _choice("records of FASTA: end to end, or each with a newline at its end", "join", "newline")
@@ -175,7 +175,6 @@ def in_short(number: float | str) -> str:
 
 
 def entries_of(value: Any) -> tuple[Any, ...]:
-    """The values of an option that takes one or many."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 

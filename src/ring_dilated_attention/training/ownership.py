@@ -1,8 +1,7 @@
 """Keeps a second run out of a run's folder, and tells it who has the folder. The file imports no torch.
 
-The lock is the system's (flock), on a file that says who holds it. It ends with the last process that has the file
-open, however that process ends. On a file system without such locks the file itself is the lock, and a run that was
-killed leaves the file behind.
+The lock is the system's (flock), on a file that says who holds it, and ends with the last process that has it open.
+On a file system without such locks the file itself is the lock, and a run that was killed leaves it behind.
 """
 
 import fcntl

@@ -26,9 +26,8 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
 def bits_by_context(model: LongNetLM, document: Document) -> dict[str, Any] | None:
     """Bits per byte with the context cut to c bytes, for each of CUTS and for half a sequence, on the same bytes.
 
-    Contexts are 2 c bytes long and overlap by c. The second half is scored, so a byte has between c and 2 c before it.
-    A byte counts if for every c it is CLEAR_BYTES or more behind the start of its segment, in the longest segments of
-    rate 1. Returns None if a sequence is too short for a cut, or no byte counts.
+    Contexts of 2 c bytes overlap by c, and their second halves are scored. A byte counts if it always is CLEAR_BYTES or
+    more behind the start of its longest segment of rate 1. None if a sequence is too short, or no byte counts.
     """
     cuts = [c for c in CUTS if 2 * c < document.seq_len] + [document.seq_len // 2]
     number = min(CUT_BYTES, document.num_held_out)

@@ -19,8 +19,7 @@ class StopRequest:
     """A context in which SIGINT and SIGTERM are requests to stop. `number` counts them.
 
     second_aborts: a second signal ends the process at once.
-    is_rank: this process is one of several ranks, and prints no notice that it stops. After an error SIGTERM is still
-    only noted, so that the rank has time to report the error.
+    is_rank: prints no notice. After an error SIGTERM is still only noted: the rank has time to report the error.
     watch_stdin: the end of stdin is a request as well.
     """
 

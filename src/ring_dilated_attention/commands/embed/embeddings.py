@@ -1,8 +1,6 @@
-"""Reads and writes the file of `rda embed`: a tensor for each slide, by its name; the settings are in the metadata.
-Also writes it as a table (CSV), for pandas, R or a spreadsheet.
+"""The file of `rda embed`: a tensor for each slide, with the settings as metadata; and the same as a table (CSV).
 
-The file is complete at any time: a new version is written beside it and then replaces it. `rda embed` adds to a file
-only if the file was made with the same settings.
+A new version is written beside the file and then replaces it. Only the same settings may add to it.
 """
 
 import csv
@@ -98,8 +96,7 @@ def fingerprint(path: Path, keys: Keys) -> str:
 
 
 class EmbeddingFile:
-    """A safetensors file of slide embeddings, with the settings (of JSON types) that decide their values. Raises
-    ValueError for a file that another program made, or that has other settings."""
+    """A safetensors file of slide embeddings. A ValueError refuses another program's, or one of other settings."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = path, dict(settings)
@@ -147,8 +144,7 @@ class EmbeddingFile:
         self.entries = {name: entry for name, entry in found.items() if name in self.embeddings} | self.entries
 
     def has(self, name: str, path: Path, keys: Keys, tile_sizes: TileSizes) -> bool:
-        """Whether the file has this slide's embedding. Raises ValueError if it has another slide of the same name, or
-        this one with another tile size."""
+        """Whether the file has this slide. A ValueError if it has another of that name, or another tile size."""
         if name not in self.entries:
             return False
         there, entry = f"the slide {name!r} is in {self.path} already, made", self.entries[name]
@@ -189,8 +185,7 @@ class EmbeddingFile:
         self._written, self._is_new = time.monotonic(), False
 
     def write_table(self, path: Path) -> None:
-        """Write a table (CSV) with a line for each slide, or each of its layers. If there is none, only check the path.
-        Raises ValueError if something has this path with other lines than the new table's: somebody else's."""
+        """Write a line for each slide or layer. A ValueError refuses a file that has other lines than this table."""
         text, settings = StringIO(), self.settings
         lines = csv.writer(text, lineterminator="\n")
         digits = 17 if settings["dtype"] == "float64" else 9  # enough to read the same numbers again

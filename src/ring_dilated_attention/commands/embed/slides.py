@@ -1,7 +1,6 @@
 """Reads files of tile features and coordinates, as pathologists' tools write them: HDF5, npz, and torch's pt.
 
-A file holds the features (tiles, C) as "features" (or "tile_embeds", as in GigaPath's pipeline) and the coordinates
-(tiles, 2) as "coords". Both arrays may have a leading batch dim of 1. Pickled objects are never loaded.
+Features are (tiles, C), coordinates (tiles, 2), with or without a batch dim of 1. Pickled objects are never loaded.
 """
 
 from collections.abc import Iterator, Mapping
