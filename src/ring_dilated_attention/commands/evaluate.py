@@ -45,8 +45,6 @@ MAKER = "rda evaluate --picture"
 DEFAULT_CHUNK = 4096
 BYTES_PER_NUMBER = 64  # of memory in a forward, for each position and number of the model's width: 16 rows in float32
 SECONDS, JOIN_SECONDS = 20 * 86_400, 120  # the longest evaluation on several ranks, and how long they take to meet
-
-
 # What was measured of one part by one rank, or of all by all; what was read until then; the most resident bytes.
 Measured = tuple["Part", Text, int]
 

@@ -127,7 +127,6 @@ class Text:
             self.file.flush()
 
     def close(self) -> None:
-        """Show an unfinished character, and leave the cursor at the start of a line."""
         self.write(b"", final=True)
         if self.is_terminal and not self.ends_line:
             self.file.write("\n")

@@ -134,7 +134,7 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
 
 
 def _end_with_the_starter() -> None:
-    """End this process when the starting process ends. If that was killed, nothing else would end this one."""
+    """End this process with the starting one, which may be killed."""
     if (starter := multiprocessing.parent_process()) is not None:
         wait([starter.sentinel])
         os._exit(1)

@@ -132,7 +132,6 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
 
 
 def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
-    """Start the ranks. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
     command = ["-m", "ring_dilated_attention.commands.cli", "train", *arguments.argv, *folder]
     ended = launch(command, arguments.ranks, lock)
@@ -282,7 +281,6 @@ def join_ranks(arguments: argparse.Namespace) -> None:
 
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
-    """Write the results of a run to its folder and the terminal."""
     from ..training.run_report import summary, write_report, write_sample
 
     write_report(record)

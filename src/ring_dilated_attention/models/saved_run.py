@@ -31,7 +31,6 @@ def find_checkpoint(run_folder: Path) -> Path | None:
 
 
 def newest_checkpoint(run_folder: Path, option: str = "") -> Path:
-    """`find_checkpoint`, or a ValueError if there is none."""
     if (found := find_checkpoint(run_folder)) is None:
         given = f"{option} {run_folder}".strip()
         raise ValueError(f"{given}: there is no checkpoint in this folder; pass the folder of a run of rda train")

@@ -181,7 +181,7 @@ def load_slide_encoder(
 
 
 def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:
-    """The size of the last dim of a tensor of `dim + 1` dims. Its name may have any prefix."""
+    """The last of a tensor's `dim + 1` sizes. Its name may have any prefix."""
     found = weights.get(name, next((x for key, x in weights.items() if key.endswith("." + name)), None))
     if found is None or found.dim() != dim + 1 or not found.shape[dim]:
         got = "no such tensor" if found is None else f"shape {tuple(found.shape)}"

@@ -86,7 +86,6 @@ def words_of_difference(table: Sequence[Account], me: int) -> str:
 
 
 def _ranks_by(values: Sequence[str], accounts: Sequence[Account]) -> dict[str, str]:
-    """For each value the names of the ranks that have it."""
     having: dict[str, list[Account]] = {}
     for value, account in zip(values, accounts, strict=True):
         having.setdefault(value, []).append(account)

@@ -46,12 +46,7 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, o
         for name, tensors in ((saved_run.MODEL_FILE, parameters), (saved_run.OPTIMIZER_FILE, moments)):
             with replaced(unfinished / name) as path:
                 save_file(tensors, path)
-        files = {
-            name: saved_run.identity(unfinished / name) for name in (saved_run.MODEL_FILE, saved_run.OPTIMIZER_FILE)
-        }
-        content = {"made_by": saved_run.MAKER, "state": state, "files": files}
-        signed = content | {"sha256": saved_run.digest(content)}
-        (unfinished / saved_run.STATE_FILE).write_text(json.dumps(signed))
+        (unfinished / saved_run.STATE_FILE).write_text(_signed(unfinished, state))
         for path in (*unfinished.iterdir(), unfinished):
             flush(path)
         unfinished.rename(target)
@@ -96,7 +91,6 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Opt
 
 
 def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file, whose names, shapes and dtypes must be the expected ones."""
     try:
         found: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError, KeyError) as error:
@@ -111,6 +105,12 @@ def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
         if x.is_floating_point() and not bool(x.isfinite().all()):
             raise ValueError(f"{path} cannot be used: {name!r} has numbers that are not finite")
     return found
+
+
+def _signed(folder: Path, state: dict[str, Any]) -> str:
+    files = {name: saved_run.identity(folder / name) for name in (saved_run.MODEL_FILE, saved_run.OPTIMIZER_FILE)}
+    content = {"made_by": saved_run.MAKER, "state": state, "files": files}
+    return json.dumps(content | {"sha256": saved_run.digest(content)})
 
 
 def _is_of_run(checkpoint: Path, run: str) -> bool:

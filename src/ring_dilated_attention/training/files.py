@@ -23,7 +23,6 @@ def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool],
 
 @contextmanager
 def named_in_errors(path: Path) -> Iterator[None]:
-    """An OSError of the block names this path."""
     try:
         yield
     except OSError as error:
@@ -84,14 +83,13 @@ def check_mine(path: Path, is_mine: Callable[[BinaryIO], bool], maker: str) -> N
 
 
 def in_words(error: Exception) -> str:
-    """The message of an error. That of an OSError begins with its file, if it has one."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__
 
 
 class LossyStream:
-    """A stream for progress bars. It drops what it cannot write, since the work is worth more than its bar."""
+    """Drops what it cannot write: the work is worth more than its progress bar."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

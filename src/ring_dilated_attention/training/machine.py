@@ -41,7 +41,7 @@ def physical_bytes() -> float:
 
 
 def resident_bytes() -> int:
-    """Resident memory now. Outside Linux, where the system does not tell it, this is the peak."""
+    """Outside Linux this is the peak."""
     return _resident("VmRSS")
 
 

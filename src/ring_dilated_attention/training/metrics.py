@@ -73,13 +73,11 @@ class Metrics(AbstractContextManager["Metrics"]):
 
 
 def is_of(file: BinaryIO, run: str) -> bool:
-    """Whether this run made the file."""
     first = json_object(file.readline(MOST_BYTES))
     return first.get("run") == run and "bits_per_byte" in first
 
 
 def beside_the_bar(step: Step, planned_attention: int) -> str:
-    """What stands beside the bar, as far as the terminal's width allows."""
     each = [f"{x / 1e6:.0f}" for x in step.resident_bytes]
     resident = "+".join(each) if len(each) <= 4 else f"at most {max(step.resident_bytes) / 1e6:.0f}"
     parts = [f"{step.bits_per_byte:.3f} bits/byte", f"{step.tokens_per_second:,.0f} tokens/s", f"{resident} MB"]

@@ -1,7 +1,6 @@
 """`rda train --ranks P`: the ranks are processes of this machine, and no other machine can reach them.
 
-torchrun would open its stores on every interface, whatever address it is given, and unpickle what other machines send.
-Here the ranks find each other by a file in a folder of this user, and talk over the loopback interface. No torch.
+torchrun opens its stores on every interface and unpickles what it gets. Here ranks meet by a file. No torch.
 """
 
 import math
@@ -45,8 +44,7 @@ class Place(NamedTuple):
 def started() -> Place:
     """The place that torchrun or srun gives to this process, or rank 0 of 1 if neither started several.
 
-    Outside a step (in a batch script) Slurm's variables describe the whole job, and this process is alone. A ValueError
-    refuses variables that are not valid numbers.
+    Outside a step (in a batch script) Slurm's variables describe the whole job. A ValueError refuses bad numbers.
     """
     rank, size = "RANK", "WORLD_SIZE"
     if not _is_under_torchrun() and "SLURM_STEP_ID" in os.environ:

@@ -145,7 +145,6 @@ def _new_folder(folder: Path | None) -> Path:
 
 
 def _newest_checkpoint(option: str, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint of a run, and its state."""
     checkpoint = newest_checkpoint(folder, option)
     with offering_older(checkpoint):
         return checkpoint, _checked_state(checkpoint)

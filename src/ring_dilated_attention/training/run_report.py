@@ -113,7 +113,6 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def by_context(record: dict[str, Any]) -> list[str]:
-    """What the model reaches with its context cut, and whether the context helps."""
     if (found := record["bits_by_context"]) is None:
         return []
     cuts, bits = found["least_context"], found["bits_per_byte"]

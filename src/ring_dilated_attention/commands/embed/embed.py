@@ -158,7 +158,7 @@ def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: Embeddin
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for what can be refused before a file is read, and fill in --keys and --tile-size."""
+    """Refuse what can be before a file is read, and fill in --keys and --tile-size."""
     if arguments.out.suffix.lower() == ".csv" or arguments.csv == arguments.out:
         raise ValueError(f"--out {arguments.out} would hold safetensors: name it so, and write a table with --csv FILE")
     files = [path for given in arguments.slides for path in (given.iterdir() if given.is_dir() else [given])]

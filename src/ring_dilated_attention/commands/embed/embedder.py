@@ -80,7 +80,7 @@ def _embed_rank(worker: Worker, options: Namespace, slides: Slides) -> str | Non
 def _embed_here(
     options: Namespace, slides: Slides, parallel: ContextParallel | None, device: str, report: Callable[[Result], Any]
 ) -> str | None:
-    """Report the result of each slide. Returns the reason if nothing can be embedded, otherwise None."""
+    """Report each slide's result. Returns why nothing can be embedded, or None."""
     try:
         dtype = torch.float64 if options.dtype == "float64" else torch.float32
         sizes = {"num_heads": options.heads, "depth": options.depth, "max_wsi_size": options.max_wsi_size}
