@@ -124,11 +124,8 @@ class Counted(NamedTuple):
 
 
 def count(job: Job, way: Way, step: Callable[[], object] = lambda: None) -> Counted:
-    """Count what every rank computes and receives. step: called after each rank.
-
-    Raises:
-        ValueError: if heads cannot be dealt.
-    """
+    """Count what every rank computes and receives. Raises ValueError if heads cannot be dealt. step: called after each
+    rank."""
     size = dealers(way.exchange, job, way.inner)
     counters = [Counter(job if size == 1 else dealt(job, size, place)[0]) for place in range(size)]
     return Counted(job, way, [PlaceCount(counter, count_ranks(counter, step)) for counter in counters])
@@ -198,11 +195,7 @@ def forecast(
     counted: Counted | None = None,
     step: Callable[[], object] = lambda: None,
 ) -> Figures:
-    """The figures of a call over all ranks.
-
-    Args:
-        counted: the result of `count`, if there is one. If it is None, all ranks are counted here, with `step`.
-    """
+    """The figures of a call over all ranks. If `counted`, the result of `count`, is None, it is made here with `step`."""
     counted = count(job, way, step) if counted is None else counted
     pairs = counted.pairs
     most = max(pairs)

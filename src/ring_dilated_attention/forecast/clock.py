@@ -118,12 +118,8 @@ class StepTime(NamedTuple):
 def model_step(
     plans: Sequence[Plan], sizes: Sizes, hardware: Hardware, dealings: Sequence[Dealing] | None = None
 ) -> StepTime:
-    """The time of a step with a kernel that computes one tile at a time.
-
-    Args:
-        plans: the plan of every rank, in the order of ranks.
-        dealings: the dealing of every rank, if heads are dealt for positions.
-    """
+    """The time of a step with a kernel that computes one tile at a time. plans, dealings: those of every rank in order;
+    dealings if heads are dealt for positions."""
     network = Network(len(plans), hardware)
     ranks = [_Rank(i, plan, network, sizes, None if dealings is None else dealings[i]) for i, plan in enumerate(plans)]
     handshake = hardware.handshake(len(plans)) if len(plans) > 1 else 0.0

@@ -94,10 +94,8 @@ class ModelMemory(NamedTuple):
 def model_memory(job: ModelJob, activations: str, traits: Traits | None) -> ModelMemory:
     """The memory of the rank that holds most, at its peak.
 
-    Args:
-        activations: one of ACTIVATIONS. Offloaded activations are checkpointed, and the host's memory holds those of
-            all blocks but two.
-        traits: those of the kernel. None leaves the attention out of `working`: the result is then a lower bound.
+    activations: one of ACTIVATIONS. Offloaded ones are checkpointed, and the host holds those of all blocks but two.
+    traits: those of the kernel. None leaves the attention out of `working`: the result is then a lower bound.
     """
     shape, mesh = job.shape, job.mesh
     cut = -(-shape.num_parameters // mesh.shards)
