@@ -174,14 +174,12 @@ class Figures(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """Fails if no kernel is given."""
-        assert self.peak is not None
+        assert self.peak is not None, "no kernel is given"
         return self.peak.num_bytes
 
     @property
     def seconds(self) -> float:
-        """Fails if there is no time."""
-        assert self.time is not None
+        assert self.time is not None, "there is no time"
         return self.time.seconds
 
 
@@ -195,7 +193,7 @@ def forecast(
     counted: Counted | None = None,
     step: Callable[[], object] = lambda: None,
 ) -> Figures:
-    """The figures of a call over all ranks. If `counted`, the result of `count`, is None, it is made here with `step`."""
+    """The figures of a call over all ranks. If `counted`, the result of `count`, is None, it is made with `step`."""
     counted = count(job, way, step) if counted is None else counted
     pairs = counted.pairs
     most = max(pairs)

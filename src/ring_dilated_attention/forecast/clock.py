@@ -1,8 +1,5 @@
 """Predicts how long a step takes on given hardware: it runs the programs of all ranks in virtual time. No torch.
 
-A late rank makes its neighbours wait. The time in which a rank waits for a message is called exposed, whether the
-message is slow or its sender is late.
-
 Assumptions:
 
 - Computation: a tile takes `call_seconds`, plus its FLOPs divided by the rate of the stage. The rate is the one that
@@ -71,10 +68,8 @@ class Hardware(NamedTuple):
 
 
 class RankTime(NamedTuple):
-    """One rank's seconds. The stages are forward and backward. A stage begins when all ranks have ended the one before.
-
-    computing_seconds, exposed_seconds: of both stages. Exposed time is spent in waits for messages and handshakes.
-    """
+    """One rank's seconds, by stage and of both. A stage begins when all ranks have ended the one before. Exposed time is
+    spent in waits for handshakes and for messages, whether a message is slow or its sender is late."""
 
     forward_seconds: float
     backward_seconds: float
