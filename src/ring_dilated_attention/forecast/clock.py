@@ -68,8 +68,8 @@ class Hardware(NamedTuple):
 
 
 class RankTime(NamedTuple):
-    """One rank's seconds, by stage and of both. A stage begins when all ranks have ended the one before. Exposed time is
-    spent in waits for handshakes and for messages, whether a message is slow or its sender is late."""
+    """One rank's seconds, by stage and of both. A stage begins when all ranks have ended the one before. Exposed time
+    is spent in waits for handshakes and for messages, whether a message is slow or its sender is late."""
 
     forward_seconds: float
     backward_seconds: float
