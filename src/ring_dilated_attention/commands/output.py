@@ -33,14 +33,15 @@ def check_writable(option: str, folder: Path, file: str | None = None) -> None:
 
 def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, num_left: int = 1) -> str:
     """A table. The first `num_left` columns are flush left, the others right. Headers may have several lines. Columns
-    are two spaces apart; in a table that would be wider than a terminal, one."""
+    are two spaces apart, or one if only then the table fits a terminal."""
     tallest = max(header.count("\n") for header in headers)
     tall = [("\n" * (tallest - header.count("\n")) + header).split("\n") for header in headers]
     columns = list(zip(*zip(*tall, strict=True), *rows, strict=True))
     for i, cells in enumerate(columns):
         justify, width = str.ljust if i < num_left else str.rjust, max(map(len, cells))
         columns[i] = tuple(justify(cell, width) for cell in cells)
-    apart = "  " if sum(2 + len(cells[0]) for cells in columns) <= WIDTH + 2 else " "
+    narrow = sum(1 + len(cells[0]) for cells in columns) - 1
+    apart = " " if narrow <= WIDTH < narrow + len(columns) - 1 else "  "
     return "\n".join(apart.join(line).rstrip() for line in zip(*columns, strict=True))
 
 
