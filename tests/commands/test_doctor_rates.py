@@ -44,6 +44,16 @@ def test_a_busy_machine_is_said(ranks, share, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error == (f"rda doctor: {said} while it measured: {REMEDY}\n" if share else "")
     assert machine_of(str(file)).source.endswith(f"CPU, while {said}" if share else "CPU")
+    for one in everyone:
+        one["bfloat16_speedup"] = 1.0
+    assert doctor.report(Namespace(json=False, save=None), everyone) == 0
+    out, error = capsys.readouterr()
+    assert error == ""
+    end = " ".join(out.partition("\nready")[2].split())
+    assert end == (f", but {said} while it measured: {REMEDY}" if share else "")
+    everyone[0]["agreement"]["passed"] = False
+    assert doctor.report(Namespace(json=False, save=None), everyone) == 1
+    assert (f" 2. {said}" in " ".join(capsys.readouterr().out.split())) == bool(share)
 
 
 def test_the_processors_are_those_of_this_machine():

@@ -457,7 +457,9 @@ def test_options_of_other_commands_are_unknown(more, capsys):
 def test_lines_fit_a_terminal(capsys):
     """Words and tables of few ranks and of many."""
     common = [*DENSE[:2], "--segment-lengths", "512", "4096", "--dilation-rates", "1", "8", "--hardware", "h100-nvlink"]
-    for ranks in ("4", "100"):
-        assert cli.main(["plan", *common, "--dtype", "bfloat16", "--causal", "--ranks", ranks]) == 0
+    large = ("--seq-len", "1Mi", "--heads", "16", "--head-dim", "128", "--segment-lengths", "128Ki", "1Mi")
+    huge = (*large, "--seq-len", "4Gi", "--batch", "8", "--hardware", "h100")
+    for more in (("--ranks", "4"), ("--ranks", "100"), (*large, "--ranks", "8"), (*huge, "--ranks", "8")):
+        assert cli.main(["plan", *common, "--dtype", "bfloat16", "--causal", *more]) == 0
         out = capsys.readouterr().out
         assert all(len(line) <= 80 for line in out.splitlines()), [line for line in out.splitlines() if len(line) > 80]

@@ -1,8 +1,4 @@
-"""`rda check`: compares every backend and exchange that can run on this machine with the definition in float64.
-
-A few awkward cases run in every dtype and on several numbers of ranks. New processes are started for each backend,
-exchange and number of ranks.
-"""
+"""`rda check`: compares every backend and exchange that can run on this machine with the definition in float64."""
 
 import argparse
 import json

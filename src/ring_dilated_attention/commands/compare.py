@@ -1,8 +1,5 @@
 """Measures the errors of out, lse, dq, dk and dv of a call against the definition in float64, and their tolerances.
 
-The tolerance is twice the relative L2 error of torch's attention in the same dtype under the same mask, plus a floor.
-The mask is a bias: log M, if a query sees a key M times. `rda check` and `python -m benchmarks` use this module.
-
 B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 
@@ -77,7 +74,7 @@ def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     expected = defined(case, inputs, dout, None)
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     count = multiplicity(case.pattern, case.seq_len, case.num_heads, case.documents)
-    # log 2 is not exact in bfloat16, so the bias is float32 if the inputs have 16 bits.
+    # The mask is a bias: log M, if a query sees a key M times. It is float32 at least: log 2 is not exact in bfloat16.
     bias = count.to(torch.promote_types(dtype, torch.float32)).log().unsqueeze(0)
     query, key, value = (x.transpose(1, 2) for x in leaves)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias)
@@ -147,9 +144,7 @@ def squares(found: Tensor, expected: Tensor) -> tuple[float, float]:
 def relative(sums: tuple[float, float]) -> float:
     """The relative L2 error. It is infinite for NaN, and if `expected` is all zeros and a result is not."""
     difference, size = sums
-    if math.isnan(difference):
-        return math.inf
-    if size == 0:
+    if math.isnan(difference) or size == 0:
         return 0.0 if difference == 0 else math.inf
     return math.sqrt(difference / size)
 

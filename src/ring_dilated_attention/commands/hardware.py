@@ -158,10 +158,8 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
         both = f"gpus_per_host {hardware.gpus_per_host} and host_bytes_per_second {hardware.host_bytes_per_second}"
         raise ValueError(f"{both}: give both, as --hardware h100 does, or neither (one network)")
     if hardware.bytes_per_second == NO_NETWORK and (arguments.ranks or 1) > 1:
-        raise ValueError(
-            f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: measure it with "
-            "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
-        )
+        remedy = "measure it with rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
+        raise ValueError(f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: {remedy}")
     return machine
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from ..training.files import LossyStream
 
+WIDTH = 80  # characters of a terminal
+
 
 def check_writable(option: str, folder: Path, file: str | None = None) -> None:
     """Raise ValueError unless new files, or this file, can be written to a folder. The folder may not exist yet; it is
@@ -30,17 +32,20 @@ def check_writable(option: str, folder: Path, file: str | None = None) -> None:
 
 
 def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, num_left: int = 1) -> str:
-    """A table. The first `num_left` columns are flush left, the others right. Headers may have several lines."""
+    """A table. The first `num_left` columns are flush left, the others right. Headers may have several lines. Columns
+    are two spaces apart, or one if only then the table fits a terminal."""
     tallest = max(header.count("\n") for header in headers)
     tall = [("\n" * (tallest - header.count("\n")) + header).split("\n") for header in headers]
     columns = list(zip(*zip(*tall, strict=True), *rows, strict=True))
     for i, cells in enumerate(columns):
         justify, width = str.ljust if i < num_left else str.rjust, max(map(len, cells))
         columns[i] = tuple(justify(cell, width) for cell in cells)
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+    narrow = sum(1 + len(cells[0]) for cells in columns) - 1
+    apart = " " if narrow <= WIDTH < narrow + len(columns) - 1 else "  "
+    return "\n".join(apart.join(line).rstrip() for line in zip(*columns, strict=True))
 
 
-def wrapped(text: str, width: int = 80) -> str:
+def wrapped(text: str, width: int = WIDTH) -> str:
     """The lines of a text, wrapped for a terminal. Continued lines are indented."""
     found = []
     for line in text.splitlines():

@@ -115,10 +115,10 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     dense, sizes = dense_pairs(arguments), sizes_of(arguments)
     found = suggestions(n, heads, most_pairs, is_causal=is_causal)
     if not found:
-        raise ValueError(
-            f"no pattern of the rule has as few as {most_pairs:,.3g} pairs, {dense / most_pairs:,.0f} times fewer "
-            f"than dense attention over {n:,} positions: allow more, or take a shorter sequence"
+        few = (
+            f"{most_pairs:,.3g} pairs, {dense / most_pairs:,.0f} times fewer than dense attention over {n:,} positions"
         )
+        raise ValueError(f"no pattern of the rule has as few as {few}: allow more, or take a shorter sequence")
     row = 2 * arguments.head_dim * sizes.itemsize  # bytes of a key and a value
     rows = []
     with progress_bar(len(found) * arguments.ranks, "rank", delay=2) as bar:

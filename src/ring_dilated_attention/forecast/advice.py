@@ -23,17 +23,18 @@ def advice(job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardwar
     # A rank never waits for the whole step, so the text does not say 100 %.
     bound = f"bound by communication: a rank waits {min(figures.exposed, 0.99):.0%} of the step"
     if way.is_dealt:
-        return (
-            f"{bound}. Dealing heads sends every position of queries, keys, values and outputs, whatever the pattern: "
-            "fewer key/value heads (grouped queries) or a faster network would help, and rates would not"
-        )
+        remedy = "fewer key/value heads (grouped queries) or a faster network would help, and rates would not"
+        everything = "every position of queries, keys, values and outputs, whatever the pattern"
+        return f"{bound}. Dealing heads sends {everything}: {remedy}"
     sent, branch = max((share.sent, i) for i, share in enumerate(figures.branches))
     if not sent:
         return f"{bound}, in handshakes alone: fewer ranks, or a network with less latency, would help"
-    said = (
-        f"{bound}. Branch {branch} sends {sent * sizes.unit * sizes.itemsize / 1e9:,.2f} GB in a forward (all ranks "
-        f"together) for {_share_of_pairs(job, branch):.0%} of the pairs: "
+    lengths, heads = [stop - start for start, stop in pairwise(job.borders)], job.num_heads
+    work = [sum(branch_pairs(job.pattern, i, n, heads) for n in lengths) for i in range(len(job.pattern.branches))]
+    sends = (
+        f"Branch {branch} sends {sent * sizes.unit * sizes.itemsize / 1e9:,.2f} GB in a forward (all ranks together)"
     )
+    said = f"{bound}. {sends} for {work[branch] / sum(work):.0%} of the pairs: "
     rates = list(job.pattern.dilation_rates)
     rate, rates[branch] = rates[branch], SPARSER * rates[branch]
     if rates[branch] > job.pattern.segment_lengths[branch]:
@@ -43,15 +44,5 @@ def advice(job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardwar
     assert then is not None
     if then.seconds > WORTH_IT * figures.time.seconds:
         return f"{said}a higher rate would gain less than {1 - WORTH_IT:.0%}; {OTHERWISE}"
-    return (
-        f"{said}at rate {rates[branch]:,} instead of {rate:,} a step would take {then.text} instead of "
-        f"{figures.time.text}"
-    )
-
-
-def _share_of_pairs(job: Job, branch: int) -> float:
-    work = [
-        sum(branch_pairs(job.pattern, i, stop - start, job.num_heads) for start, stop in pairwise(job.borders))
-        for i in range(len(job.pattern.branches))
-    ]
-    return work[branch] / sum(work)
+    times = f"{then.text} instead of {figures.time.text}"
+    return f"{said}at rate {rates[branch]:,} instead of {rate:,} a step would take {times}"

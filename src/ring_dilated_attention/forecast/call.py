@@ -124,11 +124,8 @@ class Counted(NamedTuple):
 
 
 def count(job: Job, way: Way, step: Callable[[], object] = lambda: None) -> Counted:
-    """Count what every rank computes and receives. step: called after each rank.
-
-    Raises:
-        ValueError: if heads cannot be dealt.
-    """
+    """Count what every rank computes and receives. Raises ValueError if heads cannot be dealt. step: called after each
+    rank."""
     size = dealers(way.exchange, job, way.inner)
     counters = [Counter(job if size == 1 else dealt(job, size, place)[0]) for place in range(size)]
     return Counted(job, way, [PlaceCount(counter, count_ranks(counter, step)) for counter in counters])
@@ -177,14 +174,12 @@ class Figures(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """Fails if no kernel is given."""
-        assert self.peak is not None
+        assert self.peak is not None, "no kernel is given"
         return self.peak.num_bytes
 
     @property
     def seconds(self) -> float:
-        """Fails if there is no time."""
-        assert self.time is not None
+        assert self.time is not None, "there is no time"
         return self.time.seconds
 
 
@@ -198,11 +193,7 @@ def forecast(
     counted: Counted | None = None,
     step: Callable[[], object] = lambda: None,
 ) -> Figures:
-    """The figures of a call over all ranks.
-
-    Args:
-        counted: the result of `count`, if there is one. If it is None, all ranks are counted here, with `step`.
-    """
+    """The figures of a call over all ranks. If `counted`, the result of `count`, is None, it is made with `step`."""
     counted = count(job, way, step) if counted is None else counted
     pairs = counted.pairs
     most = max(pairs)

@@ -1,8 +1,5 @@
 """Predicts how long a step takes on given hardware: it runs the programs of all ranks in virtual time. No torch.
 
-A late rank makes its neighbours wait. The time in which a rank waits for a message is called exposed, whether the
-message is slow or its sender is late.
-
 Assumptions:
 
 - Computation: a tile takes `call_seconds`, plus its FLOPs divided by the rate of the stage. The rate is the one that
@@ -71,10 +68,8 @@ class Hardware(NamedTuple):
 
 
 class RankTime(NamedTuple):
-    """One rank's seconds. The stages are forward and backward. A stage begins when all ranks have ended the one before.
-
-    computing_seconds, exposed_seconds: of both stages. Exposed time is spent in waits for messages and handshakes.
-    """
+    """One rank's seconds, by stage and of both. A stage begins when all ranks have ended the one before. Exposed time
+    is spent in waits for handshakes and for messages, whether a message is slow or its sender is late."""
 
     forward_seconds: float
     backward_seconds: float
@@ -118,12 +113,8 @@ class StepTime(NamedTuple):
 def model_step(
     plans: Sequence[Plan], sizes: Sizes, hardware: Hardware, dealings: Sequence[Dealing] | None = None
 ) -> StepTime:
-    """The time of a step with a kernel that computes one tile at a time.
-
-    Args:
-        plans: the plan of every rank, in the order of ranks.
-        dealings: the dealing of every rank, if heads are dealt for positions.
-    """
+    """The time of a step with a kernel that computes one tile at a time. plans, dealings: those of every rank in order;
+    dealings if heads are dealt for positions."""
     network = Network(len(plans), hardware)
     ranks = [_Rank(i, plan, network, sizes, None if dealings is None else dealings[i]) for i, plan in enumerate(plans)]
     handshake = hardware.handshake(len(plans)) if len(plans) > 1 else 0.0

@@ -47,7 +47,6 @@ class Alternative(NamedTuple):
 
     @property
     def known(self) -> Figures:
-        """The figures. Fails if there are none."""
         assert self.figures is not None, self.why_not
         return self.figures
 

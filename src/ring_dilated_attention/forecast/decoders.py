@@ -22,11 +22,8 @@ _OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3_text", "glm", "glm4", "qwen3")  # in
 
 
 def read_decoder(config: dict[str, Any]) -> tuple[str, Shape]:
-    """The family and the sizes.
-
-    Raises:
-        ValueError: for a model that is not of FAMILIES, lacks a size, or has parameters that are not counted.
-    """
+    """The family and the sizes. Raises ValueError for a model that is not of FAMILIES, lacks a size, or has parameters
+    that are not counted."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"model_type = {family!r} is not planned; these are: {', '.join(FAMILIES)}")

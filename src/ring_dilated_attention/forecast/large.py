@@ -38,10 +38,7 @@ def peak_memory(
     """The memory of an imagined rank with the longest shard and the largest buffers of all ranks.
 
     Its tiles come from the plans of a job of at most FEW ranks (`_few`). Its buffers have the sizes that were counted.
-
-    Args:
-        dealing: how the rank deals heads; None if ranks do not.
-        is_gathered: the rank holds all received chunks at the same time, as after an all-gather.
+    is_gathered: the rank holds all received chunks at the same time, as after an all-gather.
     """
     job = counter.job
     small = job if job.num_ranks <= FEW else _few(job, counted)

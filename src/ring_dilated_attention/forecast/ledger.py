@@ -41,14 +41,8 @@ class AttentionMemory(NamedTuple):
 
 
 def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing | None = None) -> AttentionMemory:
-    """The memory of one call on the plan's rank.
-
-    Args:
-        plan: if heads are dealt, the plan of the dealt heads.
-
-    Raises:
-        ValueError: if the plan has hops and the kernel computes a whole forward or backward in one call.
-    """
+    """The memory of one call on the plan's rank. If heads are dealt, the plan is that of the dealt heads. Raises
+    ValueError if the plan has hops and the kernel computes a whole forward or backward in one call."""
     if traits.is_whole and plan.hops:
         raise ValueError(
             "a kernel of whole passes serves one device, and here chunks come from others. Choose another kernel."

@@ -1,8 +1,5 @@
 """Predicts the memory and the time of training a decoder on a mesh of ranks. Numbers only, no torch.
 
-A mesh is `data` groups of `sequence` ranks. The ranks of one group share a sequence. If `shards` > 1, parameters,
-gradients and optimiser state are sharded over that many ranks (FSDP2).
-
 docs/planning.md has the sum: what the forward saves (`shape.py`), and what the backward holds besides (`working`).
 """
 
@@ -29,7 +26,8 @@ MOST_RANKS, LONGEST, SEARCHED_TO = 65_536, 2**34, 1 / 256
 
 
 class Mesh(NamedTuple):
-    """data x sequence ranks; parameters, gradients and optimiser state are sharded over `shards` of them."""
+    """`data` groups of `sequence` ranks that share a sequence. Parameters, gradients and optimiser state are sharded
+    over `shards` ranks (FSDP2)."""
 
     data: int = 1
     sequence: int = 1
@@ -94,10 +92,8 @@ class ModelMemory(NamedTuple):
 def model_memory(job: ModelJob, activations: str, traits: Traits | None) -> ModelMemory:
     """The memory of the rank that holds most, at its peak.
 
-    Args:
-        activations: one of ACTIVATIONS. Offloaded activations are checkpointed, and the host's memory holds those of
-            all blocks but two.
-        traits: those of the kernel. None leaves the attention out of `working`: the result is then a lower bound.
+    activations: one of ACTIVATIONS. Offloaded ones are checkpointed, and the host holds those of all blocks but two.
+    traits: those of the kernel. None leaves the attention out of `working`: the result is then a lower bound.
     """
     shape, mesh = job.shape, job.mesh
     cut = -(-shape.num_parameters // mesh.shards)

@@ -112,11 +112,8 @@ class _Branch:
 
 
 def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int) -> Reach:
-    """Follow all queries of a short sequence, or some of a longer one, through the layers.
-
-    Raises:
-        ValueError: if a rate, or the length of a segment shorter than the sequence, is no power of two.
-    """
+    """Follow all queries of a short sequence, or some of a longer one, through the layers. Raises ValueError if a rate,
+    or the length of a segment shorter than the sequence, is no power of two."""
     for w, r in pattern.branches:
         if (w < seq_len and w.bit_count() > 1) or r.bit_count() > 1:
             raise ValueError(f"only powers of two can be followed, got w={w}, r={r}; the longest w may be the sequence")

@@ -18,8 +18,8 @@ from ...training.rank_launcher import check_meeting, share_of_cores, started
 from ..hardware import ITEMSIZE, MAKER, Machine, as_toml, is_saved, known
 from ..interrupts import leaving_at_once
 from ..limits import check_at_least, check_memory, check_seconds
-from ..numbers import amount, count, scaled, size_text
-from ..output import aligned, check_writable
+from ..numbers import amount, count, counted, scaled, size_text
+from ..output import aligned, check_writable, wrapped
 from ..terminal import say
 
 LEAST_FREE = 10**9  # free bytes on a disk
@@ -229,13 +229,17 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
     from .examination import hardware_of
 
     problems, hardware = to_mend(everyone), hardware_of(everyone)
+    if busy := taken_by_others(everyone):
+        busy += " while it measured: rates may be too low; measure again when the machine is quiet"
     if arguments.json:
         print(json.dumps({"ranks": everyone, "hardware": known(hardware), "to_mend": problems}, indent=1))
+        if busy:
+            say(f"rda doctor: {busy}")
     else:
-        listed = (f"  {i + 1}. {problem}" for i, problem in enumerate(problems))
-        print(text(everyone), "not ready; mend, in this order:" if problems else "ready", *listed, sep="\n")
-    if busy := taken_by_others(everyone):
-        say(f"rda doctor: {busy} while it measured: rates may be too low; measure again when the machine is quiet")
+        said = [*problems, *([busy] if busy else [])]
+        listed = (f"  {i + 1}. {one}" for i, one in enumerate(said))
+        ends = ["not ready; mend, in this order:", *listed] if problems else [", but ".join(["ready", *said])]
+        print(text(everyone), *map(wrapped, ends), sep="\n")
     if arguments.save is not None:
         save(arguments.save, everyone, hardware)
     return 1 if problems else 0
@@ -270,23 +274,28 @@ def memory_of_each(everyone: list[dict[str, Any]]) -> float:
     return min(float(one["memory_bytes"] / num_there.get(one["host"], 1)) for one in everyone)
 
 
+def _device(one: dict[str, Any]) -> str:
+    if card := one["gpu"]:
+        return f"{card['name']}, compute capability {'.'.join(map(str, card['capability']))}"
+    return f"CPU, {counted(one['threads'], 'thread')}"
+
+
 def text(everyone: list[dict[str, Any]]) -> str:
     from .examination import dtype_advice, hardware_of, pairs_of
 
     first = everyone[0]
-    headers = ("rank", "host", "device", "memory", "forward", "backward", "clock", "free", "written")
+    headers = ("rank", "memory", "forward", "backward", "clock", "free", "written")
     rows = []
     for one in everyone:
-        card, folder, device = one["gpu"], one["folder"], f"CPU, {one['threads']} threads"
-        if card:
-            device = f"{card['name']}, compute capability {'.'.join(map(str, card['capability']))}"
+        folder = one["folder"]
         rates = [scaled(one["rates"][f"{name}flops_per_second"], "FLOP/s") for name in ("", "backward_")]
         clock = f"{1e3 * (one['clock'] - first['clock']):+,.0f} ms"
         disk = (size_text(folder.get("free_bytes", 0)), scaled(folder.get("bytes_per_second", 0), "B/s"))
-        rows.append((str(one["rank"]), one["host"], device, size_text(one["memory_bytes"]), *rates, clock, *disk))
+        rows.append((str(one["rank"]), size_text(one["memory_bytes"]), *rates, clock, *disk))
     speedup = min((one["bfloat16_speedup"] for one in everyone if one["gpu"] is None), default=1.0)
     advice = dict.fromkeys(dtype_advice(one["gpu"], speedup) for one in everyone)
-    columns = {f"backend {x}": [one["backends"][x] or "can serve" for one in everyone] for x in first["backends"]}
+    columns = {"host": [one["host"] for one in everyone], "device": [_device(one) for one in everyone]}
+    columns |= {f"backend {x}": [one["backends"][x] or "can serve" for one in everyone] for x in first["backends"]}
     columns["interfaces"] = [", ".join(one["interfaces"]) for one in everyone]
     matter = dict.fromkeys(name for one in everyone for name in one["matter"])
     columns |= {name: [one["matter"].get(name, UNSET) for one in everyone] for name in matter}
@@ -304,4 +313,4 @@ def text(everyone: list[dict[str, Any]]) -> str:
         times = f"latency {late}, handshake {handshake}"
         lines.append(f"neighbours in the ring: {scaled(hardware.bytes_per_second, 'B/s')} one way, {times}")
         lines.append(f"slowest pair: ranks {a} and {b}, {scaled(rate, 'B/s')}")
-    return "\n".join(lines)
+    return wrapped("\n".join(lines))

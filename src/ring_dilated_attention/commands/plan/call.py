@@ -96,12 +96,9 @@ def job_of(call: Call, arguments: argparse.Namespace) -> Job:
     if arguments.sharding == "zigzag" and arguments.align != 1:
         raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
     job = call.job(arguments.sharding, align=arguments.align)._replace(documents=documents)
-    empty = sum(not shard_length(shard) for shard in job.shards)
-    if empty:
-        raise ValueError(
-            f"--align {arguments.align} leaves {empty:,} of {job.num_ranks:,} ranks without positions: choose fewer "
-            "ranks, or a smaller --align"
-        )
+    if empty := sum(not shard_length(shard) for shard in job.shards):
+        left = f"{empty:,} of {job.num_ranks:,} ranks without positions"
+        raise ValueError(f"--align {arguments.align} leaves {left}: choose fewer ranks, or a smaller --align")
     return job
 
 

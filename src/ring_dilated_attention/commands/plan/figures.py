@@ -1,8 +1,4 @@
-"""Draws a pattern, from `DilatedPattern`, and its ring, from the plan of every rank. No torch.
-
-The pattern of a short sequence is drawn pair by pair. The pattern of a long sequence is a sketch (`sketch.py`), and the
-picture says so. The ring is drawn from the plans at any length.
-"""
+"""Draws a pattern, from `DilatedPattern`, and its ring, from the plan of every rank. No torch."""
 
 import sys
 from collections.abc import Sequence
@@ -92,9 +88,9 @@ def draw_sketch(found: Sequence[Panel], *, is_causal: bool) -> "Figure":
     for i, (axes, panel) in enumerate(zip(every, found, strict=False)):
         draw_panel(axes, panel, BRANCH_COLOURS[i % len(BRANCH_COLOURS)], is_causal=is_causal)
     every[0].set_ylabel("query", fontsize=8)
-    borders = "; dotted: borders of shards" if any(panel.borders for panel in found) else ""
-    causal = ", causal" * is_causal
-    title = f"A sketch: where a head's keys lie{causal}. Each branch at its own scale; paler: sparser{borders}"
+    scale = "Each branch at its own scale; paler: sparser"
+    scale += "; dotted: borders of shards" * any(panel.borders for panel in found)
+    title = f"A sketch: where a head's keys lie{', causal' * is_causal}. {scale}"
     figure.suptitle(title, fontsize=10 if columns > 2 else 7)
     return figure
 
@@ -139,9 +135,8 @@ def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figu
         Patch(color=BRANCH_COLOURS[i % len(BRANCH_COLOURS)], label=f"segments of {w}, rate {r}")
         for i, (w, r) in enumerate(pattern.branches)
     ]
-    dot = Line2D([], [], ls="none", marker="o", markersize=4, markeredgecolor=INK, markerfacecolor="white")
-    dot.set_label("each dot: one more branch has the pair")
-    entries.append(dot)
+    said = "each dot: one more branch has the pair"
+    entries.append(Line2D([], [], ls="none", marker="o", ms=4, mec=INK, mfc="white", label=said))
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
     figure.suptitle(f"Which keys a query sees{', causal' * pattern.is_causal}", fontsize=11)
     return figure

@@ -151,10 +151,8 @@ def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
         product = f"{mesh.data} * {mesh.sequence} = {ranks:,}"
         raise ValueError(f"--mesh {text} has {product} ranks, and --ranks is {num_ranks:,}")
     if ranks % shards:
-        raise ValueError(
-            f"--mesh {text}: {ranks:,} ranks do not divide into groups of {shards:,} that share the states: "
-            f"{ranks:,} mod {shards:,} = {ranks % shards:,}"
-        )
+        undivided = f"{ranks:,} ranks do not divide into groups of {shards:,} that share the states"
+        raise ValueError(f"--mesh {text}: {undivided}: {ranks:,} mod {shards:,} = {ranks % shards:,}")
     return mesh
 
 
@@ -164,19 +162,16 @@ def job_of(arguments: argparse.Namespace) -> ModelJob:
         raise ValueError(f"--embed-dim {embed_dim:,} over --heads {heads} is a head dim of {embed_dim / heads:g}")
     mesh = mesh_of(arguments.mesh, arguments.ranks)
     if mesh.sequence > arguments.seq_len:
-        raise ValueError(
-            f"--seq-len {arguments.seq_len:,} over {mesh.sequence:,} ranks: "
-            f"{mesh.sequence - arguments.seq_len:,} would own nothing. Take fewer."
-        )
+        idle = f"{mesh.sequence - arguments.seq_len:,} would own nothing"
+        raise ValueError(f"--seq-len {arguments.seq_len:,} over {mesh.sequence:,} ranks: {idle}. Take fewer.")
     itemsize = ITEMSIZE[arguments.dtype]
     sizes = (arguments.layers, embed_dim, arguments.ffn_dim or 4 * embed_dim, arguments.vocab or 256)
     shape = Shape(*sizes, heads, arguments.kv_heads) if arguments.model is None else arguments.model[1]
     shape = shape._replace(itemsize=itemsize, param_itemsize=max(4, itemsize))
     if shape.num_parameters > MOST_PARAMETERS:
-        raise ValueError(
-            f"a model of {shape.num_layers:,} layers of {embed_dim:,} (feed-forward {shape.ffn_dim:,}, vocabulary "
-            f"{shape.vocab_size:,}) has more than {MOST_PARAMETERS:.0e} parameters: give smaller sizes"
-        )
+        width = f"{embed_dim:,} (feed-forward {shape.ffn_dim:,}, vocabulary {shape.vocab_size:,})"
+        most = f"more than {MOST_PARAMETERS:.0e} parameters: give smaller sizes"
+        raise ValueError(f"a model of {shape.num_layers:,} layers of {width} has {most}")
     return ModelJob(shape, pattern, arguments.seq_len, arguments.batch, mesh, arguments.sharding)
 
 
@@ -220,10 +215,8 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
         said.append(f"attention of one layer: {advice(cut, Way(), job.sizes, attention, hardware)}")
     share = parts.gradients / parts.all.seconds
     if share >= BOUND_BY_COMMUNICATION:
-        said.append(
-            f"bound by communication: the sum of gradients takes {share:.0%} of a step; more sequences in a step "
-            "(--batch), or a faster network, would help"
-        )
+        remedy = "more sequences in a step (--batch), or a faster network, would help"
+        said.append(f"bound by communication: the sum of gradients takes {share:.0%} of a step; {remedy}")
     return said
 
 

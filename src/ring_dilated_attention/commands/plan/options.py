@@ -82,10 +82,8 @@ def documents_of(arguments: argparse.Namespace) -> tuple[int, ...] | None:
     if sum(lengths) != arguments.seq_len:
         raise ValueError(f"--documents add up to {sum(lengths)}, and --seq-len is {arguments.seq_len}")
     if arguments.batch != 1:
-        raise ValueError(
-            f"--documents are packed into one sequence, so --batch must be 1, got {arguments.batch}. "
-            "Leave out --batch; more sequences are more documents."
-        )
+        one = f"--documents are packed into one sequence, so --batch must be 1, got {arguments.batch}"
+        raise ValueError(f"{one}. Leave out --batch; more sequences are more documents.")
     if arguments.picture is not None:
         raise ValueError("--picture draws one document; leave out --documents")
     return tuple(accumulate(lengths, initial=0))

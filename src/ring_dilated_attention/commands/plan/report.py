@@ -10,7 +10,7 @@ from ...forecast.ledger import Peak
 from ...pattern import Branch
 from ...plan.sizes import Sizes
 from ..hardware import Machine, described, known
-from ..numbers import scaled, size_text
+from ..numbers import DECIMAL, scaled, size_text
 from ..output import aligned, wrapped
 
 MOST_ROWS = 16  # with more ranks, the table has only the first, the last and the extremes
@@ -143,16 +143,23 @@ def table(rows: list[dict[str, Any]], model: dict[str, Any] | None) -> str:
         keys = ("flops", "sent_bytes", "peak_bytes")
         extremes = [pick(rows, key=itemgetter(key))["rank"] for key in keys for pick in (min, max)]
         shown = [rows[rank] for rank in sorted({0, len(rows) - 1, *extremes})]
-    headers: tuple[str, ...] = ("rank", "positions", "work,\nGFLOP", "share")
-    headers += ("sent, MB,\nforward", "in all", "peak, MB,\nforward", "in all")
+
+    def unit_of(key: str, least: str) -> tuple[str, int]:
+        """The prefix and the size of a column's unit. Numbers of six digits before the point would be too wide."""
+        units = [unit for unit in DECIMAL.items() if unit[1] >= DECIMAL[least]]
+        return next((unit for unit in units if max(row[key] for row in rows) < 10**5 * unit[1]), units[-1])
+
+    flop, sent, peak = unit_of("flops", "G"), unit_of("sent_bytes", "M"), unit_of("peak_bytes", "M")
+    headers: tuple[str, ...] = ("rank", "positions", f"work,\n{flop[0]}FLOP", "share")
+    headers += (f"sent, {sent[0]}B,\nforward", "in all", f"peak, {peak[0]}B,\nforward", "in all")
     headers += () if model is None else ("waits,\nof a step",)
-    names = ("forward_sent_bytes", "sent_bytes", "forward_peak_bytes", "peak_bytes")
+    units = {"forward_sent_bytes": sent, "sent_bytes": sent, "forward_peak_bytes": peak, "peak_bytes": peak}
     lines: list[tuple[str, ...]] = []
     for row in shown:
-        megabytes = [f"{row[name] / 1e6:,.1f}" for name in names]
+        sizes = [f"{row[name] / unit:,.1f}" for name, (_, unit) in units.items()]
         waits = () if model is None else (f"{_exposed_shares(model)[row['rank']]:.1%}",)
-        work = (f"{row['rank']:,}", f"{row['positions']:,}", f"{row['flops'] / 1e9:,.1f}", f"{row['share']:.1%}")
-        lines.append((*work, *megabytes, *waits))
+        work = (f"{row['rank']:,}", f"{row['positions']:,}", f"{row['flops'] / flop[1]:,.1f}", f"{row['share']:.1%}")
+        lines.append((*work, *sizes, *waits))
     text = aligned(headers, lines)
     return text if shown is rows else f"{text}\n({len(rows):,} ranks; shown are the first, the last and the extremes)"
 
@@ -165,10 +172,8 @@ def _exposed_shares(model: dict[str, Any]) -> list[float]:
 
 def _model_line(model: dict[str, Any]) -> str:
     step, forward, backward = (time_text(model[f"{name}_seconds"]) for name in ("step", "forward", "backward"))
-    return (
-        f"modelled step: {step} (forward {forward}, backward {backward}), parallel efficiency "
-        f"{model['efficiency']:.1%}; a rank waits at most {max(_exposed_shares(model)):.1%} of it"
-    )
+    rest = f"{model['efficiency']:.1%}; a rank waits at most {max(_exposed_shares(model)):.1%} of it"
+    return f"modelled step: {step} (forward {forward}, backward {backward}), parallel efficiency {rest}"
 
 
 def _text_of_many(found: dict[str, Any]) -> str:

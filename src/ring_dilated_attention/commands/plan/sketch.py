@@ -1,7 +1,4 @@
-"""Sketches a pattern that is too long to draw pair by pair: each branch has a scale of its own. No torch.
-
-`panels` returns what is drawn as data, so that a test can compare it with the plan.
-"""
+"""Sketches a pattern that is too long to draw pair by pair: each branch has a scale of its own. No torch."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,8 +9,7 @@ from ...plan.sharding import Shard, Span, shard_length
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A panel shows about so many segments of its branch.
-SEGMENTS_SHOWN = 4
+SEGMENTS_SHOWN = 4  # of a branch in its panel, about
 # Borders of shards are not drawn if they are closer than this share of a panel's width: the panel would be all grey.
 NARROWEST_SHARD = 1 / 64
 
@@ -65,8 +61,8 @@ def draw_panel(axes: "Axes", panel: Panel, colour: str, *, is_causal: bool) -> N
         axes.add_patch(Polygon(corners, closed=True, facecolor=colour, alpha=panel.ink, linewidth=0))
         axes.add_patch(Polygon(corners, closed=True, facecolor="none", edgecolor=colour, linewidth=1))
     for border in panel.borders:
-        axes.axvline(border, color="#999999", linewidth=0.7, linestyle=":")
-        axes.axhline(border, color="#999999", linewidth=0.7, linestyle=":")
+        for line in (axes.axvline, axes.axhline):
+            line(border, color="#999999", linewidth=0.7, linestyle=":")
     axes.set_xlim(0, panel.stop)
     axes.set_ylim(panel.stop, 0)
     axes.set_aspect("equal")
