@@ -88,6 +88,10 @@ float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return guarded("python -m benchmarks", lambda: run(parsed(argv)), is_process=argv is None)
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure speed, memory and scaling, each behind a correctness gate.",
@@ -104,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="where records go; the page goes beside it (default: those of the clone)",
     )
-    return guarded("python -m benchmarks", lambda: run(parser.parse_args(argv)), is_process=argv is None)
+    return parser.parse_args(argv)
 
 
 def run(arguments: argparse.Namespace) -> int:

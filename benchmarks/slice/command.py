@@ -55,6 +55,10 @@ behind it, but few. Exit codes: 0 verified, 1 not, 2 refused.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return guarded("python -m benchmarks.slice", lambda: run(parsed(argv)), is_process=argv is None)
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.slice",
         description="Run and verify one rank's share of a job that no machine holds.",
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     arguments.argv = list(sys.argv[1:] if argv is None else argv)
-    return guarded("python -m benchmarks.slice", lambda: run(arguments), is_process=argv is None)
+    return arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

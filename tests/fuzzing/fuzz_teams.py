@@ -43,7 +43,8 @@ class Team:
             store.wait(keys, timedelta(seconds=50))
         except dist.DistStoreError:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            return [Trial("no end", "", f"ranks {missing} did not come to an end")]
+            said = [f"rank {rank}: {outcome.value}" for rank, outcome in self.ranks.collect(missing, 0).items()]
+            return [Trial("no end", "", "\n".join([f"ranks {missing} did not come to an end", *said]))]
         return [pickle.loads(store.get(key)) for key in keys]
 
     def end(self) -> None:

@@ -236,10 +236,9 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
         if busy:
             say(f"rda doctor: {busy}")
     else:
-        said = [*problems, *([busy] if busy else [])]
-        listed = (f"  {i + 1}. {one}" for i, one in enumerate(said))
-        ends = ["not ready; mend, in this order:", *listed] if problems else [", but ".join(["ready", *said])]
-        print(text(everyone), *map(wrapped, ends), sep="\n")
+        listed = [f"  {i + 1}. {problem}" for i, problem in enumerate(problems)]
+        ends = ["not ready; mend, in this order:", *listed, busy] if problems else [f"ready{busy and f', but {busy}'}"]
+        print(text(everyone), *map(wrapped, filter(None, ends)), sep="\n")
     if arguments.save is not None:
         save(arguments.save, everyone, hardware)
     return 1 if problems else 0
