@@ -3,6 +3,7 @@ is ended. What a rank does in a case is a Desk's to say, one for each kind.
 """
 
 import contextlib
+import faulthandler
 import pickle
 import random
 import time
@@ -22,6 +23,7 @@ from fuzz import Trial
 Outcome = tuple[str, str | None]  # what was done, and what is wrong with what came of it
 PATIENCE = timedelta(seconds=8)
 AT_ONCE = 5.0  # seconds, with other processes on the cores
+STUCK = 40.0  # seconds: longer than a case takes that waits for all its timeouts
 broken_now: str | None = None  # how the ranks that this process starts are to be broken
 _teams: "dict[tuple[str, int], Team]" = {}  # by the module of the kind and the number of ranks
 
@@ -76,7 +78,9 @@ def serve(rank: int, world_size: int, module: str, broken: str | None) -> None:
         while True:
             number += 1
             distributed.store.wait([f"case {number}"], timedelta(days=1))
+            faulthandler.dump_traceback_later(STUCK, exit=False)  # where it is, should it not come to an end
             trial = desk.trial_of(random.Random(int(distributed.store.get(f"case {number}"))))
+            faulthandler.cancel_dump_traceback_later()
             distributed.store.set(f"done {number} {rank}", pickle.dumps(trial))
 
 
