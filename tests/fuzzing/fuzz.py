@@ -70,7 +70,7 @@ MODULES = KINDS | INTEGRATIONS
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
 BYTES_BEYOND_TORCH = 4 * 10**9
-BAR = re.compile(r"\d+/\d+ \[\d")  # of progress
+BAR = re.compile(r"\d[kMG]?/[\d.]+[kMG]? \[\d")  # of progress, in pieces or in bytes
 _START = multiprocessing.get_context("forkserver")
 
 

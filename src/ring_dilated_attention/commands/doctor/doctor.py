@@ -232,7 +232,7 @@ def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int
     if busy := taken_by_others(everyone):
         busy += " while it measured: rates may be too low; measure again when the machine is quiet"
     if arguments.json:
-        print(json.dumps({"ranks": everyone, "hardware": known(hardware), "to_mend": problems}, indent=1))
+        print(json.dumps({"ranks": everyone, "hardware": known(hardware), "to_mend": problems}, indent=1), flush=True)
         if busy:
             say(f"rda doctor: {busy}")
     else:
