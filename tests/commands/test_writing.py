@@ -214,7 +214,7 @@ def test_a_prompt_can_be_typed():
 
 
 def bits_one_call(model, text):
-    """Of every byte but the first, by one call without a cache."""
+    """The bits of every byte but the first, by one call without a cache."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()[None]
     with torch.no_grad():
         logits = model(tokens)
