@@ -32,7 +32,7 @@ from .measure import Sizes
 from .record import branches, markdown, tensors
 
 SUMMARY = "memory and time of one token, from 4 thousand to 16 million positions"
-# Of what is free, so that a dense cache is not timed while memory is being found for it.
+# A share of the free memory, so that a dense cache is not timed while memory is being found for it.
 SHARE_FOR_DENSE = 0.4
 
 

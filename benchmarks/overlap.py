@@ -125,7 +125,7 @@ def take_step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) 
 
 
 def summary(plan: Plan, steps: Sequence[dict[str, Stage]]) -> dict[str, Any]:
-    """Of all repeats: the step, its exposed share, and the parts of each stage (handshake, own rows, hops)."""
+    """The step of all repeats, its exposed share, and the parts of each stage (handshake, own rows, hops)."""
     seconds = [sum(stage.seconds for stage in step.values()) for step in steps]
     exposed = [sum(stage.exposed for stage in step.values()) for step in steps]
     return {

@@ -79,7 +79,7 @@ def _rank_and_links(
 
 
 def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, list[float]]]]:
-    """Of each pattern: this rank's part of the gate, its seconds in each setup, and its waiting share."""
+    """This rank's part of the gate, its seconds in each setup and its waiting share, for each pattern."""
     results = []
     for pattern, sharding, repeats in settings.patterns:
         parallel = ContextParallel(exchange="ring", sharding=sharding)
@@ -229,7 +229,7 @@ def _modelled_table(rows: list[dict[str, Any]]) -> str:
         "Two cores say nothing on 4 and 8 ranks: those rows are the plan's model (`rda plan --flops --bandwidth`), not "
         "measurements. Each rank has a core as fast as the one rank's, and links as fast as a chunk alone between two, "
         f"both from this run: {min(rates):.3g} to {max(rates):.3g} GFLOPS, {min(links):.2g} to {max(links):.2g} GB/s; "
-        "latency is left out. Of two ranks the model knows the waits, but not what keeps the machine below its ceiling."
+        "latency is left out. The model knows the waits of two ranks, but not what keeps the machine below its ceiling."
         f"\n\n{markdown(headers, lines)}"
     )
 

@@ -46,7 +46,7 @@ class Group(NamedTuple):
 class Found(NamedTuple):
     """What was measured of a candidate.
 
-    gate: torch's own ops pass none. Of a peer, the errors of what it computes.
+    gate: torch's own ops pass none. A peer's gate: the errors of what it computes.
     auto: the kernel that "auto" takes for this call.
     peak_bytes: what the call takes beyond query, key, value and dout.
     host_seconds: until the host has queued forward and backward.

@@ -119,6 +119,10 @@ def test_what_is_missing_is_said_at_once(capsys):
             f"rda plan model: missing --layers, --embed-dim, {branches}: a",
         ),
         (
+            ["plan", "model", "--layers", "2", "--embed-dim", "64"],
+            f"rda plan model: missing {branches}: {suggest}",
+        ),
+        (
             ["suggest"],
             "rda suggest: missing --seq-len, --heads, --speedup: --speedup 50 allows 1/50 of",
         ),

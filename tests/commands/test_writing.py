@@ -214,7 +214,7 @@ def test_a_prompt_can_be_typed():
 
 
 def bits_one_call(model, text):
-    """Of every byte but the first, by one call without a cache."""
+    """The bits of every byte but the first, by one call without a cache."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()[None]
     with torch.no_grad():
         logits = model(tokens)
@@ -271,6 +271,7 @@ def test_evaluate(folder, tmp_path, capsys):
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert f"{record['bits_per_byte']:.3f} bits per byte over 989 bytes, in contexts of 96 bytes" in out
+    assert [line for line in out.splitlines() if len(line) > 80] == []
     assert re.search(r"^64 to 127 +32\d +\d\.\d\d\d +#+ *$", out, flags=re.MULTILINE)
     assert main([*arguments, "--context", "0", "--chunk", "100"]) == 0
     assert "999 bytes, in contexts of any length" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from ring_dilated_attention.plan.sizes import Sizes
 
 
 def random_job(rng: random.Random, way: Way | None = None) -> tuple[Job, Way, Sizes]:
-    """Of 9 to 40 ranks, near-equal, aligned or in zigzag, with up to four branches and packed documents or none."""
+    """9 to 40 ranks, near-equal, aligned or in zigzag, with up to four branches and packed documents or none."""
     num_ranks, each = rng.choice([9, 12, 16, 24, 40]), rng.choice([32, 50, 64, 100, 256])
     n = num_ranks * each + rng.choice([0, 0, rng.randrange(num_ranks)])
     num_branches = rng.randint(1, 4)
@@ -132,7 +132,7 @@ def estimates(seed: int, number: int, monkeypatch, way: Way | None = None):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_the_memory_of_uneven_shards_is_not_below_that_of_the_plans(seed, monkeypatch):
-    """Of 65 to 80 ranks, whose longest shard and largest chunk need not be of one rank: at most 5 % below."""
+    """At most 5 % below, on 65 to 80 ranks, whose longest shard and largest chunk need not be of one rank."""
     rng = random.Random(seed)
     num_ranks, each = rng.choice([65, 70, 80]), rng.choice([8, 16])
     lengths = [each] * num_ranks

@@ -124,10 +124,13 @@ def test_two_networks_by_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--hardware", "h100-nvlink", "--gpus-per-host", "4"], "gpus_per_host 4 and host_bytes_per_second None: give"),
+        (
+            ["--hardware", "h100-nvlink", "--gpus-per-host", "4"],
+            "gpus_per_host 4 and host_bytes_per_second None: a file of",
+        ),
         (
             ["--flops", "1T", "--bandwidth", "1G", "--gpus-per-host", "4"],
-            "give both, as --hardware h100 does, or",
+            "a file of --hardware gives both, as h100 does, or",
         ),
         (["--hardware", "h100", "--gpus-per-host", "0"], "--gpus-per-host 0 must be from 1 to 1e+06 GPUs on a host"),
         (

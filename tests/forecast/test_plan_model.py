@@ -216,7 +216,7 @@ def test_what_fits_is_searched_without_a_plan_of_many_ranks(monkeypatch):
 
 @pytest.mark.parametrize("num_ranks", [24, 66])
 def test_attention_holds_and_takes_what_its_plans_do(num_ranks):
-    """Of one layer, on the ranks of a sequence; of many about that."""
+    """For one layer on the ranks of a sequence; for many layers about that."""
     pattern, seq_len = DilatedPattern((700, 9000, 60000), (1, 2, 8), is_causal=True), 1000 * num_ranks + 5
     job = ModelJob(Shape(1, 64, 256, 256, 4, 4), pattern, seq_len, 1, Mesh(1, num_ranks), "zigzag")
     shards = make_shards("zigzag", default_lengths("zigzag", seq_len, num_ranks))
@@ -261,7 +261,7 @@ def test_the_command_plans_a_model(capsys):
 
 
 def test_a_model_says_which_pattern_it_was_planned_with(tmp_path, capsys, monkeypatch):
-    """Of a run's folder nobody typed it."""
+    """Nobody typed the pattern of a run's folder."""
     fields = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "seq_len": 4096}
     fields |= {"segment_lengths": [256, 4096], "dilation_rates": [1, 8]}
     command = "ring_dilated_attention.commands.plan.model"

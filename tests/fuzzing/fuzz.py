@@ -90,7 +90,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class Findings:
-    """Of one kind."""
+    """The findings of one kind."""
 
     kind: str
     seed: int

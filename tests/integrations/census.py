@@ -32,7 +32,7 @@ PATTERN = {"segment_lengths": [4, 9], "dilation_rates": [1, 3]}
 ROWS = 20
 MOST = 20_000_000  # parameters
 MAPPINGS = ("MODEL_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
-# Of any config that has such a field. The heads of 8 are as wide as rotary embeddings in sections need.
+# The sizes of any config that has such a field. The heads of 8 are as wide as rotary embeddings in sections need.
 SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 32,

@@ -14,7 +14,7 @@ PER_STEP = 2
 
 
 class Steps(NamedTuple):
-    """Of each step the loss and the norm of the gradient before it is clipped; the parameters after the last."""
+    """The loss of each step, and the norm of its gradient before it is clipped; the parameters after the last."""
 
     losses: list[float]
     norms: list[float]

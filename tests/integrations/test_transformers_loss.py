@@ -183,7 +183,7 @@ CHUNKS = 8
 
 @pytest.mark.parametrize("part", range(CHUNKS))
 def test_every_language_model(part, small_chunks):
-    """Of the pinned transformers: its own loss and gradients, or a refusal."""
+    """Each model of the pinned transformers has its own loss and gradients, or is refused."""
     for kind, name in language_models()[part::CHUNKS]:
         model = tiny(kind, name)
         ids = inputs_of(model)["input_ids"]

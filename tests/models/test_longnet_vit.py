@@ -218,7 +218,7 @@ def rank_embeds(rank, world_size, name, lengths):
     start = sum(lengths[:rank])
     own = slice(start, start + lengths[rank])
     model = case.model(parallel=cp, activation_checkpointing=world_size == 3)
-    # Of all layers' outputs none has passed the encoder's last LayerNorm.
+    # No layer's output has passed the encoder's last LayerNorm.
     replicated = DistributedDataParallel(model, find_unused_parameters=True)
     found = replicated(x[:, own], coords[:, own], True)
     torch.stack(found).sin().mean().backward()

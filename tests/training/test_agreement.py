@@ -79,7 +79,7 @@ def told(rank, world_size):
 
 
 def test_all_hear_what_all_say():
-    """Of any length, and of paths that hold no letters."""
+    """Texts of any length, also of paths that hold no letters."""
     assert run_ranks(3, told) == [[[k, k * "Prüfung \udcff"] for k in range(3)]] * 3
 
 

@@ -167,7 +167,7 @@ def listening(session_of: int) -> set[str]:
 
 
 def test_two_ranks_are_alone_with_their_folder(tmp_path, monkeypatch, capsys):
-    """Of a run on two ranks: nobody beyond this machine can reach them, and nobody else has the folder."""
+    """Nobody beyond this machine can reach the ranks of a run, and nobody else has its folder."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(TEXT)
     arguments = [*RUN, "--run-folder", "run"]

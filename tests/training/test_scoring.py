@@ -22,7 +22,7 @@ def make_model(parallel=None):
 
 
 def bits_after(model, start, position):
-    """Of one byte, that has the bytes from `start` on before it."""
+    """The bits of one byte that has the bytes from `start` on before it."""
     logits = model(torch.tensor([list(TEXT[start:position])]))[0, -1]
     return F.cross_entropy(logits, torch.tensor(TEXT[position])).item() / math.log(2)
 

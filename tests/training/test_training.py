@@ -117,7 +117,7 @@ class TestDocument:
         assert (document.content, document.num_train) == (b"abcdef", 4)
         assert document.name == f"{a}; held out: {b}, {c}"
         assert load_document([a], 4, 1, {}, [b]).content == b"abcde"
-        assert load_document([a], 4, 1, {}, [b]).read == "a: 4 bytes\nheld out, the first 1 bytes of b: 2 bytes"
+        assert load_document([a], 4, 1, {}, [b]).read == "a: 4 bytes\nheld out, the first 1 bytes of\n  b: 2 bytes"
         (tmp_path / "link").symlink_to(b)
         with pytest.raises(ValueError, match=r"--held-out .*link is trained on, as --data: give a file that is not"):
             load_document([a, b], 4, 1, {}, [str(tmp_path / "link")])
@@ -201,7 +201,7 @@ class TestLoop:
         assert all(
             f"\n{path.name.partition('-')[0]}" in readme for path in tmp_path.iterdir() if path.name != "README.txt"
         )
-        said = (readme + summary(record)).replace(str(tmp_path), "runs/a")
+        said = (readme + summary(record)).replace(str(tmp_path), "runs/20250131-120000")
         assert [line for line in said.splitlines() if len(line) > 80] == []
         assert json.loads((tmp_path / "record.json").read_text()) == record
         assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -21,7 +21,7 @@ from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
 from .limits import LARGEST, check_at_least, check_ranks_fit
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
 from .numbers import count
-from .output import aligned, check_writable, progress_bar
+from .output import aligned, check_writable, progress_bar, wrapped
 
 if TYPE_CHECKING:
     from ..training.bits_per_byte import Part
@@ -184,7 +184,7 @@ def report(record: dict) -> str:
         rows.append((before, f"{bucket['num_bytes']:,}", f"{bucket['bits_per_byte']:.3f}", bar.ljust(30)))
     headers = ("bytes before", "bytes", "bits per byte", f"above {least:.3f}".ljust(30))
     stopped = "interrupted: " if record["interrupted"] else ""
-    return (
+    return wrapped(
         f"{record['read']}\n{aligned(headers, rows)}\n{stopped}{record['bits_per_byte']:.3f} bits per byte over "
         f"{record['num_bytes']:,} bytes, in contexts of {shown(record['context'])}; peak resident "
         f"{record['peak_resident_bytes'] / 1e6:,.0f} MB"

@@ -156,7 +156,7 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
     hardware = machine.hardware
     if (hardware.gpus_per_host is None) != (hardware.host_bytes_per_second is None):
         both = f"gpus_per_host {hardware.gpus_per_host} and host_bytes_per_second {hardware.host_bytes_per_second}"
-        raise ValueError(f"{both}: give both, as --hardware h100 does, or neither (one network)")
+        raise ValueError(f"{both}: a file of --hardware gives both, as h100 does, or neither (one network)")
     if hardware.bytes_per_second == NO_NETWORK and (arguments.ranks or 1) > 1:
         remedy = "measure it with rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
         raise ValueError(f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: {remedy}")

@@ -294,7 +294,7 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
         write_sample(record, text)
         onward = train_command(arguments, "--from", folder, "--steps", run.hyperparameters.steps_again)
         print(text, f"more of it: {more}", f"more steps: {onward}", FROM, sep="\n", file=for_people)
-        print(f'in Python: LongNetLM.from_run("{folder}"); another pattern: docs/generation.md', file=for_people)
+        print(f'in Python: LongNetLM.from_run("{folder}")\nanother pattern: docs/generation.md', file=for_people)
     print(f"README.txt says what is in {folder}", file=for_people)
     if arguments.json:
         print(json.dumps(record))

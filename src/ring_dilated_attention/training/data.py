@@ -75,7 +75,7 @@ def load_document(
             raise ValueError(f"--held-out {', '.join(held_out)} is empty: there is nothing to score")
         scored = scored[:num_held_out]
         name, num_held_out = f"{name}; held out: {', '.join(held_out)}", len(scored)
-        content, read = content + scored, f"{read}\nheld out, the first {num_held_out:,} bytes of {read_too}"
+        content, read = content + scored, f"{read}\nheld out, the first {num_held_out:,} bytes of\n  {read_too}"
     return Document(content, name, seq_len, num_held_out, read)
 
 

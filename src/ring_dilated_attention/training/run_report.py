@@ -81,11 +81,11 @@ record.json    hyperparameters, document, machine, losses, memory, final figures
 loss.png       the losses
 sample.txt     a text that the model wrote when it was trained
 
-rda train --resume {folder}              go on with it if it was interrupted
-rda train --from {folder} --steps {steps:<5}  a new run from its parameters; the
-                                         learning rate rises to its peak again
+rda train --resume {folder}              go on if it was interrupted
+rda train --from {folder} --steps {steps:<5}  a run from these parameters
 rda generate {folder} --prompt 'def '    let it write
 rda evaluate {folder} FILE               bits per byte of a text
+In a run from these parameters the learning rate rises to its peak again.
 
 In Python: ring_dilated_attention.models.LongNetLM.from_run(...) is the model.
 """

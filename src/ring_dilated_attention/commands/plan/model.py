@@ -100,8 +100,8 @@ def fill_in(arguments: argparse.Namespace) -> None:
     for name, value in found.items():
         if getattr(arguments, name, None) in (None, False):
             setattr(arguments, name, value)
-    needed = ("layers", "embed_dim", "seq_len", "segment_lengths", "dilation_rates")
-    check_given(arguments, needed, f"a model needs --layers and --embed-dim, or --config; {SUGGEST}")
+    remedy = "" if arguments.layers and arguments.embed_dim else "a model needs --layers and --embed-dim, or --config; "
+    check_given(arguments, ("layers", "embed_dim", "seq_len", "segment_lengths", "dilation_rates"), remedy + SUGGEST)
 
 
 def read_config(path: Path, sizes: dict[str, int]) -> dict[str, Any]:
