@@ -1,5 +1,6 @@
 """The main job: which bytes a step reads, that a resumed run is the same run, and how the command ends."""
 
+import gzip
 import json
 import math
 import os
@@ -119,8 +120,10 @@ class TestDocument:
         assert load_document([a], 4, 1, {}, [b]).content == b"abcde"
         assert load_document([a], 4, 1, {}, [b]).read == "a: 4 bytes\nheld out, the first 1 bytes of\n  b: 2 bytes"
         (tmp_path / "link").symlink_to(b)
-        with pytest.raises(ValueError, match=r"--held-out .*link is trained on, as --data: give a file that is not"):
-            load_document([a, b], 4, 1, {}, [str(tmp_path / "link")])
+        (tmp_path / "b.gz").write_bytes(gzip.compress(b"ef"))
+        for name in ("link", "b.gz"):
+            with pytest.raises(ValueError, match=rf"--held-out .*{name} is trained on, as --data: give a text that is"):
+                load_document([a, b], 4, 131_072, {}, [str(tmp_path / name)])
         with pytest.raises(ValueError, match=r"--held-out .*c is empty: there is nothing to score"):
             load_document([a], 4, 131_072, {}, [c])
 

@@ -68,12 +68,10 @@ def load_document(
     content, read = read_files(paths, how)
     if held_out:
         scored, read_too = read_files([Path(name) for name in held_out], how)
-        for file in held_out:
-            if any(Path(file).samefile(path) for path in paths):
-                raise ValueError(f"--held-out {file} is trained on, as --data: give a file that is not")
-        if not scored:
+        if not (scored := scored[:num_held_out]):
             raise ValueError(f"--held-out {', '.join(held_out)} is empty: there is nothing to score")
-        scored = scored[:num_held_out]
+        if scored in content:  # also where another file holds them, or a compressed one
+            raise ValueError(f"--held-out {', '.join(held_out)} is trained on, as --data: give a text that is not")
         name, num_held_out = f"{name}; held out: {', '.join(held_out)}", len(scored)
         content, read = content + scored, f"{read}\nheld out, the first {num_held_out:,} bytes of\n  {read_too}"
     return Document(content, name, seq_len, num_held_out, read)
