@@ -76,8 +76,8 @@ def svg(name: str, draw: Callable[[], Drawn]) -> tuple[str, Drawn]:
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name}-", text)
     view = re.search(r'viewBox="[^"]+"', text)
     assert view is not None
-    head = f'<svg {view[0]} role="img" aria-labelledby="{name}-said"><title id="{name}-said">{escape(drawn.alternative)}</title>'
-    text = head + text[text.index(">") + 1 :]
+    title = f'<title id="{name}-said">{escape(drawn.alternative)}</title>'
+    text = f'<svg {view[0]} role="img" aria-labelledby="{name}-said">{title}{text[text.index(">") + 1 :]}'
     for colour, variable in COLOURS.items():
         text = text.replace(colour, f"var({variable})")
     return text, drawn
@@ -179,7 +179,7 @@ def memory(rows: Rows) -> Drawn:
     _log_ticks(axes, sorted({row["ranks"] for row in rows}), [200, 500, 1000, 2000])
     line = Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (4, 3)), label="1/p of one rank's peak")
     _legend(figure, [*axes.get_legend_handles_labels()[0], line], 1)
-    most, times = groups[0][-1]["ranks"], _list(f"{group[-1]['of_one_rank']:.2f}" for group in groups)
+    most, times = groups[0][-1]["ranks"], listed(f"{group[-1]['of_one_rank']:.2f}" for group in groups)
     return Drawn(
         figure,
         f"Peak memory of the rank that holds most, forward and backward, inputs included, {tensors(rows[0])}. On "
@@ -187,7 +187,7 @@ def memory(rows: Rows) -> Drawn:
         "chunks of other ranks take room beside the rank's own.",
         " ".join(
             f"{branches(group[0])}: "
-            + _list(f"{row['forward_backward_bytes'] / 1e6:,.0f} MB on {row['ranks']}" for row in group)
+            + listed(f"{row['forward_backward_bytes'] / 1e6:,.0f} MB on {row['ranks']}" for row in group)
             + " ranks."
             for group in groups
         ),
@@ -220,7 +220,7 @@ def time(rows: Rows) -> Drawn:
         f"{first['seconds']['repeats']} interleaved repeats, bars from the fastest to the slowest. Forward and "
         f"backward grow with length to the power of {exponent:.3f}; 1 would be exactly linear.",
         "Points on a straight line: "
-        + _list(f"{row['seconds']['median']:.3g} seconds at {row['seq_len']:,}" for row in rows)
+        + listed(f"{row['seconds']['median']:.3g} seconds at {row['seq_len']:,}" for row in rows)
         + " positions.",
     )
 
@@ -250,7 +250,7 @@ def sent(rows: Rows) -> Drawn:
         f"profiler. They stay the same as ranks and sequence grow together, and the forward sends "
         f"{undilated / each:.0f} times fewer than undilated keys and values would.",
         "Flat lines: "
-        + _list(f"{max(r['forward_bytes']) / 1e6:.1f} MB forward on {r['ranks']} ranks" for r in rows)
+        + listed(f"{max(r['forward_bytes']) / 1e6:.1f} MB forward on {r['ranks']} ranks" for r in rows)
         + f"; {max(row['backward_bytes']) / 1e6:.1f} MB backward; {undilated / 1e6:.1f} MB undilated.",
     )
 
@@ -380,6 +380,6 @@ def _legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
     figure.legend(handles=list(handles), loc="outside lower left", ncols=columns, borderpad=0.2, handlelength=1.6)
 
 
-def _list(words: Iterable[str]) -> str:
+def listed(words: Iterable[str]) -> str:
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last

@@ -7,6 +7,7 @@ from typing import Any, BinaryIO
 from ring_dilated_attention.training.files import check_mine, write_whole
 
 from ..record import Record, markdown, provenance, read_record
+from . import figures
 from .evidence import TEMPLATES, render
 
 MAKER = "python -m benchmarks --reports"
@@ -66,19 +67,24 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return f"Heads: {heads}.\n\n{markdown(headers, lines)}"
 
     two = [row for row in rows if row["ranks"] == 2]
-    halves = [r["forward_backward_bytes"] / found[r["heads"], r["seq_len"], 1]["forward_backward_bytes"] for r in two]
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for row in two:
+        alone = found[row["heads"], row["seq_len"], 1]
+        shares[row["sent_bytes"] > 0].append(row["forward_backward_bytes"] / alone["forward_backward_bytes"])
     return {
         "ms": ms,
         "mb": size,
         "gb": lambda n, p: size(n, p, unit=1e9, places=3),
         "ours": ours,
-        "halves": _span(halves, "{:.3f}"),
+        "half_at_home": _span(shares[False], "{:.3f}"),
+        "half_travelling": _span(shares[True], "{:.3f}"),
         "repeats": two[0]["seconds"]["repeats"],
         "no_message": f"{min(row['seq_len'] for row in two if not row['sent_bytes']):,}",
+        "messages": f"{max(row['seq_len'] for row in two if row['sent_bytes']):,}",
     }
 
 
-def said(records: Mapping[str, Record]) -> dict[str, str]:
+def said(records: Mapping[str, Record]) -> dict[str, Any]:
     """The figures that stand within sentences."""
     rows = {name: record["rows"] for name, record in records.items()}
     eight = [row for row in rows["ranks"] if row["ranks"] == 8]
@@ -86,17 +92,28 @@ def said(records: Mapping[str, Record]) -> dict[str, str]:
     million = rows["million"][0]
     return {
         "provenance": provenance(records["reports"]),
-        "waiting": _span([row["waiting_share"]["median"] for row in rows["scaling"]], "{:.1%}"),
-        "ceiling": _span([row["ratio"] for row in rows["scaling"]], "{:.1%}"),
-        "efficiency": _span([row["efficiency"]["median"] for row in rows["scaling"]], "{:.1%}"),
-        "exposed": _span([row["exposed_share"]["median"] for row in rows["overlap"]], "{:.1%}"),
-        "of_line": ", ".join(f"{row['of_one_rank']:.2f}" for row in eight),
-        "plan_off": f"{max(off):.1e} of it",
+        "busy": busy(records["reports"]["hardware"]),
+        "waiting": _percent([row["waiting_share"]["median"] for row in rows["scaling"]]),
+        "ceiling": _percent([row["ratio"] for row in rows["scaling"]]),
+        "efficiency": _percent([row["efficiency"]["median"] for row in rows["scaling"]]),
+        "exposed": _percent([row["exposed_share"]["median"] for row in rows["overlap"]]),
+        "of_line": figures.listed(f"{row['of_one_rank']:.2f}" for row in eight),
+        "plan_off": f"{max(off):.0e} of it",
         "million": f"{million['seq_len']:,}",
         "million_gb": f"{million['peak_bytes'] / 1e9:.1f}",
         "billion": f"{rows['billion'][0]['seq_len']:,}",
         "crossover": f"{max(row['faster_from'] for row in rows['crossover']):,}",
     }
+
+
+def busy(hardware: Mapping[str, Any]) -> str:
+    """The load of the machine at the end of a run, if others used it too; the run itself keeps two cores busy."""
+    load, cores = hardware["load_average_at_the_end"], hardware["cores"]
+    return f"{load:.1f} on {cores} cores" if load is not None and load > 3 else ""
+
+
+def _percent(shares: Sequence[float]) -> str:
+    return f"{_span([100 * share for share in shares], '{:.1f}')} %"
 
 
 def _span(values: Sequence[float], form: str) -> str:
