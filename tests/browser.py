@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 FLAGS = [
@@ -31,7 +32,7 @@ def why_not() -> str | None:
 
 
 class Browser:
-    """One session. Errors of the driver are HTTPError."""
+    """One session. What the driver refuses is a RuntimeError with its message."""
 
     def __init__(self, url: str, profile: Path) -> None:
         self._url, self._open = url, build_opener(ProxyHandler({})).open
@@ -64,8 +65,11 @@ class Browser:
 
     def _post(self, path: str, content: dict[str, Any]) -> Any:
         request = Request(f"{self._url}/{path}", json.dumps(content).encode(), {"Content-Type": "application/json"})
-        with self._open(request, timeout=30) as answer:
-            return json.load(answer)["value"]
+        try:
+            with self._open(request, timeout=30) as answer:
+                return json.load(answer)["value"]
+        except HTTPError as error:
+            raise RuntimeError(f"chromedriver, {path}: {json.load(error)['value']['message']}") from error
 
 
 @contextmanager
@@ -75,8 +79,8 @@ def browser(profile: Path) -> Iterator[Browser]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver:
         try:
             assert driver.stdout is not None
-            [port] = next(found for line in driver.stdout if (found := re.findall(r"on port (\d+)\.", line)))
-            session = Browser(f"http://127.0.0.1:{port}", profile)
+            ports = (found for line in driver.stdout for found in re.findall(r"on port (\d+)\.", line))
+            session = Browser(f"http://127.0.0.1:{next(ports, 0)}", profile)
             try:
                 yield session
             finally:

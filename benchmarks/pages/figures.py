@@ -35,9 +35,10 @@ COLOURS = {
 }
 INK, FAINT, PAPER, *SERIES = COLOURS
 WIDTH = 3.9  # inches; 9 points are then 11 pixels on a phone of 390
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "benchmarks",
+    "figure.constrained_layout.w_pad": 0.08,
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.spines.top": False,
@@ -62,7 +63,7 @@ class Drawn(NamedTuple):
     alternative: str
 
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[dict[str, Any]]
 
 
 def svg(name: str, draw: Callable[[], Drawn]) -> tuple[str, Drawn]:
@@ -124,7 +125,8 @@ def timeline(rows: Rows) -> Drawn:
         axes.set_title(f"{branches(group[0])}, {group[0]['sharding']}", loc="left")
         said = [f"rank {row['rank']}\nwaits {row['exposed_share']['median']:.1%}" for row in group]
         axes.set(yticks=range(len(group)), yticklabels=said, ylim=(len(group) - 0.35, -0.75))
-        axes.set(xlim=(0, None), xlabel="seconds")
+        axes.set(xlim=(0, 1.06 * max(row["step_seconds"]["max"] for row in group)), xlabel="seconds")
+        axes.locator_params(axis="x", nbins=6)
         axes.tick_params(axis="y", length=0)
     words = ("computes with its own rows", "computes with received rows", "waits", "messages under way")
     order = (SERIES[0], SERIES[2], SERIES[1], SERIES[3])
@@ -205,7 +207,7 @@ def time(rows: Rows) -> Drawn:
         found = [row[key] for row in rows]
         middle = [x["median"] for x in found]
         spread = [[x["median"] - x["min"] for x in found], [x["max"] - x["median"] for x in found]]
-        style = {"linestyle": "none", "marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1}
+        style: dict[str, Any] = {"linestyle": "none", "marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1}
         axes.errorbar(n, middle, spread, color=colour, label=label, **style)
     exponent, ends = rows[0]["exponent"], (n[0], n[-1])
     centre = rows[len(rows) // 2]
@@ -325,7 +327,7 @@ def text(rows: Rows) -> Drawn:
 def _curves(panels: Mapping[str, Sequence[tuple[str, Sequence[Sequence[float]]]]], column: int, label: str) -> Figure:
     """Lines against CPU seconds; those of one name have one colour."""
     figure, names = _figure(2.2 * len(panels) + 0.9), list(dict.fromkeys(n for p in panels.values() for n, _ in p))
-    looks = [(colour, dashes) for dashes in ("-", (0, (4, 2))) for colour in (*SERIES, FAINT)]
+    looks: list[tuple[str, Any]] = [(colour, dashes) for dashes in ("-", (0, (4, 2))) for colour in (*SERIES, FAINT)]
     style = dict(zip(names, looks, strict=False))
     for axes, (title, lines) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True):
         for name, curve in lines:

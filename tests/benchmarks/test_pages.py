@@ -14,6 +14,8 @@ from benchmarks.pages import evidence, figures, reports
 RESULTS, EVIDENCE, REPORTS = ROOT / "benchmarks/results", ROOT / "docs/evidence.html", ROOT / "docs/reports.md"
 REMAKE = "python -m benchmarks --page --html docs/evidence.html --reports docs/reports.md"
 
+WIDTHS = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+
 
 def without_pictures(page):
     """matplotlib's own numbers may differ between its versions."""
@@ -128,7 +130,7 @@ def test_evidence_in_a_browser(tmp_path):
         for width, is_dark in ((390, False), (1280, True)):
             opened.open(EVIDENCE, width, is_dark=is_dark)
             opened.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
-            inside = opened.run("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+            inside = opened.run(WIDTHS)
             assert inside[0] <= inside[1] <= width
             assert opened.run("return getComputedStyle(document.body).backgroundColor") == (
                 "rgb(20, 23, 26)" if is_dark else "rgb(254, 254, 254)"
@@ -140,5 +142,7 @@ def test_evidence_in_a_browser(tmp_path):
             beyond += " > innerWidth + 1).map(each => each.textContent)"
             assert opened.run(beyond) == []
         assert opened.console() == []
-        opened.run("console.error('heard')")
-        assert "heard" in "".join(opened.console())  # so silence means something
+        # The same checks notice what is wrong.
+        opened.run("console.error('heard'); document.body.insertAdjacentHTML('beforeend', '<img width=3000>')")
+        assert opened.run(WIDTHS)[0] > 3000
+        assert "heard" in "".join(opened.console())
