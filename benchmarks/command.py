@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -44,7 +44,7 @@ from . import (
     transformers_loss,
 )
 from .gate import GateError
-from .record import Record, Table, for_terminal, is_record, make_record, page_of, write_page, write_record
+from .record import Record, for_terminal, is_record, make_record, page_of, write_page, write_record
 
 CASES: dict[str, ModuleType] = {
     "flops": flops,
@@ -74,6 +74,8 @@ CASES: dict[str, ModuleType] = {
     "gpu_memory": gpu_memory,
     "gpu_small": gpu_small,
 }
+# What makes the table of each record.
+TABLES = {name: module.table for name, module in CASES.items()}
 RESULTS = Path(__file__).with_name("results")
 
 EXAMPLES = f"""cases:
@@ -162,22 +164,21 @@ def run(arguments: argparse.Namespace) -> int:
         if is_kept:
             print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
     try:
-        tables = {name: module.table for name, module in CASES.items()}
         if (names and is_kept) or arguments.page:
-            print(f"page: {write_page(folder, tables)}")
-        write_others(arguments, folder, tables)
+            print(f"page: {write_page(folder, TABLES)}")
+        write_others(arguments, folder)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def write_others(arguments: argparse.Namespace, folder: Path, tables: Mapping[str, Table]) -> None:
+def write_others(arguments: argparse.Namespace, folder: Path) -> None:
     """The pages that are asked for by name. Their pictures need matplotlib, which no case does."""
     if arguments.html:
         from .pages.evidence import write_evidence
 
-        print(f"page: {write_evidence(arguments.html, folder, tables)}")
+        print(f"page: {write_evidence(arguments.html, folder, TABLES)}")
     if arguments.reports:
         from .pages.reports import write_reports
 
@@ -187,7 +188,7 @@ def write_others(arguments: argparse.Namespace, folder: Path, tables: Mapping[st
 def check_folder(folder: Path, names: Sequence[str]) -> None:
     """Raise ValueError, before anything is measured, unless the records of these cases and the page can be written."""
     page_of(folder)
-    if not names and not any((folder / f"{name}.json").exists() for name in CASES):
+    if not names and not any((folder / f"{name}.json").exists() for name in TABLES):
         raise ValueError(
             f"--page: there are no records in {folder}. Name the folder that holds them with --results, or run a case."
         )

@@ -18,7 +18,7 @@ from .measure import Sizes, Times, dilated_call, quantiles
 from .ranks import Found, measure_rank
 from .record import branches, markdown, seconds, tensors
 
-SUMMARY = "milliseconds and memory at the shapes of the five reports (docs/reports.md)"
+SUMMARY = "time and memory at the shapes of the five reports (docs/reports.md)"
 TIMED_RANKS = (1, 2)
 
 

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from html import escape
-from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -97,15 +96,19 @@ def sections(folder: Path, tables: Mapping[str, Table]) -> Iterator[Section]:
 
 
 def as_html(markdown: str) -> str:
-    """Paragraphs and tables of a record's table as HTML. It holds no other markdown but code in backticks."""
+    """Paragraphs, lists and tables, as the records' tables have them, as HTML."""
     made = []
-    for is_table, lines in groupby(markdown.splitlines(), lambda line: line.startswith("|")):
-        if not is_table:
-            made += [f"<p>{marked_up(line)}</p>" for line in lines if line]
-            continue
-        head, _, *body = ([marked_up(cell.strip()) for cell in line.strip("|").split("|")] for line in lines)
-        made += ['<div class="table" tabindex="0"><table><thead>', _row(head, "th"), "</thead><tbody>"]
-        made += [*(_row(cells, "td") for cells in body), "</tbody></table></div>"]
+    for block in markdown.split("\n\n"):
+        lines = block.splitlines()
+        if block.startswith("|"):
+            head, _, *body = ([marked_up(cell.strip()) for cell in line.strip("|").split("|")] for line in lines)
+            rows = "\n".join(_row(cells, "td") for cells in body)
+            table = f"<table><thead>{_row(head, 'th')}</thead><tbody>\n{rows}\n</tbody></table>"
+            made.append(f'<div class="table" tabindex="0">{table}</div>')
+        elif block.startswith("- "):
+            made.append(f"<ul>{''.join(f'<li>{marked_up(line[2:])}</li>' for line in lines)}</ul>")
+        else:
+            made.append(f"<p>{marked_up(' '.join(lines))}</p>")
     return "\n".join(made)
 
 
@@ -114,5 +117,6 @@ def _row(cells: list[str], tag: str) -> str:
 
 
 def marked_up(text: str) -> str:
-    """Text with code in backticks, as HTML."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    """Text as HTML, with its code in backticks and its words in asterisks."""
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return re.sub(r"(?<!\w)\*(\w[^*]*)\*", r"<em>\1</em>", text)

@@ -259,7 +259,7 @@ def sent(rows: Rows) -> Drawn:
 
 def peers(rows: Rows) -> Drawn:
     """CPU seconds of others over ours, and whether what they compute is right."""
-    timed = [row for row in rows if "ratio" in row]
+    timed = [row for row in rows if "ratio" in row and row["version"]]  # of other libraries
     figure = _figure(0.24 * len(timed) + 1.1)
     axes = figure.add_subplot(xlabel="CPU seconds, theirs over ours", xscale="log")
     axes.axvline(1, color=INK, linewidth=0.8)
@@ -268,21 +268,25 @@ def peers(rows: Rows) -> Drawn:
         colour, marker = (SERIES[1], "X") if is_wrong else (SERIES[0], "o")
         axes.plot([ratio["min"], ratio["max"]], [y, y], color=colour, linewidth=1)
         axes.plot(ratio["median"], y, color=colour, marker=marker, markersize=5)
-    axes.set(yticks=range(len(timed)), yticklabels=[row["name"] for row in timed], ylim=(len(timed) - 0.5, -0.5))
+    axes.set(yticks=range(len(timed)), yticklabels=[row["peer"] for row in timed], ylim=(len(timed) - 0.5, -0.5))
     ticks = [0.2, 0.5, 1, 2, 5, 10]
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in ticks]))
     axes.xaxis.set_minor_locator(NullLocator())
-    kinds = (("o", SERIES[0], "right, or refused, in all that it offers"), ("X", SERIES[1], "wrong for some input"))
+    kinds = (
+        ("o", SERIES[0], "wrong for no input that was tried"),
+        ("X", SERIES[1], "wrong for some input, without a word"),
+    )
     _legend(figure, [Line2D([], [], ls="none", marker=m, color=c, label=label) for m, c, label in kinds], 1)
-    left_out = len(rows) - len(timed)
+    left_out = sum("ratio" not in row for row in rows)
+    reasons = f", also why {left_out} could not be measured" if left_out else ""
     return Drawn(
         figure,
-        "CPU seconds of forward and backward of other implementations over those of this library for the same call, "
-        "taken in turn in the same processes; lines from the least to the most. Left of 1 the other one is cheaper. "
-        + (f"{left_out} that could not be measured are in the table, with the reason." if left_out else ""),
+        "CPU seconds of other implementations over those of this library, by turns in the same processes; lines go "
+        "from the least to the most. Left of 1 the other one is cheaper. Dense attention is another function, and a "
+        f"wrong result has a cost too: the table says more{reasons}.",
         " ".join(
-            f"{row['name']}: {row['ratio']['median']:.2f} times{', wrong for ' * bool(_wrong(row))}"
+            f"{row['peer']}: {row['ratio']['median']:.2f} times{', wrong for ' * bool(_wrong(row))}"
             f"{', '.join(_wrong(row))}."
             for row in timed
         ),

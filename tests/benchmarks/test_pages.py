@@ -85,10 +85,15 @@ def test_peers_and_learning_are_drawn():
     """With rows as their cases make them."""
     right, wrong = ({"full": {"verdict": verdict}} for verdict in ("right", "wrong"))
     ratio = {"min": 0.9, "median": 1.1, "max": 5.0}
-    rows = [{"name": "a", "inputs": right, "ratio": ratio}, {"name": "b", "inputs": wrong, "ratio": ratio}]
-    assert figures.peers([*rows, {"name": "c", "inputs": wrong, "reason": "no"}]).alternative == (
-        "a: 1.10 times. b: 1.10 times, wrong for full."
-    )
+    rows = [
+        {"peer": "a", "version": "a==1", "inputs": right, "ratio": ratio},
+        {"peer": "b", "version": "b==2", "inputs": wrong, "ratio": ratio},
+        {"peer": "c", "version": "c==3", "inputs": {}, "reason": "no"},
+        {"peer": "this library", "version": "", "inputs": right, "ratio": ratio},
+    ]
+    drawn = figures.peers(rows)
+    assert drawn.alternative == "a: 1.10 times. b: 1.10 times, wrong for full."
+    assert drawn.caption.endswith("the table says more, also why 1 could not be measured.")
     shape = {"num_layers": 2}
     stage = {"seq_len": 256, "curve": [[25, 1.5, 0.25, 0.5], [50, 3.0, 0.5, 0.9]]}
     recall = {"settings": {"rules": "dense", "num_values": 4, "shape": shape}, "stages": [stage]}
@@ -97,6 +102,14 @@ def test_peers_and_learning_are_drawn():
     )
     text = {"segment_lengths": [32], "dilation_rates": [1], "settings": {"seq_len": 1024}, "curve": stage["curve"]}
     assert figures.text([text]).alternative == "(32)/(1) at 1,024: 0.90 bits per byte after 3 seconds."
+
+
+def test_a_table_as_html():
+    assert evidence.as_html("of *what* it\n`claims` < 3\n\n- a\n- b\n\n| x | y |\n|---|--:|\n| 2 * 3 | 4 * 5 |") == (
+        "<p>of <em>what</em> it <code>claims</code> &lt; 3</p>\n<ul><li>a</li><li>b</li></ul>\n"
+        '<div class="table" tabindex="0"><table><thead><tr><th>x</th><th>y</th></tr></thead><tbody>\n'
+        "<tr><td>2 * 3</td><td>4 * 5</td></tr>\n</tbody></table></div>"
+    )
 
 
 def test_reports_quote_the_records(tmp_path, capsys):
