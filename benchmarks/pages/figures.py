@@ -332,11 +332,11 @@ def _curves(panels: Mapping[str, Sequence[tuple[str, Sequence[Sequence[float]]]]
     """Lines against CPU seconds; those of one name have one colour."""
     figure, names = _figure(2.2 * len(panels) + 0.9), list(dict.fromkeys(n for p in panels.values() for n, _ in p))
     looks: list[tuple[str, Any]] = [(colour, dashes) for dashes in ("-", (0, (4, 2))) for colour in (*SERIES, FAINT)]
-    style = dict(zip(names, looks, strict=False))
+    style, line = dict(zip(names, looks, strict=False)), {"linewidth": 1, "marker": ".", "markersize": 2.5}
     for axes, (title, lines) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True):
         for name, curve in lines:
             colour, dashes = style[name]
-            axes.plot([p[1] for p in curve], [p[column] for p in curve], color=colour, linestyle=dashes, linewidth=1)
+            axes.plot([p[1] for p in curve], [p[column] for p in curve], color=colour, linestyle=dashes, **line)
         axes.set_title(title, loc="left")
         axes.set(ylabel=label)
         axes.grid()
