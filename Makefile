@@ -69,6 +69,7 @@ fuzz: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --all
+	$(BIN)/python -m benchmarks --html docs/evidence.html --reports docs/reports.md
 
 clean:
 	rm -rf $(VENV) $(OTHERS) runs build dist src/*.egg-info

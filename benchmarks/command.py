@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +34,7 @@ from . import (
     prefill,
     progress,
     ranks,
+    reports,
     scaling,
     sent,
     slides,
@@ -66,11 +68,14 @@ CASES: dict[str, ModuleType] = {
     "token": token,
     "prefill": prefill,
     "evaluate": evaluate,
+    "reports": reports,
     "soak": soak,
     "gpu": gpu,
     "gpu_memory": gpu_memory,
     "gpu_small": gpu_small,
 }
+# What makes the table of each record.
+TABLES = {name: module.table for name, module in CASES.items()}
 RESULTS = Path(__file__).with_name("results")
 
 EXAMPLES = f"""cases:
@@ -80,7 +85,8 @@ examples:
   python -m benchmarks flops            one case; its record goes to benchmarks/results/flops.json
   python -m benchmarks --all            all that can run here, one by one (more than half an hour on two cores)
   python -m benchmarks --all --quick    tiny sizes, to see that they run; writes nothing. A CPU stands in for a GPU
-  python -m benchmarks --page           make benchmarks/README.md from the records again
+  python -m benchmarks --page --html docs/evidence.html --reports docs/reports.md
+                                        make all pages from the records again
 
 Leave the machine alone while a case runs. No row is timed before the same call passed against the definition in
 float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
@@ -101,7 +107,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("cases", nargs="*", metavar="CASE", help="which cases to run")
     parser.add_argument("--all", action="store_true", help="run every case that can run here")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes nothing unless --results is given")
-    parser.add_argument("--page", action="store_true", help="only make the page from the records")
+    parser.add_argument("--page", action="store_true", help="make benchmarks/README.md from the records")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="make docs/evidence.html, the page of pictures")
+    parser.add_argument("--reports", type=Path, metavar="FILE", help="make docs/reports.md, the answer to the reports")
     parser.add_argument(
         "--results",
         type=Path,
@@ -117,7 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
     if unknown:
         print(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}", file=sys.stderr)
         return 2
-    if not names and not arguments.page:
+    asked = {"--page": arguments.page, "--html": arguments.html, "--reports": arguments.reports}
+    pages = [flag for flag, value in asked.items() if value]
+    if not names and not pages:
         print(
             f"name a case ({', '.join(CASES)}), or --all, or --page; python -m benchmarks --help says more",
             file=sys.stderr,
@@ -126,9 +136,13 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.results or RESULTS
     is_kept = arguments.results is not None or not arguments.quick
     try:
-        if names and arguments.page:
-            raise ValueError("--page only makes the page from the records; leave out --page, since cases make it too")
-        if is_kept or arguments.page:
+        if names and pages:
+            raise ValueError(
+                f"{pages[0]} only makes a page from the records; leave out {pages[0]}, or make it after the cases"
+            )
+        if arguments.html and find_spec("matplotlib") is None:
+            raise ValueError("--html needs matplotlib: pip install matplotlib")
+        if is_kept or pages:
             check_folder(folder, names)
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -150,18 +164,31 @@ def run(arguments: argparse.Namespace) -> int:
         if is_kept:
             print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
     try:
-        if is_kept or arguments.page:
-            print(f"page: {write_page(folder, {name: module.table for name, module in CASES.items()})}")
+        if (names and is_kept) or arguments.page:
+            print(f"page: {write_page(folder, TABLES)}")
+        write_others(arguments, folder)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
+def write_others(arguments: argparse.Namespace, folder: Path) -> None:
+    """The pages that are asked for by name. Their pictures need matplotlib, which no case does."""
+    if arguments.html:
+        from .pages.evidence import write_evidence
+
+        print(f"page: {write_evidence(arguments.html, folder, TABLES)}")
+    if arguments.reports:
+        from .pages.reports import write_reports
+
+        print(f"page: {write_reports(arguments.reports, folder)}")
+
+
 def check_folder(folder: Path, names: Sequence[str]) -> None:
     """Raise ValueError, before anything is measured, unless the records of these cases and the page can be written."""
     page_of(folder)
-    if not names and not any((folder / f"{name}.json").exists() for name in CASES):
+    if not names and not any((folder / f"{name}.json").exists() for name in TABLES):
         raise ValueError(
             f"--page: there are no records in {folder}. Name the folder that holds them with --results, or run a case."
         )

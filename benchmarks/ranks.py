@@ -75,7 +75,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
         for num_ranks in settings.num_ranks:
             step(f"{setup.pattern.segment_lengths} on {num_ranks} ranks")
             launch = Launch(num_ranks, num_threads=1, seconds=settings.seconds)
-            found: list[Found] = run_ranks(launch, _measure_rank, setup.sizes, setup.pattern)
+            found: list[Found] = run_ranks(launch, measure_rank, setup.sizes, setup.pattern)
             row = _row(setup, num_ranks, found) | {"threads_per_rank": launch.num_threads}
             alone = alone or row["forward_backward_bytes"]
             row["of_one_rank"] = num_ranks * row["forward_backward_bytes"] / alone
@@ -83,7 +83,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     return rows
 
 
-def _measure_rank(worker: Worker, sizes: Sizes, pattern: DilatedPattern) -> Found:
+def measure_rank(worker: Worker, sizes: Sizes, pattern: DilatedPattern) -> Found:
     parallel = ContextParallel(exchange="ring")
     squares = gate_squares(sizes, pattern, parallel)
     dilated_call(sizes._replace(seq_len=256), pattern, parallel)()  # what is made once is not the call's

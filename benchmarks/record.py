@@ -15,6 +15,7 @@ from ring_dilated_attention.training.files import MOST_BYTES, json_object, write
 from ring_dilated_attention.training.machine import hardware, versions
 
 Record = dict[str, Any]
+Table = Callable[[list[dict[str, Any]]], str]  # what makes a case's table of the rows of its record
 
 # By which a record and a page are known for those that may be made anew.
 RECORDED = {"case", "command", "date", "commit", "hardware", "versions", "rows"}
@@ -87,7 +88,7 @@ def is_page(file: BinaryIO) -> bool:
     return file.read(len(HEAD)) == HEAD.encode()
 
 
-def write_page(folder: Path, render: Mapping[str, Callable[[list[dict[str, Any]]], str]]) -> Path:
+def write_page(folder: Path, render: Mapping[str, Table]) -> Path:
     """Make the page: a table for each record. A record that was renamed, as linear.other-cpu.json, stays beside new
     ones: of another machine, say."""
     parts = [

@@ -1,0 +1,1 @@
+"""Pages made from the records: docs/evidence.html with its pictures, and docs/reports.md."""

@@ -1,0 +1,391 @@
+"""The pictures of docs/evidence.html, each from one record: drawn narrow, so that a phone shows them at full size.
+
+Colours stand for names of the page's style sheet (`COLOURS`), which has other values in the dark.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from io import StringIO
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+from ring_dilated_attention.commands.plan.figures import branches_by_pair
+from ring_dilated_attention.pattern import DilatedPattern
+
+from ..record import branches, tensors
+
+# What is drawn, and the name in the style sheet that takes its place.
+COLOURS = {
+    "#1f2328": "--ink",
+    "#8a9099": "--faint",
+    "#fefefe": "--paper",
+    "#0072b2": "--first",
+    "#d55e00": "--second",
+    "#00795a": "--third",
+    "#8c5bb0": "--fourth",
+}
+INK, FAINT, PAPER, *SERIES = COLOURS
+WIDTH = 3.9  # inches; 9 points are then 11 pixels on a phone of 390
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "benchmarks",
+    "figure.constrained_layout.w_pad": 0.08,
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.3,
+}
+
+
+class Drawn(NamedTuple):
+    """A picture, and what it shows: a caption of a sentence or two, and the same for those who do not see it."""
+
+    figure: Figure
+    caption: str
+    alternative: str
+
+
+Rows = Sequence[dict[str, Any]]
+
+
+def svg(name: str, draw: Callable[[], Drawn]) -> tuple[str, Drawn]:
+    """The picture as SVG that stands within a page, in colours of its style sheet. `name` begins the ids in it."""
+    with matplotlib.rc_context(STYLE):
+        drawn, content = draw(), StringIO()
+        drawn.figure.savefig(content, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = content.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name}-", text)
+    view = re.search(r'viewBox="[^"]+"', text)
+    assert view is not None
+    title = f'<title id="{name}-said">{escape(drawn.alternative)}</title>'
+    text = f'<svg {view[0]} role="img" aria-labelledby="{name}-said">{title}{text[text.index(">") + 1 :]}'
+    for colour, variable in COLOURS.items():
+        text = text.replace(colour, f"var({variable})")
+    return text, drawn
+
+
+def pattern() -> Drawn:
+    """From the code alone: which keys the queries of four heads see."""
+    shown, seq_len, num_heads = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True), 32, 4
+    figure = _figure(4.5)
+    every = figure.subplots(2, 2, sharex=True, sharey=True)
+    for head, axes in enumerate(every.flatten()):
+        cells = branches_by_pair(shown, seq_len, num_heads, head)
+        pairs = [(i, j, found) for i, line in enumerate(cells) for j, found in enumerate(line) if found]
+        for branch, colour in enumerate(SERIES[: len(shown.branches)]):
+            _squares(axes, [(j, i) for i, j, found in pairs if found[0] == branch], 0.9, colour)
+        dots = [(j + 0.36 * (k - len(found) / 2 + 1), i) for i, j, found in pairs for k in range(len(found) - 1)]
+        _squares(axes, dots, 0.22, PAPER)
+        axes.set(xlim=(-1, seq_len), ylim=(seq_len, -1), aspect="equal", title=f"head {head}")
+        axes.set(xticks=range(0, 32, 8), yticks=range(0, 32, 8))
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    for along, down in zip(every[-1], every[:, 0], strict=True):
+        along.set_xlabel("key")
+        down.set_ylabel("query")
+    names = [f"segments of {w}, rate {r}" for w, r in shown.branches]
+    _legend(figure, [Patch(color=c, label=name) for c, name in zip(SERIES, names, strict=False)], 2)
+    return Drawn(
+        figure,
+        f"Which keys (columns) each query (rows) sees: a causal pattern of three branches, {seq_len} positions, four "
+        "heads. A wider branch takes every second or fourth position, and each head begins at another one. A small "
+        "square marks each further branch that has the pair: the key counts once more for it.",
+        f"Four grids of {seq_len} queries by {seq_len} keys. Each head has triangles of 8 along the diagonal, and "
+        "sparser keys farther back, which differ from head to head.",
+    )
+
+
+def timeline(rows: Rows) -> Drawn:
+    """What each rank does in a step: it computes, and waits; below it, the messages that are under way."""
+    groups = [list(group) for _, group in groupby(rows, lambda row: (branches(row), row["sharding"]))]
+    figure = _figure(1.75 * len(groups) + 0.6)
+    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False).flatten(), groups, strict=True):
+        for y, row in enumerate(group):
+            _draw_step(axes, y, row)
+        axes.set_title(f"{branches(group[0])}, {group[0]['sharding']}", loc="left")
+        said = [f"rank {row['rank']}\nwaits {row['exposed_share']['median']:.1%}" for row in group]
+        axes.set(yticks=range(len(group)), yticklabels=said, ylim=(len(group) - 0.35, -0.75))
+        axes.set(xlim=(0, 1.06 * max(row["step_seconds"]["max"] for row in group)), xlabel="seconds")
+        axes.locator_params(axis="x", nbins=6)
+        axes.tick_params(axis="y", length=0)
+    words = ("computes with its own rows", "computes with received rows", "waits", "messages under way")
+    order = (SERIES[0], SERIES[2], SERIES[1], SERIES[3])
+    _legend(figure, [Patch(color=c, label=word) for c, word in zip(order, words, strict=True)], 2)
+    first, shares = rows[0], [row["exposed_share"]["median"] for row in rows]
+    flights = [1e3 * sum(_in_flight(part) for part in row["parts"]) for row in rows]
+    return Drawn(
+        figure,
+        f"One training step of the attention (forward, then backward) on {first['ranks']} ranks of one thread, "
+        f"{first['seq_len']:,} positions, {tensors(first)}: medians of {first['step_seconds']['repeats']} steps. "
+        f"The messages of a step are under way for {min(flights):.0f} to {max(flights):.0f} ms, and the rank computes "
+        f"meanwhile: it waits for {min(shares):.1%} to {max(shares):.1%} of the step. The record has durations, so "
+        "bars are laid end to end, and a hop's messages begin with the work before it.",
+        "Bars for each rank. "
+        + " ".join(
+            f"{branches(row)}, rank {row['rank']}: a step of {row['step_seconds']['median']:.2f} seconds, of which it "
+            f"waits {row['exposed_share']['median']:.2%}."
+            for row in rows
+        ),
+    )
+
+
+def _draw_step(axes: Axes, y: int, row: Mapping[str, Any]) -> None:
+    at = 0.0
+    for stage, parts in groupby(row["parts"], lambda part: part["stage"]):
+        axes.text(at, y - 0.36, stage, fontsize=7.5, va="bottom")
+        before = at
+        for part in parts:
+            waited, computed = (part.get(k, {}).get("median", 0) for k in ("exposed_seconds", "computing_seconds"))
+            axes.barh(y + 0.3, _in_flight(part), left=before, height=0.14, color=SERIES[3], linewidth=0)
+            axes.barh(y, waited, left=at, height=0.4, color=SERIES[1], linewidth=0)
+            colour = SERIES[2] if part["part"].startswith("hop") else SERIES[0]
+            axes.barh(y, computed, left=at + waited, height=0.4, color=colour, linewidth=0)
+            before, at = at, at + waited + computed
+        axes.plot([at, at], [y - 0.34, y + 0.38], color=INK, linewidth=0.8)
+
+
+def _in_flight(part: Mapping[str, Any]) -> float:
+    """Seconds in which the messages of a part are under way."""
+    return sum(part.get(f"{what}_in_flight_seconds", {}).get("median", 0.0) for what in ("chunks", "gradients"))
+
+
+def memory(rows: Rows) -> Drawn:
+    """The largest peak of a rank against the number of ranks, with what 1/p of one rank's peak would be."""
+    figure, axes = _axes(3.4, "ranks p", "peak memory per rank, MB")
+    groups = [list(group) for _, group in groupby(rows, lambda row: (branches(row), row["seq_len"]))]
+    for group, colour, marker in zip(groups, SERIES, "osD^", strict=False):
+        p, peaks = [row["ranks"] for row in group], [row["forward_backward_bytes"] / 1e6 for row in group]
+        axes.plot(p, [peaks[0] / k for k in p], color=colour, linewidth=0.8, linestyle=(0, (4, 3)))
+        label = f"{branches(group[0])}, {group[0]['seq_len']:,} positions"
+        axes.plot(p, peaks, color=colour, linewidth=0, marker=marker, markersize=5, fillstyle="none", label=label)
+    _log_ticks(axes, sorted({row["ranks"] for row in rows}), [200, 500, 1000, 2000])
+    line = Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (4, 3)), label="1/p of one rank's peak")
+    _legend(figure, [*axes.get_legend_handles_labels()[0], line], 1)
+    most, times = groups[0][-1]["ranks"], listed(f"{group[-1]['of_one_rank']:.2f}" for group in groups)
+    return Drawn(
+        figure,
+        f"Peak memory of the rank that holds most, forward and backward, inputs included, {tensors(rows[0])}. On "
+        f"{most} ranks the points are at {times} times their lines, in the order of the legend: where rows travel, "
+        "chunks of other ranks take room beside the rank's own.",
+        " ".join(
+            f"{branches(group[0])}: "
+            + listed(f"{row['forward_backward_bytes'] / 1e6:,.0f} MB on {row['ranks']}" for row in group)
+            + " ranks."
+            for group in groups
+        ),
+    )
+
+
+def time(rows: Rows) -> Drawn:
+    """Seconds against length on logarithmic axes, with the line of the fitted exponent."""
+    figure, axes = _axes(3.2, "positions n", "seconds")
+    n = [row["seq_len"] for row in rows]
+    for key, label, colour, marker in (
+        ("seconds", "forward and backward", SERIES[0], "o"),
+        ("forward_seconds", "forward alone", SERIES[1], "s"),
+    ):
+        found = [row[key] for row in rows]
+        middle = [x["median"] for x in found]
+        spread = [[x["median"] - x["min"] for x in found], [x["max"] - x["median"] for x in found]]
+        style: dict[str, Any] = {"linestyle": "none", "marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1}
+        axes.errorbar(n, middle, spread, color=colour, label=label, **style)
+    exponent, ends = rows[0]["exponent"], (n[0], n[-1])
+    centre = rows[len(rows) // 2]
+    fitted = [centre["seconds"]["median"] * (x / centre["seq_len"]) ** exponent for x in ends]
+    axes.plot(ends, fitted, color=SERIES[0], linewidth=0.8, label=f"n to the power of {exponent:.3f}")
+    _log_ticks(axes, n, [0.5, 1, 2, 5, 10, 20])
+    _legend(figure, axes.get_legend_handles_labels()[0], 2)
+    first = rows[0]
+    return Drawn(
+        figure,
+        f"Time of one call at a fixed pattern, {branches(first)}, {tensors(first)}: median of "
+        f"{first['seconds']['repeats']} interleaved repeats, bars from the fastest to the slowest. Forward and "
+        f"backward grow with length to the power of {exponent:.3f}; 1 would be exactly linear.",
+        "Points on a straight line: "
+        + listed(f"{row['seconds']['median']:.3g} seconds at {row['seq_len']:,}" for row in rows)
+        + " positions.",
+    )
+
+
+def sent(rows: Rows) -> Drawn:
+    """Bytes that a rank sends while ranks and sequence grow together."""
+    figure, axes = _axes(2.9, "ranks p, and positions n", "sent per rank, MB")
+    series = (
+        ("forward_bytes", "forward", SERIES[0], "o"),
+        ("backward_bytes", "backward", SERIES[1], "s"),
+        ("undilated_forward_bytes", "forward, if K and V went undilated (planned)", SERIES[2], "D"),
+    )
+    p = [row["ranks"] for row in rows]
+    for key, label, colour, marker in series:
+        most = [max(row[key]) / 1e6 for row in rows]
+        axes.plot(p, most, color=colour, marker=marker, markersize=4, linewidth=1, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set(ylim=0, xticks=p, xticklabels=[f"p = {row['ranks']}\nn = {row['seq_len']:,}" for row in rows])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.margins(x=0.12)
+    _legend(figure, axes.get_legend_handles_labels()[0], 1)
+    row = rows[-1]
+    each, undilated = max(row["forward_bytes"]), max(row["undilated_forward_bytes"])
+    return Drawn(
+        figure,
+        f"Bytes that the rank which sends most really sent, {branches(row)}, {tensors(row)}, counted by torch's "
+        f"profiler. They stay the same as ranks and sequence grow together, and the forward sends "
+        f"{undilated / each:.0f} times fewer than undilated keys and values would.",
+        "Flat lines: "
+        + listed(f"{max(r['forward_bytes']) / 1e6:.1f} MB forward on {r['ranks']} ranks" for r in rows)
+        + f"; {max(row['backward_bytes']) / 1e6:.1f} MB backward; {undilated / 1e6:.1f} MB undilated.",
+    )
+
+
+def peers(rows: Rows) -> Drawn:
+    """CPU seconds of others over ours, and whether what they compute is right."""
+    timed = [row for row in rows if "ratio" in row and row["version"]]  # of other libraries
+    figure = _figure(0.24 * len(timed) + 1.1)
+    axes = figure.add_subplot(xlabel="CPU seconds, theirs over ours", xscale="log")
+    axes.axvline(1, color=INK, linewidth=0.8)
+    for y, row in enumerate(timed):
+        ratio, is_wrong = row["ratio"], _wrong(row)
+        colour, marker = (SERIES[1], "X") if is_wrong else (SERIES[0], "o")
+        axes.plot([ratio["min"], ratio["max"]], [y, y], color=colour, linewidth=1)
+        axes.plot(ratio["median"], y, color=colour, marker=marker, markersize=5)
+    axes.set(yticks=range(len(timed)), yticklabels=[row["peer"] for row in timed], ylim=(len(timed) - 0.5, -0.5))
+    ticks = [0.2, 0.5, 1, 2, 5, 10]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in ticks]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    kinds = (
+        ("o", SERIES[0], "wrong for no input that was tried"),
+        ("X", SERIES[1], "wrong for some input, without a word"),
+    )
+    _legend(figure, [Line2D([], [], ls="none", marker=m, color=c, label=label) for m, c, label in kinds], 1)
+    left_out = sum("ratio" not in row for row in rows)
+    reasons = f", also why {left_out} could not be measured" if left_out else ""
+    return Drawn(
+        figure,
+        "CPU seconds of other implementations over those of this library, by turns in the same processes; lines go "
+        "from the least to the most. Left of 1 the other one is cheaper. Dense attention is another function, and a "
+        f"wrong result has a cost too: the table says more{reasons}.",
+        " ".join(
+            f"{row['peer']}: {row['ratio']['median']:.2f} times{', wrong for ' * bool(_wrong(row))}"
+            f"{', '.join(_wrong(row))}."
+            for row in timed
+        ),
+    )
+
+
+def _wrong(row: Mapping[str, Any]) -> list[str]:
+    """The kinds of input for which a peer computes something else without a word."""
+    return [name for name, found in row["inputs"].items() if found["verdict"] == "wrong"]
+
+
+def recall(rows: Rows) -> Drawn:
+    """Accuracy while it is learnt, of questions asked at a distance; one panel for each length."""
+    groups: dict[int, list[tuple[str, list[Sequence[float]]]]] = {}
+    for row in rows:
+        last = row["stages"][-1]
+        groups.setdefault(last["seq_len"], []).append((row["settings"]["rules"], last["curve"]))
+    figure = _curves({f"{n:,} positions": found for n, found in groups.items()}, 2, "share of questions answered")
+    settings, chance = rows[0]["settings"], 1 / rows[0]["settings"]["num_values"]
+    return Drawn(
+        figure,
+        f"How fast causal models of {settings['shape']['num_layers']} layers learn to answer questions about facts "
+        f"that stand anywhere before them, by pattern; a line for each seed. Chance is {chance:.2f}. A pattern cannot "
+        "pass it where a fact is beyond its reach; the table has both kinds apart.",
+        _ends(groups, 2, "of the questions answered"),
+    )
+
+
+def text(rows: Rows) -> Drawn:
+    """Held-out bits per byte while a language model learns."""
+    length = rows[0]["settings"]["seq_len"]
+    names = ["dense" if list(row["segment_lengths"]) == [length] else branches(row) for row in rows]
+    found = [(name, row["curve"]) for name, row in zip(names, rows, strict=True)]
+    return Drawn(
+        _curves({f"{length:,} bytes of context": found}, 3, "held-out bits per byte"),
+        "Held-out bits per byte of Python's standard library against the processor's seconds of training, by pattern; "
+        "a line for each seed, and lower is better. The models are small and were trained for minutes.",
+        _ends({length: found}, 3, "bits per byte"),
+    )
+
+
+def _curves(panels: Mapping[str, Sequence[tuple[str, Sequence[Sequence[float]]]]], column: int, label: str) -> Figure:
+    """Lines against CPU seconds; those of one name have one colour."""
+    figure, names = _figure(2.2 * len(panels) + 0.9), list(dict.fromkeys(n for p in panels.values() for n, _ in p))
+    looks: list[tuple[str, Any]] = [(colour, dashes) for dashes in ("-", (0, (4, 2))) for colour in (*SERIES, FAINT)]
+    style, line = dict(zip(names, looks, strict=False)), {"linewidth": 1, "marker": ".", "markersize": 2.5}
+    for axes, (title, lines) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True):
+        for name, curve in lines:
+            colour, dashes = style[name]
+            axes.plot([p[1] for p in curve], [p[column] for p in curve], color=colour, linestyle=dashes, **line)
+        axes.set_title(title, loc="left")
+        axes.set(ylabel=label)
+        axes.grid()
+    axes.set(xlabel="CPU seconds of training")
+    _legend(figure, [Line2D([], [], color=c, linestyle=d, label=n) for n, (c, d) in style.items()], 2)
+    return figure
+
+
+def _ends(groups: Mapping[int, Sequence[tuple[str, Sequence[Sequence[float]]]]], column: int, of: str) -> str:
+    return " ".join(
+        f"{name} at {n:,}: {curve[-1][column]:.2f} {of} after {curve[-1][1]:.0f} seconds."
+        for n, lines in groups.items()
+        for name, curve in lines
+    )
+
+
+def _figure(height: float) -> Figure:
+    return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def _axes(height: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = _figure(height)
+    axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
+    axes.grid()
+    return figure, axes
+
+
+def _squares(axes: Axes, centres: Sequence[tuple[float, float]], side: float, colour: str) -> None:
+    """All squares as one path: a grid of thousands of cells stays small."""
+    half = side / 2
+    corners = ((-half, -half), (half, -half), (half, half), (-half, half), (-half, -half))
+    paths = [Path([(x + dx, y + dy) for dx, dy in corners], closed=True) for x, y in centres]
+    if paths:
+        axes.add_patch(PathPatch(Path.make_compound_path(*paths), facecolor=colour, linewidth=0))
+
+
+def _log_ticks(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
+    """Logarithmic axes, whose ticks are numbers as people write them."""
+    axes.set(xscale="log", yscale="log")
+    for axis, ticks in ((axes.xaxis, x), (axes.yaxis, y)):
+        axis.set_major_locator(FixedLocator(list(ticks)))
+        axis.set_major_formatter(FixedFormatter([f"{tick:,}" for tick in ticks]))
+        axis.set_minor_locator(NullLocator())
+
+
+def _legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
+    figure.legend(handles=list(handles), loc="outside lower left", ncols=columns, borderpad=0.2, handlelength=1.6)
+
+
+def listed(words: Iterable[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last

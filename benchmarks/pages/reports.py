@@ -1,0 +1,121 @@
+"""docs/reports.md: the tables and promises of the five reports, with ours beside them from the records."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ring_dilated_attention.training.files import check_mine, write_whole
+
+from ..record import Record, markdown, provenance, read_record
+from . import figures
+from .evidence import TEMPLATES, render
+
+MAKER = "python -m benchmarks --reports"
+HEAD = f"# The five reports, answered\n\nMade by `{MAKER}` from the records in `benchmarks/results/`."
+TEMPLATE = TEMPLATES / "reports.md.jinja"
+NEEDED = ("reports", "ranks", "scaling", "overlap", "million", "billion", "crossover")
+
+
+def write_reports(path: Path, folder: Path) -> Path:
+    """Make the page from the records in `folder`.
+
+    Raises:
+        ValueError: if a record that the page quotes is missing, or if the file is somebody else's.
+    """
+    check_mine(path, is_reports, MAKER)
+    if missing := [name for name in NEEDED if not (folder / f"{name}.json").exists()]:
+        raise ValueError(
+            f"--reports: there is no record of {missing[0]} in {folder}. python -m benchmarks {missing[0]} makes it."
+        )
+    records = {name: read_record(folder / f"{name}.json") for name in NEEDED}
+    values = said(records) | cells(records["reports"]["rows"])
+    peers = ", and [others](../benchmarks/README.md#peers)" if (folder / "peers.json").exists() else ""
+    page = render(TEMPLATE.name, head=HEAD, table=table, peers=peers, **values)
+    write_whole(path, page.encode(), is_reports, MAKER)
+    return path
+
+
+def is_reports(file: BinaryIO) -> bool:
+    """Whether a file is this page, by how it begins."""
+    return file.read(len(HEAD)) == HEAD.encode()
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return markdown(tuple(headers), [tuple(row) for row in rows])
+
+
+def cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What makes a cell of a length and a number of ranks, and the tables of ours."""
+    found = {(row["heads"], row["seq_len"], row["ranks"]): row for row in rows}
+
+    def ms(n: int, p: int, heads: str = "split") -> str:
+        row = found[heads, n, p]
+        return " / ".join(f"{1e3 * row[key]['median']:,.0f}" for key in ("forward_seconds", "seconds"))
+
+    def size(n: int, p: int, heads: str = "split", unit: float = 1e6, places: int = 1) -> str:
+        row = found[heads, n, p]
+        return " / ".join(f"{row[key] / unit:,.{places}f}" for key in ("forward_bytes", "forward_backward_bytes"))
+
+    def ours(heads: str) -> str:
+        headers = ("positions", "1 rank, ms", "2 ranks, ms", "speed-up", "from", "to", "1 rank, MB", "2 ranks, MB each")
+        lines = []
+        for n in sorted({row["seq_len"] for row in rows}):
+            speed_up = found[heads, n, 2]["speed_up"]
+            gained = [f"{speed_up[key]:.2f}" for key in ("median", "min", "max")]
+            memory = [size(n, p, heads) for p in (1, 2)]
+            lines.append((f"{n:,}", ms(n, 1, heads), ms(n, 2, heads), *gained, *memory))
+        return f"Heads: {heads}.\n\n{markdown(headers, lines)}"
+
+    two = [row for row in rows if row["ranks"] == 2]
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for row in two:
+        alone = found[row["heads"], row["seq_len"], 1]
+        shares[row["sent_bytes"] > 0].append(row["forward_backward_bytes"] / alone["forward_backward_bytes"])
+    return {
+        "ms": ms,
+        "mb": size,
+        "gb": lambda n, p: size(n, p, unit=1e9, places=3),
+        "ours": ours,
+        "half_at_home": _span(shares[False], "{:.3f}"),
+        "half_travelling": _span(shares[True], "{:.3f}"),
+        "repeats": two[0]["seconds"]["repeats"],
+        "no_message": f"{min(row['seq_len'] for row in two if not row['sent_bytes']):,}",
+        "messages": f"{max(row['seq_len'] for row in two if row['sent_bytes']):,}",
+    }
+
+
+def said(records: Mapping[str, Record]) -> dict[str, Any]:
+    """The figures that stand within sentences."""
+    rows = {name: record["rows"] for name, record in records.items()}
+    eight = [row for row in rows["ranks"] if row["ranks"] == 8]
+    off = [abs(share - 1) for row in rows["ranks"] for share in row["of_plan_forward_backward"]]
+    million = rows["million"][0]
+    return {
+        "provenance": provenance(records["reports"]),
+        "busy": busy(records["reports"]["hardware"]),
+        "waiting": _percent([row["waiting_share"]["median"] for row in rows["scaling"]]),
+        "ceiling": _percent([row["ratio"] for row in rows["scaling"]]),
+        "efficiency": _percent([row["efficiency"]["median"] for row in rows["scaling"]]),
+        "exposed": _percent([row["exposed_share"]["median"] for row in rows["overlap"]]),
+        "of_line": figures.listed(f"{row['of_one_rank']:.2f}" for row in eight),
+        "plan_off": f"{max(off):.0e} of it",
+        "million": f"{million['seq_len']:,}",
+        "million_gb": f"{million['peak_bytes'] / 1e9:.1f}",
+        "billion": f"{rows['billion'][0]['seq_len']:,}",
+        "crossover": f"{max(row['faster_from'] for row in rows['crossover']):,}",
+    }
+
+
+def busy(hardware: Mapping[str, Any]) -> str:
+    """The load of the machine at the end of a run, if others used it too; the run itself keeps two cores busy."""
+    load, cores = hardware["load_average_at_the_end"], hardware["cores"]
+    return f"{load:.1f} on {cores} cores" if load is not None and load > 3 else ""
+
+
+def _percent(shares: Sequence[float]) -> str:
+    return f"{_span([100 * share for share in shares], '{:.1f}')} %"
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    least, most = form.format(min(values)), form.format(max(values))
+    return least if least == most else f"{least} to {most}"
