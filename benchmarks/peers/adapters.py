@@ -71,16 +71,19 @@ def flex(call: Call) -> Attend:
     document = torch.bucketize(torch.arange(call.seq_len), borders, right=True) - 1
     position = torch.arange(call.seq_len) - borders[document]
 
-    def log_multiplicity(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def multiplicity(h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         x, y = position[i], position[j]
         same = (document[i] == document[j]) & ((x >= y) | (not call.pattern.is_causal))
-        count = torch.zeros_like(score)
+        count = torch.zeros_like(x, dtype=torch.float32)
         for w, r in call.pattern.branches:
-            count += same & (x // w == y // w) & (x % w % r == h % r) & (y % w % r == h % r)
-        return score + count.log()
+            count = count + (same & (x // w == y // w) & (x % w % r == h % r) & (y % w % r == h % r)).float()
+        return count
+
+    def add_log(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + multiplicity(h, i, j).log()
 
     def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return log_multiplicity(torch.zeros_like(h, dtype=torch.float32), b, h, i, j) > -torch.inf
+        return multiplicity(h, i, j) > 0
 
     blocks = create_block_mask(is_seen, None, call.num_heads, call.seq_len, call.seq_len, device="cpu")
     compiled = torch.compile(flex_attention)
@@ -88,7 +91,7 @@ def flex(call: Call) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x.transpose(1, 2) for x in (q, k, v))
         is_grouped = q.shape[2] != k.shape[2]
-        return compiled(*rows, log_multiplicity, block_mask=blocks, enable_gqa=is_grouped).transpose(1, 2)
+        return compiled(*rows, add_log, block_mask=blocks, enable_gqa=is_grouped).transpose(1, 2)
 
     return attend
 

@@ -1,6 +1,7 @@
 """The environments that peers run in: made by pip in benchmarks/.environments, or put there by the user as links."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -52,8 +53,10 @@ def variables_of(name: str) -> dict[str, str]:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "died without a word")
+    """The last line that names an exception, or else the last that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named or lines or ["died without a word"])[-1]
 
 
 def _run(*command: str) -> None:

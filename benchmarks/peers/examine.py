@@ -48,7 +48,7 @@ class Settings(NamedTuple):
     sizes: Sizes = Sizes(SEQ_LEN, 4, 64)
     inputs: tuple[str, ...] = ("full", "causal", "uneven", "grouped", "packed", "16 bits")
     repeats: int = 7
-    seconds: tuple[float, float] = (45, 900)
+    seconds: tuple[float, float] = (60, 900)
 
 
 class Found(NamedTuple):
