@@ -111,9 +111,9 @@ def attention(candidate: Candidate, query: Tensor, *, is_causal: bool) -> Callab
         return lambda q, k, v: _dense(q, k, v, is_causal)
     if candidate.how == "torchscale":
         module = torchscale_attention(pattern, *query.shape[2:])
-        return lambda q, k, v: module(
-            *(x.flatten(2) for x in (q, k, v)), is_causal=pattern.is_causal
-        )[0].unflatten(2, query.shape[2:])
+        return lambda q, k, v: module(*(x.flatten(2) for x in (q, k, v)), is_causal=pattern.is_causal)[0].unflatten(
+            2, query.shape[2:]
+        )
     backend = backend_on(query.device.type, candidate.how, query.dtype)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -58,9 +58,9 @@ def dense(call: Call) -> Attend:
         mask = document[:, None] == document
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = (x.transpose(1, 2) for x in (q, k, v))
-        is_grouped = q.shape[2] != k.shape[2]
-        out = scaled_dot_product_attention(*rows, mask, is_causal=call.pattern.is_causal, enable_gqa=is_grouped)
+        query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+        options = {"is_causal": call.pattern.is_causal, "enable_gqa": q.shape[2] != k.shape[2]}
+        out = scaled_dot_product_attention(query, key, value, mask, **options)
         return out.transpose(1, 2)
 
     return attend
@@ -86,7 +86,7 @@ def flex(call: Call) -> Attend:
         return multiplicity(h, i, j) > 0
 
     blocks = create_block_mask(is_seen, None, call.num_heads, call.seq_len, call.seq_len, device="cpu")
-    compiled = torch.compile(flex_attention)
+    compiled: Any = torch.compile(flex_attention)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x.transpose(1, 2) for x in (q, k, v))
@@ -120,7 +120,7 @@ def torchscale_attention(pattern: DilatedPattern, num_heads: int, head_dim: int,
 
 
 def torchscale(call: Call) -> Attend:
-    call.lasting.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: "cpu"))
+    call.lasting.enter_context(mock.patch.object(torch.cuda, "current_device", return_value="cpu"))
     module = torchscale_attention(
         call.pattern, call.num_heads, call.head_dim, seq_parallel=dist.is_initialized() and dist.get_world_size() > 1
     )
@@ -201,7 +201,7 @@ def torch_context_parallel(call: Call) -> Attend:
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     buffers = [torch.empty(call.seq_len)]
     call.lasting.enter_context(parallel.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0]))
-    functional = torch.nn.functional  # within the context it holds another function
+    functional: Any = torch.nn.functional  # within the context it holds another function
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x.transpose(1, 2) for x in (q, k, v))
@@ -220,13 +220,14 @@ def torch_private_ring(call: Call) -> Attend:
 
     class Ring(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-            out, lse = torch_ring.peer_forward(*inputs, is_causal)
-            ctx.save_for_backward(*inputs, out, lse)
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = torch_ring.peer_forward(q, k, v, is_causal)
+            ctx.save_for_backward(q, k, v, out, lse)
             return out
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-            return torch_ring.peer_backward(grads[0], *ctx.saved_tensors, is_causal)[:3]
+            q, k, v, out, lse = ctx.saved_tensors
+            return torch_ring.peer_backward(grads[0], q, k, v, out, lse, is_causal)[:3]
 
     return lambda q, k, v: Ring.apply(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)

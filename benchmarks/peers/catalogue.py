@@ -12,11 +12,11 @@ from ring_dilated_attention.pattern import DilatedPattern
 from . import adapters
 
 TORCH_VERSION = "2.13.0"
-SEQ_LEN = 8192  # to which the patterns belong; for others they are scaled
+SEQ_LEN = 4096  # to which the patterns belong; for others they are scaled
 DENSE = DilatedPattern.dense()
-DILATED = DilatedPattern((2048, 8192), (1, 4))
-BLOCKED = DilatedPattern((2048, 8192), (1, 4), phase="blocked")
-SPLIT = DilatedPattern((2048, 8192), (1, 4), heads="split")
+DILATED = DilatedPattern((1024, 4096), (1, 4))
+BLOCKED = DilatedPattern((1024, 4096), (1, 4), phase="blocked")
+SPLIT = DilatedPattern((1024, 4096), (1, 4), heads="split")
 
 
 class Environment(NamedTuple):
@@ -127,7 +127,7 @@ PEERS = (
         "LongNet",
         "0.5.7",
         adapters.long_net,
-        DilatedPattern((2048,), (2,)),
+        DilatedPattern((1024,), (2,)),
         environment="dilated",
         lacks=("grouped", "packed"),
         stands_in="zeta's __init__, by nothing",

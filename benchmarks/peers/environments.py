@@ -17,7 +17,7 @@ class NotThereError(Exception):
     """A peer cannot be installed. The message is the reason."""
 
 
-def python_of(name: str, folder: Path = FOLDER) -> str:
+def python_of(name: str) -> str:
     """The interpreter of an environment, which is made if it is not there.
 
     Raises:
@@ -25,7 +25,7 @@ def python_of(name: str, folder: Path = FOLDER) -> str:
     """
     if not name:
         return sys.executable
-    place = folder / name
+    place = FOLDER / name
     python = place / "bin" / "python"
     if python.exists() and not (place / "unfinished").exists():
         return str(python)
@@ -65,7 +65,7 @@ def _run(*command: str) -> None:
         raise NotThereError(f"{' '.join(Path(x).name for x in command)}: {last_line(done.stderr or done.stdout)}")
 
 
-def run_in(name: str, arguments: Sequence[str], seconds: float, folder: Path = FOLDER) -> str:
+def run_in(name: str, arguments: Sequence[str], seconds: float) -> str:
     """What Python prints there.
 
     Raises:
@@ -73,7 +73,7 @@ def run_in(name: str, arguments: Sequence[str], seconds: float, folder: Path = F
     """
     try:
         done = subprocess.run(
-            [python_of(name, folder), *arguments],
+            [python_of(name), *arguments],
             capture_output=True,
             text=True,
             timeout=seconds,

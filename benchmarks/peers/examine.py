@@ -7,7 +7,6 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from ring_dilated_attention.ranks.context import ContextParallel
 from ..gate import gate, gate_squares, small_case
 from ..measure import Sizes, allocated, quantiles
 from ..scaled import scaled_down
-from .adapters import Call, this_library
+from .adapters import Attend, Call, this_library
 from .catalogue import SEQ_LEN, Peer
 from .environments import last_line
 
@@ -47,7 +46,7 @@ class Settings(NamedTuple):
 
     sizes: Sizes = Sizes(SEQ_LEN, 4, 64)
     inputs: tuple[str, ...] = ("full", "causal", "uneven", "grouped", "packed", "16 bits")
-    repeats: int = 7
+    repeats: int = 5
     seconds: tuple[float, float] = (60, 900)
 
 
@@ -123,9 +122,7 @@ def _check(worker: Worker, peer: Peer, case: Case, dtype: torch.dtype) -> Square
     rows = positions(peer, case.seq_len, worker)
     leaves = [x[:, rows].to(dtype).requires_grad_(peer.has_backward) for x in inputs]
     with ExitStack() as lasting:
-        call = Call(
-            case.pattern, case.seq_len, case.num_heads, case.head_dim, case.documents, peer.sharding, lasting
-        )
+        call = Call(case.pattern, case.seq_len, case.num_heads, case.head_dim, case.documents, peer.sharding, lasting)
         out = peer.adapter(call)(*leaves)
         if out.shape != leaves[0].shape:
             return f"out is {tuple(out.shape)} for a query of {tuple(leaves[0].shape)}"
@@ -190,7 +187,7 @@ def _cost(worker: Worker, peer: Peer, sizes: Sizes, repeats: int) -> Found:
             this_library(Call(own_pattern(peer, sizes), *common, own, lasting)),
         )
 
-        def seconds(attend: Callable[..., Tensor]) -> float:
+        def seconds(attend: Attend) -> float:
             dist.barrier()
             start = time.process_time()
             out = attend(*leaves)
@@ -198,19 +195,18 @@ def _cost(worker: Worker, peer: Peer, sizes: Sizes, repeats: int) -> Found:
                 torch.autograd.grad(out, leaves, dout)
             return time.process_time() - start
 
-        peaks, sent = [], []
-        for attend in attends:
+        def traffic(attend: Attend) -> tuple[int, list[int]]:
             seconds(attend)  # what is made once is not the call's
             outs: list[Tensor] = []
             dist.barrier()
-            forward = allocated(lambda attend=attend, outs=outs: outs.append(attend(*leaves)))
-            sent.append([forward.sent_bytes, 0])
-            peaks.append(forward.peak_bytes)
-            if peer.has_backward:
-                backward = allocated(lambda outs=outs: torch.autograd.grad(outs[0], leaves, dout))
-                sent[-1][1] = backward.sent_bytes
-                outs.clear()
-                peaks[-1] = allocated(lambda attend=attend: seconds(attend)).peak_bytes
+            forward = allocated(lambda: outs.append(attend(*leaves)))
+            if not peer.has_backward:
+                return forward.peak_bytes, [forward.sent_bytes, 0]
+            backward = allocated(lambda: torch.autograd.grad(outs[0], leaves, dout))
+            outs.clear()
+            return allocated(lambda: seconds(attend)).peak_bytes, [forward.sent_bytes, backward.sent_bytes]
+
+        peaks, sent = zip(*map(traffic, attends), strict=True)
         times: tuple[list[float], list[float]] = ([], [])
         for repeat in range(repeats):
             for who in (0, 1) if repeat % 2 else (1, 0):  # neither always comes after the other

@@ -1,5 +1,6 @@
 """The table of the peers: who is right with which inputs, how far off, and at what cost."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -52,7 +53,9 @@ def table(rows: list[Row]) -> str:
     parts += _list("Wrong without a word:", _wrong(rows))
     parts += _list("Shown by scripts in `benchmarks/peer_errors`:", _shown(rows))
     parts += _list("Not run to an end:", _reasons(rows))
-    parts += _list("Stood in for, here alone:", (f"{row['peer']}: {row['stands_in']}" for row in rows if row["stands_in"]))
+    parts += _list(
+        "Stood in for, here alone:", (f"{row['peer']}: {row['stands_in']}" for row in rows if row["stands_in"])
+    )
     return "\n\n".join(parts)
 
 
@@ -61,7 +64,7 @@ def _verdict(row: Row, name: str) -> str:
 
 
 def _errors(row: Row) -> tuple[str, ...]:
-    found = next((x["errors"] for x in row["inputs"].values() if "errors" in x), {})
+    found: dict[str, float] = next((x["errors"] for x in row["inputs"].values() if "errors" in x), {})
     errors = (f"{found[name]:.1e}" if name in found else "" for name in ("out", "dq", "dk", "dv"))
     return (row["peer"], row["version"], str(row["lines"]), *errors)
 
@@ -113,6 +116,14 @@ def _shown(rows: Sequence[Row]) -> Iterable[str]:
             yield f"`{name}.py` ({row['version']}): {'; '.join(lines)}"
 
 
+def _stood_in(rows: Sequence[Row]) -> Iterable[str]:
+    """Each stand-in once, with its peers."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row["stands_in"], []).append(row["peer"])
+    return (f"{', '.join(peers)}: {what}" for what, peers in found.items() if what)
+
+
 def _reasons(rows: Sequence[Row]) -> Iterable[str]:
     """Each reason once, with the inputs that it stopped."""
     for row in rows:
@@ -122,4 +133,9 @@ def _reasons(rows: Sequence[Row]) -> Iterable[str]:
                 found.setdefault(result["reason"], []).append(name)
         if "reason" in row:
             found.setdefault(row["reason"], []).append("cost" if row["inputs"] else "everything")
-        yield from (f"{row['peer']}, {', '.join(names)}: {why}" for why, names in found.items())
+        yield from (f"{row['peer']}, {', '.join(names)}: {_short(why)}" for why, names in found.items())
+
+
+def _short(reason: str) -> str:
+    """Its first sentence, without places in files and numbers of ports, which differ from run to run."""
+    return re.sub(r"\[[^ ]*:\d+\] |\[[\d.]+\]:\d+", "", reason).split(". ")[0].rstrip(". ")

@@ -94,9 +94,9 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        found = [torch.empty_like(x) for x in (q, k, v)]
-        _flash_attn_backward(grads[0], q, k, v, out, lse, *found, 0.0, ctx.scale, ctx.causal)
-        return (*found, None, None)
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        _flash_attn_backward(grads[0], q, k, v, out, lse, dq, dk, dv, 0.0, ctx.scale, ctx.causal)
+        return dq, dk, dv, None, None
 
 
 def _flash_attn_func(
@@ -133,8 +133,8 @@ def xformers() -> None:
     """A module xformers.ops with its memory-efficient attention, which has no CPU operator."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, op: None, attn_bias: object) -> Tensor:
-        rows = (x.transpose(1, 2) for x in (query, key, value))
-        return scaled_dot_product_attention(*rows, is_causal=attn_bias is not None).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return scaled_dot_product_attention(q, k, v, is_causal=attn_bias is not None).transpose(1, 2)
 
     _module("xformers")
     mask = type("LowerTriangularMask", (), {})
