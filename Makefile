@@ -71,4 +71,4 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --all
 
 clean:
-	rm -rf $(VENV) $(OTHERS) runs build dist src/*.egg-info
+	rm -rf $(VENV) $(OTHERS) benchmarks/.environments runs build dist src/*.egg-info
