@@ -54,7 +54,6 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
                 "dilation_rates": pattern.dilation_rates,
                 "is_causal": pattern.is_causal,
                 **settings.of_each.sizes._replace(dtype=peer.dtype).as_json(),
-                "is_dense": peer.pattern.segment_lengths == (peer.pattern.segment_lengths[0],) and not peer.beside,
                 "ranks": peer.ranks,
                 "sharding": peer.sharding,
                 "threads_per_rank": 1,
@@ -98,5 +97,8 @@ def found_of(peer: Peer, settings: examine.Settings) -> dict[str, Any]:
 def shown(peer: Peer, name: str) -> list[str]:
     """What a script that shows an error says: lines with what was found and what it should be."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(peer.ranks)] if peer.ranks > 1 else []
-    said = run_in(peer.environment, [*launcher, str(SCRIPTS / f"{name}.py")], 120)
-    return sorted(line for line in said.splitlines() if "should be" in line)
+    try:
+        said = run_in(peer.environment, [*launcher, str(SCRIPTS / f"{name}.py")], 120)
+    except NotThereError as error:  # what the peer was found to do stays in its row
+        return [f"not run: {error}"]
+    return [line for line in said.splitlines() if "should be" in line]

@@ -141,3 +141,11 @@ def test_bytes_of_collectives():
 def test_patterns_scale_with_the_length():
     peer = next(peer for peer in PEERS if peer.name == "torchscale")
     assert examine.measured(peer, Sizes(512, 2, 16)).segment_lengths == (128, 512)
+
+
+def test_a_script_that_fails_drops_nothing(monkeypatch):
+    def fails(*arguments):
+        raise environments.NotThereError("RuntimeError: busy")
+
+    monkeypatch.setattr(peers, "run_in", fails)
+    assert peers.shown(PEERS[0], "long_net_rows") == ["not run: RuntimeError: busy"]
