@@ -53,9 +53,7 @@ def table(rows: list[Row]) -> str:
     parts += _list("Wrong without a word:", _wrong(rows))
     parts += _list("Shown by scripts in `benchmarks/peer_errors`:", _shown(rows))
     parts += _list("Not run to an end:", _reasons(rows))
-    parts += _list(
-        "Stood in for, here alone:", (f"{row['peer']}: {row['stands_in']}" for row in rows if row["stands_in"])
-    )
+    parts += _list("Stood in for, here alone:", _stood_in(rows))
     return "\n\n".join(parts)
 
 
