@@ -72,4 +72,4 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --html docs/evidence.html --reports docs/reports.md
 
 clean:
-	rm -rf $(VENV) $(OTHERS) runs build dist src/*.egg-info
+	rm -rf $(VENV) $(OTHERS) benchmarks/.environments runs build dist src/*.egg-info

@@ -22,7 +22,7 @@ from ring_dilated_attention.kernels.choose import reasons
 from ring_dilated_attention.pattern import DilatedPattern
 
 from .measure import Sizes
-from .peers import torchscale_attention
+from .peers.adapters import torchscale_attention
 
 OWN = ("triton", "triton-fused", "sdpa")
 
@@ -110,7 +110,10 @@ def attention(candidate: Candidate, query: Tensor, *, is_causal: bool) -> Callab
     if candidate.how == "torch":
         return lambda q, k, v: _dense(q, k, v, is_causal)
     if candidate.how == "torchscale":
-        return torchscale_attention(pattern, *query.shape[2:])
+        module = torchscale_attention(pattern, *query.shape[2:])
+        return lambda q, k, v: module(*(x.flatten(2) for x in (q, k, v)), is_causal=pattern.is_causal)[0].unflatten(
+            2, query.shape[2:]
+        )
     backend = backend_on(query.device.type, candidate.how, query.dtype)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import sys
 from contextlib import AbstractContextManager, redirect_stdout
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -23,7 +23,8 @@ import torch
 
 from ring_dilated_attention.pattern import DilatedPattern
 
-from .peers import flash
+from .peers.adapters import torchscale_attention
+from .peers.stand_ins import flash
 
 
 def why_not(variable: str) -> str | None:
@@ -46,18 +47,8 @@ def torchscale(module: str) -> Any:
 
 def attention_module(pattern: DilatedPattern, num_heads: int, head_dim: int) -> Any:
     """torchscale's DilatedAttention without its projections: (B, N, H * D) three times -> (B, N, H * D), None."""
-    arguments = SimpleNamespace(
-        segment_length=list(pattern.segment_lengths),
-        dilated_ratio=list(pattern.dilation_rates),
-        flash_attention=True,
-        seq_parallel=False,
-        multiway=False,
-        xpos_rel_pos=False,
-    )
-    dilated = torchscale("component.dilated_attention")
-    module = dilated.DilatedAttention(arguments, num_heads * head_dim, num_heads, self_attention=True)
-    module.q_proj = module.k_proj = module.v_proj = module.out_proj = torch.nn.Identity()
-    return module
+    _prepare()
+    return torchscale_attention(pattern, num_heads, head_dim)
 
 
 def slide_encoder(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -116,15 +117,32 @@ def allocated(function: Callable[[], object]) -> Allocated:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
         function()
-    current = peak = sent = 0
+    current, peak, sent = 0, 0, 0.0
     assert profiled.profiler is not None
     for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
             current += event.nbytes()
             peak = max(peak, current)
-        elif event.name() == "gloo:send":
-            sent += torch.Size(event.shapes()[0]).numel() * _ITEMSIZE.get(event.dtypes()[0], 0)
-    return Allocated(peak, sent)
+        else:
+            sent += _sent_bytes(event)
+    return Allocated(peak, round(sent))
+
+
+def _sent_bytes(event: Any) -> float:
+    """Bytes that an event of the profiler sends to other ranks of the world, of collectives the fewest that do."""
+    sent = {"c10d::alltoall_base_": 1, "c10d::_reduce_scatter_base_": 1, "gloo:send": 0, "gloo:all_gather": 0}
+    if (tensor := sent.get(event.name())) is None:
+        return 0
+    num_bytes = torch.Size(event.shapes()[tensor]).numel() * _ITEMSIZE.get(event.dtypes()[tensor], 0)
+    others = dist.get_world_size() - 1
+    if event.name() == "gloo:all_gather":
+        return num_bytes * others
+    if event.name() == "c10d::_reduce_scatter_base_":
+        return num_bytes * others / (others + 1)
+    if event.name() == "c10d::alltoall_base_":  # with rows for each rank, or equal shares
+        rows = event.concrete_inputs()[4] or [1] * (others + 1)
+        return num_bytes * (1 - rows[dist.get_rank()] / sum(rows))
+    return num_bytes
 
 
 def held_and_peak(forward: Callable[[], Tensor]) -> tuple[int, int]:

@@ -117,21 +117,22 @@ def _peer_call(tensors: list[Tensor], is_causal: bool) -> Callable[[], Times]:
 
     def call() -> Times:
         watch = stopwatch()
-        out, lse = _peer_forward(q, k, v, is_causal)
+        out, lse = peer_forward(q, k, v, is_causal)
         forward = watch()
-        _peer_backward(grad, q, k, v, out, lse, is_causal)
+        peer_backward(grad, q, k, v, out, lse, is_causal)
         return Times(forward, watch())
 
     return call
 
 
-def _peer_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+def peer_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """out and lse of torch's ring, each (B, H, N, D) and (B, H, N)."""
     op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse, *_ = torch_ring._templated_ring_attention(_world(), 2, op, q, k, v, is_causal=is_causal, dropout_p=0.0)
     return out, lse
 
 
-def _peer_backward(
+def peer_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
     op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -146,8 +147,8 @@ def _peer_squares(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParall
     inputs, dout, _ = make_inputs(case, sizes.dtype)
     expected = defined(case, inputs, dout, None)
     q, k, v, grad = (parallel.shard(x).to(sizes.dtype).transpose(1, 2).contiguous() for x in (*inputs, dout))
-    out, lse = _peer_forward(q, k, v, pattern.is_causal)
-    grads = _peer_backward(grad, q, k, v, out, lse, pattern.is_causal)
+    out, lse = peer_forward(q, k, v, pattern.is_causal)
+    grads = peer_backward(grad, q, k, v, out, lse, pattern.is_causal)
     found = {"out": out, "dq": grads[0], "dk": grads[1], "dv": grads[2]}
     parts = {name: squares(x.transpose(1, 2), parallel.shard(expected[name])) for name, x in found.items()}
     return parts | {"lse": squares(lse.squeeze(-1).transpose(1, 2), parallel.shard(expected["lse"]))}

@@ -1,0 +1,24 @@
+"""dilated-attention-pytorch 0.2.0: with is_causal=True the first output changes with the last token.
+
+Each head's output is divided by its sum over all positions. (xformers' operator is stood in for by torch's SDPA.)
+"""
+
+import sys
+from types import SimpleNamespace as Module
+
+import torch
+
+sdpa = torch.nn.functional.scaled_dot_product_attention
+attention = lambda query, key, value, op, attn_bias: sdpa(  # noqa: E731
+    *(x.transpose(1, 2) for x in (query, key, value)), is_causal=attn_bias is not None
+).transpose(1, 2)
+ops = Module(AttentionOp=None, LowerTriangularMask=object, memory_efficient_attention=attention)
+sys.modules |= {"xformers": Module(ops=ops), "xformers.ops": ops}
+from dilated_attention_pytorch.dilated_attention import DilatedAttention  # noqa: E402
+
+q, k, v = torch.rand(3, 1, 64, 2, 16, generator=torch.Generator().manual_seed(0))
+attend = DilatedAttention([16, 64], [1, 4])
+before = attend(q, k, v, is_causal=True)[:, 0]
+v[:, -1] += 1
+after = attend(q, k, v, is_causal=True)[:, 0]
+print(f"the first output moved by {(after - before).norm() / before.norm():.1e} of itself, should be 0")

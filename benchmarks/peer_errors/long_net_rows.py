@@ -1,0 +1,19 @@
+"""LongNet 0.5.7 from the package index: out has n / dilation_rate rows, not n; the skipped rows are nowhere.
+
+(The packages' __init__ files, which import much that is not needed, are passed over.)
+"""
+
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+for name in ("zeta", "zeta.nn", "zeta.nn.attention", "zeta.utils", "long_net"):
+    path = list(find_spec(name).submodule_search_locations)
+    sys.modules[name] = ModuleType(name)
+    sys.modules[name].__path__ = path
+from long_net.attention import DilatedAttention  # noqa: E402
+
+attend = DilatedAttention(dim=64, heads=4, dilation_rate=2, segment_size=32, device="cpu")
+print(f"out has {attend(torch.randn(1, 128, 64)).shape[1]} rows, should be 128")

@@ -1,0 +1,18 @@
+"""torchscale at 4d1e0e8, from torchrun --nproc-per-node 2: causal attention over two ranks leaves out the own shard.
+
+`gather_kv` keeps the keys of earlier ranks only; on rank 0, which has none, they are zeros.
+"""
+
+import torch
+import torch.distributed as dist
+from torchscale_flash import attention
+
+dist.init_process_group("gloo")
+mine = slice(32 * dist.get_rank(), 32 * dist.get_rank() + 32)
+q, k, v = torch.randn(3, 1, 64, 64, generator=torch.Generator().manual_seed(0))
+arguments = {"segment_lengths": [16, 64], "dilated_ratio": [1, 4], "num_heads": 4, "head_dim": 16}
+whole = attention(**arguments)(q, k, v, is_causal=True)[:, mine]
+shard = attention(**arguments, seq_parallel=True)(q[:, mine], k[:, mine], v[:, mine], is_causal=True)
+error = (shard - whole).norm() / whole.norm()
+if dist.get_rank() == 0:
+    print(f"on rank 0: relative difference to one device {error:.1e}, should be below 1e-5")

@@ -1,0 +1,20 @@
+"""yunchang 0.6.4, from torchrun --nproc-per-node 2: AttnType.TORCH_MATH over a ring merges with wrong weights.
+
+`pytorch_attn_forward` returns zeros as the log-sum-exp, by which the ring weights its chunks.
+"""
+
+import torch
+import torch.distributed as dist
+from yunchang import LongContextAttention, set_seq_parallel_pg
+from yunchang.kernels import AttnType
+
+dist.init_process_group("gloo")
+set_seq_parallel_pg(1, 2, dist.get_rank(), 2)
+mine = slice(32 * dist.get_rank(), 32 * dist.get_rank() + 32)
+q, k, v = torch.randn(3, 1, 64, 1, 16, generator=torch.Generator().manual_seed(0))
+rows = (x.transpose(1, 2) for x in (q, k, v))
+whole = torch.nn.functional.scaled_dot_product_attention(*rows).transpose(1, 2)[:, mine]
+ring = LongContextAttention(ring_impl_type="basic", attn_type=AttnType.TORCH_MATH)
+error = (ring(q[:, mine], k[:, mine], v[:, mine]) - whole).norm() / whole.norm()
+if dist.get_rank() == 0:
+    print(f"on rank 0: relative error of out {error:.1e}, should be below 1e-5")

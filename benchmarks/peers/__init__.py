@@ -1,0 +1,104 @@
+"""Beside its peers: is each right in what it claims to compute, and what does it cost beside this library?
+
+Each peer runs in an environment that is made for it (benchmarks/.environments), unless torch has all that it needs.
+torchscale is not in the package index as a version with LongNet: TORCHSCALE_CHECKOUT names a clone. What cannot be
+installed or run leaves a row with the reason. A peer that is wrong leaves a row too, and is measured all the same.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..gate import GateError, gate
+from . import examine
+from .adapters import this_library
+from .catalogue import ENVIRONMENTS, PEERS, Peer
+from .environments import ROOT, NotThereError, run_in
+from .examine import Sizes, own_pattern
+from .report import table
+
+__all__ = ["FULL", "QUICK", "SUMMARY", "Settings", "num_steps", "run", "table"]
+
+SUMMARY = "other libraries: right or not, and time, memory and bytes beside them"
+SCRIPTS = ROOT / "benchmarks" / "peer_errors"
+
+
+class Settings(NamedTuple):
+    peers: tuple[Peer, ...] = PEERS
+    of_each: examine.Settings = examine.Settings()
+
+
+FULL = Settings()
+# What torch alone runs, in moments.
+QUICK = Settings(
+    tuple(peer for peer in PEERS if peer.name in ("this library", "torch SDPA", "torch's private ring")),
+    examine.Settings(Sizes(512, 2, 16), ("full", "causal"), 1, (60, 60)),
+)
+
+
+def num_steps(settings: Settings) -> int:
+    return len(settings.peers)
+
+
+def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
+    rows = []
+    for peer in settings.peers:
+        step(peer.name)
+        pattern = own_pattern(peer, settings.of_each.sizes)
+        rows.append(
+            {
+                "peer": peer.name,
+                "version": peer.version,
+                "segment_lengths": pattern.segment_lengths,
+                "dilation_rates": pattern.dilation_rates,
+                "is_causal": pattern.is_causal,
+                **settings.of_each.sizes._replace(dtype=peer.dtype).as_json(),
+                "ranks": peer.ranks,
+                "sharding": peer.sharding,
+                "threads_per_rank": 1,
+                "has_backward": peer.has_backward,
+                "stands_in": peer.stands_in,
+                "lines": peer.lines,
+                **found_of(peer, settings.of_each),
+            }
+        )
+    return rows
+
+
+def found_of(peer: Peer, settings: examine.Settings) -> dict[str, Any]:
+    """What was found by running a peer, or the reason why nothing was.
+
+    Raises:
+        GateError: if the peer is this library, and something is not right.
+    """
+    try:
+        if peer.needs and not os.environ.get(peer.needs):
+            raise NotThereError(f"{peer.needs} is not set: it names a clone of its repository")
+        if not peer.environment:
+            found = examine.examine(peer, settings)
+        else:
+            if prepare := ENVIRONMENTS[peer.environment].prepare:
+                run_in(peer.environment, ["-c", prepare], 900)
+            arguments = ["-m", "benchmarks.peers.examine", examine.encoded(peer, settings)]
+            seconds = len(settings.inputs) * settings.seconds[0] + settings.seconds[1]
+            found = json.loads(run_in(peer.environment, arguments, seconds).splitlines()[-1])
+        found["shown_by"] = {name: shown(peer, name) for name in peer.shown_by}
+    except NotThereError as error:
+        sizes = settings.sizes._replace(dtype=peer.dtype)
+        found = {"reason": str(error), "inputs": {}, "gate": gate(sizes, own_pattern(peer, sizes))}
+    if peer.adapter is this_library:
+        for name, result in found["inputs"].items():
+            if result["verdict"] != "right":
+                raise GateError(f"{peer.name}, {name}: {result}. Nothing is recorded; `rda check` says more.")
+    return found
+
+
+def shown(peer: Peer, name: str) -> list[str]:
+    """What a script that shows an error says: lines with what was found and what it should be."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(peer.ranks)] if peer.ranks > 1 else []
+    try:
+        said = run_in(peer.environment, [*launcher, str(SCRIPTS / f"{name}.py")], 120)
+    except NotThereError as error:  # what the peer was found to do stays in its row
+        return [f"not run: {error}"]
+    return [line for line in said.splitlines() if "should be" in line]

@@ -1,0 +1,233 @@
+"""How each peer is called: a function of a call that returns the peer's attention.
+
+Tensors are (B, N, H, D), of the rows that this rank owns. What an adapter sets up stays as long as its process. The
+number of its lines is in the peer's row.
+"""
+
+import importlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from ring_dilated_attention.attention import dilated_attention
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.ranks.context import ContextParallel
+
+from .. import torch_ring
+from . import stand_ins
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Call(NamedTuple):
+    """What is asked of a peer. `documents` are the borders of packed documents."""
+
+    pattern: DilatedPattern
+    seq_len: int  # of all ranks
+    num_heads: int
+    head_dim: int
+    documents: tuple[int, ...] | None
+    sharding: str
+    lasting: ExitStack  # closed after the last call
+
+
+def this_library(call: Call) -> Attend:
+    cu_seqlens = None if call.documents is None else torch.tensor(call.documents, dtype=torch.int32)
+    parallel = ContextParallel(sharding=call.sharding, exchange="ring")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = dilated_attention(q, k, v, call.pattern, parallel=parallel, cu_seqlens=cu_seqlens)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend
+
+
+def dense(call: Call) -> Attend:
+    mask = None
+    if call.documents is not None:
+        document = torch.bucketize(torch.arange(call.seq_len), torch.tensor(call.documents), right=True)
+        mask = document[:, None] == document
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+        options = {"is_causal": call.pattern.is_causal, "enable_gqa": q.shape[2] != k.shape[2]}
+        out = scaled_dot_product_attention(query, key, value, mask, **options)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def flex(call: Call) -> Attend:
+    borders = torch.tensor(call.documents or (0, call.seq_len))
+    document = torch.bucketize(torch.arange(call.seq_len), borders, right=True) - 1
+    position = torch.arange(call.seq_len) - borders[document]
+
+    def multiplicity(h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        x, y = position[i], position[j]
+        same = (document[i] == document[j]) & ((x >= y) | (not call.pattern.is_causal))
+        count = torch.zeros_like(x, dtype=torch.float32)
+        for w, r in call.pattern.branches:
+            count = count + (same & (x // w == y // w) & (x % w % r == h % r) & (y % w % r == h % r)).float()
+        return count
+
+    def add_log(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + multiplicity(h, i, j).log()
+
+    def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return multiplicity(h, i, j) > 0
+
+    blocks = create_block_mask(is_seen, None, call.num_heads, call.seq_len, call.seq_len, device="cpu")
+    compiled: Any = torch.compile(flex_attention)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        is_grouped = q.shape[2] != k.shape[2]
+        return compiled(*rows, add_log, block_mask=blocks, enable_gqa=is_grouped).transpose(1, 2)
+
+    return attend
+
+
+def torchscale_attention(pattern: DilatedPattern, num_heads: int, head_dim: int, *, seq_parallel: bool = False) -> Any:
+    """LongNet's official module without its projections: (B, N, H * D) three times -> (B, N, H * D), None.
+
+    Its forward is this library's under phase="blocked" where each segment length divides the sequence and each rate its
+    segment length; else it counts padding as keys. Its backward leaves out the gradient of the branches' weights.
+    """
+    dilated: Any = importlib.import_module("torchscale.component.dilated_attention")
+    multihead: Any = importlib.import_module("torchscale.component.multihead_attention")
+    if multihead.flash_attn_func is None:  # the flash_attn package is not there; torch's op takes its place
+        multihead.flash_attn_func = stand_ins.flash
+    arguments = SimpleNamespace(
+        segment_length=list(pattern.segment_lengths),
+        dilated_ratio=list(pattern.dilation_rates),
+        flash_attention=True,
+        seq_parallel=seq_parallel,
+        multiway=False,
+        xpos_rel_pos=False,
+    )
+    module = dilated.DilatedAttention(arguments, num_heads * head_dim, num_heads, self_attention=True)
+    module.q_proj = module.k_proj = module.v_proj = module.out_proj = torch.nn.Identity()
+    return module
+
+
+def torchscale(call: Call) -> Attend:
+    call.lasting.enter_context(mock.patch.object(torch.cuda, "current_device", return_value="cpu"))
+    module = torchscale_attention(
+        call.pattern, call.num_heads, call.head_dim, seq_parallel=dist.is_initialized() and dist.get_world_size() > 1
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, _ = module(*(x.flatten(2) for x in (q, k, v)), is_causal=call.pattern.is_causal)
+        return out.unflatten(2, q.shape[2:])
+
+    return attend
+
+
+def dilated_attention_pytorch(call: Call) -> Attend:
+    stand_ins.xformers()
+    package: Any = importlib.import_module("dilated_attention_pytorch.dilated_attention")
+    module = package.DilatedAttention(call.pattern.segment_lengths, call.pattern.dilation_rates)
+    return lambda q, k, v: module(q, k, v, is_causal=call.pattern.is_causal)
+
+
+def long_net(call: Call) -> Attend:
+    stand_ins.packages("zeta", "zeta.nn", "zeta.nn.attention", "zeta.utils", "long_net")
+    package: Any = importlib.import_module("long_net.attention")
+    module = package.DilatedAttention(
+        call.num_heads * call.head_dim,
+        call.num_heads,
+        call.pattern.dilation_rates[0],
+        call.pattern.segment_lengths[0],
+        causal=call.pattern.is_causal,
+        device="cpu",
+    )
+    return lambda q, k, v: module(q.flatten(2)).unflatten(2, q.shape[2:])
+
+
+def ring_attention_pytorch(call: Call) -> Attend:
+    package: Any = importlib.import_module("ring_attention_pytorch.ring_flash_attention")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Of G key/value heads its query head h reads h % G, ours h // (H / G).
+        order = torch.arange(call.num_heads).view(k.shape[2], -1).T.flatten()
+        out = package.ring_flash_attn(q[:, :, order], k, v, causal=call.pattern.is_causal, ring_reduce_col=True)
+        return out[:, :, order.argsort()]
+
+    return attend
+
+
+def ring_flash_attn(call: Call) -> Attend:
+    stand_ins.flash_attn()
+    stand_ins.packages("ring_flash_attn")
+    name = {"contiguous": "ring", "zigzag": "zigzag_ring", "stripe": "stripe"}[call.sharding] + "_flash_attn"
+    attend = getattr(importlib.import_module(f"ring_flash_attn.{name}"), f"{name}_func")
+    return lambda q, k, v: attend(q, k, v, causal=call.pattern.is_causal)
+
+
+def yunchang(call: Call, *, ulysses: int, attention: str = "FA", ring: str = "zigzag") -> Attend:
+    if attention == "FA":
+        stand_ins.flash_attn()
+    package: Any = importlib.import_module("yunchang")
+    kernels: Any = importlib.import_module("yunchang.kernels")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    package.set_seq_parallel_pg(ulysses, size // ulysses, rank, size)
+    kind = getattr(kernels.AttnType, attention)
+    if ulysses == size:
+        module = package.UlyssesAttention(dist.group.WORLD, attn_type=kind)
+    else:
+        module = package.LongContextAttention(ring_impl_type=ring, attn_type=kind)
+    return lambda q, k, v: module(q, k, v, causal=call.pattern.is_causal)
+
+
+def deepspeed_ulysses(call: Call) -> Attend:
+    comm: Any = importlib.import_module("deepspeed.comm")
+    layer: Any = importlib.import_module("deepspeed.sequence.layer")
+    comm.init_distributed("gloo")
+    module = layer.DistributedAttention(dense(call), dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    return lambda q, k, v: module(q, k, v, 0)
+
+
+def torch_context_parallel(call: Call) -> Attend:
+    parallel: Any = importlib.import_module("torch.distributed.tensor.experimental")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    buffers = [torch.empty(call.seq_len)]
+    call.lasting.enter_context(parallel.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0]))
+    functional: Any = torch.nn.functional  # within the context it holds another function
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        is_grouped = q.shape[2] != k.shape[2]
+        out = functional.scaled_dot_product_attention(*rows, is_causal=call.pattern.is_causal, enable_gqa=is_grouped)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def torch_private_ring(call: Call) -> Attend:
+    options: Any = torch_ring.torch_ring
+    options._cp_options.rotate_method = options._RotateMethod.ALL_TO_ALL
+    options._cp_options.enable_load_balance = call.sharding == "zigzag"
+    is_causal = call.pattern.is_causal
+
+    class Ring(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = torch_ring.peer_forward(q, k, v, is_causal)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+            q, k, v, out, lse = ctx.saved_tensors
+            return torch_ring.peer_backward(grads[0], q, k, v, out, lse, is_causal)[:3]
+
+    return lambda q, k, v: Ring.apply(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)

@@ -1,0 +1,223 @@
+"""One peer: whether it is right, input by input, and what it costs beside this library, by turns in the same processes.
+
+Run as a program, in the peer's environment: it prints what it found as JSON, on its last line.
+"""
+
+import json
+import pickle
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_dilated_attention.commands.compare import (
+    QUANTITIES,
+    Case,
+    Squares,
+    defined,
+    make_inputs,
+    relative,
+    squares,
+    tolerances,
+)
+from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError, Worker, run_ranks
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.ranks.context import ContextParallel
+
+from ..gate import gate, gate_squares, small_case
+from ..measure import Sizes, allocated, quantiles
+from ..scaled import scaled_down
+from .adapters import Attend, Call, this_library
+from .catalogue import SEQ_LEN, Peer
+from .environments import last_line
+
+# A peer is right where its error is at most this many times what this library allows itself: twice the error of torch's
+# attention in the same dtype under the same mask, plus a floor.
+FACTOR = 5
+
+
+class Settings(NamedTuple):
+    """repeats: of what is timed. seconds: of one small call, and of all that is measured at the full size."""
+
+    sizes: Sizes = Sizes(SEQ_LEN, 4, 64)
+    inputs: tuple[str, ...] = ("full", "causal", "uneven", "grouped", "packed", "16 bits")
+    repeats: int = 5
+    seconds: tuple[float, float] = (60, 900)
+
+
+class Found(NamedTuple):
+    """What one rank measured: CPU seconds by turn, the peak beside the inputs and bytes sent, theirs and ours."""
+
+    seconds: tuple[list[float], list[float]]
+    peak_bytes: tuple[int, int]
+    sent_bytes: tuple[list[int], list[int]]
+    gate: Squares
+
+
+def examine(peer: Peer, settings: Settings) -> dict[str, Any]:
+    """Everything about a peer that is found by running it."""
+    return {"inputs": {name: check(peer, settings, name) for name in settings.inputs}} | cost(peer, settings)
+
+
+def check(peer: Peer, settings: Settings, name: str) -> dict[str, Any]:
+    """How a peer takes one kind of input: "right", "wrong" without a word, or not at all.
+
+    Not at all: "refused", "crashed" or "hung", with the reason, or "not offered" by its interface.
+    """
+    if name in peer.lacks or name in peer.not_run:
+        return {"verdict": "not run" if name in peer.not_run else "not offered"}
+    case, dtype = small(peer, settings.sizes, name)
+    try:
+        ranks = run_ranks(Launch(peer.ranks, seconds=settings.seconds[0]), _check, peer, case, dtype)
+    except RankFailedError as error:
+        text = str(error)
+        verdict = "hung" if "no answer within" in text else "crashed" if "died without a word" in text else "refused"
+        return {"verdict": verdict, "reason": reason_of(error)}
+    if strange := [shape for shape in ranks if isinstance(shape, str)]:
+        return {"verdict": "wrong", "reason": strange[0]}
+    allowed = tolerances(case, dtype)
+    sums = {key: [sum(rank[key][i] for rank in ranks) for i in (0, 1)] for key in ranks[0]}
+    errors = {key: relative((difference, size)) for key, (difference, size) in sums.items()}
+    is_right = all(error <= FACTOR * allowed[key] for key, error in errors.items())
+    return {
+        "verdict": "right" if is_right else "wrong",
+        "dtype": str(dtype).removeprefix("torch."),
+        "errors": errors,
+        "allowed": {key: FACTOR * allowed[key] for key in errors},
+    }
+
+
+def small(peer: Peer, sizes: Sizes, name: str) -> tuple[Case, torch.dtype]:
+    """A call that can be checked densely, with one kind of input, and its dtype."""
+    case = small_case(sizes, measured(peer, sizes))
+    is_causal = name == "causal" or "full" in peer.lacks
+    case = case._replace(name=name, pattern=replace(case.pattern, is_causal=is_causal))
+    if name == "uneven":  # one position more than what divides by anything
+        case = case._replace(seq_len=case.seq_len + 1)
+    elif name == "grouped":
+        case = case._replace(num_kv_heads=case.num_heads // 2)
+    elif name == "packed":
+        case = case._replace(documents=(0, 2 * case.seq_len // 5, case.seq_len))
+    if name != "16 bits":
+        return case, peer.dtype
+    return case, torch.float16 if peer.dtype == torch.bfloat16 else torch.bfloat16
+
+
+def positions(peer: Peer, seq_len: int, worker: Worker) -> Tensor:
+    """The positions that a rank owns, in the order of its rows."""
+    if peer.sharding == "stripe":
+        return torch.arange(worker.rank, seq_len, worker.world_size)
+    return ContextParallel(sharding=peer.sharding).positions(seq_len)
+
+
+def _check(worker: Worker, peer: Peer, case: Case, dtype: torch.dtype) -> Squares | str:
+    """This rank's difference to the definition of what the peer claims to compute."""
+    inputs, dout, _ = make_inputs(case, dtype)
+    expected = defined(case, inputs, dout, None)
+    rows = positions(peer, case.seq_len, worker)
+    leaves = [x[:, rows].to(dtype).requires_grad_(peer.has_backward) for x in inputs]
+    with ExitStack() as lasting:
+        call = Call(case.pattern, case.seq_len, case.num_heads, case.head_dim, case.documents, peer.sharding, lasting)
+        out = peer.adapter(call)(*leaves)
+        if out.shape != leaves[0].shape:
+            return f"out is {tuple(out.shape)} for a query of {tuple(leaves[0].shape)}"
+        found = [out, *torch.autograd.grad(out, leaves, dout[:, rows].to(out))] if peer.has_backward else [out]
+    names = [name for name in QUANTITIES if name != "lse"][: len(found)]
+    return {name: squares(x, expected[name][:, rows]) for name, x in zip(names, found, strict=True)}
+
+
+def reason_of(error: Exception) -> str:
+    """The last line of the first rank's report."""
+    return last_line(str(error).partition("\nrank ")[0]).removeprefix("rank 0: ")[:300]
+
+
+def measured(peer: Peer, sizes: Sizes, pattern: DilatedPattern | None = None) -> DilatedPattern:
+    """What the peer claims to compute where its cost is measured, or another pattern of the catalogue there."""
+    scaled, *_ = scaled_down(pattern or peer.pattern, SEQ_LEN, sizes.seq_len)
+    return replace(scaled, is_causal=peer.is_causal)
+
+
+def own_pattern(peer: Peer, sizes: Sizes) -> DilatedPattern:
+    """What this library computes beside it."""
+    return measured(peer, sizes, peer.beside)
+
+
+def cost(peer: Peer, settings: Settings) -> dict[str, Any]:
+    """CPU seconds, memory and bytes of a peer and of this library, or the reason why there are none; and our gate."""
+    sizes = settings.sizes._replace(dtype=peer.dtype)
+    try:
+        launch = Launch(peer.ranks, num_threads=1, seconds=settings.seconds[1])
+        ranks: list[Found] = run_ranks(launch, _cost, peer, sizes, settings.repeats)
+    except RankFailedError as error:
+        return {"reason": reason_of(error), "gate": gate(sizes, own_pattern(peer, sizes))}
+    shard = sizes.batch * sizes.seq_len * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize / peer.ranks
+    turns = [[sum(turn) for turn in zip(*(rank.seconds[who] for rank in ranks), strict=True)] for who in (0, 1)]
+    sent = [[max(rank.sent_bytes[who][i] for rank in ranks) / shard for i in (0, 1)] for who in (0, 1)]
+    peaks = [max(rank.peak_bytes[who] for rank in ranks) / shard for who in (0, 1)]
+    return {
+        "seconds": quantiles(turns[0]),
+        "own_seconds": quantiles(turns[1]),
+        "ratio": quantiles(theirs / own for theirs, own in zip(*turns, strict=True)),
+        "peak_tensors": peaks[0],
+        "own_peak_tensors": peaks[1],
+        "sent_shards": sent[0],
+        "own_sent_shards": sent[1],
+        "gate": gate(sizes, own_pattern(peer, sizes), [rank.gate for rank in ranks]),
+    }
+
+
+def _cost(worker: Worker, peer: Peer, sizes: Sizes, repeats: int) -> Found:
+    own = "contiguous" if peer.sharding == "stripe" else peer.sharding
+    with ExitStack() as lasting:
+        claimed = measured(peer, sizes)
+        common = (sizes.seq_len, sizes.num_heads, sizes.head_dim, None)
+        parallel = ContextParallel(sharding=own, exchange="ring")
+        passed = gate_squares(sizes, own_pattern(peer, sizes), parallel)
+        generator = torch.Generator().manual_seed(worker.rank)
+        shape = (sizes.batch, len(parallel.positions(sizes.seq_len)), sizes.num_heads, sizes.head_dim)
+        *leaves, dout = (torch.randn(shape, generator=generator).to(sizes.dtype) for _ in range(4))
+        leaves = [x.requires_grad_(peer.has_backward) for x in leaves]
+        attends = (
+            peer.adapter(Call(claimed, *common, peer.sharding, lasting)),
+            this_library(Call(own_pattern(peer, sizes), *common, own, lasting)),
+        )
+
+        def seconds(attend: Attend) -> float:
+            dist.barrier()
+            start = time.process_time()
+            out = attend(*leaves)
+            if peer.has_backward:
+                torch.autograd.grad(out, leaves, dout)
+            return time.process_time() - start
+
+        def traffic(attend: Attend) -> tuple[int, list[int]]:
+            seconds(attend)  # what is made once is not the call's
+            outs: list[Tensor] = []
+            dist.barrier()
+            forward = allocated(lambda: outs.append(attend(*leaves)))
+            if not peer.has_backward:
+                return forward.peak_bytes, [forward.sent_bytes, 0]
+            backward = allocated(lambda: torch.autograd.grad(outs[0], leaves, dout))
+            outs.clear()
+            return allocated(lambda: seconds(attend)).peak_bytes, [forward.sent_bytes, backward.sent_bytes]
+
+        peaks, sent = zip(*map(traffic, attends), strict=True)
+        times: tuple[list[float], list[float]] = ([], [])
+        for repeat in range(repeats):
+            for who in (0, 1) if repeat % 2 else (1, 0):  # neither always comes after the other
+                times[who].append(seconds(attends[who]))
+    return Found(times, (peaks[0], peaks[1]), (sent[0], sent[1]), passed)
+
+
+def encoded(peer: Peer, settings: Settings) -> str:
+    """For the command line of this file, run as a program."""
+    return pickle.dumps((peer, settings)).hex()
+
+
+if __name__ == "__main__":
+    print(json.dumps(examine(*pickle.loads(bytes.fromhex(sys.argv[1])))))
