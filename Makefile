@@ -26,8 +26,8 @@ run: $(VENV)/.installed
 TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.installed
-	$(BIN)/ruff check src benchmarks tests examples docs
-	$(BIN)/ruff format --check src benchmarks tests examples docs
+	$(BIN)/ruff check src benchmarks tests examples docs/site
+	$(BIN)/ruff format --check src benchmarks tests examples docs/site
 	@echo '$(BIN)/mypy beside $(TESTS)'
 	@said=$$(mktemp); trap 'kill $$mypy 2>/dev/null; rm -f "$$said"' EXIT; trap 'exit 130' INT TERM; \
 	$(BIN)/mypy >"$$said" 2>&1 & mypy=$$!; $(TESTS); tests=$$?; \

@@ -28,12 +28,13 @@ TOO_WIDE = """
 const width = document.documentElement.clientWidth;
 if (document.documentElement.scrollWidth <= width) return null;
 const wide = [...document.querySelectorAll("main *")].filter(x => x.getBoundingClientRect().right > width + 1);
-return document.documentElement.scrollWidth + " pixels: " + wide.slice(0, 3).map(x => x.outerHTML.slice(0, 80)).join(" | ");
+const first = wide.slice(0, 3).map(x => x.outerHTML.slice(0, 80));
+return document.documentElement.scrollWidth + " pixels: " + first.join(" | ");
 """
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *arguments: object) -> None:
+    def log_message(self, *_: object) -> None:
         pass
 
 

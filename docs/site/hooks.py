@@ -1,8 +1,8 @@
-"""What mkdocs does beside building docs/: pages and files from elsewhere in the repository, and a check of what it built.
+"""What mkdocs does beside building docs/: pages and files from elsewhere in the repository, a check of what was built.
 
 Pages link to each other and to any file of the repository by relative paths, as a forge shows them. On the site a link
-that leaves docs/ leads to the site's copy of the file: `PAGES` are pages of the site, code becomes a page that shows it,
-and what else is linked is copied as it is. So no link of the site leads out of it but those to other sites.
+that leaves docs/ leads to the site's copy of the file: `PAGES` are pages of the site, code becomes a page that shows
+it, and what else is linked is copied as it is. So no link of the site leads out of it but those to other sites.
 """
 
 import posixpath
@@ -44,11 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.inclusion is InclusionLevel.NOT_IN_NAV:
         return markdown  # a file that is shown
-    here = posixpath.dirname(page.file.src_uri)
     markdown = NOT_RUN.sub(r'\2\n\n<p class="not-run">Not run by the tests: \1.</p>\n', markdown)
-    return repository_links(
-        markdown, path_of(page.file.src_uri), lambda path: posixpath.relpath(name_of(path), here or ".")
-    )
+    return repository_links(markdown, path_of(page.file.src_uri), name_of)  # pages with links lie at the root
 
 
 def on_post_build(config: MkDocsConfig) -> None:

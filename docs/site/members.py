@@ -1,6 +1,6 @@
 """For mkdocstrings: of a class the API shows methods, properties, and attributes that have a docstring.
 
-The fields of a dataclass stand in its signature and under its parameters; what `__init__` leaves in `self` is no promise.
+The fields of a dataclass stand in its signature and its parameters. What `__init__` leaves in `self` is no promise.
 """
 
 from typing import Any
