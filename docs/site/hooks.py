@@ -30,7 +30,7 @@ SHOWN = {".py": "python", ".toml": "toml", ".yml": "yaml"}  # files that get a p
 LINK = re.compile(r"(?<=\]\()[^)\s]+")
 FENCE = re.compile(r"^(```+).*?^\1$", flags=re.MULTILINE | re.DOTALL)
 # What tests/test_pages.py reads above a block. The reader of the page is told as well.
-NOT_RUN = re.compile(r"^<!-- not run: (.+?) -->\n(```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"^<!-- not run: (.+?) -->\n\n?(```.*?^```$|    .*?\n\n)", flags=re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -44,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.inclusion is InclusionLevel.NOT_IN_NAV:
         return markdown  # a file that is shown
-    markdown = NOT_RUN.sub(r'\2\n\n<p class="not-run">Not run by the tests: \1.</p>\n', markdown)
+    markdown = NOT_RUN.sub(r'\n\2\n\n<p class="not-run" markdown>Not run as it stands: \1.</p>\n', markdown)
     return repository_links(markdown, path_of(page.file.src_uri), name_of)  # pages with links lie at the root
 
 
