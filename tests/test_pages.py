@@ -2,7 +2,8 @@
 
 Above a block may stand a mark. `<!-- block: NAME -->`: a test takes the block by this name, and runs it. `<!-- not run:
 REASON -->`: nobody runs it. Without a mark, Python is run here, and what is shown next is what it prints; indented
-`rda` commands are run here; TOML is read as hardware; "text" is no code. A page written from the code is compared as a whole.
+`rda` commands are run here; TOML is read as hardware; "text" is no code. Pages written from the code are compared
+as a whole, by other tests.
 """
 
 import ast

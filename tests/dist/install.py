@@ -40,6 +40,8 @@ def main() -> None:
     if brought != {NAME}:
         sys.exit(f"the wheel brought {sorted(brought)}, and is to bring itself alone")
     strict = ("-W", "error", "-W", "ignore:Failed to initialize NumPy")  # torch itself warns that numpy is missing
+    mypy = (sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", bare / ".mypy_cache")
+    print(said(*mypy, "--python-executable", python, ROOT / "tests" / "dist" / "typed_use.py"), end="")
     with tempfile.TemporaryDirectory() as folder:
         print(said(python, *strict, ROOT / "tests" / "dist" / "use.py", folder=Path(folder)), end="")
 
