@@ -15,8 +15,11 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
 
 SITE = Path(__file__).parents[2] / "site"
 WIDTHS = {390: 844, 1280: 900}  # and heights, in pixels
@@ -75,7 +78,20 @@ def faults_of(driver: Chrome, address: str, name: str, width: int) -> Iterator[s
     if too_wide := driver.execute_script(TOO_WIDE):
         yield f"{name} at {width}: {too_wide}"
     errors = (entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE")
-    yield from (f"{name} at {width}: {message}" for message in errors)
+    # The browser asks for /favicon.ico by itself, where a page of plain HTML names no icon.
+    yield from (f"{name} at {width}: {message}" for message in errors if "/favicon.ico" not in message)
+
+
+def faults_of_the_search(driver: Chrome, address: str) -> Iterator[str]:
+    """A word that pages have must be found."""
+    driver.get(f"{address}/index.html")
+    field = driver.find_element(By.CSS_SELECTOR, "input.md-search__input")
+    field.click()
+    field.send_keys("zigzag")
+    try:
+        WebDriverWait(driver, 10).until(lambda _: driver.find_elements(By.CSS_SELECTOR, "a.md-search-result__link"))
+    except TimeoutException:
+        yield "the search finds nothing"
 
 
 def photograph(driver: Chrome, address: str, name: str, folder: Path) -> None:
@@ -103,6 +119,7 @@ def main() -> int:
         for width in WIDTHS:
             be(driver, width)
             faults += [fault for name in names for fault in faults_of(driver, address, name, width)]
+        faults += faults_of_the_search(driver, address)
         if given.pictures:
             given.pictures.mkdir(parents=True, exist_ok=True)
             for name in PHOTOGRAPHED:
