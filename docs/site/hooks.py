@@ -29,7 +29,7 @@ PAGES = {
 SHOWN = {".py": "python", ".toml": "toml", ".yml": "yaml"}  # files that get a page, and their languages
 LINK = re.compile(r"(?<=\]\()[^)\s]+")
 FENCE = re.compile(r"^(```+).*?^\1$", flags=re.MULTILINE | re.DOTALL)
-# What tests/test_pages.py reads above a block. The reader of the page is told as well.
+# What tests/test_documentation.py reads above a block. The reader of the page is told as well.
 NOT_RUN = re.compile(r"^<!-- not run: (.+?) -->\n\n?(```.*?^```$|    .*?\n\n)", flags=re.MULTILINE | re.DOTALL)
 
 
