@@ -1,4 +1,4 @@
-"""Reads the pages of the repository: their blocks of code, and the marks above them. `test_documentation.py` has the rules."""
+"""Reads the pages: their blocks of code, and the marks above them. `test_documentation.py` has the rules."""
 
 import re
 from functools import cache
