@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 # Our sources are compiled once, and not anew by each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-integrations gpu faults fuzz bench clean
+.PHONY: run test test-integrations docs dist gpu faults fuzz bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -26,8 +26,8 @@ run: $(VENV)/.installed
 TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.installed
-	$(BIN)/ruff check src benchmarks tests examples
-	$(BIN)/ruff format --check src benchmarks tests examples
+	$(BIN)/ruff check src benchmarks tests examples docs/site
+	$(BIN)/ruff format --check src benchmarks tests examples docs/site
 	@echo '$(BIN)/mypy beside $(TESTS)'
 	@said=$$(mktemp); trap 'kill $$mypy 2>/dev/null; rm -f "$$said"' EXIT; trap 'exit 130' INT TERM; \
 	$(BIN)/mypy >"$$said" 2>&1 & mypy=$$!; $(TESTS); tests=$$?; \
@@ -49,6 +49,35 @@ $(OTHERS)/.installed: pyproject.toml tests/integrations/versions.txt
 test-integrations: $(OTHERS)/.installed
 	$(EXTENSIONS) python -m pytest -rs tests/integrations
 	$(EXTENSIONS) python tests/fuzzing/fuzz.py --kinds transformers --prove $(if $(SEED),--seed $(SEED))
+
+# The documentation site, into site/: strict, and without the network once its environment is made. Its pages are then
+# opened in a browser, where one is installed. To read it: python -m http.server --directory site
+SITE := .venv-docs
+
+$(SITE)/.installed: docs/site/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check -r docs/site/requirements.txt
+	touch $@
+
+docs: $(SITE)/.installed
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
+	$(SITE)/bin/python docs/site/browse.py
+
+# sdist and wheel, into dist/. The wheel is installed beside torch alone, and used. Nothing is uploaded. For several:
+# make dist PYTHONS='python3.11 python3.12 python3.13'
+PYTHONS ?= $(PYTHON)
+DIST    := .venv-dist
+
+$(DIST)/.installed: tests/dist/requirements.txt
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/pip install --quiet --disable-pip-version-check -r tests/dist/requirements.txt
+	touch $@
+
+dist: $(DIST)/.installed
+	rm -rf dist
+	$(DIST)/bin/python -m build
+	$(DIST)/bin/twine check --strict dist/*
+	for python in $(PYTHONS); do $(DIST)/bin/python tests/dist/install.py "$$python" '$(TORCH)' || exit 1; done
 
 # On a machine with a GPU, where torch is to be the build for it: make gpu TORCH=torch
 gpu: $(VENV)/.installed
@@ -72,4 +101,4 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --html docs/evidence.html --reports docs/reports.md
 
 clean:
-	rm -rf $(VENV) $(OTHERS) benchmarks/.environments runs build dist src/*.egg-info
+	rm -rf $(VENV) $(OTHERS) $(SITE) $(DIST) .venv-bare-* benchmarks/.environments runs build dist site src/*.egg-info

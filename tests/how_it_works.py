@@ -198,8 +198,10 @@ Rank 1, backward:
 For each query a tile gives a *partial* over the keys of the tile: `out`, the mean of their values weighted by softmax,
 and `lse`, the logarithm of the sum of exp(score). A further partial is merged into those before by
 
-    lse' = log(exp(lse) + exp(partial_lse))
-    out' = out * exp(lse - lse') + partial_out * exp(partial_lse - lse')
+```text
+lse' = log(exp(lse) + exp(partial_lse))
+out' = out * exp(lse - lse') + partial_out * exp(partial_lse - lse')
+```
 
 Take the query at position {QUERY} in head {HEAD}. Let the head dim be 1, the scale 1 and the query 1, and at position j
 let the key be j / 10 and the value j. Then rank 0 merges three partials:

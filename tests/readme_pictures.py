@@ -1,21 +1,66 @@
-"""Draws the two pictures of the README, from the code: python tests/readme_pictures.py. `test_readme.py` compares."""
+"""Draws the pictures of the README and docs/idea.md: python tests/readme_pictures.py. `test_readme.py` compares."""
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
 from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.commands.plan.figures import draw_pattern, draw_ring, pictures_at, save
+from ring_dilated_attention.commands.plan.figures import (
+    BRANCH_COLOURS,
+    EMPTY,
+    INK,
+    branches_by_pair,
+    draw_pattern,
+    draw_ring,
+    pictures_at,
+    save,
+)
 from ring_dilated_attention.forecast.call import Way, count
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sharding import make_shards
 
 
 def draw_readme(folder: Path) -> list[Path]:
-    """A causal pattern, and a ring of 4 ranks in which one of two branches travels."""
+    """A causal pattern, a ring of 4 ranks in which one of two branches travels, and a query off a phase."""
     shown = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True)
     job = Job(DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8, 8, 8, 8)), 4, 4)
-    files = pictures_at(folder)
-    save({files[0]: draw_pattern(shown, 32, 4), files[1]: draw_ring(job, count(job, Way()).branches)})
+    files = (*pictures_at(folder), folder / "off_phase.png")
+    made = draw_pattern(shown, 32, 4), draw_ring(job, count(job, Way()).branches), draw_off_phase()
+    save(dict(zip(files, made, strict=True)))
     return list(files)
+
+
+def draw_off_phase() -> Figure:
+    """What two neighbouring queries of one head see in each branch."""
+    pattern, seq_len, num_heads, head = DilatedPattern((4, 16), (1, 4)), 16, 4, 1
+    cells = branches_by_pair(pattern, seq_len, num_heads, head)
+    figure = Figure(figsize=(7.5, 2.6), layout="constrained", facecolor="white")
+    for axes, query, phase in zip(figure.subplots(2, 1), (9, 10), ("on", "off"), strict=True):
+        for branch, (w, r) in enumerate(pattern.branches):
+            seen = [key for key in range(seq_len) if branch in cells[query][key]]
+            _draw_strip(axes, -1.25 * branch, w, seen, query, BRANCH_COLOURS[branch])
+            axes.text(
+                -0.7, -1.25 * branch, f"segments of {w}, rate {r}", ha="right", va="center", fontsize=9, color=INK
+            )
+            what = f"sees {len(seen)} keys" if seen else "sees nothing"
+            axes.text(seq_len - 0.3, -1.25 * branch, what, va="center", fontsize=9, color=INK)
+        axes.set_title(f"Query {query} is {phase} the phase of head {head} at rate 4", fontsize=10)
+        axes.set(xlim=(-5.6, seq_len + 2.6), ylim=(-1.8, 0.55), aspect="equal")
+        axes.axis("off")
+    return figure
+
+
+def _draw_strip(axes: Axes, y: float, segment_length: int, seen: list[int], query: int, colour: str) -> None:
+    for key in range(16):
+        is_seen, x = key in seen, key - 0.43
+        box = Rectangle((x, y - 0.46), 0.86, 0.92, facecolor=colour if is_seen else EMPTY)
+        box.set(edgecolor=INK if key == query else "white", linewidth=2 if key == query else 0.5)
+        axes.add_patch(box)
+        if key and key % segment_length == 0:
+            axes.plot([key - 0.5] * 2, [y - 0.55, y + 0.55], color=INK, linewidth=1)
+        axes.text(key, y, str(key), ha="center", va="center", fontsize=8, color="white" if is_seen else INK)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 import torch
 from distributed import run
 from helpers import ROOT
+from pages import block
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for, torchscale_attention
@@ -33,8 +34,7 @@ def test_the_page_says_from_where_on_rows_are_misplaced(max_wsi_size):
 
 def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
     """Its five lines run as they stand, with the smaller size in place of the larger."""
-    page = (ROOT / "docs" / "gigapath.md").read_text()
-    [lines] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[:1]
+    page, lines = (ROOT / "docs" / "gigapath.md").read_text(), block("docs/gigapath.md", "for users of GigaPath")
     monkeypatch.chdir(tmp_path)
     torch.save({"model": LongNetViT.published("gigapath-flash").state_dict()}, "slide_encoder.pth")
     names = {"features": torch.randn(1, 20, 384), "coords": torch.arange(40).view(1, 20, 2) * 256}
@@ -49,7 +49,7 @@ def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
 def test_the_function_alone():
     """Its snippet runs as it stands, and its arguments differ from dilated_attention's as the page says."""
     page = (ROOT / "docs" / "gigapath.md").read_text()
-    [lines] = [x for x in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "out = torchscale_att" in x]
+    lines = block("docs/gigapath.md", "the function alone")
     names = {}
     exec(lines, names)
     assert names["out"].shape == (1, 1100, 16, 48)

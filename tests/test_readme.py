@@ -8,13 +8,16 @@ import sys
 
 import pytest
 from helpers import ROOT
+from pages import block
 
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.commands.cli import SUBCOMMANDS
 
 README = (ROOT / "README.md").read_text()
-ONE_DEVICE, MANY, LOOP, PACKED, SIMULATED, RUN = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-CACHED, _OF_A_RUN = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "generation.md").read_text(), flags=re.DOTALL)
+ONE_DEVICE, MANY = block("README.md", "one device"), block("README.md", "ring.py")
+LOOP, PACKED = block("README.md", "loop.py"), block("README.md", "packed.py")
+SIMULATED, RUN = block("README.md", "simulated ranks"), block("README.md", "of a run")
+CACHED = block("docs/generation.md", "a cache")
 
 
 def test_the_example_for_one_device():
@@ -58,6 +61,12 @@ def test_the_examples_for_many(example, expected, tmp_path):
     # torchrun's Python writes a line's end on its own: another rank's line may stand before it.
     lines = sorted(re.findall(r"rank \d.*?(?=rank \d|\n)", done.stdout))
     assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
+
+
+def test_the_page_to_start_from_has_the_same_ring():
+    assert block("docs/start.md", "ring.py") == MANY
+    printed = [f"rank {rank}: (1, 2048, 8, 64), (1, 2048, 8, 64)" for rank in range(2)]
+    assert block("docs/start.md", "ring.py prints").splitlines() == printed
 
 
 def test_the_example_of_simulated_ranks():

@@ -4,7 +4,7 @@ Forward, backward and appending to a cache are custom ops, which torch.compile d
 and most other arguments as one text (`Call.text`). B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,22 +23,26 @@ from .run.dilated_cache import DilatedCache
 from .run.views import accumulator_dtype, with_unit_stride
 
 
+@overload
 def dilated_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    *,
-    parallel: ContextParallel | None = None,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_lse: bool = False,
-    heads_held: range | None = None,
-    num_heads: int | None = None,
-    cache: DilatedCache | None = None,
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, return_lse: Literal[False] = False,
+    heads_held: range | None = None, num_heads: int | None = None, cache: DilatedCache | None = None,
+    lengths: Tensor | None = None, backend: str = "auto",
+) -> Tensor: ...  # fmt: skip
+@overload
+def dilated_attention(
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, backend: str = "auto", return_lse: Literal[True],
+    heads_held: range | None = None, num_heads: int | None = None, cache: DilatedCache | None = None,
     lengths: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def dilated_attention(
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, backend: str = "auto", return_lse: bool = False,
+    heads_held: range | None = None, num_heads: int | None = None, cache: DilatedCache | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches.
 
     out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j, where M[h, i, j] is the number of branches in which query

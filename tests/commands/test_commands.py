@@ -55,12 +55,12 @@ def test_torch_is_enough(arguments, without_extra, capsys):
 
 
 def test_training_names_what_it_lacks(without_extra, capsys):
-    """Catches a remedy that does not exist: the package is in no registry."""
+    """Catches a remedy that does not name the extra. (pip takes the installed package, which is in no registry.)"""
     assert cli.main(["train"]) == 2
-    remedy = "pip install -e '.[train]' in a clone of the repository"
+    remedy = "pip install 'ring-dilated-attention[train]'"
     assert capsys.readouterr().err == f"rda train: needs matplotlib, numpy, safetensors, tqdm: {remedy}\n"
     assert cli.main([*PLAN, "--picture", "pictures"]) == 2
-    assert capsys.readouterr().err == "rda plan: --picture needs matplotlib: pip install matplotlib\n"
+    assert capsys.readouterr().err == f"rda plan: --picture needs matplotlib: {remedy}\n"
 
 
 def test_a_bar_that_is_not_shown_can_be_used_like_one(capsys, monkeypatch):

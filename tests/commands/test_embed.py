@@ -339,7 +339,7 @@ def test_what_it_needs(weights, tmp_path, monkeypatch, capsys):
     (tmp_path / "a.h5").touch()
     monkeypatch.setitem(sys.modules, "h5py", None)
     assert embed(weights, tmp_path / "out.st", tmp_path / "a.h5") == 2
-    assert "needs h5py: pip install h5py" in unwrapped(capsys.readouterr().err)
+    assert "needs h5py: pip install 'ring-dilated-attention[slides]'" in unwrapped(capsys.readouterr().err)
     assert embed(weights, tmp_path / "out.st", tmp_path / "b.pt") == 0
 
 

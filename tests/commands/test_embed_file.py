@@ -3,14 +3,13 @@
 import csv
 import json
 import os
-import re
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, unwrapped, write
-from helpers import ROOT
+from pages import block
 from safetensors.torch import save_file
 
 from ring_dilated_attention.commands.embed import embedder, embeddings
@@ -310,30 +309,23 @@ def test_a_table_that_somebody_else_made_stays(weights, slides, tmp_path, capsys
         )
 
 
-def page_block(word):
-    """The Python of docs/gigapath.md that has this word."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "gigapath.md").read_text(), flags=re.DOTALL)
-    [block] = [block for block in blocks if word in block]
-    return block
-
-
 def test_the_page_reads_the_file(weights, slides, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert embed(weights, "slides.safetensors", *slides) == 0
     capsys.readouterr()
-    exec(page_block("safe_open"), {})
+    exec(block("docs/gigapath.md", "reading the file"), {})
     embedding, *lines = capsys.readouterr().out.splitlines()
     assert embedding == read("slides.safetensors")[1]["embedding"]
     assert lines == [f"{name}: {length} tiles, (32,)" for name, length in LENGTHS.items()]
 
 
 def test_the_page_makes_anndata_of_the_table(weights, slides, tmp_path, monkeypatch):
-    block = page_block("anndata")
-    compile(block, "gigapath.md", "exec")
+    example = block("docs/gigapath.md", "anndata")
+    compile(example, "gigapath.md", "exec")
     pytest.importorskip("anndata", reason="anndata is not installed")
     monkeypatch.chdir(tmp_path)
     assert embed(weights, "slides.safetensors", *slides, "--csv", "slides.csv") == 0
-    exec(block, names := {})
+    exec(example, names := {})
     tensors = read("slides.safetensors")[0]
     assert list(names["slides"].obs_names) == sorted(tensors)
     assert list(names["slides"].obs["num_tiles"]) == list(LENGTHS.values())
@@ -341,7 +333,7 @@ def test_the_page_makes_anndata_of_the_table(weights, slides, tmp_path, monkeypa
     write(Path("NA.npz"), *tiles(9))
     Path("slides.csv").unlink()
     assert embed(weights, "all.safetensors", "NA.npz", slides[0], "--csv", "slides.csv", "--layer", "all") == 0
-    exec(block, names := {})
+    exec(example, names := {})
     assert list(names["slides"].obs_names) == [f"{name}, layer {i}" for name in ("NA", "a") for i in range(3)]
     assert list(names["slides"].obs["layer"]) == [0, 1, 2] * 2
     names["slides"].write_h5ad("slides.h5ad")

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT
+from pages import block
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import evaluate
@@ -66,16 +66,13 @@ def test_a_run_is_a_model(folder):
 
 def test_the_readmes_example(folder, capsys):
     """As it is written, with a folder that exists."""
-    readme = (ROOT / "README.md").read_text()
-    [example] = [text for text in re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL) if "from_run" in text]
-    exec(example.replace("runs/20250131-120000", str(folder)), {})
+    exec(block("README.md", "of a run").replace("runs/20250131-120000", str(folder)), {})
     assert len(capsys.readouterr().out) == 3 * 200
 
 
 def test_the_pages_example_of_another_pattern(folder):
-    page = (ROOT / "docs" / "generation.md").read_text()
-    [example] = [text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "from_run" in text]
-    exec(example.replace("runs/20250131-120000", str(folder)), names := {})
+    example = block("docs/generation.md", "another pattern").replace("runs/20250131-120000", str(folder))
+    exec(example, names := {})
     model, other = names["model"], names["other"]
     assert other.config.segment_lengths == (128, 4096)
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), other.parameters(), strict=True))

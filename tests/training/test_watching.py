@@ -69,7 +69,7 @@ def test_only_the_first_rank_writes(tmp_path):
 def test_tensorboard_that_is_not_there_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(train, "find_spec", lambda name: None if name == "tensorboard" else name)
     assert main(["train", "--tensorboard"]) == 2
-    assert "--tensorboard needs its package: pip install tensorboard. Without it there" in capsys.readouterr().err
+    assert "--tensorboard lacks its extra: pip install 'ring-dilated-attention[tensorboard]'" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("default")  # its packages' own

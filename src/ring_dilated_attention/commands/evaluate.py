@@ -72,7 +72,7 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     context, chunk, hyperparameters = resolved(arguments)
     if arguments.picture is not None:
         if find_spec("matplotlib") is None:
-            raise ValueError("--picture needs matplotlib: pip install matplotlib")
+            raise ValueError("--picture needs matplotlib: pip install 'ring-dilated-attention[train]'")
         check_writable("--picture", arguments.picture.parent, arguments.picture.name)
         check_mine(arguments.picture, is_our_picture, MAKER)
     text = Text(arguments.file, hyperparameters, arguments.max_bytes)

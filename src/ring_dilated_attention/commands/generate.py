@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 def hyperparameters_of(folder: Path) -> dict[str, Any]:
     """The hyperparameters of a run. Raises ValueError if it has no checkpoint. Imports no torch."""
     if find_spec("safetensors") is None:
-        raise ValueError("needs safetensors: pip install safetensors")
+        raise ValueError("needs safetensors: pip install 'ring-dilated-attention[train]'")
     return dict(read_state(newest_checkpoint(folder))["hyperparameters"])
 
 

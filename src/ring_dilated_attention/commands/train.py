@@ -106,11 +106,10 @@ def own(arguments: argparse.Namespace, run: Run) -> AbstractContextManager[tuple
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
     """The run that the user asks for, or a ValueError that says why it is impossible."""
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[train]' in a clone of the repository")
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise ValueError(f"needs {', '.join(missing)}: pip install 'ring-dilated-attention[train]'")
     if arguments.tensorboard and find_spec("tensorboard") is None:
-        raise ValueError("--tensorboard needs its package: pip install tensorboard. Without it there is metrics.jsonl")
+        raise ValueError("--tensorboard lacks its extra: pip install 'ring-dilated-attention[tensorboard]'")
     num_started, num_asked = started().num_ranks, 1 if arguments.ranks is None else arguments.ranks
     check_at_least("--ranks", num_asked)
     check_at_least("--save-every", arguments.save_every)

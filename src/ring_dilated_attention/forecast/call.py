@@ -124,8 +124,7 @@ class Counted(NamedTuple):
 
 
 def count(job: Job, way: Way, step: Callable[[], object] = lambda: None) -> Counted:
-    """Count what every rank computes and receives. Raises ValueError if heads cannot be dealt. step: called after each
-    rank."""
+    """Count what every rank computes and receives. ValueError if heads cannot be dealt. step: called for each rank."""
     size = dealers(way.exchange, job, way.inner)
     counters = [Counter(job if size == 1 else dealt(job, size, place)[0]) for place in range(size)]
     return Counted(job, way, [PlaceCount(counter, count_ranks(counter, step)) for counter in counters])

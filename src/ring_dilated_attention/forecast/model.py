@@ -161,8 +161,7 @@ def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware
 
 
 def of_a_group(num_ranks: int, mesh: Mesh, hardware: Hardware) -> Hardware:
-    """The hardware of consecutive ranks of a mesh. If such groups begin at several places of hosts, hosts count as
-    smaller."""
+    """The hardware of consecutive ranks of a mesh. Hosts count as smaller if groups begin at several places of them."""
     size = hardware.gpus_per_host
     if size is None or num_ranks == mesh.num_ranks or mesh.num_ranks <= size:
         return hardware

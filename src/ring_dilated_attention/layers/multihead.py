@@ -28,18 +28,18 @@ class MultiheadDilatedAttention(nn.Module):
         out = out_proj(subln(dilated_attention(rotate(query Wq), rotate(key Wk), value Wv)))
 
     `rotary` adds `rotate`; `sub_layernorm` adds `subln`, a LayerNorm as in MAGNETO. Parameters have the names and
-    shapes of torch's module, so its `state_dict` loads as it is. With `num_kv_heads=G`, in_proj_weight_(E+2GD)E holds
-    the rows of Wq, then of Wk, then of Wv.
+    shapes of torch's module, so its `state_dict` loads as it is; in_proj_weight_(E+2GD)E has the rows of Wq, Wk, Wv.
 
-    pattern:       who attends whom; causality is part of it.
-    num_kv_heads:  grouped queries; num_heads must be a multiple of it. None means num_heads.
-    rotary:        rotary position embeddings (rotate-half form); True for base 10,000 or the base itself.
-    parallel:      the ranks that share sequences; inputs and outputs are then shards. Use `parallel.mean_loss`: a mean
-                   of each shard's loss weights ranks wrongly, and no error says so.
-    backend:       as for `dilated_attention`.
-    heads_held:    which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). A head's
-                   phase follows from its number in the layer. The outputs of modules that together hold all heads add
-                   up to the layer's. The module with head 0 adds out_proj's bias. `held` makes such modules.
+    Args:
+        pattern: who attends whom; causality is part of it.
+        num_kv_heads: G, grouped queries; num_heads must be a multiple of it. None means num_heads.
+        rotary: rotary position embeddings (rotate-half form); True for base 10,000 or the base itself.
+        parallel: the ranks that share sequences; inputs and outputs are then shards. Use `parallel.mean_loss`: a mean
+            of each shard's loss weights ranks wrongly, and no error says so.
+        backend: as for `dilated_attention`.
+        heads_held: which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). A head's
+            phase follows from its number in the layer. The outputs of modules that together hold all heads add up to
+            the layer's. The module with head 0 adds out_proj's bias. `held` makes such modules.
 
     It can stand in nn.TransformerEncoderLayer (`layer.self_attn = ...`) and so in nn.TransformerEncoder. A ValueError
     refuses dropout, attention masks, attention weights, cross-attention and extra key/value rows.
@@ -169,17 +169,17 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """(B, N, E) three times -> (B, N, E) and None, in the place of torch's attention weights.
 
-        key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
-                     becomes a document of its own length; padded positions are zeros before `out_proj`.
-        is_causal:   torch's hint. True needs a causal pattern; False and None leave it to the pattern.
-        positions:   integer (N,), the place of each row for `rotary`, or the `rotary_table` of these places, which the
-                     layers of a model can share. None means 0, 1, ... within each document, counted over all ranks
-                     under `parallel`. With a cache, None means from `cache.position` on. Only the table of
-                     `cache.next_positions(N)` can be passed instead.
-        cu_seqlens:  as for `dilated_attention`: packed documents, batch 1.
-        cache:       of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
-        lengths:     with a cache, (B,): how many of its N rows each batch entry appends. The output at the other rows
-                     has no meaning.
+        Args:
+            key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
+                becomes a document of its own length; padded positions are zeros before `out_proj`.
+            is_causal: torch's hint. True needs a causal pattern; False and None leave it to the pattern.
+            positions: integer (N,), the place of each row for `rotary`, or the `rotary_table` of these places, which
+                the layers of a model can share. None means 0, 1, ... within each document, counted over all ranks
+                under `parallel`. With a cache, None means from `cache.position` on. Only the table of
+                `cache.next_positions(N)` can be passed instead.
+            cu_seqlens: as for `dilated_attention`: packed documents, batch 1.
+            cache: of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
+            lengths: with a cache, (B,): how many of its N rows each batch entry appends. Other rows have no meaning.
         """
         try:
             self._check_inputs(query, key, value)

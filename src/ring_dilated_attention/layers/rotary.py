@@ -30,7 +30,7 @@ class RotaryTable:
         """Raise ValueError unless the table was made for these rows (B, N)."""
         *batch, num_rows, half = self.cos_ND.shape
         found, needed = (num_rows, 2 * half, self.base), (rows[1], head_dim, base)
-        if found != needed or batch not in ([], [rows[0]]):
+        if found != needed or (batch and batch != [rows[0]]):
             text = "{} rows of head_dim={} with base {}" + " of a batch of {}" * len(batch)
             found_text, needed_text = text.format(*found, *batch), text.format(*needed, rows[0])
             raise ValueError(f"positions are a RotaryTable for {found_text}, the inputs need one for {needed_text}")

@@ -141,8 +141,9 @@ class LongNetLM(nn.Module):
     def append(self, tokens_BN: Tensor, caches: Sequence[DilatedCache], lengths: Tensor | None = None) -> Tensor:
         """Append tokens to caches. Returns their final hidden states (B, N, E), from which `head` computes logits.
 
-        caches:  those of `make_caches`. Call this under torch.no_grad().
-        lengths: (B,) how many of its N tokens each batch entry appends; the rest is padding.
+        Args:
+            caches: those of `make_caches`. Call this under torch.no_grad().
+            lengths: (B,) how many of its N tokens each batch entry appends; the rest is padding.
         """
         if self.parallel is not None:
             raise ValueError("caches are of one device: make this model with parallel=None and the same parameters.")
@@ -190,8 +191,7 @@ class LongNetLM(nn.Module):
     def from_run(
         folder: str | Path, *, device: torch.device | str | None = None, parallel: ContextParallel | None = None
     ) -> "LongNetLM":
-        """The model of a run of `rda train`, with the parameters of its newest checkpoint. A ValueError if there is no
-        checkpoint, or it cannot be read."""
+        """The model of a run of `rda train`, from its newest checkpoint. A ValueError if it has none to be read."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

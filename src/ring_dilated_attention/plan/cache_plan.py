@@ -7,8 +7,7 @@ rows from the start of segment t // w on, and drops those of earlier segments.
                               row number      4     5     6    7  |
                               slot            0     1     2    3  |     capacity 4: row 8 will take slot 0 again
 
-The rows of a phase have numbers 0, 1, 2, ... through all segments. Row c lies in slot c mod capacity of its *rolling
-buffer*.
+The rows of a phase have numbers 0, 1, ... through all segments. Row c is in slot c mod capacity of a *rolling buffer*.
 """
 
 import math

@@ -32,7 +32,7 @@ class Call:
         """The call as a text, which custom ops take; see `from_text`."""
         # torch.compile may turn integers into symbols, which a text cannot hold: `index` makes them numbers again.
         start, stop, num_heads = index(self.heads.start), index(self.heads.stop), index(self.num_heads)
-        numbers = f"{self.scale!r} {start} {stop} {num_heads} {self.return_lse}"
+        numbers = f"{self.scale} {start} {stop} {num_heads} {self.return_lse}"
         return f"{self.backend} {self.needs_grad}\n{numbers}\n{self.pattern.text}\n{self.context}"
 
     @classmethod

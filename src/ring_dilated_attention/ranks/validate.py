@@ -34,8 +34,8 @@ def autocast(x: Any) -> Any:
     """As torch's own attention under autocast: floating types other than float64 become the autocast type."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    device = x.device.type  # is_autocast_available would tell of "meta" too, and torch 2.11 cannot compile it
+    if not x.is_meta and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
     return x
 

@@ -164,9 +164,8 @@ def check(arguments: argparse.Namespace) -> None:
     files = [path for given in arguments.slides for path in (given.iterdir() if given.is_dir() else [given])]
     packages = {".h5": "h5py", ".hdf5": "h5py", ".npz": "numpy"}
     needed = dict.fromkeys(["safetensors", *(packages[x.suffix] for x in files if x.suffix in packages)])
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise ValueError(f"needs {', '.join(missing)}: pip install 'ring-dilated-attention[slides]'")
     if arguments.layer not in LAYERS and not arguments.layer.isdecimal():
         raise ValueError(f"--layer {arguments.layer} is none of {', '.join(LAYERS)}, nor a number from 0 on")
     for name in ("ranks", "batch", "heads", "depth", "max_wsi_size"):

@@ -59,7 +59,7 @@ def pictures_at(path: Path) -> tuple[Path, Path]:
 def check_picture(path: Path) -> None:
     """Raise ValueError if nothing can be drawn, or if this would replace a file that this library did not make."""
     if find_spec("matplotlib") is None:
-        raise ValueError("--picture needs matplotlib: pip install matplotlib")
+        raise ValueError("--picture needs matplotlib: pip install 'ring-dilated-attention[train]'")
     for file in pictures_at(path):
         check_writable("--picture", file.parent)
         check_mine(file, is_our_picture, "rda plan --picture")

@@ -1,6 +1,9 @@
 """Hugging Face transformers: `attn_implementation="dilated"`, on one device or over ranks that share sequences."""
 
-from .cache import BoundedCache
+try:
+    from .cache import BoundedCache
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error}: pip install 'ring-dilated-attention[hf]'") from error
 from .convert import convert_to_dilated, register
 from .ranks import context_parallel
 from .trainer import SameSample

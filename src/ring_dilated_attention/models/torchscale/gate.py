@@ -92,8 +92,7 @@ def torchscale_attention(
         counted: what `zero_rows` made for this pattern, sequence and number of heads; by default it is made here.
 
     The other arguments, the result and the errors are those of `dilated_attention`, which also has heads_held and
-    num_heads (tensor parallelism) and cache and lengths (token by token). Zero rows are counted for all heads of whole
-    sequences.
+    num_heads (tensor parallelism), cache and lengths (token by token). Zero rows are those of all heads and positions.
     """
     split: dict[str, Any] = {"parallel": parallel, "cu_seqlens": cu_seqlens}
     if counted is None:

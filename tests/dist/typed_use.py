@@ -1,0 +1,77 @@
+"""The README's calls as a user with strict types writes them. `make test` checks this file with the flags of mypy
+--strict, and `make dist` with mypy --strict itself, against the installed wheel and its py.typed."""
+
+import torch
+from torch import Tensor, nn
+
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedCache,
+    DilatedPattern,
+    MultiheadDilatedAttention,
+    dilated_attention,
+    explain,
+    save_attention,
+    simulate,
+)
+from ring_dilated_attention.models import LongNetLM
+
+
+def one_device(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    pattern = DilatedPattern(segment_lengths=(1024, 4096), dilation_rates=(1, 4), is_causal=True)
+    kernel: str = explain(query, key, value, pattern).kernel
+    print(kernel, pattern.explain(num_heads=8), DilatedPattern.longnet(4096), DilatedPattern.dense())
+    out, lse = dilated_attention(query, key, value, pattern, return_lse=True)
+    both: Tensor = out + lse
+    out = dilated_attention(query, key, value, pattern)
+    return out + both
+
+
+def many(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    parallel = ContextParallel(sharding="zigzag")
+    pattern = DilatedPattern.dense(is_causal=True)
+    cu_seqlens = torch.tensor([0, 1000, 4096], dtype=torch.int32)
+    positions: Tensor = parallel.positions(4096, cu_seqlens)
+    query, key, value = (parallel.shard(x) for x in (query, key, value))
+    out = dilated_attention(query, key, value, pattern, parallel=parallel, cu_seqlens=cu_seqlens)
+    whole: Tensor = parallel.unshard(out)
+    parallel.close()
+    return whole[positions]
+
+
+class Tagger(nn.Module):
+    def __init__(self, parallel: ContextParallel) -> None:
+        super().__init__()
+        pattern = DilatedPattern.longnet(4096, is_causal=True)
+        self.embedding = nn.Embedding(256, 64)
+        self.attention = MultiheadDilatedAttention(64, 4, pattern, rotary=True, parallel=parallel)
+        self.head = nn.Linear(64, 7)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        out: Tensor = self.head(x + self.attention(x, x, x)[0])
+        return out
+
+
+def step(parallel: ContextParallel, batch: dict[str, Tensor]) -> Tensor:
+    local: dict[str, Tensor] = parallel.shard_batch(batch)
+    logits: Tensor = Tagger(parallel)(local["tokens"])
+    terms = nn.functional.cross_entropy(logits.flatten(0, 1), local["labels"].flatten(), reduction="sum")
+    return parallel.mean_loss(terms, local["labels"].numel())
+
+
+def simulated(query: Tensor, pattern: DilatedPattern) -> int:
+    parallel = simulate.all_ranks(4)
+    with simulate.measuring(parallel) as ranks:
+        print(dilated_attention(query, query, query, pattern, parallel=parallel).sum())
+    return max(rank.peak_bytes for rank in ranks)
+
+
+def generated(query: Tensor, pattern: DilatedPattern) -> Tensor:
+    cache = DilatedCache(pattern, batch=1, num_heads=8, num_kv_heads=8, head_dim=64)
+    out: Tensor = dilated_attention(query, query, query, pattern, cache=cache)
+    model = LongNetLM.from_run("runs/20250131-120000")
+    for tokens in model.generate([list(b"def "), list(b"import ")], 200, temperature=0.7, seed=0):
+        print(bytes(tokens.tolist()).decode("latin-1"), end=" ", flush=True)
+    print(cache.position, save_attention)
+    return out

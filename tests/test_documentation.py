@@ -1,0 +1,278 @@
+"""Every page: its blocks of code run or say why not, its links lead somewhere, its figures are those of the records.
+
+Above a block may stand a mark. `<!-- block: NAME -->`: a test takes the block by this name, and runs it. `<!-- not run:
+REASON -->`: nobody runs it. Without a mark, Python is run here, and what is shown next is what it prints; indented
+`rda` commands are run here; TOML is read as hardware; "text" is no code. Pages written from the code are compared
+as a whole, by other tests.
+"""
+
+import ast
+import json
+import re
+import shlex
+import tomllib
+from functools import cache
+from importlib import import_module
+
+import pytest
+from helpers import ROOT
+from pages import PAGES, Block, blocks, text_of
+
+from ring_dilated_attention.commands.cli import SUBCOMMANDS, main
+from ring_dilated_attention.commands.hardware import machine_of
+
+PACKAGE = ROOT / "src" / "ring_dilated_attention"
+WRITTEN_FROM_CODE = {"docs/how_it_works.md": "tests/test_how_it_works.py", "benchmarks/README.md": "tests/benchmarks"}
+EVERY = [found for page in PAGES if page not in WRITTEN_FROM_CODE for found in blocks(page)]
+UNMARKED = [found for found in EVERY if not found.mark]
+API = text_of("docs/api.md")
+SHOWN = re.findall(r"^::: (\S+)$", API, flags=re.MULTILINE)
+
+
+def name_of(found: Block) -> str:
+    return f"{found.page}: {found.text.splitlines()[0].strip()[:40]}"
+
+
+def fault_of(found: Block, taken: set[tuple[str, str]]) -> str | None:
+    """Why nobody can tell that the block is right, or None."""
+    kind, _, said = found.mark.partition(": ")
+    if kind == "block":
+        return None if (found.page, said) in taken else f"no test takes the block {said!r}"
+    if kind == "not run":
+        return None if len(said.split()) > 3 else "the reason is too short"
+    if found.mark:
+        return f"unknown mark {found.mark!r}"
+    if found.language == "shell" and not all(line.startswith("rda ") for line in commands(found)):
+        return "only `rda` commands are run here: mark it as not run, with the reason"
+    return None if found.language in ("python", "shell", "toml", "text", "") else f"{found.language!r} is not run here"
+
+
+def commands(found: Block) -> list[str]:
+    return found.text.replace("\\\n", " ").splitlines()
+
+
+@cache
+def taken_by_tests() -> set[tuple[str, str]]:
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "pages.py"]
+    return {found for path in files for found in re.findall(r'\bblock\("([^"]+)", "([^"]+)"\)', path.read_text())}
+
+
+@pytest.mark.parametrize("found", EVERY, ids=name_of)
+def test_a_block_is_run_or_says_why_not(found):
+    assert fault_of(found, taken_by_tests()) is None
+
+
+@pytest.mark.parametrize(
+    ("language", "mark", "fault"),
+    [
+        ("python", "block: nobody's", "no test takes the block"),
+        ("python", "not run: slow", "the reason is too short"),
+        ("python", "not ran: for a very good reason", "unknown mark"),
+        ("shell", "", "only `rda` commands are run here"),
+        ("rust", "", "'rust' is not run here"),
+    ],
+)
+def test_a_block_without_a_run_or_a_reason_is_noticed(language, mark, fault):
+    assert fault in fault_of(Block("README.md", language, "make everything\n", mark), taken_by_tests())
+
+
+@pytest.mark.parametrize("found", [x for x in UNMARKED if x.language == "python"], ids=name_of)
+def test_python_prints_what_the_page_shows(found, capsys):
+    exec(compile(found.text, found.page, "exec"), {})
+    every = blocks(found.page)
+    shown = [x.text for x in every[every.index(found) + 1 :][:1] if x.language == "" and not x.mark]
+    assert capsys.readouterr().out == "".join(shown)
+
+
+def test_what_a_page_shows_follows_what_prints_it():
+    """Catches an output that no test compares."""
+    for page in {found.page for found in EVERY}:
+        for before, found in zip((None, *blocks(page)), blocks(page), strict=False):
+            if found in UNMARKED and found.language == "":
+                assert before in UNMARKED
+                assert before.language == "python"
+
+
+@pytest.mark.parametrize("found", [x for x in UNMARKED if x.language == "shell"], ids=name_of)
+def test_commands_run(found, capsys):
+    for line in commands(found):
+        assert main(shlex.split(line)[1:]) == 0
+        assert capsys.readouterr().out
+
+
+def test_commands_that_are_not_run_exist():
+    """Make targets, subcommands of rda, benchmarks and files that commands name."""
+    makefile = (ROOT / "Makefile").read_text()
+    for found in EVERY:
+        for line in commands(found) if found.language == "shell" else []:
+            program, *words = shlex.split(line, comments=True) if "$'" not in line else [""]
+            assert program != "make" or f"\n{words[0]}:" in makefile
+            assert program != "rda" or words[0] in SUBCOMMANDS
+            for word in words:
+                assert not word.endswith(".py") or word == "ring.py" or (ROOT / word).is_file()
+            if words[:2] == ["-m", "benchmarks"]:
+                assert (ROOT / "benchmarks" / f"{words[2]}.py").is_file()
+
+
+@pytest.mark.parametrize("found", [x for x in UNMARKED if x.language == "toml"], ids=name_of)
+def test_toml_is_a_file_of_hardware(found, tmp_path):
+    file = tmp_path / "here.toml"
+    file.write_text(found.text)
+    machine = machine_of(str(file))
+    assert machine.hardware.flops_per_second == tomllib.loads(found.text)["hardware"]["flops_per_second"]
+
+
+# Links and navigation.
+
+
+def anchors(page: str) -> set[str]:
+    """As a forge makes them of headings, and the API's names."""
+    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | set(SHOWN) if page == "docs/api.md" else made
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    """By paths in the repository, so that a forge shows what the site shows."""
+    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert target.is_file()
+        assert not anchor or anchor in anchors(target.relative_to(ROOT).as_posix())
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    [table] = re.findall(r"^PAGES = \{\n(.*?)^\}", (ROOT / "docs/site/hooks.py").read_text(), re.MULTILINE | re.DOTALL)
+    elsewhere = dict(re.findall(r'"(.+)": "(.+)"', table))
+    assert sorted(listed) == sorted(elsewhere.get(page, page.removeprefix("docs/")) for page in PAGES)
+
+
+# The API.
+
+
+def public_names() -> set[tuple[str, str]]:
+    """What packages list in `__all__`, and what pages and examples import: (module, name)."""
+    found = set()
+    for file in PACKAGE.rglob("__init__.py"):
+        text = file.read_text()
+        module = ".".join(("ring_dilated_attention", *file.relative_to(PACKAGE).parent.parts))
+        if listed := re.search(r"^__all__ = (\[.*\])$", text, flags=re.MULTILINE):
+            found |= {(module, name) for name in ast.literal_eval(listed[1])}
+        elif "__all__" in text:
+            found |= {(module, name) for name in import_module(module).__all__}
+    sources = [found.text for found in EVERY if found.language == "python"]
+    sources += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    imports = r"^\s*from (ring_dilated_attention\S*) import ([\w, ]+)"
+    for source in sources:
+        for module, names in re.findall(imports, source, flags=re.MULTILINE):
+            found |= {(module, name) for name in names.split(", ")}
+    return found
+
+
+def lacking(api: str) -> set[tuple[str, str]]:
+    """What is public and not on the page. A function may have a module of its own name; a module is a heading."""
+    shown = set(re.findall(r"^::: (\S+)$", api, flags=re.MULTILINE)) | set(
+        re.findall(r"^## .*`(.+)`$", api, re.MULTILINE)
+    )
+    ways = {(module, name): {f"{module}.{name}", f"{module}.{name}.{name}"} for module, name in public_names()}
+    return {public for public, names in ways.items() if not names & shown and public[1] not in TWICE.get(public[0], ())}
+
+
+TWICE = {"ring_dilated_attention.layers": ("MultiheadDilatedAttention",)}  # stand elsewhere on the page
+
+
+def test_whatever_is_public_is_on_the_page():
+    assert ("ring_dilated_attention", "explain") in public_names()
+    assert ("ring_dilated_attention.integrations.torch", "ShardHeads") in public_names()
+    assert lacking(API) == set()
+    assert lacking(API.replace("::: ring_dilated_attention.explain\n", "")) == {("ring_dilated_attention", "explain")}
+
+
+def wrong_parameters(text: str) -> list[str]:
+    """What docstrings name under "Args:" that the signature, or a field, does not have. (Or one that is inherited.)"""
+    wrong = []
+    for node in ast.walk(ast.parse(text)):
+        is_function = isinstance(node, ast.FunctionDef)
+        if not (is_function or isinstance(node, ast.ClassDef)):
+            continue
+        section = re.search(r"^Args:\n((?: +.*\n|\n)*)", (ast.get_docstring(node) or "") + "\n", re.MULTILINE)
+        listed = re.findall(r"^    (\w[\w, ]*):", section[1], re.MULTILINE) if section else []
+        takers = [node] if is_function else [x for x in node.body if getattr(x, "name", "") == "__init__"]
+        given = {x.arg for taker in takers for x in (*taker.args.args, *taker.args.kwonlyargs)}
+        given |= {x.target.id for x in node.body if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)}
+        if is_function or given:
+            wrong += [f"{node.name}: {name}" for line in listed for name in line.split(", ") if name not in given]
+    return wrong
+
+
+def test_docstrings_name_parameters_that_exist():
+    assert [
+        x for path in PACKAGE.rglob("*.py") if "Args:" in (text := path.read_text()) for x in wrong_parameters(text)
+    ] == []
+    assert wrong_parameters('def f(x):\n    """A.\n\n    Args:\n        x, y: numbers.\n    """\n') == ["f: y"]
+
+
+# Figures and versions.
+
+
+def record(case: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{case}.json").read_text())
+
+
+def test_the_crossover_is_that_of_the_record():
+    rows = {(x["seq_len"], x["is_causal"]): x for x in record("crossover")["rows"]}
+    lengths = sorted({length for length, _ in rows})
+    for length in lengths:
+        every = [rows[length, is_causal] for is_causal in (False, True)]
+        cells = [
+            f"{x['dense_seconds']['median']:.3f} | {x['seconds']['median']:.3f} | {x['speed_up']:.1f}" for x in every
+        ]
+        assert f"| {length:,} | {' | '.join(cells)} |\n" in text_of("docs/is_it_for_me.md")
+    faster = min(n for n in lengths if all(rows[n, is_causal]["speed_up"] > 1 for is_causal in (False, True)))
+    assert f"fewer than about {faster:,} positions" in text_of("docs/is_it_for_me.md")
+
+
+def test_platforms_are_those_of_the_records():
+    page = text_of("docs/platforms.md")
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        kept = json.loads(path.read_text())
+        assert re.sub(r"\(R\)| Processor.*", "", kept["hardware"]["processor"]) in page
+        assert kept["versions"]["python"] in page
+        assert kept["versions"]["torch"].partition("+")[0] in page
+    for pin in (ROOT / "tests" / "integrations" / "versions.txt").read_text().splitlines():
+        if "==" in pin:
+            assert pin.replace("==", " ").lower() in page.lower()
+
+
+def test_versions_are_those_of_the_package():
+    import ring_dilated_attention
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "version" not in project
+    assert f"\nversion: {ring_dilated_attention.__version__}\n" in text_of_file("CITATION.cff")
+    assert f"\n## {ring_dilated_attention.__version__}" in text_of("CHANGELOG.md")
+    python, [torch] = project["requires-python"].removeprefix(">="), project["dependencies"]
+    start, workflow = text_of("docs/start.md"), text_of_file(".github/workflows/tests.yml")
+    assert f"Python {python} or newer, and PyTorch {torch.removeprefix('torch>=')} or newer" in start
+    assert f'python: "{python}"' in workflow
+    assert f"torch=={torch.removeprefix('torch>=')}" in workflow
+    for extra in project["optional-dependencies"]:
+        assert extra == "test" or f"`{extra}`" in start
+
+
+def test_the_workflow_runs_the_makefile():
+    """Catches a step that the Makefile does not have, and a target of CI's that the workflow leaves out."""
+    steps = set(re.findall(r"make ([\w-]+)", text_of_file(".github/workflows/tests.yml")))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert steps <= targets
+    assert {"test", "test-integrations", "docs", "dist"} <= steps
+
+
+def text_of_file(path: str) -> str:
+    return (ROOT / path).read_text()
