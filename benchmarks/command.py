@@ -42,6 +42,7 @@ from . import (
     transformers_loss,
 )
 from .gate import GateError
+from .learn import command as learn
 from .record import Record, for_terminal, is_record, make_record, page_of, write_page, write_record
 
 CASES: dict[str, ModuleType] = {
@@ -81,6 +82,7 @@ examples:
   python -m benchmarks --all            all that can run here, one by one (more than half an hour on two cores)
   python -m benchmarks --all --quick    tiny sizes, to see that they run; writes nothing. A CPU stands in for a GPU
   python -m benchmarks --page           make benchmarks/README.md from the records again
+  python -m benchmarks learn            what dilated patterns learn, in parts of up to an hour; --help says more
 
 Leave the machine alone while a case runs. No row is timed before the same call passed against the definition in
 float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
@@ -88,7 +90,19 @@ float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return guarded("python -m benchmarks", lambda: run(parsed(argv)), is_process=argv is None)
+    given = sys.argv[1:] if argv is None else argv
+
+    def work() -> int:
+        if given[:1] == ["learn"]:
+            return learn.run(given[1:], RESULTS, write_whole_page)
+        return run(parsed(given))
+
+    return guarded("python -m benchmarks", work, is_process=argv is None)
+
+
+def write_whole_page(folder: Path) -> Path:
+    tables = {name: module.table for name, module in CASES.items()}
+    return write_page(folder, tables | {learn.record_name(name): part.table for name, part in learn.PARTS.items()})
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -151,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
     try:
         if is_kept or arguments.page:
-            print(f"page: {write_page(folder, {name: module.table for name, module in CASES.items()})}")
+            print(f"page: {write_whole_page(folder)}")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

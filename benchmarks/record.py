@@ -181,7 +181,7 @@ def _commit() -> str | None:
 
     try:
         return git("describe", "--always") + (
-            "-dirty" if git("status", "--porcelain", "--", "src", ":(glob)benchmarks/*.py") else ""
+            "-dirty" if git("status", "--porcelain", "--", "src", ":(glob)benchmarks/**/*.py") else ""
         )
     except (OSError, subprocess.SubprocessError):
         return None

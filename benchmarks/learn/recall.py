@@ -1,0 +1,238 @@
+"""Recall at a distance: facts among filler, a question to each, and accuracy by distance and by reach.
+
+A fact is one token, which names a key and a value. A question is one token, which names a key, and its answer is the
+value. Each key has one fact and one question in a sequence, at a distance that is uniform in its logarithm. The answer
+stands nowhere in the sequence, the loss is that of the questions alone, and every batch is drawn anew. So a model that
+cannot hear of a fact is right once in `num_values`.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ring_dilated_attention.forecast.reach import every_query
+from ring_dilated_attention.models.longnet import LongNetLM
+from ring_dilated_attention.pattern import DilatedPattern
+
+from ..record import branches, markdown
+from .kept import Row, Run
+from .trainer import Shape, Training, branches_of, one_thread
+
+SUMMARY = "facts that are asked at log-uniform distances, by pattern"
+NUM_FILLERS = 8
+EVERY = 25  # steps of a point of the curve
+
+
+class Settings(NamedTuple):
+    """A pattern is made for each length that a run trains at, in turn; a stage ends at `enough`, or after its steps."""
+
+    rules: tuple[str, ...]
+    lengths: tuple[int, ...]
+    most_steps: tuple[int, ...]
+    seeds: tuple[int, ...]
+    local: int = 32
+    shape: Shape = Shape()
+    num_keys: int = 4
+    num_values: int = 4
+    positions: int = 8192  # of a step
+    enough: float = 0.99  # of the questions whose fact is within reach, over a point of the curve
+    num_scored: int = 8192  # questions
+
+
+RULES = ("local", "wide 4", "LongNet", "dense")
+FULL = (
+    Settings(RULES, (256,), (600,), (0, 1, 2)),
+    Settings(RULES, (256, 2048), (600, 300), (0,)),
+    Settings(("wide 16",), (256,), (600,), (0,)),
+    Settings(("wide 4", "dense"), (256, 8192), (600, 200), (0,)),
+)
+QUICK = (Settings(("local", "dense"), (32,), (2,), (0,), 16, Shape(1, 16, 2), 2, 2, 128, 0.99, 64),)
+
+
+class Batch(NamedTuple):
+    tokens_BN: Tensor
+    row_Q: Tensor  # of each question, its sequence, its place, that of its fact, and its answer
+    question_Q: Tensor
+    fact_Q: Tensor
+    answer_Q: Tensor
+
+
+def pattern_of(rule: str, seq_len: int, local: int) -> DilatedPattern:
+    """`wide r` is one wide branch of rate r beside the local one."""
+    if rule == "local":
+        return DilatedPattern((local,), (1,), is_causal=True)
+    if rule == "dense":
+        return DilatedPattern((seq_len,), (1,), is_causal=True)
+    if rule == "LongNet":
+        return DilatedPattern.longnet(seq_len, first_length=local, is_causal=True)
+    return DilatedPattern((local, seq_len), (1, int(rule.removeprefix("wide "))), is_causal=True)
+
+
+def draw(settings: Settings, seq_len: int, number: int, generator: numpy.random.Generator) -> Batch:
+    """`number` sequences. Tokens: facts (key * num_values + value), then questions by key, then fillers."""
+    num_keys, num_values = settings.num_keys, settings.num_values
+    first_question = num_keys * num_values
+    first_filler = first_question + num_keys
+    tokens = generator.integers(first_filler, first_filler + NUM_FILLERS, (number, seq_len))
+    asked = []
+    for row in range(number):
+        taken: set[int] = set()
+        for key, value in enumerate(generator.integers(num_values, size=num_keys).tolist()):
+            fact, question = _places(seq_len, taken, generator)
+            taken |= {fact, question}
+            tokens[row, fact], tokens[row, question] = key * num_values + value, first_question + key
+            asked.append((row, question, fact, value))
+    return Batch(torch.from_numpy(tokens), *torch.tensor(asked).unbind(1))
+
+
+def _places(seq_len: int, taken: set[int], generator: numpy.random.Generator) -> tuple[int, int]:
+    while True:
+        log, share = generator.random(2)
+        distance = int(math.exp(log * math.log(seq_len)))
+        fact = int(share * (seq_len - distance))
+        if fact not in taken and fact + distance not in taken:
+            return fact, fact + distance
+
+
+def is_reached(pattern: DilatedPattern, seq_len: int, shape: Shape) -> numpy.ndarray:
+    """(N, N) bool: whether the last layer's hidden state at query i has heard of position j."""
+    layers = every_query(pattern, seq_len, shape.num_heads)
+    [*_, last] = [sets for _, sets in zip(range(shape.num_layers), layers, strict=False)]
+    num_bytes = -(-seq_len // 8)
+    packed = numpy.frombuffer(b"".join(heard.to_bytes(num_bytes, "little") for heard in last), numpy.uint8)
+    bits = numpy.unpackbits(packed.reshape(seq_len, num_bytes), axis=1, bitorder="little")
+    return bits[:, :seq_len].astype(bool)
+
+
+class Asker:
+    """Draws batches, computes the loss of their answers, and counts the right ones by distance and by reach."""
+
+    def __init__(self, settings: Settings, seq_len: int, pattern: DilatedPattern, seed: int) -> None:
+        self.settings, self.seq_len = settings, seq_len
+        self.reached_NN = torch.from_numpy(is_reached(pattern, seq_len, settings.shape))
+        self.generator = numpy.random.default_rng([seed, seq_len])
+        self.forget()
+
+    def forget(self) -> None:
+        # asked, right: by whether the fact is within reach, and by the power of two of the distance
+        self.counts = torch.zeros(2, 2, self.seq_len.bit_length(), dtype=torch.int64)
+
+    def loss(self, batch: Batch, model: LongNetLM) -> Tensor:
+        logits_QV = model(batch.tokens_BN)[batch.row_Q, batch.question_Q, : self.settings.num_values]
+        bucket_Q = (batch.question_Q - batch.fact_Q).double().log2().floor().long()
+        is_right_Q = (logits_QV.argmax(-1) == batch.answer_Q).long()
+        where = (self.reached_NN[batch.question_Q, batch.fact_Q].long(), bucket_Q)
+        self.counts[0].index_put_(where, torch.ones_like(is_right_Q), accumulate=True)
+        self.counts[1].index_put_(where, is_right_Q, accumulate=True)
+        return F.cross_entropy(logits_QV, batch.answer_Q)
+
+    def draw(self) -> Batch:
+        return draw(self.settings, self.seq_len, max(1, self.settings.positions // self.seq_len), self.generator)
+
+    def accuracy(self, reached: int | None = None) -> float | None:
+        """Of all questions, or of those whose fact is within reach (1) or beyond it (0)."""
+        asked, right = (found if reached is None else found[reached] for found in self.counts)
+        return right.sum().item() / asked.sum().item() if asked.sum() else None
+
+
+def run_one(settings: Settings, rule: str, seed: int) -> Row:
+    with one_thread():
+        stages: list[dict[str, Any]] = []
+        model: LongNetLM | None = None
+        for seq_len, most_steps in zip(settings.lengths, settings.most_steps, strict=True):
+            pattern = pattern_of(rule, seq_len, settings.local)
+            vocabulary = settings.num_keys * (settings.num_values + 1) + NUM_FILLERS
+            training = Training(settings.shape, pattern, vocabulary, seed)
+            if model is not None:
+                training.model.load_state_dict(model.state_dict())
+            model, asker = training.model, Asker(settings, seq_len, pattern, seed)
+            stages.append(branches_of(pattern) | {"seq_len": seq_len} | train(training, asker, most_steps))
+        return {"stages": stages, **score(settings, pattern, model, seed)}
+
+
+def train(training: Training, asker: Asker, most_steps: int) -> dict[str, Any]:
+    """Until enough is known of what is within reach, or for so many steps. Batches are new ones, so that accuracy in
+    training is that on what was never seen."""
+    curve = []
+    while training.num_steps < most_steps:
+        batch = asker.draw()
+        training.step(partial(asker.loss, batch))
+        if training.num_steps % EVERY == 0 or training.num_steps == most_steps:
+            curve.append([training.num_steps, round(training.seconds, 3), asker.accuracy(), asker.accuracy(1)])
+            asker.forget()
+            if (curve[-1][3] or 0) >= asker.settings.enough:
+                break
+    return {"steps": training.num_steps, "cpu_seconds": round(training.seconds, 3), "curve": curve}
+
+
+@torch.no_grad()
+def score(settings: Settings, pattern: DilatedPattern, model: LongNetLM, seed: int) -> Row:
+    seq_len = settings.lengths[-1]
+    asker, began = Asker(settings, seq_len, pattern, seed + 1_000_000), time.process_time()
+    while asker.counts[0].sum() < settings.num_scored:
+        asker.loss(asker.draw(), model)
+    return {
+        "accuracy": asker.accuracy(),
+        "accuracy_within_reach": asker.accuracy(1),
+        "accuracy_beyond_reach": asker.accuracy(0),
+        "within_reach": int(asker.counts[0, 1].sum()) / int(asker.counts[0].sum()),
+        # by the power of two of the distance: asked and right beyond reach, asked and right within it
+        "by_distance": asker.counts.permute(2, 1, 0).flatten(1).tolist(),
+        "scoring_cpu_seconds": round(time.process_time() - began, 3),
+    }
+
+
+def runs(cases: Sequence[Settings]) -> list[Run]:
+    found = []
+    for settings in cases:
+        for seed in settings.seeds:
+            for rule in settings.rules:
+                kept = settings._asdict() | {"shape": vars(settings.shape), "rules": rule, "seeds": seed}
+                name = f"{settings.lengths[-1]} {rule} seed {seed}"
+                found.append(Run(name, kept, partial(run_one, settings, rule, seed)))
+    return found
+
+
+def point_at(stage: dict[str, Any], share: float) -> list[Any] | None:
+    """The first point of the curve from which on `share` of what is within reach is answered."""
+    return next((point for point in stage["curve"] if (point[3] or 0) >= share), None)
+
+
+def table(rows: list[Row]) -> str:
+    headers = ("pattern", "positions", "seed", "facts within reach", "right within", "right beyond", "steps to 90%")
+    headers = (*headers, "CPU s to 90%", "steps to 99%", "CPU s to 99%", "steps in all")
+    lines = []
+    for row in rows:
+        stage = row["stages"][-1]
+        cells = [
+            f"{row['within_reach']:.0%}",
+            *map(_share, (row["accuracy_within_reach"], row["accuracy_beyond_reach"])),
+        ]
+        for share in (0.9, 0.99):
+            point = point_at(stage, share)
+            cells += [f"{point[0]:,}", f"{point[1]:.0f}"] if point else ["not", "reached"]
+        steps = " + ".join(f"{each['steps']:,}" for each in row["stages"])
+        pattern = branches(stage | {"is_causal": False}) if row["settings"]["rules"] != "dense" else "dense"
+        lines.append((pattern, f"{stage['seq_len']:,}", str(row["settings"]["seeds"]), *cells, steps))
+    settings = rows[0]["settings"]
+    shape = settings["shape"]
+    said = (
+        f"{settings['num_keys']} facts of {settings['num_values']} values in a sequence, each asked once, at a distance "
+        f"uniform in its logarithm; chance is {1 / settings['num_values']:.2f}. All patterns are causal. A model has "
+        f"{shape['num_layers']} layers of {shape['embed_dim']} with {shape['num_heads']} heads. A step reads "
+        f"{settings['positions']:,} positions. A run ends when 99% of the questions within reach are answered over "
+        f"{EVERY} steps. Longer sequences begin with the parameters that shorter ones left; steps of both are given, and "
+        "the costs are those of the last length. CPU seconds of the process, one thread, on a machine that others used too."
+    )
+    return f"{said}\n\n{markdown(headers, lines)}"
+
+
+def _share(accuracy: float | None) -> str:
+    return "none" if accuracy is None else f"{accuracy:.3f}"
