@@ -9,7 +9,7 @@ cannot hear of a fact is right once in `num_values`.
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -49,9 +49,9 @@ class Settings(NamedTuple):
 RULES = ("local", "wide 4", "LongNet", "dense")
 FULL = (
     Settings(RULES, (256,), (600,), (0, 1, 2)),
-    Settings(RULES, (256, 2048), (600, 300), (0,)),
+    Settings(RULES, (256, 2048), (600, 300), (0,), num_scored=2048),
     Settings(("wide 16",), (256,), (600,), (0,)),
-    Settings(("wide 4", "dense"), (256, 8192), (600, 200), (0,)),
+    Settings(("wide 4", "dense"), (256, 8192), (600, 200), (0,), num_scored=512),
 )
 QUICK = (Settings(("local", "dense"), (32,), (2,), (0,), 16, Shape(1, 16, 2), 2, 2, 128, 0.99, 64),)
 
@@ -144,17 +144,27 @@ class Asker:
 
 def run_one(settings: Settings, rule: str, seed: int) -> Row:
     with one_thread():
-        stages: list[dict[str, Any]] = []
-        model: LongNetLM | None = None
-        for seq_len, most_steps in zip(settings.lengths, settings.most_steps, strict=True):
-            pattern = pattern_of(rule, seq_len, settings.local)
-            vocabulary = settings.num_keys * (settings.num_values + 1) + NUM_FILLERS
-            training = Training(settings.shape, pattern, vocabulary, seed)
-            if model is not None:
-                training.model.load_state_dict(model.state_dict())
-            model, asker = training.model, Asker(settings, seq_len, pattern, seed)
-            stages.append(branches_of(pattern) | {"seq_len": seq_len} | train(training, asker, most_steps))
-        return {"stages": stages, **score(settings, pattern, model, seed)}
+        task = settings._replace(rules=(), lengths=(), most_steps=(), seeds=(), num_scored=0)
+        stages = tuple(zip(settings.lengths, settings.most_steps, strict=True))
+        model, told = trained(task, rule, seed, stages)
+        return {"stages": list(told), **score(settings, rule, model, seed)}
+
+
+@cache
+def trained(
+    task: Settings, rule: str, seed: int, stages: tuple[tuple[int, int], ...]
+) -> tuple[LongNetLM, tuple[dict[str, Any], ...]]:
+    """The model after stages of a length and the most steps, each from the parameters of the one before. Runs of several
+    lengths begin alike, so that a process trains at the first one once."""
+    *before, (seq_len, most_steps) = stages
+    pattern = pattern_of(rule, seq_len, task.local)
+    training = Training(task.shape, pattern, task.num_keys * (task.num_values + 1) + NUM_FILLERS, seed)
+    told: tuple[dict[str, Any], ...] = ()
+    if before:
+        model, told = trained(task, rule, seed, tuple(before))
+        training.model.load_state_dict(model.state_dict())
+    found = train(training, Asker(task, seq_len, pattern, seed), most_steps)
+    return training.model, (*told, branches_of(pattern) | {"seq_len": seq_len} | found)
 
 
 def train(training: Training, asker: Asker, most_steps: int) -> dict[str, Any]:
@@ -173,9 +183,9 @@ def train(training: Training, asker: Asker, most_steps: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def score(settings: Settings, pattern: DilatedPattern, model: LongNetLM, seed: int) -> Row:
-    seq_len = settings.lengths[-1]
-    asker, began = Asker(settings, seq_len, pattern, seed + 1_000_000), time.process_time()
+def score(settings: Settings, rule: str, model: LongNetLM, seed: int) -> Row:
+    pattern, began = pattern_of(rule, settings.lengths[-1], settings.local), time.process_time()
+    asker = Asker(settings, settings.lengths[-1], pattern, seed + 1_000_000)
     while asker.counts[0].sum() < settings.num_scored:
         asker.loss(asker.draw(), model)
     return {
