@@ -33,7 +33,7 @@ def runs(cases: Sequence[Settings]) -> list[Run]:
 
 
 def run_one(settings: Settings, pattern: DilatedPattern, seed: int) -> Row:
-    """The bits of the byte after a position, by where the position is in the segments; the first segments do not count."""
+    """The bits of the byte after a position, by its place in the segments. The first segments do not count."""
     with one_thread():
         model, row = text.train(settings, pattern, seed, _mean_bits)
         bits = bits_by_position(model, document_of(settings.seq_len, settings.num_held_out))
@@ -93,8 +93,8 @@ def table(rows: list[Row]) -> str:
             cells.append("none" if row[name] is None else f"{row[name]:.3f}")
         lines.append((named(row, settings["seq_len"]), str(row["settings"]["seeds"]), *cells))
     said = (
-        f"Held-out bits per byte after {settings['most_steps']:,} steps, trained as in learn_text, by the position of the "
-        f"byte that predicts: at the borders of segments of {widest:,}, and where a segment of every branch begins, of "
+        f"Held-out bits per byte after {settings['most_steps']:,} steps, trained as in learn_text, by the position of "
+        f"the byte that predicts: at borders of segments of {widest:,}, and where a segment of every branch begins, of "
         "some branch, or of none."
     )
     return f"{said}\n\n{markdown(headers, lines)}"

@@ -23,7 +23,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 
 from ..record import branches, markdown
 from .kept import Row, Run
-from .trainer import Shape, Training, branches_of, one_thread
+from .trainer import TIMED, Shape, Training, branches_of, one_thread
 
 SUMMARY = "facts that are asked at log-uniform distances, by pattern"
 NUM_FILLERS = 8
@@ -48,8 +48,9 @@ class Settings(NamedTuple):
 
 RULES = ("local", "wide 4", "LongNet", "dense")
 FULL = (
-    Settings(RULES, (256,), (600,), (0, 1, 2)),
-    Settings(RULES, (256, 2048), (600, 300), (0,), num_scored=2048),
+    Settings(RULES, (256,), (600,), (0,)),
+    Settings(RULES, (256, 2048), (600, 150), (0,), num_scored=2048),
+    Settings(RULES, (256,), (600,), (1, 2)),
     Settings(("wide 16",), (256,), (600,), (0,)),
     Settings(("wide 4", "dense"), (256, 8192), (600, 200), (0,), num_scored=512),
 )
@@ -154,8 +155,8 @@ def run_one(settings: Settings, rule: str, seed: int) -> Row:
 def trained(
     task: Settings, rule: str, seed: int, stages: tuple[tuple[int, int], ...]
 ) -> tuple[LongNetLM, tuple[dict[str, Any], ...]]:
-    """The model after stages of a length and the most steps, each from the parameters of the one before. Runs of several
-    lengths begin alike, so that a process trains at the first one once."""
+    """The model after stages of a length and the most steps, each from the parameters of the one before. Runs of
+    several lengths begin alike, so that a process trains at the first one once."""
     *before, (seq_len, most_steps) = stages
     pattern = pattern_of(rule, seq_len, task.local)
     training = Training(task.shape, pattern, task.num_keys * (task.num_values + 1) + NUM_FILLERS, seed)
@@ -210,6 +211,12 @@ def runs(cases: Sequence[Settings]) -> list[Run]:
     return found
 
 
+def point_name(row: Row) -> str:
+    """The pattern of a row, as a picture names it."""
+    rule, last = row["settings"]["rules"], row["stages"][-1]
+    return {"local": f"local {last['segment_lengths'][0]}", "dense": rule}.get(rule) or f"{rule}: {branches(last)}"
+
+
 def point_at(stage: dict[str, Any], share: float) -> list[Any] | None:
     """The first point of the curve from which on `share` of what is within reach is answered."""
     return next((point for point in stage["curve"] if (point[3] or 0) >= share), None)
@@ -229,17 +236,17 @@ def table(rows: list[Row]) -> str:
             point = point_at(stage, share)
             cells += [f"{point[0]:,}", f"{point[1]:.0f}"] if point else ["not", "reached"]
         steps = " + ".join(f"{each['steps']:,}" for each in row["stages"])
-        pattern = branches(stage | {"is_causal": False}) if row["settings"]["rules"] != "dense" else "dense"
+        pattern = "dense" if row["settings"]["rules"] == "dense" else branches(stage)
         lines.append((pattern, f"{stage['seq_len']:,}", str(row["settings"]["seeds"]), *cells, steps))
     settings = rows[0]["settings"]
-    shape = settings["shape"]
+    shape, num_values = settings["shape"], settings["num_values"]
     said = (
-        f"{settings['num_keys']} facts of {settings['num_values']} values in a sequence, each asked once, at a distance "
-        f"uniform in its logarithm; chance is {1 / settings['num_values']:.2f}. All patterns are causal. A model has "
-        f"{shape['num_layers']} layers of {shape['embed_dim']} with {shape['num_heads']} heads. A step reads "
-        f"{settings['positions']:,} positions. A run ends when 99% of the questions within reach are answered over "
-        f"{EVERY} steps. Longer sequences begin with the parameters that shorter ones left; steps of both are given, and "
-        "the costs are those of the last length. CPU seconds of the process, one thread, on a machine that others used too."
+        f"{settings['num_keys']} facts of {num_values} values in a sequence, each asked once, at a distance uniform in "
+        f"its logarithm; chance is {1 / num_values:.2f}. Patterns are causal. A model has {shape['num_layers']} layers "
+        f"of {shape['embed_dim']} with {shape['num_heads']} heads. A step reads {settings['positions']:,} positions. A "
+        f"run ends when 99% of the questions within reach are answered over {EVERY} steps. Longer sequences begin with "
+        "the parameters that shorter ones left; steps of both are given, and the costs are those of the last length. "
+        f"{TIMED}"
     )
     return f"{said}\n\n{markdown(headers, lines)}"
 

@@ -14,7 +14,7 @@ from ring_dilated_attention.training.scoring import bits_by_context, held_out_bi
 
 from ..record import branches, markdown
 from .kept import Row, Run
-from .trainer import Shape, Training, branches_of, one_thread
+from .trainer import TIMED, Shape, Training, branches_of, one_thread
 
 SUMMARY = "bits per byte of a language model by steps, by seconds and by context, by pattern"
 BYTES = 256  # the vocabulary
@@ -123,24 +123,15 @@ def overtakes(longer: Sequence[Sequence[float]], shorter: Sequence[Sequence[floa
 
 
 def table(rows: list[Row]) -> str:
-    steps = min(row["curve"][-1][0] for row in rows)
-    seconds = min(row["curve"][-1][1] for row in rows)
-    local, length = rows[0], rows[0]["settings"]["seq_len"]
+    settings, steps = rows[0]["settings"], min(row["steps"] for row in rows)
+    seconds, length = min(row["cpu_seconds"] for row in rows), settings["seq_len"]
     cuts = (rows[0]["bits_by_context"] or {"least_context": []})["least_context"]
-    headers = (
-        "pattern",
-        "seed",
-        "steps",
-        "CPU s",
-        "bits",
-        f"at step {steps:,}",
-        f"at {seconds:.0f} s",
-        "below the first from step",
-    )
-    headers = (*headers, "from second", *(f"{c:,} to {2 * c - 1:,} before" for c in cuts))
+    first = {row["settings"]["seeds"]: row for row in reversed(rows)}  # of each seed
+    headers = ("pattern", "seed", "steps", "CPU s", "bits", f"at step {steps:,}", f"at {seconds:.0f} s")
+    headers = (*headers, "below the first from step", "from s", *(f"{c:,} to {2 * c - 1:,} before" for c in cuts))
     lines = []
     for row in rows:
-        curve, found = row["curve"], row["bits_by_context"]
+        curve, found, local = row["curve"], row["bits_by_context"], first[row["settings"]["seeds"]]
         cells = [f"{row['steps']:,}", f"{row['cpu_seconds']:.0f}", f"{curve[-1][3]:.3f}"]
         cells += [_bits(bits_at(curve, 0, steps)), _bits(bits_at(curve, 1, seconds))]
         for column in (0, 1):
@@ -148,13 +139,12 @@ def table(rows: list[Row]) -> str:
             cells.append("" if row is local else "not found" if value is None else f"{value:,.0f}")
         cells += [f"{value:.3f}" for value in found["bits_per_byte"]] if found else ["" for _ in cuts]
         lines.append((named(row, length), str(row["settings"]["seeds"]), *cells))
-    settings = rows[0]["settings"]
     shape, held_out = settings["shape"], settings["num_held_out"]
     said = (
         f"Held-out bits per byte on {held_out:,} bytes of Python's standard library. A model has {shape['num_layers']} "
         f"layers of {shape['embed_dim']} with {shape['num_heads']} heads; a step reads "
-        f"{settings['positions'] // length} sequences of {length:,} bytes. The learning rate is constant after warm-up. CPU seconds of the process, one "
-        "thread, on a machine that others used too. The last columns are bits with the context cut, on the same bytes."
+        f"{settings['positions'] // length} sequences of {length:,} bytes. The learning rate is constant after warm-up. "
+        f"{TIMED} The last columns are bits with the context cut, on the same bytes."
     )
     return f"{said}\n\n{markdown(headers, lines)}"
 

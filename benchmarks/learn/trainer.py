@@ -16,6 +16,7 @@ from ring_dilated_attention.training.loop import make_optimizers
 from ring_dilated_attention.training.options import Hyperparameters
 
 WARMUP_STEPS = 20
+TIMED = "CPU seconds are those of the process, on one thread; others used the machine too."
 
 
 @dataclass(frozen=True)
