@@ -13,6 +13,7 @@ from .. import progress
 from ..record import for_terminal, is_record, page_of
 from . import borders, influence, recall, text
 from .kept import is_done, keep, record_name, rows_of
+from .pictures import draw
 
 PARTS: dict[str, ModuleType] = {"influence": influence, "recall": recall, "text": text, "borders": borders}
 EXAMPLES = f"""parts:
@@ -22,10 +23,11 @@ examples:
   python -m benchmarks learn                          all parts, one after the other
   python -m benchmarks learn recall --only "256 "     the runs whose names hold these letters
   python -m benchmarks learn text --list              the runs of a part, and which are done
+  python -m benchmarks learn --pictures docs          draw what the records say; runs nothing
   python -m benchmarks learn --quick                  tiny sizes; writes nothing unless --results is given
 
 Each run is a row, written when it is done. A second start leaves out the rows that the same settings made, so Ctrl-C
-loses the run at hand. Parts can run at the same time. `python -m benchmarks --page` makes the page and the pictures.
+loses the run at hand. Parts can run at the same time. `python -m benchmarks --page` makes the page again.
 """
 
 
@@ -39,6 +41,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only runs whose names hold this text")
     parser.add_argument("--list", action="store_true", help="show the runs, and which are done")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="only draw the records' pictures into this folder")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes nothing unless --results is given")
     parser.add_argument("--results", type=Path, metavar="DIR", help="where records go (default: those of the clone)")
     return parser.parse_args(argv)
@@ -53,6 +56,10 @@ def run(argv: Sequence[str], results: Path, write_page: Callable[[Path], Path]) 
         return 2
     folder = arguments.results or results
     is_kept = arguments.results is not None or not arguments.quick
+    if arguments.pictures is not None:
+        check_writable("--pictures", arguments.pictures)
+        print(*draw(folder, arguments.pictures), sep="\n")
+        return 0
     try:
         page_of(folder)
         if is_kept and not arguments.list:

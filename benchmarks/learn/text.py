@@ -143,8 +143,8 @@ def table(rows: list[Row]) -> str:
     said = (
         f"Held-out bits per byte on {held_out:,} bytes of Python's standard library. A model has {shape['num_layers']} "
         f"layers of {shape['embed_dim']} with {shape['num_heads']} heads; a step reads "
-        f"{settings['positions'] // length} sequences of {length:,} bytes. The learning rate is constant after warm-up. "
-        f"{TIMED} The last columns are bits with the context cut, on the same bytes."
+        f"{settings['positions'] // length} sequences of {length:,} bytes. The learning rate is constant after a rise. "
+        f"{TIMED} The last columns: bits with the context cut, on the same bytes."
     )
     return f"{said}\n\n{markdown(headers, lines)}"
 
