@@ -223,7 +223,15 @@ def point_at(stage: dict[str, Any], share: float) -> list[Any] | None:
 
 
 def table(rows: list[Row]) -> str:
-    headers = ("pattern", "positions", "seed", "facts within reach", "right within", "right beyond", "steps to 90%")
+    headers: tuple[str, ...] = (
+        "pattern",
+        "positions",
+        "seed",
+        "facts within reach",
+        "right within",
+        "right beyond",
+        "steps to 90%",
+    )
     headers = (*headers, "CPU s to 90%", "steps to 99%", "CPU s to 99%", "steps in all")
     lines = []
     for row in rows:

@@ -40,7 +40,7 @@ class Settings(NamedTuple):
 
 LOCAL, LONGER, WIDE = ((32,), (1,)), ((256,), (1,)), ((32, 1024), (1, 4))
 LONGNET, DENSE = ((32, 128, 512, 1024), (1, 4, 16, 64)), ((1024,), (1,))
-FULL = (Settings((LOCAL, LONGER, WIDE, LONGNET, DENSE), (0, 1, 2), 10_000, 75.0),)
+FULL = (Settings((LOCAL, LONGER, WIDE, LONGNET, DENSE), (0, 1, 2), 10_000, 150.0),)
 QUICK = (Settings((((8,), (1,)), ((64,), (1,))), (0,), 2, 1.0, 128, Shape(1, 16, 2), 128, 1, 512),)
 
 
@@ -127,7 +127,15 @@ def table(rows: list[Row]) -> str:
     seconds, length = min(row["cpu_seconds"] for row in rows), settings["seq_len"]
     cuts = (rows[0]["bits_by_context"] or {"least_context": []})["least_context"]
     first = {row["settings"]["seeds"]: row for row in reversed(rows)}  # of each seed
-    headers = ("pattern", "seed", "steps", "CPU s", "bits", f"at step {steps:,}", f"at {seconds:.0f} s")
+    headers: tuple[str, ...] = (
+        "pattern",
+        "seed",
+        "steps",
+        "CPU s",
+        "bits",
+        f"at step {steps:,}",
+        f"at {seconds:.0f} s",
+    )
     headers = (*headers, "below the first from step", "from s", *(f"{c:,} to {2 * c - 1:,} before" for c in cuts))
     lines = []
     for row in rows:
