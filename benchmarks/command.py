@@ -72,6 +72,8 @@ CASES: dict[str, ModuleType] = {
     "gpu_memory": gpu_memory,
     "gpu_small": gpu_small,
 }
+# What makes the table of each record.
+TABLES = {name: module.table for name, module in CASES.items()} | learn.TABLES
 RESULTS = Path(__file__).with_name("results")
 
 EXAMPLES = f"""cases:
@@ -94,15 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         if given[:1] == ["learn"]:
-            return learn.run(given[1:], RESULTS, write_whole_page)
+            return learn.run(given[1:], RESULTS, lambda folder: write_page(folder, TABLES))
         return run(parsed(given))
 
     return guarded("python -m benchmarks", work, is_process=argv is None)
-
-
-def write_whole_page(folder: Path) -> Path:
-    tables = {name: module.table for name, module in CASES.items()}
-    return write_page(folder, tables | {learn.record_name(name): part.table for name, part in learn.PARTS.items()})
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -165,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
     try:
         if is_kept or arguments.page:
-            print(f"page: {write_whole_page(folder)}")
+            print(f"page: {write_page(folder, TABLES)}")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -175,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
 def check_folder(folder: Path, names: Sequence[str]) -> None:
     """Raise ValueError, before anything is measured, unless the records of these cases and the page can be written."""
     page_of(folder)
-    if not names and not any((folder / f"{name}.json").exists() for name in CASES):
+    if not names and not any((folder / f"{name}.json").exists() for name in TABLES):
         raise ValueError(
             f"--page: there are no records in {folder}. Name the folder that holds them with --results, or run a case."
         )

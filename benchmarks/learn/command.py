@@ -16,6 +16,7 @@ from .kept import is_done, keep, record_name, rows_of
 from .pictures import draw
 
 PARTS: dict[str, ModuleType] = {"influence": influence, "recall": recall, "text": text, "borders": borders}
+TABLES = {record_name(name): module.table for name, module in PARTS.items()}
 EXAMPLES = f"""parts:
 {chr(10).join(f"  {name:<10} {module.SUMMARY}" for name, module in PARTS.items())}
 
