@@ -64,7 +64,7 @@ def _recall(figure: "Figure", rows: Sequence[Row]) -> None:
         axes.set_ylim(0, 1.02)
         axes.set_xlabel("positions from the fact to its question")
         axes.set_title(f"{seq_len:,} positions", fontsize=10)
-    panels[0].set_ylabel("questions answered rightly")
+    panels[0].set_ylabel("questions answered right")
     panels[0].legend(fontsize=8)
 
 

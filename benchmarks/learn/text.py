@@ -152,7 +152,7 @@ def table(rows: list[Row]) -> str:
         f"Held-out bits per byte on {held_out:,} bytes of Python's standard library. A model has {shape['num_layers']} "
         f"layers of {shape['embed_dim']} with {shape['num_heads']} heads; a step reads "
         f"{settings['positions'] // length} sequences of {length:,} bytes. The learning rate is constant after a rise. "
-        f"{TIMED} The last columns: bits with the context cut, on the same bytes."
+        f"{TIMED} Last: bits with the context cut, on the same bytes along a row."
     )
     return f"{said}\n\n{markdown(headers, lines)}"
 
