@@ -40,6 +40,6 @@ def keep(row: Row, run: Run, folder: Path, part: str, order: Sequence[Run], *, i
     made = {name: record[name] for name in ("date", "commit")}
     row = {"name": run.name, "settings": json.loads(json.dumps(run.settings)), **row, **made}
     rows = [*rows_of(folder, part), row]
-    found = ([row for row in rows if is_done(each, [row])][-1:] for each in order)
+    found = ([row | {"name": each.name} for row in rows if is_done(each, [row])][-1:] for each in order)
     record["command"] = f"python -m benchmarks learn {part}" + (" --quick" if is_quick else "")
     return write_record(record | {"rows": [row for some in found for row in some]}, folder)

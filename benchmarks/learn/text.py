@@ -40,7 +40,10 @@ class Settings(NamedTuple):
 
 LOCAL, LONGER, WIDE = ((32,), (1,)), ((256,), (1,)), ((32, 1024), (1, 4))
 LONGNET, DENSE = ((32, 128, 512, 1024), (1, 4, 16, 64)), ((1024,), (1,))
-FULL = (Settings((LOCAL, DENSE, WIDE, LONGNET, LONGER), (0, 1, 2), 10_000, 80.0),)
+FULL = (
+    Settings((LOCAL, DENSE, WIDE, LONGNET, LONGER), (0, 1, 2), 10_000, 80.0),
+    Settings((LOCAL, WIDE), (0,), 10_000, 240.0),
+)
 QUICK = (Settings((((8,), (1,)), ((64,), (1,))), (0,), 2, 1.0, 128, Shape(1, 16, 2), 128, 1, 512),)
 
 
@@ -78,13 +81,14 @@ def run_one(settings: Settings, pattern: DilatedPattern, seed: int) -> Row:
 def runs(cases: Sequence[Settings], make: Callable[[Settings, DilatedPattern, int], Row] = run_one) -> list[Run]:
     found = []
     for settings in cases:
+        until = f"{settings.most_steps:,} steps or {settings.most_seconds:g} s"
         for seed in settings.seeds:
             for pattern in settings.patterns:
                 kept = settings._asdict() | {"shape": vars(settings.shape), "seeds": seed} | branches_of(pattern)
                 del kept["branches"]
                 found.append(
                     Run(
-                        f"{named(branches_of(pattern), settings.seq_len)} seed {seed}",
+                        f"{named(branches_of(pattern), settings.seq_len)}, {until}, seed {seed}",
                         kept,
                         partial(make, settings, pattern, seed),
                     )
@@ -126,7 +130,7 @@ def table(rows: list[Row]) -> str:
     settings, steps = rows[0]["settings"], min(row["steps"] for row in rows)
     seconds, length = min(row["cpu_seconds"] for row in rows), settings["seq_len"]
     cuts = (rows[0]["bits_by_context"] or {"least_context": []})["least_context"]
-    first = {row["settings"]["seeds"]: row for row in reversed(rows)}  # of each seed
+    first = {_alike(row): row for row in reversed(rows)}
     headers: tuple[str, ...] = (
         "pattern",
         "seed",
@@ -139,7 +143,7 @@ def table(rows: list[Row]) -> str:
     headers = (*headers, "below the first from step", "from s", *(f"{c:,} to {2 * c - 1:,} before" for c in cuts))
     lines = []
     for row in rows:
-        curve, found, local = row["curve"], row["bits_by_context"], first[row["settings"]["seeds"]]
+        curve, found, local = row["curve"], row["bits_by_context"], first[_alike(row)]
         cells = [f"{row['steps']:,}", f"{row['cpu_seconds']:.0f}", f"{curve[-1][3]:.3f}"]
         cells += [_bits(bits_at(curve, 0, steps)), _bits(bits_at(curve, 1, seconds))]
         for column in (0, 1):
@@ -155,6 +159,11 @@ def table(rows: list[Row]) -> str:
         f"{TIMED} Last: bits with the context cut, on the same bytes along a row."
     )
     return f"{said}\n\n{markdown(headers, lines)}"
+
+
+def _alike(row: Row) -> tuple[int, float]:
+    """What runs share that are compared with the first of them."""
+    return row["settings"]["seeds"], row["settings"]["most_seconds"]
 
 
 def _bits(value: float | None) -> str:
