@@ -21,10 +21,10 @@ from .trainer import Shape, one_thread
 SUMMARY = "what it costs that segments of all branches begin at the same byte"
 FULL = (
     Settings(
-        (((32, 256), (1, 1)), ((96, 256), (1, 1)), ((64, 256), (1, 1)), ((128, 256), (1, 1))), (0, 1, 2), 200, math.inf
+        (((32, 256), (1, 1)), ((96, 256), (1, 1)), ((64, 256), (1, 1)), ((128, 256), (1, 1))), (0, 1, 2), 200, None
     ),
 )
-QUICK = (Settings((((8, 16), (1, 1)), ((12, 16), (1, 1))), (0,), 2, math.inf, 128, Shape(1, 16, 2), 128, 1, 512),)
+QUICK = (Settings((((8, 16), (1, 1)), ((12, 16), (1, 1))), (0,), 2, None, 128, Shape(1, 16, 2), 128, 1, 512),)
 BEFORE, FIRST, AFTER = 16, 8, 48  # bytes before a border, the first bytes behind it, and those that a row has
 
 

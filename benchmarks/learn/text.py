@@ -1,5 +1,7 @@
 """Text and code: held-out bits per byte of Python's library, by steps, by seconds, and with the context cut."""
 
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
@@ -26,7 +28,7 @@ class Settings(NamedTuple):
     branches: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     seeds: tuple[int, ...]
     most_steps: int
-    most_seconds: float
+    most_seconds: float | None
     seq_len: int = 1024
     shape: Shape = Shape()
     positions: int = 8192  # of a step
@@ -58,12 +60,13 @@ def train(
     """A language model, and its curve: steps, CPU seconds, mean training bits since the last point, held-out bits."""
     document, length = document_of(settings.seq_len, settings.num_held_out), settings.seq_len
     training, curve, losses = Training(settings.shape, pattern, BYTES, seed), [], []
-    while training.num_steps < settings.most_steps and training.seconds < settings.most_seconds:
+    most_seconds = math.inf if settings.most_seconds is None else settings.most_seconds
+    while training.num_steps < settings.most_steps and training.seconds < most_seconds:
         for _ in range(settings.every):
             windows = document.train_windows(seed, training.num_steps, length, settings.positions // length)
             tokens = torch.frombuffer(windows, dtype=torch.uint8).view(-1, length).long()
             losses.append(training.step(lambda model, tokens=tokens: model.loss(tokens)))  # type: ignore[misc]
-        mean = torch.tensor(losses).mean().item() / torch.tensor(2.0).log().item()
+        mean = statistics.fmean(losses) / math.log(2)
         curve.append([training.num_steps, round(training.seconds, 3), mean, bits(training.model, document)])
         losses.clear()
     told = {"steps": training.num_steps, "cpu_seconds": round(training.seconds, 3), "curve": curve}
@@ -81,7 +84,8 @@ def run_one(settings: Settings, pattern: DilatedPattern, seed: int) -> Row:
 def runs(cases: Sequence[Settings], make: Callable[[Settings, DilatedPattern, int], Row] = run_one) -> list[Run]:
     found = []
     for settings in cases:
-        until = f"{settings.most_steps:,} steps or {settings.most_seconds:g} s"
+        most_seconds = settings.most_seconds
+        until = f"{settings.most_steps:,} steps" + ("" if most_seconds is None else f" or {most_seconds:g} s")
         for seed in settings.seeds:
             for pattern in settings.patterns:
                 kept = settings._asdict() | {"shape": vars(settings.shape), "seeds": seed} | branches_of(pattern)
@@ -161,7 +165,7 @@ def table(rows: list[Row]) -> str:
     return f"{said}\n\n{markdown(headers, lines)}"
 
 
-def _alike(row: Row) -> tuple[int, float]:
+def _alike(row: Row) -> tuple[int, float | None]:
     """What runs share that are compared with the first of them."""
     return row["settings"]["seeds"], row["settings"]["most_seconds"]
 
