@@ -73,7 +73,7 @@ def keys_of(row: Row) -> float:
 
 def table(rows: list[Row]) -> str:
     widest, settings = max(max(row["segment_lengths"]) for row in rows), rows[0]["settings"]
-    headers = (
+    headers: tuple[str, ...] = (
         "pattern",
         "seed",
         "keys of a query",
