@@ -65,7 +65,7 @@ def _recall(figure: "Figure", rows: Sequence[Row]) -> None:
         axes.set_xlabel("positions from the fact to its question")
         axes.set_title(f"{seq_len:,} positions", fontsize=10)
     panels[0].set_ylabel("questions answered right")
-    panels[0].legend(fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
 
 
 def _text(figure: "Figure", rows: Sequence[Row]) -> None:

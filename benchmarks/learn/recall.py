@@ -213,8 +213,10 @@ def runs(cases: Sequence[Settings]) -> list[Run]:
 
 def point_name(row: Row) -> str:
     """The pattern of a row, as a picture names it."""
-    rule, last = row["settings"]["rules"], row["stages"][-1]
-    return {"local": f"local {last['segment_lengths'][0]}", "dense": rule}.get(rule) or f"{rule}: {branches(last)}"
+    rule, local = row["settings"]["rules"], row["settings"]["local"]
+    return {"local": f"local {local}", "dense": "dense", "LongNet": "LongNet's rule"}.get(
+        rule, f"local {local} and {rule}"
+    )
 
 
 def point_at(stage: dict[str, Any], share: float) -> list[Any] | None:
