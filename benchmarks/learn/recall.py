@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_dilated_attention.forecast.reach import every_query
+from ring_dilated_attention.forecast.reach import every_query, reach
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.pattern import DilatedPattern
 
@@ -214,49 +214,45 @@ def runs(cases: Sequence[Settings]) -> list[Run]:
 def point_name(row: Row) -> str:
     """The pattern of a row, as a picture names it."""
     rule, local = row["settings"]["rules"], row["settings"]["local"]
-    return {"local": f"local {local}", "dense": "dense", "LongNet": "LongNet's rule"}.get(
-        rule, f"local {local} and {rule}"
-    )
+    names = {"local": f"local {local}", "dense": "dense", "LongNet": "LongNet's rule"}
+    return names.get(rule, f"local {local} and {rule}")
 
 
 def point_at(stage: dict[str, Any], share: float) -> list[Any] | None:
-    """The first point of the curve from which on `share` of what is within reach is answered."""
+    """The first point of the curve at which `share` of what is within reach is answered."""
     return next((point for point in stage["curve"] if (point[3] or 0) >= share), None)
 
 
 def table(rows: list[Row]) -> str:
-    headers: tuple[str, ...] = (
-        "pattern",
-        "positions",
-        "seed",
-        "right",
-        "most by reach",
-        "within reach",
-        "right within",
-    )
-    headers = (*headers, "right beyond", "90% after", "99% after", "CPU s a step", "steps in all")
-    settings, lines = rows[0]["settings"], []
-    for row in rows:
-        stage, reached = row["stages"][-1], row["within_reach"]
-        most = reached + (1 - reached) / settings["num_values"]
-        cells = [f"{share:.3f}" for share in (row["accuracy"], most, reached)]
-        for share in (row["accuracy_within_reach"], row["accuracy_beyond_reach"]):
-            cells.append("none" if share is None else f"{share:.3f}")
-        for share in (0.9, 0.99):
-            point = point_at(stage, share)
-            cells.append(f"{point[0]:,} ({point[1]:.0f} s)" if point else "not")
-        cells.append(f"{stage['cpu_seconds'] / stage['steps']:.2f}")
-        steps = " + ".join(f"{each['steps']:,}" for each in row["stages"])
-        pattern = "dense" if row["settings"]["rules"] == "dense" else branches(stage)
-        lines.append((pattern, f"{stage['seq_len']:,}", str(row["settings"]["seeds"]), *cells, steps))
+    headers: tuple[str, ...] = ("pattern", "positions", "seed", "worst query", "within reach", "most by reach", "right")
+    headers = (*headers, "right within", "right beyond", "90% after", "99% after", "CPU s a step", "steps in all")
+    settings = rows[0]["settings"]
     shape, num_values = settings["shape"], settings["num_values"]
     said = (
         f"{settings['num_keys']} facts of {num_values} values in a sequence, each asked once, at a distance uniform in "
         f"its logarithm; chance is {1 / num_values:.2f}. Patterns are causal. A model has {shape['num_layers']} layers "
-        f"of {shape['embed_dim']} with {shape['num_heads']} heads. A step reads {settings['positions']:,} positions. "
-        "Within reach: questions whose fact the last layer can have heard of. Most by reach: all of those right, and "
-        "the others by chance. 90% and 99%: steps and CPU seconds until so many of those within reach are right over "
+        f"of {shape['embed_dim']} with {shape['num_heads']} heads. A step reads {settings['positions']:,} positions.\n\n"
+        "Worst query: the share of what came before that it can have heard of, as `rda suggest` says it. Within reach: "
+        "questions whose fact the last layer can have heard of. Most by reach: all of those right, and the others by "
+        "chance. 90% and 99%: steps and CPU seconds until so many of those within reach are right over "
         f"{EVERY} steps; at 99% a run ends. Longer sequences begin with the parameters that shorter ones left; the "
         f"costs are those of the last length. {TIMED}"
     )
-    return f"{said}\n\n{markdown(headers, lines)}"
+    return f"{said}\n\n{markdown(headers, [_cells(row) for row in rows])}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    stage, reached, settings = row["stages"][-1], row["within_reach"], row["settings"]
+    pattern = DilatedPattern(stage["segment_lengths"], stage["dilation_rates"], is_causal=True)
+    worst = reach(pattern, stage["seq_len"], settings["shape"]["num_heads"], settings["shape"]["num_layers"]).shares[-1]
+    most = reached + (1 - reached) / settings["num_values"]
+    cells = [f"{worst:.1%}", f"{reached:.3f}", f"{most:.3f}", f"{row['accuracy']:.3f}"]
+    for share in (row["accuracy_within_reach"], row["accuracy_beyond_reach"]):
+        cells.append("none" if share is None else f"{share:.3f}")
+    for share in (0.9, 0.99):
+        point = point_at(stage, share)
+        cells.append(f"{point[0]:,} ({point[1]:.0f} s)" if point else "not")
+    steps = " + ".join(f"{each['steps']:,}" for each in row["stages"])
+    name = "dense" if settings["rules"] == "dense" else branches(stage)
+    per_step = f"{stage['cpu_seconds'] / stage['steps']:.2f}"
+    return name, f"{stage['seq_len']:,}", str(settings["seeds"]), *cells, per_step, steps
