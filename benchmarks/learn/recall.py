@@ -227,11 +227,11 @@ def table(rows: list[Row]) -> str:
     headers: tuple[str, ...] = ("pattern", "positions", "seed", "worst query", "within reach", "most by reach", "right")
     headers = (*headers, "right within", "right beyond", "90% after", "99% after", "CPU s a step", "steps in all")
     settings = rows[0]["settings"]
-    shape, num_values = settings["shape"], settings["num_values"]
+    shape, num_values, positions = settings["shape"], settings["num_values"], settings["positions"]
     said = (
         f"{settings['num_keys']} facts of {num_values} values in a sequence, each asked once, at a distance uniform in "
         f"its logarithm; chance is {1 / num_values:.2f}. Patterns are causal. A model has {shape['num_layers']} layers "
-        f"of {shape['embed_dim']} with {shape['num_heads']} heads. A step reads {settings['positions']:,} positions.\n\n"
+        f"of {shape['embed_dim']} with {shape['num_heads']} heads. A step reads {positions:,} positions.\n\n"
         "Worst query: how much of what came before it can have heard of, as `rda suggest` says it. Within reach: "
         "questions whose fact the last layer can have heard of. Most by reach: all of those right, and the others by "
         "chance. 90% and 99%: steps and CPU seconds until so many of those within reach are right over "
