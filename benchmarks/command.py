@@ -45,6 +45,7 @@ from . import (
     transformers_loss,
 )
 from .gate import GateError
+from .learn import command as learn
 from .record import Record, for_terminal, is_record, make_record, page_of, write_page, write_record
 
 CASES: dict[str, ModuleType] = {
@@ -77,7 +78,7 @@ CASES: dict[str, ModuleType] = {
     "gpu_small": gpu_small,
 }
 # What makes the table of each record.
-TABLES = {name: module.table for name, module in CASES.items()}
+TABLES = {name: module.table for name, module in CASES.items()} | learn.TABLES
 RESULTS = Path(__file__).with_name("results")
 
 EXAMPLES = f"""cases:
@@ -89,6 +90,7 @@ examples:
   python -m benchmarks --all --quick    tiny sizes, to see that they run; writes nothing. A CPU stands in for a GPU
   python -m benchmarks --page --html docs/evidence.html --reports docs/reports.md
                                         make all pages from the records again
+  python -m benchmarks learn            what dilated patterns learn, in parts of up to an hour; --help says more
 
 Leave the machine alone while a case runs. No row is timed before the same call passed against the definition in
 float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
@@ -96,7 +98,14 @@ float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return guarded("python -m benchmarks", lambda: run(parsed(argv)), is_process=argv is None)
+    given = sys.argv[1:] if argv is None else argv
+
+    def work() -> int:
+        if given[:1] == ["learn"]:
+            return learn.run(given[1:], RESULTS, lambda folder: write_page(folder, TABLES))
+        return run(parsed(given))
+
+    return guarded("python -m benchmarks", work, is_process=argv is None)
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -126,7 +126,8 @@ class DilatedPattern:
         On average a query sees about w_0 / a**i keys of branch i, and at most w_0 * a / (a - 1) in all. So the work is
         linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
         lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. If
-        a branch has more phases than there are heads, no head reads some of them; `explain` lists these phases.
+        a branch has more phases than there are heads, no head reads some of them; `explain` lists these phases. Where a
+        segment begins all shorter ones begin, too, so that a first query sees little (docs/learning.md has its cost).
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.

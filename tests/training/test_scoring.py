@@ -77,7 +77,7 @@ def test_it_is_said_where_context_does_not_help():
         "         512 to 1,023 bytes before  1.900",
         "       2,048 to 4,095 bytes before  1.895",
         "Context beyond 1,024 bytes did not help this model.",
-        "Another text may tell more: rda evaluate 'runs/a b' FILE",
+        "See docs/learning.md. Another text: rda evaluate 'runs/a b' FILE",
     ]
     record["bits_by_context"]["bits_per_byte"] = [2.0, 1.9, 1.8]
     assert len(by_context(record)) == 4

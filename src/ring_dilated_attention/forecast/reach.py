@@ -118,11 +118,11 @@ def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
         if (w < seq_len and w.bit_count() > 1) or r.bit_count() > 1:
             raise ValueError(f"only powers of two can be followed, got w={w}, r={r}; the longest w may be the sequence")
     queries: Collection[int] = range(seq_len)
-    if seq_len <= MOST_FOLLOWED:
-        layers = every_query(pattern, seq_len, num_heads)
-    else:
+    if seq_len > MOST_FOLLOWED:
         queries = queries_to_follow(pattern, seq_len, num_heads)
         layers = some_queries(pattern, seq_len, num_heads, queries)
+    else:
+        layers = ([positions.bit_count() for positions in sets] for sets in every_query(pattern, seq_len, num_heads))
     shares: list[float] = []
     for _, counts in zip(range(num_layers), layers, strict=False):
         found = [c / (q + 1 if pattern.is_causal else seq_len) for q, c in zip(queries, counts, strict=True)]
@@ -147,7 +147,7 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
 
 
 def every_query(pattern: DilatedPattern, seq_len: int, num_heads: int) -> Iterator[list[int]]:
-    """Yield, after each layer, the number of positions that each query has heard of. End when layers add nothing."""
+    """Yield, after each layer, the set of positions that each query has heard of. End when layers add nothing."""
     heard, before = [1 << query for query in range(seq_len)], None
     while heard != before:
         before, heard = heard, list(heard)
@@ -160,13 +160,13 @@ def every_query(pattern: DilatedPattern, seq_len: int, num_heads: int) -> Iterat
                         heard[query] |= known
                     for query in () if pattern.is_causal else rows:
                         heard[query] |= known
-        yield [positions.bit_count() for positions in heard]
+        yield heard
 
 
 def some_queries(
     pattern: DilatedPattern, seq_len: int, num_heads: int, queries: Collection[int]
 ) -> Iterator[list[int]]:
-    """The same as `every_query`, for these queries only."""
+    """The same as `every_query`, for these queries only, as the number of positions in each set."""
     sets, height = _Sets(), (seq_len - 1).bit_length()
     branches, there = _branches(sets, pattern, seq_len, num_heads), sets.of(range(seq_len), height)
     heard, before = [sets.of(range(query, query + 1), height) for query in queries], None

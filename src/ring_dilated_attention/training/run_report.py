@@ -125,5 +125,5 @@ def by_context(record: dict[str, Any]) -> list[str]:
         harm = max(bits[i:]) - best
         said = f"made this model worse, by up to {harm:.3f} bits" if harm >= HELPS else "did not help this model"
         lines.append(f"Context beyond {2 * cuts[i]:,} bytes {said}.")
-        lines.append(f"Another text may tell more: rda evaluate {shlex.quote(record['run_folder'])} FILE")
+        lines.append(f"See docs/learning.md. Another text: rda evaluate {shlex.quote(record['run_folder'])} FILE")
     return lines

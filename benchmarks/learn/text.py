@@ -1,0 +1,174 @@
+"""Text and code: held-out bits per byte of Python's library, by steps, by seconds, and with the context cut."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from ring_dilated_attention.models.longnet import LongNetLM
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.training.data import Document, load_document
+from ring_dilated_attention.training.scoring import bits_by_context, held_out_bits_per_byte
+
+from ..record import branches, markdown
+from .kept import Row, Run
+from .trainer import TIMED, Shape, Training, branches_of, one_thread
+
+SUMMARY = "bits per byte of a language model by steps, by seconds and by context, by pattern"
+BYTES = 256  # the vocabulary
+
+
+class Settings(NamedTuple):
+    """A run ends after so many steps, or at the first point of its curve after so many seconds."""
+
+    branches: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    seeds: tuple[int, ...]
+    most_steps: int
+    most_seconds: float | None
+    seq_len: int = 1024
+    shape: Shape = Shape()
+    positions: int = 8192  # of a step
+    every: int = 25  # steps of a point of the curve
+    num_held_out: int = 65_536
+
+    @property
+    def patterns(self) -> list[DilatedPattern]:
+        return [DilatedPattern(*each, is_causal=True) for each in self.branches]
+
+
+LOCAL, LONGER, WIDE = ((32,), (1,)), ((256,), (1,)), ((32, 1024), (1, 4))
+LONGNET, DENSE = ((32, 128, 512, 1024), (1, 4, 16, 64)), ((1024,), (1,))
+FULL = (
+    Settings((LOCAL, DENSE, WIDE, LONGNET, LONGER), (0, 1, 2), 10_000, 80.0),
+    Settings((LOCAL, WIDE, DENSE), (0,), 10_000, 240.0),
+)
+QUICK = (Settings((((8,), (1,)), ((64,), (1,))), (0,), 2, 1.0, 128, Shape(1, 16, 2), 128, 1, 512),)
+
+
+@cache
+def document_of(seq_len: int, num_held_out: int) -> Document:
+    return load_document((), seq_len, num_held_out, {})
+
+
+def train(
+    settings: Settings, pattern: DilatedPattern, seed: int, bits: Callable[[LongNetLM, Document], float]
+) -> tuple[LongNetLM, Row]:
+    """A language model, and its curve: steps, CPU seconds, mean training bits since the last point, held-out bits."""
+    document, length = document_of(settings.seq_len, settings.num_held_out), settings.seq_len
+    training, curve, losses = Training(settings.shape, pattern, BYTES, seed), [], []
+    most_seconds = math.inf if settings.most_seconds is None else settings.most_seconds
+    while training.num_steps < settings.most_steps and training.seconds < most_seconds:
+        for _ in range(settings.every):
+            windows = document.train_windows(seed, training.num_steps, length, settings.positions // length)
+            tokens = torch.frombuffer(windows, dtype=torch.uint8).view(-1, length).long()
+            losses.append(training.step(lambda model, tokens=tokens: model.loss(tokens)))  # type: ignore[misc]
+        mean = statistics.fmean(losses) / math.log(2)
+        curve.append([training.num_steps, round(training.seconds, 3), mean, bits(training.model, document)])
+        losses.clear()
+    told = {"steps": training.num_steps, "cpu_seconds": round(training.seconds, 3), "curve": curve}
+    read = {name: document.identity()[name] for name in ("num_bytes", "num_held_out", "sha256")}
+    return training.model, branches_of(pattern) | {"document": read} | told
+
+
+def run_one(settings: Settings, pattern: DilatedPattern, seed: int) -> Row:
+    with one_thread():
+        model, row = train(settings, pattern, seed, held_out_bits_per_byte)
+        document = document_of(settings.seq_len, settings.num_held_out)
+        return row | {"bits_by_context": bits_by_context(model, document)}
+
+
+def runs(cases: Sequence[Settings], make: Callable[[Settings, DilatedPattern, int], Row] = run_one) -> list[Run]:
+    found = []
+    for settings in cases:
+        most_seconds = settings.most_seconds
+        until = f"{settings.most_steps:,} steps" + ("" if most_seconds is None else f" or {most_seconds:g} s")
+        for seed in settings.seeds:
+            for pattern in settings.patterns:
+                kept = settings._asdict() | {"shape": vars(settings.shape), "seeds": seed} | branches_of(pattern)
+                del kept["branches"]
+                found.append(
+                    Run(
+                        f"{named(branches_of(pattern), settings.seq_len)}, {until}, seed {seed}",
+                        kept,
+                        partial(make, settings, pattern, seed),
+                    )
+                )
+    return found
+
+
+def named(row: dict[str, Any], seq_len: int) -> str:
+    is_dense = list(row["segment_lengths"]) == [seq_len]
+    return "dense" if is_dense else branches(row)
+
+
+def bits_at(curve: Sequence[Sequence[float]], column: int, value: float) -> float | None:
+    """Held-out bits where a curve's column (steps or seconds) has a value, on the line between two points."""
+    for before, after in pairwise(curve):
+        if before[column] <= value <= after[column]:
+            share = (value - before[column]) / (after[column] - before[column])
+            return before[3] + share * (after[3] - before[3])
+    return None
+
+
+def overtakes(longer: Sequence[Sequence[float]], shorter: Sequence[Sequence[float]], column: int) -> float | None:
+    """The first value of a column from which on one curve is below the other wherever both are known."""
+    last = min(longer[-1][column], shorter[-1][column])
+    values = sorted({point[column] for curve in (longer, shorter) for point in curve if point[column] <= last})
+    found = None
+    for value in values:
+        mine, other = bits_at(longer, column, value), bits_at(shorter, column, value)
+        if mine is None or other is None:
+            continue
+        if mine >= other:
+            found = None
+        elif found is None:
+            found = value
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    settings, steps = rows[0]["settings"], min(row["steps"] for row in rows)
+    seconds, length = min(row["cpu_seconds"] for row in rows), settings["seq_len"]
+    cuts = (rows[0]["bits_by_context"] or {"least_context": []})["least_context"]
+    first = {_alike(row): row for row in reversed(rows)}
+    headers: tuple[str, ...] = (
+        "pattern",
+        "seed",
+        "steps",
+        "CPU s",
+        "bits",
+        f"at step {steps:,}",
+        f"at {seconds:.0f} s",
+    )
+    headers = (*headers, "below the first from step", "from s", *(f"{c:,} to {2 * c - 1:,} before" for c in cuts))
+    lines = []
+    for row in rows:
+        curve, found, local = row["curve"], row["bits_by_context"], first[_alike(row)]
+        cells = [f"{row['steps']:,}", f"{row['cpu_seconds']:.0f}", f"{curve[-1][3]:.3f}"]
+        cells += [_bits(bits_at(curve, 0, steps)), _bits(bits_at(curve, 1, seconds))]
+        for column in (0, 1):
+            value = overtakes(curve, local["curve"], column)
+            cells.append("" if row is local else "not found" if value is None else f"{value:,.0f}")
+        cells += [f"{value:.3f}" for value in found["bits_per_byte"]] if found else ["" for _ in cuts]
+        lines.append((named(row, length), str(row["settings"]["seeds"]), *cells))
+    shape, held_out = settings["shape"], settings["num_held_out"]
+    said = (
+        f"Held-out bits per byte on {held_out:,} bytes of Python's standard library. A model has {shape['num_layers']} "
+        f"layers of {shape['embed_dim']} with {shape['num_heads']} heads; a step reads "
+        f"{settings['positions'] // length} sequences of {length:,} bytes. The learning rate is constant after a rise. "
+        f"{TIMED} Last: bits with the context cut, on the same bytes along a row."
+    )
+    return f"{said}\n\n{markdown(headers, lines)}"
+
+
+def _alike(row: Row) -> tuple[int, float | None]:
+    """What runs share that are compared with the first of them."""
+    return row["settings"]["seeds"], row["settings"]["most_seconds"]
+
+
+def _bits(value: float | None) -> str:
+    return "not run" if value is None else f"{value:.3f}"
