@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bases", type=int, default=100_000, help="of a made-up chromosome (default %(default)s)")
     parser.add_argument("--seq-len", type=int, default=2048, help="bases of a window (default %(default)s)")
     parser.add_argument("--embed-dim", type=int, default=64, help="width (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=300, help="training steps (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="training steps (default %(default)s)")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     genome, least = (read_fasta(options.fasta), None) if options.fasta else make_genome(options.bases)

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--suffix", default=".py", help="of the files to read (default %(default)s)")
     parser.add_argument("--seq-len", type=int, default=4096, help="bytes of a step (default %(default)s)")
     parser.add_argument("--embed-dim", type=int, default=64, help="width (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=120, help="training steps (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="training steps (default %(default)s)")
     parser.add_argument("--prompt", default="def ", help="how the generated text begins (default %(default)r)")
     options = parser.parse_args(argv)
     documents = read(options.folder, options.suffix)

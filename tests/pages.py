@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from helpers import ROOT
 
-ELSEWHERE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
+ELSEWHERE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md")
 PAGES = (*ELSEWHERE, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 # A block has an optional mark above it, and is fenced or indented.
 BLOCK = re.compile(
