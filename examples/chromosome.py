@@ -19,12 +19,12 @@ from torch import Tensor
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 
 LETTERS = "ACGTN"  # N is an unknown base; it is read, but not counted in bits per base
-COMPLEMENT = torch.tensor([3, 2, 1, 0, 4])
+COMPLEMENT = torch.tensor([3, 2, 1, 0, 4], dtype=torch.uint8)
 UNKNOWN = 4
 
 
 def read_fasta(path: Path) -> dict[str, Tensor]:
-    """The bases of each record, as numbers in LETTERS. Other letters and lower case (masked repeats) are read too."""
+    """The bases of each record, uint8 numbers in LETTERS. Lower case is read as upper case, other letters as N."""
     genome: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         if line.startswith(">"):
@@ -33,9 +33,8 @@ def read_fasta(path: Path) -> dict[str, Tensor]:
         elif genome:
             genome[name].append(line.strip().upper())
     table = bytes(LETTERS.find(chr(code)) % len(LETTERS) for code in range(256))  # find gives -1, that is N
-    return {
-        name: torch.tensor(list("".join(lines).encode("latin-1").translate(table))) for name, lines in genome.items()
-    }
+    numbers = {name: bytearray("".join(lines).encode().translate(table)) for name, lines in genome.items()}
+    return {name: torch.frombuffer(bases, dtype=torch.uint8) for name, bases in numbers.items() if bases}
 
 
 def make_genome(num_bases: int, num_families: int = 4, length: int = 120) -> tuple[dict[str, Tensor], float]:
@@ -47,12 +46,12 @@ def make_genome(num_bases: int, num_families: int = 4, length: int = 120) -> tup
             pieces += [torch.randint(4, (int(torch.randint(30, 91, ())),)), families[torch.randint(num_families, ())]]
             size += len(pieces[-2]) + length
             unique += len(pieces[-2])
-        genome[name] = torch.cat(pieces)
+        genome[name] = torch.cat(pieces).to(torch.uint8)
     return genome, 2 * unique / sum(map(len, genome.values()))
 
 
 def reverse_complement(bases: Tensor) -> Tensor:
-    return COMPLEMENT[bases.flip(-1)]
+    return COMPLEMENT[bases.flip(-1).long()]
 
 
 def windows(chromosomes: Sequence[Tensor], batch: int, seq_len: int) -> Tensor:
@@ -80,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fasta", type=Path, help="a genome (default: one that is made up)")
     parser.add_argument("--held-out", default="chr3", help="the record that is not trained on (default %(default)s)")
+    parser.add_argument("--scored", type=int, default=200_000, help="at most so many bases of it (default %(default)s)")
     parser.add_argument("--bases", type=int, default=100_000, help="of a made-up chromosome (default %(default)s)")
     parser.add_argument("--seq-len", type=int, default=2048, help="bases of a window (default %(default)s)")
     parser.add_argument("--embed-dim", type=int, default=64, help="width (default %(default)s)")
@@ -90,18 +90,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, bases in genome.items():
         held = ", held out" if name == options.held_out else ""
         print(f"{name}: {len(bases):,} bases, {(bases == UNKNOWN).sum():,} of them unknown{held}")
-    chromosomes = [
-        bases for name, bases in genome.items() if name != options.held_out and len(bases) >= options.seq_len
-    ]
+    others = [bases for name, bases in genome.items() if name != options.held_out]
+    chromosomes = [bases for bases in others if len(bases) >= options.seq_len]
     if options.held_out not in genome or not chromosomes:
-        parser.exit(
-            2, f"--held-out {options.held_out}: give one of {', '.join(genome)}, beside others of --seq-len bases\n"
-        )
+        message = f"--held-out {options.held_out}: give one of {', '.join(genome)}, beside others of --seq-len bases"
+        parser.exit(2, f"{message}\n")
 
     lengths = (min(256, options.seq_len), options.seq_len)
-    model = LongNetLM(
-        LongNetConfig(lengths, (1, 8), vocab_size=len(LETTERS), embed_dim=options.embed_dim, num_layers=2)
-    )
+    sizes = {"vocab_size": len(LETTERS), "embed_dim": options.embed_dim, "num_layers": 2}
+    model = LongNetLM(LongNetConfig(lengths, (1, 8), **sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(1, options.steps + 1):
         loss = model.loss(windows(chromosomes, 2, options.seq_len))
@@ -110,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer.zero_grad()
         if step % max(1, options.steps // 6) == 0:
             print(f"step {step}: {loss.item() / math.log(2):.3f} bits per base", flush=True)
-    held_out = genome[options.held_out]
+    held_out = genome[options.held_out][: options.scored]
     forward, reverse = (bits_per_base(model, x, options.seq_len) for x in (held_out, reverse_complement(held_out)))
     known = "" if least is None else f", and who knows all repeats {least:.2f}"
     print(f"{options.held_out}: {forward:.2f} bits per base, its other strand {reverse:.2f}; a guess has 2.00{known}")

@@ -82,11 +82,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = LongNetLM(LongNetConfig(lengths, (1, 4), embed_dim=options.embed_dim, num_layers=2))
     tokens, borders = max(kept, key=lambda packed: len(packed[1]))  # the one with most documents
     pieces = [piece for piece in tokens.split(borders.diff().tolist(), dim=1) if piece.shape[1] > 1]
-    alone = sum(model.loss(piece).item() * (piece.shape[1] - 1) for piece in pieces) / (
-        tokens.shape[1] - len(borders) + 1
+    together = bits_per_byte(model, [(tokens, borders)])
+    alone = bits_per_byte(model, [(piece, torch.tensor([0, piece.shape[1]], dtype=torch.int32)) for piece in pieces])
+    print(
+        f"before training, {len(pieces)} documents packed {together:.5f}, one by one {alone:.5f} bits per byte",
+        flush=True,
     )
-    together = model.loss(tokens, borders).item()
-    print(f"loss of {len(pieces)} documents packed {together:.5f}, one by one {alone:.5f}", flush=True)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step, index in enumerate(torch.randint(len(sequences), (options.steps,)).tolist(), start=1):

@@ -22,8 +22,8 @@ from ring_dilated_attention.models import LongNetConfig, LongNetLM
 
 
 @torch.no_grad()
-def prefill(model: LongNetLM, prompt: Tensor, max_len: int, to: int) -> tuple[Tensor, list[DilatedCache]]:
-    """The likeliest token after the prompt (1, N), on every rank; and on rank `to` a cache of each layer.
+def prefill(model: LongNetLM, prompt: Tensor, max_len: int, to: int) -> tuple[Tensor, list[Any]]:
+    """The likeliest token after the prompt (1, N), on every rank; and on rank `to` a cache of each layer, else None.
 
     The hook reads what a layer's attention is given, and makes the keys and values from it, as the attention does.
     """
@@ -34,17 +34,9 @@ def prefill(model: LongNetLM, prompt: Tensor, max_len: int, to: int) -> tuple[Te
         width = attention.num_kv_heads * attention.head_dim
         sizes = (attention.embed_dim, width, width)
         _, key, value = (x.unflatten(-1, (-1, attention.head_dim)) for x in projected.split(sizes, dim=-1))
-        cache = DilatedCache.gather(
-            parallel,
-            rotate(key, kwargs["positions"]),
-            value,
-            attention.pattern,
-            attention.num_heads,
-            to=to,
-            max_len=max_len,
-        )  # every rank makes the call
-        if cache is not None:
-            caches.append(cache)
+        key = rotate(key, kwargs["positions"])
+        limits = {"to": to, "max_len": max_len}
+        caches.append(DilatedCache.gather(parallel, key, value, attention.pattern, attention.num_heads, **limits))
 
     hooks = [block.attention.register_forward_hook(hand_over, with_kwargs=True) for block in model.blocks]
     logits = model(parallel.shard(prompt))
@@ -57,7 +49,7 @@ def prefill(model: LongNetLM, prompt: Tensor, max_len: int, to: int) -> tuple[Te
 
 
 def write(model: LongNetLM, prompt: Tensor, count: int, caches: list[DilatedCache] | None = None) -> list[int]:
-    return torch.cat(list(model.generate(prompt, count, temperature=0, caches=caches))).tolist()
+    return [token.item() for token in model.generate(prompt, count, temperature=0, caches=caches)]
 
 
 def make_model(run: Path | None, parallel: ContextParallel | None) -> LongNetLM:
@@ -85,8 +77,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         prompt = torch.tensor([list(options.prompt_file.read_bytes()[: options.prompt_len])])
     length = prompt.shape[1]
+    if length < parallel.world_size:
+        parser.exit(2, f"a prompt of {length} tokens: {parallel.world_size} ranks need at least one each\n")
     first, caches = prefill(model, prompt, max_len=length + options.new_tokens, to=0)
-    if parallel.rank == 0:  # the other ranks are free for the next prompt
+    parallel.close()
+    if dist.is_torchelastic_launched():
+        dist.destroy_process_group()
+    if parallel.rank == 0:  # the other ranks are done
         alone = make_model(options.run, None)
         written = [first.item(), *write(alone, first, options.new_tokens - 1, caches)]
         again = write(alone, prompt, options.new_tokens)
@@ -98,9 +95,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(bytes(written))
         same = sum(a == b for a, b in zip(written, again, strict=True))
         print(f"{same} of {options.new_tokens} tokens are those of rank 0 alone; {len(set(written))} different tokens")
-    parallel.close()
-    if dist.is_torchelastic_launched():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
