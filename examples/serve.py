@@ -1,10 +1,10 @@
 """Serving a long prompt: several ranks compute it together, and then one rank writes on from a cache.
 
     torchrun --nproc-per-node 2 examples/serve.py
-    torchrun --nproc-per-node 2 examples/serve.py --run runs/NAME --prompt-file book.txt    a model of `rda train`
+    torchrun --nproc-per-node 2 examples/serve.py --model runs/NAME --prompt-file book.txt   a model of `rda train`
 
 The ranks hand over only those rows that a later token can still see. Rank 0 then computes the prompt alone too, and the
-two texts are compared. Without --run the parameters are random, and the text means nothing.
+two texts are compared. Without --model the parameters are random, and the text means nothing.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def make_model(run: Path | None, parallel: ContextParallel | None) -> LongNetLM:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="the folder of a run of rda train (default: random parameters)")
+    parser.add_argument("--model", type=Path, help="the folder of a run of rda train (default: random parameters)")
     parser.add_argument("--prompt-file", type=Path, help="its bytes are the prompt (default: random bytes)")
     parser.add_argument("--prompt-len", type=int, default=65_000, help="at most so many bytes (default %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="bytes to write (default %(default)s)")
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     parallel = ContextParallel()
-    model = make_model(options.run, parallel)
+    model = make_model(options.model, parallel)
     if options.prompt_file is None:
         noise = torch.Generator().manual_seed(1)  # the same prompt on every rank
         prompt = torch.randint(model.config.vocab_size, (1, options.prompt_len), generator=noise)
@@ -84,14 +84,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if dist.is_torchelastic_launched():
         dist.destroy_process_group()
     if parallel.rank == 0:  # the other ranks are done
-        alone = make_model(options.run, None)
+        alone = make_model(options.model, None)
         written = [first.item(), *write(alone, first, options.new_tokens - 1, caches)]
         again = write(alone, prompt, options.new_tokens)
         held, rows = sum(cache.num_bytes for cache in caches), length * 2 * len(caches)
         every = rows * caches[0].plan.num_kv_heads * caches[0].head_dim * caches[0].dtype.itemsize
         print(f"{parallel.world_size} ranks computed a prompt of {length:,} tokens")
         print(f"the caches on rank 0: {held:,} bytes (all keys and values of the prompt: {every:,})")
-        if options.run is not None:
+        if options.model is not None:
             print(bytes(written))
         same = sum(a == b for a, b in zip(written, again, strict=True))
         print(f"{same} of {options.new_tokens} tokens are those of rank 0 alone; {len(set(written))} different tokens")
