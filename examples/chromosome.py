@@ -1,11 +1,12 @@
-"""A language model of a genome: FASTA, both strands, and a chromosome that is held out.
+"""A language model of a genome: FASTA, both strands, a held-out chromosome.
 
-    python examples/chromosome.py                                           a made-up genome of three chromosomes
-    python examples/chromosome.py --fasta genome.fa --held-out chr5         yours
+    python examples/chromosome.py              a made-up genome
+    python examples/chromosome.py --fasta genome.fa --held-out chr5
 
-Half of the windows are read as their reverse complement: the other strand, in its own direction. The made-up genome has
-random letters and families of repeats, all on one strand. So what the model knows of the other strand it learnt from
-reverse complements alone.
+Half of the windows are read as their reverse complement: the other strand, in
+its own direction. The made-up genome has random letters and families of
+repeats, all on one strand. So what the model knows of the other strand it
+learnt from reverse complements alone.
 """
 
 import argparse
@@ -109,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"step {step}: {loss.item() / math.log(2):.3f} bits per base", flush=True)
     held_out = genome[options.held_out][: options.scored]
     forward, reverse = (bits_per_base(model, x, options.seq_len) for x in (held_out, reverse_complement(held_out)))
-    known = "" if least is None else f", and who knows all repeats {least:.2f}"
-    print(f"{options.held_out}: {forward:.2f} bits per base, its other strand {reverse:.2f}; a guess has 2.00{known}")
+    print(f"{options.held_out}: {forward:.2f} bits per base, its other strand {reverse:.2f}")
+    print("a guess has 2.00" + ("" if least is None else f", and who knows all repeats {least:.2f}"))
 
 
 if __name__ == "__main__":

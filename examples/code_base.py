@@ -1,10 +1,11 @@
-"""A language model of a code base: a folder of sources, packed into sequences without padding, and text that goes on.
+"""A language model of a code base, without padding, and text that goes on.
 
-    python examples/code_base.py                                    this repository's src
-    python examples/code_base.py --folder ~/project --suffix .c     yours
+    python examples/code_base.py               this repository's src
+    python examples/code_base.py --folder ~/project --suffix .c
 
-Each file is a document. Documents are packed one after the other, and `cu_seqlens` has their borders: positions start
-anew there, and no document sees another. Every tenth file is held out.
+Each file is a document. Documents are packed one after the other into
+sequences, and `cu_seqlens` has their borders: positions start anew there, and
+no document sees another. Every tenth file is held out.
 """
 
 import argparse

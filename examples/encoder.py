@@ -1,11 +1,13 @@
-"""torch's nn.TransformerEncoder made long: its attention is replaced, its parameters and calls stay.
+"""torch's nn.TransformerEncoder made long: its attention is replaced.
 
     python examples/encoder.py
 
-First it shows that under a dense pattern the encoder is torch's. Then the encoder learns to say at every position which
-class the sequence has. Only the first 128 positions tell it. A query sees at most 128 keys of the short branch and 128
-of the long one: the long branch must carry the class, and the short one must spread it. At last the same parameters run
-without the long branch.
+Parameters and calls stay. First it shows that under a dense pattern the encoder
+is torch's. Then the encoder learns to say at every position which class the
+sequence has. Only the first 128 positions tell it. A query sees at most 128
+keys of the short branch and 128 of the long one: the long branch must carry the
+class, and the short one must spread it. At last the same parameters run without
+the long branch.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""Serving a long prompt: several ranks compute it together, and then one rank writes on from a cache.
+"""Serving a long prompt: several ranks compute it, then one rank writes on.
 
     torchrun --nproc-per-node 2 examples/serve.py
-    torchrun --nproc-per-node 2 examples/serve.py --model runs/NAME --prompt-file book.txt   a model of `rda train`
+    torchrun --nproc-per-node 2 examples/serve.py \\
+             --model runs/NAME --prompt-file book.txt     a run of `rda train`
 
-The ranks hand over only those rows that a later token can still see. Rank 0 then computes the prompt alone too, and the
-two texts are compared. Without --model the parameters are random, and the text means nothing.
+The ranks hand over only those rows that a later token can still see. Rank 0
+then computes the prompt alone too, and the two texts are compared. Without
+--model the parameters are random, and the text means nothing.
 """
 
 import argparse
@@ -90,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         held, rows = sum(cache.num_bytes for cache in caches), length * 2 * len(caches)
         every = rows * caches[0].plan.num_kv_heads * caches[0].head_dim * caches[0].dtype.itemsize
         print(f"{parallel.world_size} ranks computed a prompt of {length:,} tokens")
-        print(f"the caches on rank 0: {held:,} bytes (all keys and values of the prompt: {every:,})")
+        print(f"the caches on rank 0: {held:,} bytes; all keys and values: {every:,}")
         if options.model is not None:
             print(bytes(written))
         same = sum(a == b for a, b in zip(written, again, strict=True))

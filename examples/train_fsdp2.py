@@ -1,8 +1,10 @@
-"""FSDP2 on a data x sequence mesh: two replicas, each a sequence that two ranks share; parameters sharded, clipped.
+"""FSDP2 on a data x sequence mesh, with parameters sharded and clipped.
 
     torchrun --nproc-per-node 4 examples/train_fsdp2.py
 
-The norm of the first gradient is compared with that of one rank, which reads the samples of all replicas.
+There are two replicas, each a sequence that two ranks share. The norm of the
+first gradient is compared with that of one rank, which reads the samples of all
+replicas.
 """
 
 import argparse

@@ -1,11 +1,14 @@
-"""An encoder over the tokens of a video: one training step on an hour, planned before it runs.
+"""An encoder over the tokens of a video: a step on an hour, planned first.
 
-    python examples/video.py                     an hour at a frame a second: 3,600 x 256 = 921,600 tokens
-    python examples/video.py --frames 600        ten minutes
+    python examples/video.py                   an hour at a frame a second:
+                                               3,600 x 256 = 921,600 tokens
+    python examples/video.py --frames 600      ten minutes
 
-A clip of a tenth of the length is run first, and its speed is given to `rda plan model`, which says what the whole
-step will hold and take. Then the step runs. The tokens are made up; those of your tokenizer take their place. Hidden
-tokens are to be guessed, from frames before and after them (the attention is not causal).
+A clip of a tenth of the length is run first, and its speed is given to `rda
+plan model`, which says what the whole step will hold and take. Then a forward
+and its backward run. The tokens are made up; those of your tokenizer take their
+place. Hidden tokens are to be guessed, from frames before and after them (the
+attention is not causal).
 """
 
 import argparse
