@@ -39,7 +39,7 @@ def read_fasta(path: Path) -> dict[str, Tensor]:
 
 
 def make_genome(num_bases: int, num_families: int = 4, length: int = 120) -> tuple[dict[str, Tensor], float]:
-    """Three chromosomes, and the bits per base of who knows all repeats: 2 for each base that is in none."""
+    """Three chromosomes, and the bits per base of who knows each repeat from its first base: 2 for the rest."""
     families, genome, unique = torch.randint(4, (num_families, length)), {}, 0
     for name in ("chr1", "chr2", "chr3"):
         pieces, size = [], 0
@@ -111,7 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     held_out = genome[options.held_out][: options.scored]
     forward, reverse = (bits_per_base(model, x, options.seq_len) for x in (held_out, reverse_complement(held_out)))
     print(f"{options.held_out}: {forward:.2f} bits per base, its other strand {reverse:.2f}")
-    print("a guess has 2.00" + ("" if least is None else f", and who knows all repeats {least:.2f}"))
+    print(
+        "a guess has 2.00" + ("" if least is None else f", and who knows each repeat from its first base {least:.2f}")
+    )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def test_a_chromosome(tmp_path):
     drawn = example["windows"]([genome["one"], genome["two"]], 50, 5)
     assert {x for row in drawn for x in row.tolist()} == {0, 1, 2, 3, 4}
     printed = output_of("chromosome", "--bases", 1000, "--seq-len", 256, "--embed-dim", 16, "--steps", 30)
-    forward, reverse, least = numbers(r"chr3: ([\d.]+) bits.* strand ([\d.]+)\n.* repeats ([\d.]+)", printed)
+    forward, reverse, least = numbers(r"chr3: ([\d.]+) bits.* strand ([\d.]+)\n.* first base ([\d.]+)", printed)
     assert least < forward < 2.2
     assert least < reverse < 2.2
     with pytest.raises(SystemExit):
